@@ -64,7 +64,7 @@ types: $(VENV)/.ready
 # Our prototypes of torch's C functions against torch's own headers.
 conformance: $(VENV)/.ready
 	@if command -v $(CXX) > /dev/null; then \
-	  $(CXX) -std=c++20 -fsyntax-only -Wall -Werror -Icsrc tests/abi_conformance.cpp -I$$($(PY) -c \
+	  $(CXX) -std=c++20 -fsyntax-only -Wall -Werror -Icsrc tests/c/abi_conformance.cpp -I$$($(PY) -c \
 	    'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')/include \
 	  && echo "conformance: csrc/glue/abi.h agrees with torch's headers"; \
 	else echo "conformance: NOT CHECKED, there is no C++ compiler ($(CXX))"; fi
@@ -86,7 +86,7 @@ fuzz: build
 	$(MAKE) --no-print-directory build/sanitize/fuzz_api WHERE=build/sanitize \
 	  CTEST_FLAGS="$(CTEST_FLAGS) -g $(SANITIZERS)"
 	build/sanitize/fuzz_api $$(($(FUZZ) * 50000)) $$(date +%s)000000
-	MOELORA_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/test_fuzz_adapters.py
+	MOELORA_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/adapters/test_fuzz_adapters.py
 
 # Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest. RUN runs
 # those of a cross compiler:
@@ -110,7 +110,7 @@ define borrowing
 	$(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 endef
-HF_TESTS := tests/test_transformers*.py tests/test_peft*.py
+HF_TESTS := tests/huggingface/test_transformers*.py tests/huggingface/test_peft*.py tests/adapters/test_peft_layouts.py
 
 # The integration of transformers and PEFT with the oldest of both that pyproject.toml admits.
 test-lowest: build
@@ -131,7 +131,7 @@ test-newest: build
 
 # The Python tests under 3.11 to 3.14, as far as they are here, on one extension.
 test-pythons: build
-	$(PY) tests/check_pythons.py $(CHECK_ARGS) -- $(PYTEST_ARGS)
+	$(PY) tests/project/check_pythons.py $(CHECK_ARGS) -- $(PYTEST_ARGS)
 
 # On GPU machines torch is already there: no venv, the Python of the caller.
 test-gpu:
@@ -142,7 +142,7 @@ test-gpu:
 # (csrc/cuda/gemm/sm90/pipeline.cuh); with -lineinfo the reports name source lines.
 sanitize-gpu:
 	NVCCFLAGS="-lineinfo -DMOELORA_RACECHECK" $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck --jobs 8 \
+	$(PYTHON) tests/cuda/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck --jobs 8 \
 	  --log benchmarks/results/gpu-sanitize.log
 	$(PYTHON) setup.py -q build_ext --inplace
 
@@ -204,7 +204,7 @@ wheel: $(VENV)/.ready
 	PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so' -w dist build/wheel/*.whl
 
 check-wheel: wheel
-	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECK_ARGS)
+	$(PY) tests/project/check_wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECK_ARGS)
 
 sdist: $(VENV)/.ready
 	$(PY) setup.py -q sdist

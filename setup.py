@@ -166,7 +166,7 @@ def cuda_arch_flags(source):
 
 
 # Spilled by a kernel that no main loop notices: numbers of a tile that wait for its end. Of
-# quantised weights what producers know of a tile, too: they leave their registers to the consumers.
+# quantized weights what producers know of a tile, too: they leave their registers to the consumers.
 SPARED_BYTES = 16
 SPARED_BYTES_OF = {
     "gemm_w8a8.cu": 600,
@@ -174,6 +174,7 @@ SPARED_BYTES_OF = {
     "gemm_mxfp4.cu": 224,
     "blocks.cu": 32,
     "decode.cu": 96,
+    "back.cu": 64,
 }
 
 

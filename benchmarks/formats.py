@@ -1,4 +1,4 @@
-"""Layers of quantised experts beside vLLM's kernels, on a CPU beside their unpacked weights: what
+"""Layers of quantized experts beside vLLM's kernels, on a CPU beside their unpacked weights: what
 h200-formats.json and cpu-formats.json are written by.
 
     python -m benchmarks.formats --peers DIR --out benchmarks/results/h200-formats.json

@@ -33,7 +33,7 @@ import moelora
 from benchmarks.grid.adapters import TILES, factors
 from benchmarks.grid.alignment import align_lists
 from benchmarks.grid.calls import DTYPES
-from benchmarks.grid.quantised import FORMATS, FP8, KERNELS, kernels_of, packed
+from benchmarks.grid.quantized import FORMATS, FP8, KERNELS, kernels_of, packed
 from benchmarks.problems import Problem, Spec
 from moelora import _C
 from moelora.bench import results
@@ -53,7 +53,7 @@ SHAPES = {
     "qwen3": replace(EVERY, top_k=8, experts=16, hidden=2048, inter=768, ranks=(16, 64)),
     "mixtral": replace(EVERY, top_k=2, experts=2, hidden=4096, inter=3584, ranks=(16, 64)),
 }
-QUANTISED = replace(EVERY, experts=6, hidden=320, inter=192, ranks=(16, 64, 3))
+QUANTIZED = replace(EVERY, experts=6, hidden=320, inter=192, ranks=(16, 64, 3))
 VLLM = replace(EVERY, experts=12, hidden=1160, inter=192, ranks=(32, 32, 32), bias=False)
 VLLM = replace(VLLM, pass_ranks=False, scalings=False)
 SGLANG = replace(EVERY, slices=1, hidden=264, inter=136, ranks=(64, 17, 3), bias=False)
@@ -142,7 +142,7 @@ def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
                  for w in ("w13", "w2")}  # fmt: skip
         return Pool(name, "native", build(spec), {"layer": layer, **names})
 
-    def quantised(name: str, format: str, spec: Spec) -> Pool:
+    def quantized(name: str, format: str, spec: Spec) -> Pool:
         p = build(spec)
         w13 = packed(p.w13, format, "concatenated", 1)
         w2 = packed(p.w2, format, None, 2)
@@ -172,8 +172,8 @@ def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
             yield f"{shape} {word}", partial(own, word, replace(spec, dtype=dtype))
         yield from engines(word, replace(VLLM, dtype=dtype), replace(SGLANG, dtype=dtype))
         for format in (*FORMATS, *FP8) if dtype != torch.float32 else ():
-            spec = replace(QUANTISED, dtype=dtype)
-            yield f"{format} {word}", partial(quantised, word, format, spec)
+            spec = replace(QUANTIZED, dtype=dtype)
+            yield f"{format} {word}", partial(quantized, word, format, spec)
 
 
 # ---- compositions ----

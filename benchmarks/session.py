@@ -44,14 +44,14 @@ class Part:
 
     def command(self, given: dict, seconds: float) -> list[str]:
         deadline = max(1, round(seconds) - 20)
-        words = self.words.format(**given, deadline=deadline, quantised=f"{FOUR_BITS},{FP8}")
+        words = self.words.format(**given, deadline=deadline, quantized=f"{FOUR_BITS},{FP8}")
         return [sys.executable, *words.split()]
 
 
 PARTS = (
     Part("info", 60, "-m moelora info"),
     Part("tests", 280, "-m pytest -v -rfE --tb=short -m gpu -n 15 --timeout=100 tests"),
-    Part("variants", 150, "-m benchmarks.variants --models {quantised} --deadline-s {deadline}"
+    Part("variants", 150, "-m benchmarks.variants --models {quantized} --deadline-s {deadline}"
          " --out {out}/h200-variants.json"),
     Part("builds-fp8", 110, f"{BUILDS} --models {FP8} --tokens 16,64,256,1024,4096,16384"
          " --deadline-s {deadline} --out {out}/h200-builds-fp8.json"),
@@ -80,7 +80,7 @@ PARTS = (
          " --budget-s 460 --out {out}/h200-e2e-sglang.json"),
     Part("e2e-invariance", 160, "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e"
          " --only invariance --budget-s 140 --out {out}/h200-e2e-invariance.json"),
-    Part("sanitizers", 300, "tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
+    Part("sanitizers", 300, "tests/cuda/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
          " --jobs 8 --log {out}/h200-sanitize.log"),
 )  # fmt: skip
 

@@ -1,20 +1,21 @@
-"""The measured tables of README.md and docs/measurements.md, from benchmarks/results/.
+"""The measured tables of README.md and docs/, from benchmarks/results/.
 
-    python -m benchmarks.tables            prints them
-    python -m benchmarks.tables --write    puts them into the pages
+    python -m benchmarks.tables [NAME...]  prints them, or some of them
+    python -m benchmarks.tables --write    updates the pages
 
-What a page has between `<!-- name -->` and `<!-- /name -->` is a key of TABLES, MADE or SENTENCES,
-or `from FILE`: where the numbers next to it come from, and the command that made them.
+Names are the keys of TABLES, MADE and SENTENCES, or `from FILE`: provenance and command of a file.
+A page contains a table between `<!-- name -->` and `<!-- /name -->`. At `<!-- site: name, name -->`
+only the generated site does (docs/mkdocs_hooks.py), which is built without torch: this module must
+not import moelora.
 """
 
+import ast
+import json
 import re
 import statistics
 import sys
 import textwrap
 from pathlib import Path
-
-from moelora.bench import results
-from moelora.bench.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/measurements.md", "docs/batch-invariance.md")
@@ -88,7 +89,24 @@ def path_of(file):
 
 
 def load(file):
-    return results.read(path_of(file))
+    content = json.loads(path_of(file).read_text())
+    return content["meta"], content["cases"]
+
+
+def known_models():
+    """{key: (name, number of experts)} of moelora.bench.shapes.MODELS, read from its source."""
+    source = (Path(__file__).parents[1] / "moelora/bench/shapes.py").read_text()
+    (models,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODELS"
+    )
+    keys = map(ast.literal_eval, models.keys)
+    names = (tuple(ast.literal_eval(part) for part in model.args[:2]) for model in models.values)
+    return dict(zip(keys, names, strict=True))
+
+
+MODELS = known_models()
 
 
 def rows_of(file):
@@ -107,9 +125,9 @@ def cell(row, field):
     for name in field.split("."):
         value = value.get(name)
     if field == "model" and value in MODELS:
-        whole = MODELS[value]
-        cut = row.get("experts", whole.experts) < whole.experts
-        return f"{whole.name} ({row['experts']} experts)" if cut else whole.name
+        name, experts = MODELS[value]
+        cut = row.get("experts", experts) < experts
+        return f"{name} ({row['experts']} experts)" if cut else name
     if field == "kernel":
         return f"`{value.rstrip(', ')}`"
     if isinstance(value, bool):
@@ -219,7 +237,7 @@ def format_ranges():
     return f"{table}\n\n{wrapped(text)}"
 
 
-def quantised_layers():
+def quantized_layers():
     """Of four bits and of FP8, how much faster than the fastest of vLLM's with adapters."""
     rows = cases("formats_all")
     found = {
@@ -230,7 +248,7 @@ def quantised_layers():
         f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"
         for what, some in found.items()
     ]
-    text = f"""A layer of quantised experts with adapters is {" and ".join(said)} as the fastest of
+    text = f"""A layer of quantized experts with adapters is {" and ".join(said)} as the fastest of
         vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
         tokens. Shares of the [upper bound](docs/benchmarks.md#the-upper-bound) that it reaches, and
         vLLM's:"""
@@ -413,7 +431,7 @@ def decode_parts():
 MADE = {
     "decode_parts": ("h200-kernels-decode", decode_parts),
     "format_ranges": ("h200-formats", format_ranges),
-    "quantised_layers": ("h200-formats", quantised_layers),
+    "quantized_layers": ("h200-formats", quantized_layers),
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
     "engines_parallel": ("h100-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
@@ -448,12 +466,18 @@ def filled(text):
     return between.sub(lambda m: f"<!-- {m[1]} -->\n{section(m[1])}\n<!-- /{m[1]} -->", text)
 
 
+def for_site(text):
+    """A page with the tables that only the site has."""
+    found = re.compile(r"<!-- site: (.*?) -->")
+    return found.sub(lambda m: "\n\n" + "\n\n".join(map(section, m[1].split(", "))), text)
+
+
 def main():
     if sys.argv[1:] == ["--write"]:
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
     else:
-        print("\n\n".join(map(section, (*TABLES, *MADE, *SENTENCES))))
+        print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *SENTENCES))))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ one that is installed; on a machine without a network `--peers` is a folder with
 `install_chunk.sh` unpacks it into `$SITE`. Needs one GPU and Python 3.11; with `--parallel` two
 GPUs, which share a layer's experts, or each of them, by vLLM's own exchange over NCCL.
 
-With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a gpt-oss of
+With `--format`, experts are quantized (`benchmarks.vllm_quantize`; `mxfp4` is a gpt-oss of
 `benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
 with the same numbers: in the same format where vLLM's kernels of the packed copy can (FP8), and
-unquantised otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
+unquantized otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
 With `--only invariance` both engines run under VLLM_BATCH_INVARIANT, and rows of their MoE layers
 in a mixed batch are compared with those of each request alone, bit for bit
@@ -43,7 +43,7 @@ from benchmarks.answers import (
 )
 from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
 from benchmarks.serving import speed_row, targets
-from benchmarks.vllm_quantise import FORMATS
+from benchmarks.vllm_quantize import FORMATS
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
@@ -62,7 +62,7 @@ TARGETS = {  # reported, whoever meets them or not
         ("decode", *WITHOUT, 0.92),
         ("decode", *WITH, 1.3),
     ],
-    "quantised": [("prefill", *WITH, 1.3), ("decode", *WITH, 1.25)],
+    "quantized": [("prefill", *WITH, 1.3), ("decode", *WITH, 1.25)],
 }
 TWO = ("--tensor-parallel", "2")
 PARALLEL = {
@@ -78,7 +78,7 @@ def all_targets(rows, format=None):
     for way in (None, *PARALLEL):
         said = [
             (phase, f"{way}: {what}" if way else what, *more)
-            for phase, what, *more in TARGETS["quantised" if format else "bf16"]
+            for phase, what, *more in TARGETS["quantized" if format else "bf16"]
         ]
         made += targets([row for row in rows if row.get("parallel") == way], said)
     return made
@@ -183,21 +183,21 @@ class Bench(Stages):
         """Whether vLLM's own engine reads what moelora's does."""
         return self.args.format in (None, *FP8) or self.args.own_kernels
 
-    def only_quantised(self, model):
+    def only_quantized(self, model):
         """Nobody reads what a large model's numbers stand for, where vLLM reads the numbers."""
-        return ["--only-quantised"] if model == "a3b" and self.same_format() else []
+        return ["--only-quantized"] if model == "a3b" and self.same_format() else []
 
     def make(self, model, *options):
         if self.args.format == "mxfp4":
             layers = options[options.index("--layers") + 1] if "--layers" in options else 4
             command = [sys.executable, "-m", "benchmarks.vllm_gpt_oss", "--ranks", RANKS]
             command += ["--layers", layers, "--out", self.work / f"{model}-mxfp4"]
-            command += self.only_quantised(model)
+            command += self.only_quantized(model)
             return self.job(f"make {model}", command, 120)
         command = [sys.executable, *self.make_model, "--out", self.work / model]
         return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
 
-    def quantise(self, model):
+    def quantize(self, model):
         """The model's names for moelora and for vLLM's own engine, once they are there."""
         format = self.args.format
         if format is None:
@@ -206,10 +206,10 @@ class Bench(Stages):
         models = ours, ours if self.same_format() else f"{ours}-dense"
         if format == "mxfp4":
             return models
-        command = [sys.executable, "-m", "benchmarks.vllm_quantise", "--format", format]
+        command = [sys.executable, "-m", "benchmarks.vllm_quantize", "--format", format]
         command += ["--model", self.work / model, "--out", self.work / ours]
-        command += self.only_quantised(model)
-        if not self.done(self.job(f"quantise {model}", command, 120)):
+        command += self.only_quantized(model)
+        if not self.done(self.job(f"quantize {model}", command, 120)):
             return None
         return models
 
@@ -231,7 +231,7 @@ class Bench(Stages):
     def answers(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
             return
-        models = self.quantise("tiny")
+        models = self.quantize("tiny")
         if models is None:
             return
         for name, model in zip(("moelora", "vllm"), models, strict=True):
@@ -250,7 +250,7 @@ class Bench(Stages):
         layers = ("--layers", str(self.args.layers))
         if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
             return None
-        return self.quantise("a3b")
+        return self.quantize("a3b")
 
     def time(self, engine, models, lora, *flags, **way):
         ours = engine == "moelora"
@@ -283,7 +283,7 @@ class Bench(Stages):
     def invariance(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
             return
-        models = self.quantise("tiny")
+        models = self.quantize("tiny")
         if models is None:
             return
         for name, model in zip(("moelora", "vllm"), models, strict=True):

@@ -1,10 +1,10 @@
-"""A gpt-oss checkpoint of random MXFP4 experts, the same unquantised, and adapters for it.
+"""A gpt-oss checkpoint of random MXFP4 experts, the same unquantized, and adapters for it.
 
     python -m benchmarks.vllm_gpt_oss --out /tmp/tiny-mxfp4 --layers 4 --ranks 16,64
 
 OUT and OUT-dense have the same numbers: MXFP4 is exact in bfloat16. The layers are those of
 gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_parameters`. With
---only-quantised there is no OUT-dense.
+--only-quantized there is no OUT-dense.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Maker(engine_model.Maker):
         return blocks, scales, dense.flatten(2)
 
     def layer(self, prefix):
-        """(common, quantised alone, dense alone) tensors of one layer."""
+        """(common, quantized alone, dense alone) tensors of one layer."""
         q, kv = HEADS * HEAD, KV_HEADS * HEAD
         std = 1 / math.sqrt(HIDDEN)
         common = {}
@@ -65,16 +65,16 @@ class Maker(engine_model.Maker):
             common[f"{name}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
         common["mlp.experts.gate_up_proj_bias"] = self.normal(EXPERTS, 2 * INTER, std=0.1)
         common["mlp.experts.down_proj_bias"] = self.normal(EXPERTS, HIDDEN, std=0.1)
-        quantised, plain = {}, {}
+        quantized, plain = {}, {}
         for name, rows, columns in (
             ("gate_up_proj", 2 * INTER, HIDDEN),
             ("down_proj", HIDDEN, INTER),
         ):
             blocks, scales, dense = self.mxfp4(rows, columns)
-            quantised[f"mlp.experts.{name}_blocks"] = blocks
-            quantised[f"mlp.experts.{name}_scales"] = scales
+            quantized[f"mlp.experts.{name}_blocks"] = blocks
+            quantized[f"mlp.experts.{name}_scales"] = scales
             plain[f"mlp.experts.{name}"] = dense.transpose(1, 2)
-        return [{f"{prefix}{n}": t for n, t in part.items()} for part in (common, quantised, plain)]
+        return [{f"{prefix}{n}": t for n, t in part.items()} for part in (common, quantized, plain)]
 
     def adapter(self, folder, rank, layers):
         """A of variance 1 / columns; B so that the delta is half as large as the base product."""
@@ -129,11 +129,11 @@ def main(argv=None):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--ranks", default="16,16,64,64")
-    p.add_argument("--only-quantised", action="store_true", help="no OUT-dense")
+    p.add_argument("--only-quantized", action="store_true", help="no OUT-dense")
     args = p.parse_args(argv)
     make = Maker("cuda" if torch.cuda.is_available() else "cpu")
     folders = [args.out, args.out.with_name(f"{args.out.name}-dense")]
-    folders = folders[:1] if args.only_quantised else folders
+    folders = folders[:1] if args.only_quantized else folders
     indices = [{} for _ in folders]
     for out in folders:
         shutil.rmtree(out, ignore_errors=True)
@@ -149,8 +149,8 @@ def main(argv=None):
     }
     put("ends", ends, ends)
     for i in range(args.layers):
-        common, quantised, plain = make.layer(f"model.layers.{i}.")
-        put(f"layer-{i:02}", common | quantised, common | plain)
+        common, quantized, plain = make.layer(f"model.layers.{i}.")
+        put(f"layer-{i:02}", common | quantized, common | plain)
 
     adapters = []
     for i, rank in enumerate(int(r) for r in args.ranks.split(",")):

@@ -3,7 +3,7 @@
     python -m benchmarks.vllm_gpt_oss_check --model /tmp/tiny-mxfp4-dense --lps /tmp/lps.json
 
 What `benchmarks.engine_reference` is for Qwen3-MoE: the folder is one that
-`benchmarks.vllm_gpt_oss` made of unquantised experts. Adapters have the layout of PEFT's
+`benchmarks.vllm_gpt_oss` made of unquantized experts. Adapters have the layout of PEFT's
 `target_parameters`: A (E r, columns) with the experts one behind the other, B (rows, r E) with the
 experts in turns, of parameters (E, columns, rows).
 """

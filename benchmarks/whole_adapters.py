@@ -155,7 +155,7 @@ def turns_of(model, steps, modes):
         steps.rewind()
         try:
             turns["graph"] = Turn(capture(steps.step).replay, steps.steps, steps.rewind)
-        except RuntimeError as error:  # it synchronises with the host
+        except RuntimeError as error:  # it synchronizes with the host
             torch.cuda.synchronize()
             turns["graph"] = str(error)
     if "compiled" in modes:

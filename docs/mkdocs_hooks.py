@@ -1,14 +1,18 @@
-"""Hooks of mkdocs: links to files of the repository, which a site does not have, and docstrings."""
+"""mkdocs hooks: generated tables, links to files of the repository, and docstrings."""
 
 import re
+import sys
 from pathlib import Path, PurePosixPath
 
 HERE = Path(__file__).resolve().parent
 REF = "main"
 
+sys.path.insert(0, str(HERE.parent))
+from benchmarks import tables  # noqa: E402
+
 
 def on_page_markdown(markdown, page, config, **_):
-    """Links out of docs/ lead to the repository; where its address is not known, text stays."""
+    """Inserts tables. Points links out of docs/ to the repository, or drops them if unknown."""
 
     def absolute(link):
         text, target = link.groups()
@@ -19,9 +23,9 @@ def on_page_markdown(markdown, page, config, **_):
         url = (config.repo_url or "").rstrip("/")
         return f"[{text}]({url}/blob/{REF}/{where})" if url else text
 
-    return re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", absolute, markdown)
+    return re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", absolute, tables.for_site(markdown))
 
 
 def on_page_content(html, **_):
-    """In docstrings a block is announced by two colons."""
+    """In docstrings, two colons announce a code block."""
     return re.sub(r"::(</p>\s*<(?:div|pre))", r":\1", html)

@@ -1,11 +1,11 @@
-"""Adapters on quantised experts, in transformers.
+"""Adapters on quantized experts, in transformers.
 
     python examples/quantized.py
 
-Makes checkpoint folders as gpt-oss (MXFP4) and quantised Qwen3-MoE models (INT4, FP8) have them,
-loads each without ever dequantising a stack of experts, and serves one batch whose rows carry
+Makes checkpoint folders as gpt-oss (MXFP4) and quantized Qwen3-MoE models (INT4, FP8) have them,
+loads each without ever dequantizing a stack of experts, and serves one batch whose rows carry
 different adapters; FP8 experts multiply activations as they are, so that the weights alone are
-compared. What that gave is held against transformers and PEFT with dequantised weights:
+compared. What that gave is held against transformers and PEFT with dequantized weights:
 
 - every experts layer for the inputs that it had in that pass, all outputs against float32. The
   bound is half again the largest error of transformers and PEFT in bfloat16, and one rounding of
@@ -119,7 +119,7 @@ def main() -> int:
     for kind, group in CHECKPOINTS:
         with tempfile.TemporaryDirectory() as folder:
             good &= check(kind, group, Path(folder))
-    print("as dequantised weights and PEFT:", good)
+    print("as dequantized weights and PEFT:", good)
     return 0 if good else 1
 
 

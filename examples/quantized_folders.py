@@ -1,4 +1,4 @@
-"""Small checkpoint folders with quantised experts, made from random weights.
+"""Small checkpoint folders with quantized experts, made from random weights.
 
 As the real ones have it: gpt-oss with MXFP4 experts, all of a layer in one tensor; Qwen3-MoE with
 INT4 ones, in tensors of GPTQ, AWQ or compressed-tensors for each expert, or with FP8 ones, in
@@ -204,11 +204,11 @@ def make_folder(
             parameter.copy_(meant.transpose(1, 2))
             tensors |= {name + suffix: tensor for suffix, tensor in found.items()}
         else:
-            quantise = LINEAR[kind]
+            quantize = LINEAR[kind]
             parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
             for expert, stacked in enumerate(parameter):
                 for part, weight in zip(parts, stacked.chunk(len(parts)), strict=True):
-                    found, meant = quantise(weight, group)
+                    found, meant = quantize(weight, group)
                     weight.copy_(meant)
                     inner = f"{where}.{expert}.{part}"
                     tensors |= {inner + suffix: tensor for suffix, tensor in found.items()}

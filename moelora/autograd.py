@@ -228,7 +228,8 @@ class _Layer(torch.autograd.Function):
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
+            # contiguous() leaves a tensor without elements in any strides
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
         found = torch.ops.moelora.fused_experts_lora_backward.default(
             grad_out, *saved, *common, wanted, False, *last

@@ -60,8 +60,8 @@ def _mistyped(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """The first argument of another type than the signature says, in words; "" if there is none."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself says so
-        return ""
+    except TypeError as error:  # the call itself says so, but for options that stand for others
+        return str(error) if hasattr(function, "__signature__") else ""
     for name, wanted in typing.get_type_hints(function).items():
         if name in given and not _fits(given[name], wanted):
             value = given[name]

@@ -1,6 +1,6 @@
 """The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
 
-All functions work on CPU and CUDA tensors, all on one device, never synchronise with the host,
+All functions work on CPU and CUDA tensors, all on one device, never synchronize with the host,
 and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
 backward (moelora/training.py); the others raise where autograd would need one.
 """
@@ -89,7 +89,7 @@ def _data(weights: Weights) -> Tensor:
 
 
 def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[float, ...]:
-    """The layout of weights that multiply `columns` columns; zeros if they are not quantised.
+    """The layout of weights that multiply `columns` columns; zeros if they are not quantized.
 
     Tiles do not tell for which dtype and how many columns they were made.
     """
@@ -97,7 +97,7 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
         return 0, 0, 0, 0, 0.0
     if weights.dtype != x.dtype:
         made, got = (str(d).removeprefix("torch.") for d in (weights.dtype, x.dtype))
-        raise ValueError(f"{name} was quantised for {made}, expected {got} as of the activations")
+        raise ValueError(f"{name} was quantized for {made}, expected {got} as of the activations")
     if columns is not None and weights.shape[2] != columns:
         raise ValueError(f"{name}.shape[2] is {weights.shape[2]}, expected {columns} columns")
     return weights.layout
@@ -330,10 +330,10 @@ def fused_experts_lora(
         biases and of the result. Factors have it too, or are float32 (CPU) and rounded to it in
         every call.
     w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights or QuantizedWeights
-        Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantised ones were made
+        Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantized ones were made
         with the `gate_up` that says so.
     w2 : Tensor, shape (E, K, I), or PackedWeights or QuantizedWeights
-        Down projection of each expert. It may be quantised where `w13` is not, and otherwise.
+        Down projection of each expert. It may be quantized where `w13` is not, and otherwise.
     topk_weights : Tensor, shape (M, top_k)
         Routing weights; cast to float32 if they are not.
     topk_ids : Tensor, shape (M, top_k), int32 or int64
@@ -444,7 +444,7 @@ def prepack_weights(w: Tensor | QuantizedWeights) -> PackedWeights | QuantizedWe
     Parameters
     ----------
     w : Tensor, shape (E, N, K), or QuantizedWeights
-        Expert weights; `N` and `K` are multiples of 64. Quantised ones are in tiles already, and
+        Expert weights; `N` and `K` are multiples of 64. Quantized ones are in tiles already, and
         come back as they are.
 
     Returns

@@ -1,4 +1,4 @@
-"""Quantised expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
+"""Quantized expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moelora.fake import COMPUTE_DTYPES
 from moelora.formats import FORMATS, code_of
 from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.quantized_readers import PerExpert
+from moelora.storage import check_held
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
 X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)
@@ -25,19 +26,20 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights(FromFP8):
-    """Expert weights of four bits, MXFP4 or INT4 with groups of columns, or of eight: FP8.
+    """Expert weights of four bits, MXFP4, NVFP4 or INT4 with groups of columns, or of eight: FP8.
 
-    Made by `from_mxfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`, `from_fp8_block`,
-    `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted wherever `w13`,
-    `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
-    half of the memory, unless activations become FP8 too.
+    Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
+    `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted
+    wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`,
+    from a quarter or half of the memory, unless activations become FP8 too.
 
     Attributes
     ----------
     data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
         Tiles of 64 rows by 64 columns (FP8: 128), values before their scales.
-    format : {"mxfp4", "int4", "fp8"}
-        What a number is: e2m1; unsigned, of four bits, minus 8 or minus its zero point; e4m3.
+    format : {"mxfp4", "nvfp4", "int4", "fp8"}
+        What a number is: e2m1, with scales that are powers of two or e4m3; unsigned, of four bits,
+        minus 8 or minus its zero point; e4m3.
     group_size : int
         Columns that share a scale.
     has_zeros : bool
@@ -93,6 +95,8 @@ class QuantizedWeights(FromFP8):
         if self.format == "fp8":
             narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
             return 64 if narrow and not self.row_scales else 128
+        if self.format == "nvfp4":
+            return readers.NVFP4_BLOCK
         return 32 if self.group_size == 32 else 64
 
     def to(self, device: torch.device | str) -> QuantizedWeights:
@@ -135,6 +139,8 @@ class QuantizedWeights(FromFP8):
             One of both is missing.
         """
         data, layout = state[f"{prefix}data"], state[f"{prefix}layout"]
+        check_held(f"{prefix}data", data)
+        check_held(f"{prefix}layout", layout)
         if layout.dtype != torch.int64 or layout.dim() != 1:
             got = f"has dtype {layout.dtype} and shape {tuple(layout.shape)}"
             raise ValueError(f"{prefix}layout {got}, expected int64 and {len(FIELDS)} numbers")
@@ -234,6 +240,56 @@ class QuantizedWeights(FromFP8):
 
     @classmethod
     @typed
+    def from_nvfp4(
+        cls,
+        weight: PerExpert,
+        weight_scale: PerExpert,
+        weight_scale_2: PerExpert | None = None,
+        weight_global_scale: PerExpert | None = None,
+        *,
+        gate_up: GateUp | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """NVFP4 (W4A16): `value = e2m1 * weight_scale * weight_scale_2`.
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        weight : Tensor, shape (E, N, K / 2), uint8, or one for each expert
+            Two numbers of a row in each byte, the even column in the low nibble; `weight_packed` of
+            compressed-tensors.
+        weight_scale : Tensor, shape (E, N, K / 16), float8_e4m3fn or uint8, or one for each expert
+            Scales of 16 columns of a row; not negative.
+        weight_scale_2 : Tensor, shape (E,) or (E, 2), float32, or one for each expert
+            Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it.
+        weight_global_scale : Tensor, shape (E,) or (E, 2), float32, or one for each expert
+            The same as compressed-tensors has it, which divides: `1 / weight_scale_2`. One of both
+            must be there.
+        gate_up, dtype
+            As of `from_mxfp4`. On a GPU products lack `weight_scale_2` up to the end of their sum,
+            and all numbers are exact.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a scale is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Layouts of NVIDIA's TensorRT Model Optimizer (`NVFP4QTensor`) and of the compressed-tensors
+        library ("nvfp4-pack-quantized"). Scales of activations are not used.
+        """
+        found = readers.nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
+        return _pack(cls, found, gate_up, dtype)
+
+    @classmethod
+    @typed
     def from_gptq(
         cls,
         qweight: PerExpert,
@@ -264,7 +320,7 @@ class QuantizedWeights(FromFP8):
             Zero points of eight rows in each word. If all are 8, as of symmetric checkpoints, they
             are dropped.
         g_idx : Tensor, shape (E, K), int32 or int64, or one for each expert, optional
-            Group of each column. Only `k // group_size` is taken: weights quantised in the order of
+            Group of each column. Only `k // group_size` is taken: weights quantized in the order of
             their activations (`desc_act`) are refused.
         bits : int
             4.
@@ -307,7 +363,7 @@ class QuantizedWeights(FromFP8):
         cls,
         qweight: PerExpert,
         scales: PerExpert,
-        qzeros: PerExpert,
+        qzeros: PerExpert | None = None,
         *,
         group_size: int | None = None,
         gate_up: GateUp | None = None,
@@ -324,8 +380,9 @@ class QuantizedWeights(FromFP8):
             Eight consecutive rows of a column in each word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
         scales : Tensor, shape (E, K / group, N), or one for each expert
             float32, bfloat16 or float16; rounded to `dtype`.
-        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert
-            Zero points in the order of `qweight`.
+        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
+            Zero points in the order of `qweight`. If all are 8, as of symmetric checkpoints
+            (`zero_point: false`), they are dropped.
         group_size, gate_up, dtype
             As of `from_gptq`.
 
@@ -428,9 +485,11 @@ def _pack(
     layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
     for expert in range(experts):
         values, scales, zeros = checkpoint.read(expert)
-        zeros = values.new_empty(0) if zeros is None else zeros[None]
+        absent, of_tensor = values.new_empty(0), checkpoint.tensor_scales
+        zeros = absent if zeros is None else zeros[None]
+        of_tensor = absent if of_tensor is None else of_tensor[expert : expert + 1]
         op = operators.pack_quantized.default
-        tiles = run(op, values[None], scales[None], zeros, *layout)
+        tiles = run(op, values[None], scales[None], zeros, of_tensor, *layout)
         if expert == 0:
             data = tiles.new_empty(experts, *tiles.shape[1:])
         data[expert] = tiles[0]

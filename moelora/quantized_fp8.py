@@ -16,6 +16,7 @@ from moelora.quantized_readers import (
     Stack,
     check_scales,
 )
+from moelora.storage import check_held
 
 TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
@@ -75,7 +76,7 @@ class FromFP8:
         weight_scale_inv : Tensor, shape (E, N / rows, K / columns), or one for each expert
             Scales of the blocks, both sizes rounded up; float32, bfloat16, float16 or
             float8_e8m0fnu; finite, at most 255. Rows of blocks of a concatenated gate and up may
-            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantised by
+            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantized by
             themselves; else blocks run on.
         block : (int, int)
             Rows and columns of a block. Columns are a multiple of 64; of 128 where blocks of rows
@@ -239,6 +240,9 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) ->
 
 def largest_scale(input_scale: PerExpert | float) -> float:
     several = input_scale if isinstance(input_scale, list | tuple) else [input_scale]
+    for expert, scale in enumerate(several):
+        if isinstance(scale, Tensor):
+            check_held(f"input_scale[{expert}]" if several is input_scale else "input_scale", scale)
     scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
     if not scales.numel():
         raise ValueError("input_scale has no numbers, expected at least 1")

@@ -13,19 +13,23 @@ from typing import Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from moelora.storage import check_held
+
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-Format: TypeAlias = Literal["mxfp4", "int4", "fp8"]  # of a number
+Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # of a number
 
 BLOCK = 32  # columns that share an MXFP4 scale
+NVFP4_BLOCK = 16  # that share one of NVFP4
 LARGEST_E8M0 = 128  # a scale of 2
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column of eight each nibble of a word is
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Quantised weights that are still to be packed, expert by expert."""
+    """Quantized weights that are still to be packed, expert by expert."""
 
     format: Format
     shape: tuple[int, int, int]
@@ -34,6 +38,7 @@ class Checkpoint:
     read: Callable[[int], Numbers]
     row_scales: bool = False  # of FP8, as `block`
     block: tuple[int, int] = (0, 0)
+    tensor_scales: Tensor | None = None  # of NVFP4: (E, 1) or (E, 2) float32
 
 
 class Stack:
@@ -47,6 +52,8 @@ class Stack:
         self.tensors = tensors if self.is_tensor else list(tensors)
         if not len(self.tensors):
             raise ValueError(f"{name} has no experts, expected at least 1")
+        for expert, tensor in enumerate([tensors] if self.is_tensor else self.tensors):
+            check_held(self._name(expert), tensor)
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -55,8 +62,10 @@ class Stack:
         return self.tensors[expert]
 
     def fail(self, expert: int, got: str, wanted: str) -> NoReturn:
-        name = self.name if self.is_tensor else f"{self.name}[{expert}]"
-        raise ValueError(f"{name} {got}, expected {wanted}")
+        raise ValueError(f"{self._name(expert)} {got}, expected {wanted}")
+
+    def _name(self, expert: int) -> str:
+        return self.name if self.is_tensor else f"{self.name}[{expert}]"
 
     def check(self, like: Stack, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
         """Every expert of `like` is here, of this shape and one of these dtypes."""
@@ -151,6 +160,64 @@ def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
     return Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
 
 
+def nvfp4(
+    weight: PerExpert,
+    weight_scale: PerExpert,
+    weight_scale_2: PerExpert | None,
+    weight_global_scale: PerExpert | None,
+    gate_up: str | None,
+) -> Checkpoint:
+    values, scales = Stack("weight", weight), Stack("weight_scale", weight_scale)
+    rows, half = values.matrix("[N, K/2] for each expert")
+    columns = 2 * half
+    if columns % NVFP4_BLOCK:
+        values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
+    values.check(values, (rows, half), torch.uint8)
+    wanted = rows, columns // NVFP4_BLOCK
+    scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
+    given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
+    there = {name: of for name, of in given.items() if of is not None}
+    if len(there) != 1:
+        got = "both are there" if there else "neither is there"
+        raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
+    ((name, of_tensors),) = there.items()
+    tensor_scales = _tensor_scales(Stack(name, of_tensors), values, 2 if gate_up else 1)
+    if name == "weight_global_scale":
+        tensor_scales = 1 / tensor_scales
+
+    def read(expert: int) -> Numbers:
+        bits = scales[expert].view(torch.uint8)
+        largest = int(bits.max())
+        if largest >= 0x7F:
+            what = "NaN" if largest & 0x7F == 0x7F else "negative"
+            scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
+        return values[expert], bits, None
+
+    shape = len(values), rows, columns
+    return Checkpoint(
+        "nvfp4", shape, NVFP4_BLOCK, False, read, tensor_scales=tensor_scales.contiguous()
+    )
+
+
+def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
+    """(E, 1) or (E, 2) float32 above 0, of numbers or vectors for each expert."""
+    if len(scales) != len(values):
+        got = f"{scales.name} has {len(scales)} experts"
+        raise ValueError(f"{got}, expected {len(values)} as {values.name}")
+    found = []
+    for expert in range(len(scales)):
+        scale = scales[expert]
+        if scale.numel() not in (1, halves) or scale.dtype != torch.float32:
+            got = f"has shape {tuple(scale.shape)} and dtype {str(scale.dtype)[6:]}"
+            wanted = "a float32" + (", or two of gate and up" if halves == 2 else "")
+            scales.fail(expert, got, wanted)
+        if not (scale.isfinite() & (scale > 0)).all():
+            scales.fail(expert, f"is {scale.flatten().tolist()}", "finite numbers above 0")
+        found.append(scale.flatten())
+    counts = {scale.numel() for scale in found}
+    return torch.stack([scale.expand(max(counts)) for scale in found]).to(values[0].device)
+
+
 def gptq(
     qweight: PerExpert,
     scales: PerExpert,
@@ -210,22 +277,22 @@ def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:
 def awq(
     qweight: PerExpert,
     scales: PerExpert,
-    qzeros: PerExpert,
+    qzeros: PerExpert | None,
     group_size: int | None,
 ) -> Checkpoint:
-    values, scales, zeros = (
-        Stack("qweight", qweight),
-        Stack("scales", scales),
-        Stack("qzeros", qzeros),
-    )
+    values, scales = Stack("qweight", qweight), Stack("scales", scales)
     columns, eighth = values.matrix("[K, N/8] for each expert")
     rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
     if columns % 8:
         values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
     values.check(values, (columns, eighth), torch.int32)
     scales.check(values, (groups, rows), *SCALES)
-    zeros.check(values, (groups, eighth), torch.int32)
     group = group_of(scales, columns, groups, group_size)
+    zeros = None
+    if qzeros is not None:
+        stored = Stack("qzeros", qzeros)
+        stored.check(values, (groups, eighth), torch.int32)
+        zeros = stored if _differ_from_8(stored, rows, 0) else None
 
     def by_columns(packed: Tensor) -> Tensor:
         stored = nibbles(words(packed)).unflatten(1, (-1, 8))
@@ -236,10 +303,10 @@ def awq(
         check_scales(scales, expert)
         numbers = by_columns(values[expert]).t()
         packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        points = by_columns(zeros[expert]).t().contiguous()
+        points = None if zeros is None else by_columns(zeros[expert]).t().contiguous()
         return packed.contiguous(), scales[expert].t().contiguous(), points
 
-    return Checkpoint("int4", (len(values), rows, columns), group, True, read)
+    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
 
 
 def compressed_tensors(

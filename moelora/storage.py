@@ -21,6 +21,24 @@ def holds(t: Tensor) -> bool:
     """Whether the storage of a tensor has all its elements; True where it has none of its own."""
     if not torch._C._has_storage(t):
         return True
+    return _end(t) <= t.untyped_storage().nbytes()
+
+
+def check_held(name: str, t: Tensor) -> None:
+    """Raises ValueError, as the compiled operators do, for a tensor that has lost its elements.
+
+    For functions of torch's, which would read them all the same.
+    """
+    if not torch.compiler.is_compiling() and not holds(t):
+        raise ValueError(
+            f"{name} has elements up to byte {_end(t)} of a storage of "
+            f"{t.untyped_storage().nbytes()} bytes: it was freed or shrunk, as by FSDP or "
+            "offloading; expected a tensor whose storage holds its elements: gather or load it "
+            "before the call"
+        )
+
+
+def _end(t: Tensor) -> int:
+    """Bytes of a storage that a tensor reaches into; 0 without elements."""
     elements = reach(t.shape, t.stride())
-    end = (t.storage_offset() + elements) * t.element_size()
-    return elements == 0 or end <= t.untyped_storage().nbytes()
+    return (t.storage_offset() + elements) * t.element_size() if elements else 0

@@ -108,7 +108,7 @@ def fused_experts_lora_saving(
     ValueError, TypeError, RuntimeError
         As `fused_experts_lora`.
     NotImplementedError
-        The device has no kernel for it: CUDA has none yet.
+        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
@@ -183,14 +183,14 @@ def fused_experts_lora_backward(
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no double backward.
     NotImplementedError
-        The device has no kernel for it: CUDA has none yet.
+        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
 
     Notes
     -----
     The weights of experts are frozen. Every sum is float32 in a fixed order: the same arguments
     give the same bits, an adapter's gradients do not depend on other adapters of the batch, and the
     gradient of a token without an adapter has the bits that it has without adapters. Activations
-    that quantised weights round to FP8 have the gradient of the identity there.
+    that quantized weights round to FP8 have the gradient of the identity there.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
     present = [

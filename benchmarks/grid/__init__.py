@@ -9,7 +9,7 @@ arguments that are absent, so that older builds take what they know.
 from collections.abc import Callable
 from itertools import zip_longest
 
-from benchmarks.grid import adapters, alignment, layers, quantised, training
+from benchmarks.grid import adapters, alignment, layers, quantized, training
 from benchmarks.grid.calls import ALONE, AROUND, BASE, DTYPES, Calls, rows
 
 __all__ = ["ALONE", "AROUND", "BASE", "DTYPES", "FAMILIES", "groups", "rows"]
@@ -18,7 +18,7 @@ FAMILIES = {
     family.__name__: family
     for family in (
         *(layers.batches, layers.edges, layers.tops, layers.gemms, layers.packing),
-        *(quantised.quantised, training.gradients),
+        *(quantized.quantized, training.gradients),
         *(adapters.listed, adapters.stages, alignment.alignments, alignment.lists),
     )
 }

@@ -24,8 +24,10 @@ def portable(device: str) -> list[str]:
 
 
 # Kernels by what a variant's name begins with, and of a role's those with a word: a layer's, those
-# around its projections, those of adapters alone. One variant of each role can be forced.
+# of its backward, those around its projections, those of adapters alone. One variant of each role
+# can be forced.
 BASE = ("gemm", "decode")
+BACK = ("back",)
 AROUND = ("sort", "shrink blocks", "shrink segments", "sum")
 ALONE = ("sort", "shrink windows", "shrink segments", "expand", "delta", "mlp", "sum")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import moelora
-from benchmarks.grid.calls import each_dtype, filled, plans, present, with_plans
+from benchmarks.grid.calls import BACK, each_dtype, filled, plans, present, rows, with_plans
 from benchmarks.problems import EDGE_CASES
 
 
@@ -16,8 +16,6 @@ def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
 
 def gradients(device):
     """What a layer saves, and all of its gradients: new, in float32, and added to what is there."""
-    if device == "cuda":  # which has no backward yet
-        return
 
     def calls(device, spec):
         p = spec.build().to(device)
@@ -45,6 +43,6 @@ def gradients(device):
             "gradients, float32": lambda: backward(float32=True),
             "gradients, added": onto,
         }
-        yield from with_plans(ways, plans(device, spec.dtype))
+        yield from with_plans(ways, plans(device, spec.dtype) + rows(device, spec.dtype, *BACK))
 
     yield from each_dtype(device, EDGE_CASES, calls)

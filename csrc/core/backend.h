@@ -1,8 +1,9 @@
-/* What lies between validation and kernels: problems (checked arguments, reduced to pointers,
- * extents and strides), plans (which kernel variant, with which tiles) and the backend table.
+/* Internal interfaces between validation and kernels: problems (validated arguments, reduced to
+ * pointers, extents and strides), plans (kernel variants and their launch parameters) and the
+ * backend table.
  *
  * validate.c turns public arguments into a problem, plan_*.c turn (problem, device) into a plan,
- * a backend executes (problem, plan, exec). Strides count elements. */
+ * and a backend executes (problem, plan, exec). Strides count elements. */
 #ifndef MOELORA_CORE_BACKEND_H
 #define MOELORA_CORE_BACKEND_H
 
@@ -19,14 +20,14 @@ typedef struct moelora_ids {
   bool is_64;
 } moelora_ids;
 
-/* Where every routed row goes: its expert and its adapter. */
+/* Expert and adapter of each routed row. */
 typedef struct moelora_routes {
   int64_t num_tokens; /* M */
   int32_t top_k;
   int64_t num_rows;          /* P */
   int32_t num_experts;       /* E, local */
   moelora_ids topk_ids;      /* [M, top_k] */
-  const float *topk_weights; /* [M, top_k]; NULL where the operator needs none */
+  const float *topk_weights; /* [M, top_k]; NULL if the operator needs none */
   int64_t topk_weights_stride[2];
   const int32_t *expert_map; /* [num_global]; NULL: ids are local */
   int32_t num_global;
@@ -35,15 +36,15 @@ typedef struct moelora_routes {
   moelora_ids token_lora_mapping; /* [M] */
   const int32_t *lora_ranks;      /* [max_loras]; NULL: the stack's R */
   const float *lora_scalings;     /* [max_loras]; NULL: 1 */
-  const void *adapter_enabled;    /* [max_loras] of 1 or 4 bytes; NULL: all */
+  const void *adapter_enabled;    /* [max_loras], 1 or 4 bytes each; NULL: all enabled */
   int32_t adapter_enabled_bytes;
 } moelora_routes;
 
 /* Expert weights, row-major or packed. Element (e, n, k) is at
  *   e*stride_e + (n/64)*stride_nt + (n%64)*stride_n + (k/64)*stride_kt + k%64,
- * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. Of a format other than
- * MOELORA_NATIVE, tile (e, i, j) is at e*stride_e + i*stride_nt + j*stride_kt bytes, its rows are
- * those of moelora_layout, and `half_tiles` tiles of rows come before those of up rows. */
+ * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. For formats other than
+ * MOELORA_NATIVE, tile (e, i, j) is at e*stride_e + i*stride_nt + j*stride_kt bytes, in the row
+ * order of moelora_layout; `half_tiles` row tiles precede those of up rows. */
 typedef struct moelora_weights {
   const void *data; /* [E, n, k] */
   int64_t n, k;
@@ -53,9 +54,9 @@ typedef struct moelora_weights {
   bool packed;
   moelora_format format;
   moelora_row_order order;
-  int64_t half_tiles; /* of PLAIN order: 0 */
-  moelora_x_format x; /* what multiplies them */
-  float x_scale;      /* STATIC alone */
+  int64_t half_tiles; /* 0 for PLAIN order */
+  moelora_x_format x; /* format of x in the product */
+  float x_scale;      /* STATIC only */
 } moelora_weights;
 
 /* One LoRA factor: element (l, e, i, j) at l*stride_l + e*stride_e + i*stride_i + j. A shared
@@ -69,12 +70,12 @@ typedef struct moelora_factors {
   int32_t num_slices; /* 0: no adapters */
   int32_t max_rank;   /* R */
   int64_t slice_n;    /* output columns of one slice */
-  bool wide;          /* float32 beside a 16-bit compute dtype, to which they are rounded first */
+  bool wide;          /* float32 with a 16-bit compute dtype, to which they are rounded first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
 
-/* Columns of the shrink results of a row, and rows of A: of all slices, each padded to 16. */
+/* Columns of a row of the shrink output, and rows of A: all slices, each padded to 16. */
 static inline int64_t moelora_padded_columns(const moelora_factors *factors) {
   return factors->num_slices * (((int64_t)factors->max_rank + 15) / 16 * 16);
 }
@@ -84,23 +85,23 @@ typedef struct moelora_align_problem {
   moelora_routes routes;
   int32_t block_size;
   int64_t max_blocks;
-  int32_t *sorted_token_ids;       /* [max_blocks * block_size] */
-  int32_t *expert_ids;             /* [max_blocks] */
-  int32_t *lora_ids;               /* [max_blocks] or [max_blocks * block_size]; NULL: not wanted */
+  int32_t *sorted_token_ids; /* [max_blocks * block_size] */
+  int32_t *expert_ids;       /* [max_blocks] */
+  int32_t *lora_ids;         /* [max_blocks] or [max_blocks * block_size]; NULL: not requested */
   int32_t *num_tokens_post_padded; /* [1] */
   float *sorted_weights;           /* [max_blocks * block_size]; NULL unless SORTING */
   void *out_to_zero;
   size_t out_to_zero_bytes;
 } moelora_align_problem;
 
-/* out[p] = act(x[row(p)] w[e]^T + LoRA + bias) * weight, for every routed row p. As a public
- * operator there is no activation; as the halves of a layer, w13 has one and w2 has none. */
+/* out[p] = act(x[row(p)] w[e]^T + LoRA + bias) * weight, for every routed row p. The public
+ * operator has no activation; within a layer, w13 has one and w2 has none. */
 typedef struct moelora_gemm_problem {
   moelora_routes routes;
   moelora_dtype dtype;
   const void *x; /* [M, K] or [P, K] */
   int64_t x_stride;
-  bool x_per_row; /* x has P rows: row p is x[p], else x[p / top_k] */
+  bool x_per_row; /* x has P rows: row p is x[p]; otherwise x[p / top_k] */
   moelora_weights w;
   moelora_factors lora;
   bool mul_routed_weight;
@@ -108,18 +109,18 @@ typedef struct moelora_gemm_problem {
   int64_t out_stride[2];
 } moelora_gemm_problem;
 
-/* What turns the columns of w13 into h, with every number that the caller left to it. */
+/* The activation of w13, with defaults filled in. */
 typedef struct moelora_activation_problem {
   moelora_activation kind;
-  float alpha; /* gated: of sigmoid(alpha g), but for gelu; else 1 */
-  float limit; /* gated: g is clamped from above, u on both sides; infinity: neither */
+  float alpha; /* gated: of sigmoid(alpha g), except for gelu; otherwise 1 */
+  float limit; /* gated: upper bound of g, and of |u|; infinity: none */
 } moelora_activation_problem;
 
 static inline bool moelora_is_gated(moelora_activation activation) {
   return activation != MOELORA_RELU2;
 }
 
-/* True if rows of w13 alternate gate and up; else gate rows come first. */
+/* Whether gate and up rows of w13 alternate; otherwise gate rows come first. */
 static inline bool moelora_is_interleaved(moelora_activation activation) {
   return activation == MOELORA_SWIGLUOAI;
 }
@@ -148,10 +149,10 @@ typedef struct moelora_experts_problem {
   moelora_saved_rows saved;
 } moelora_experts_problem;
 
-/* The gradient of a factor [max_loras, experts, rows, columns], or of a bias [1, E, 1, N]; columns
- * are contiguous. `experts` is 1 where all share the factor. */
+/* Gradient of a factor [max_loras, experts, rows, columns], or of a bias [1, E, 1, N], with
+ * contiguous columns. `experts` is 1 if all experts share the factor. */
 typedef struct moelora_gradient {
-  void *data; /* NULL: not wanted */
+  void *data; /* NULL: not requested */
   moelora_dtype dtype;
   int32_t loras, experts;
   int64_t rows, columns;
@@ -162,7 +163,7 @@ typedef struct moelora_experts_backward_problem {
   moelora_experts_problem forward;
   const void *dout; /* [M, K] */
   int64_t dout_stride;
-  void *dx; /* [M, K]; NULL: not wanted, as all that follow */
+  void *dx; /* [M, K]; NULL: not requested, as for all that follow */
   int64_t dx_stride;
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
@@ -188,24 +189,24 @@ typedef struct moelora_align_lists_problem {
 } moelora_align_lists_problem;
 
 /* Adapters alone: x -> x A^T -> out, or one half of it. With lists, routes.topk_ids and
- * routes.token_lora_mapping are NULL; everything else in routes holds. */
+ * routes.token_lora_mapping are NULL; all other members of routes are valid. */
 typedef struct moelora_delta_problem {
   moelora_routes routes;
   moelora_list_blocks lists;
   moelora_dtype dtype;
   moelora_factors lora; /* a[] in a shrink, b[] in an expand; stride_e = 0 if shared */
   int64_t k;            /* columns of x */
-  int64_t columns;      /* of z: num_slices * slice_n */
-  const void *x;        /* [M, k] or [P, k]; NULL: expand alone */
+  int64_t columns;      /* columns of z: num_slices * slice_n */
+  const void *x;        /* [M, k] or [P, k]; NULL: expand only */
   int64_t x_stride;
   bool x_per_row;
-  void *xa; /* x A^T, `h` in public arguments: [num_slices, M, top_k, R]; NULL: stays inside */
+  void *xa; /* x A^T, `h` in public arguments: [num_slices, M, top_k, R]; NULL: in the workspace */
   int64_t xa_stride[3];
-  bool silu_and_mul; /* columns [0, columns / 2) are gate, the rest up; `columns / 2` go to out */
+  bool silu_and_mul; /* columns [0, columns / 2) are gate, the rest up; out has `columns / 2` */
   bool mul_routed_weight;
   bool add_inputs;
-  bool sum_top_k; /* out is [M, columns] and takes the sum over j */
-  void *out;      /* [M, top_k, columns], past out_offset; NULL: shrink alone */
+  bool sum_top_k; /* out is [M, columns], the sum over j */
+  void *out;      /* [M, top_k, columns], from out_offset on; NULL: shrink only */
   int64_t out_stride[2];
 } moelora_delta_problem;
 
@@ -217,8 +218,8 @@ typedef struct moelora_mlp_delta_problem {
   const void *x;        /* [M, K] */
   int64_t x_stride;
   moelora_factors gate_up; /* no scaling */
-  moelora_factors down;    /* times routes.lora_scalings */
-  void *out;               /* [M, K], added to */
+  moelora_factors down;    /* scaled by routes.lora_scalings */
+  void *out;               /* [M, K], accumulated into */
   int64_t out_stride;
 } moelora_mlp_delta_problem;
 
@@ -229,7 +230,7 @@ typedef struct moelora_pack_problem {
   void *out; /* [E, N/64, K/64, 64, 64] */
 } moelora_pack_problem;
 
-/* Of either direction between quantised numbers and tiles. */
+/* Packs quantized weights into tiles, or dequantizes tiles. */
 typedef struct moelora_quantized_problem {
   moelora_weights tiles; /* contiguous; n, k, format and order are those of the weight */
   int64_t num_experts;
@@ -238,21 +239,23 @@ typedef struct moelora_quantized_problem {
   const uint8_t *values; /* [E, n, k / 2], rows contiguous */
   const void *scales;    /* [E, n, k / group] of scale_dtype, rows contiguous */
   const uint8_t *zeros;  /* as scales; NULL: none */
-  int64_t values_stride[2], scales_stride[2], zeros_stride[2];
+  const float
+      *tensor_scales; /* [E, 2], of tiles before w.half_tiles and of the others; NULL: none */
+  int64_t values_stride[2], scales_stride[2], zeros_stride[2], tensor_scales_stride[2];
   moelora_dtype scale_dtype;
   int64_t group;
   /* FP8: values [E, n, k]; scales [E, n / block_rows, k / block_columns] float32 */
   int64_t block_rows, block_columns;
-  void *packed; /* tiles.data, to write */
+  void *packed; /* tiles.data, writable */
   /* unpacking */
   void *out; /* [E, n, k] of dtype, rows contiguous */
   int64_t out_stride[2];
 } moelora_quantized_problem;
 
-/* Devices of one kind, of which each is asked about itself once. */
+/* Maximum number of devices of one kind. */
 #define MOELORA_MAX_DEVICES 64
 
-/* What a plan or a launch may depend on besides the problem; asked once for each device. */
+/* Device properties that plans and launches may depend on; queried once per device. */
 typedef struct moelora_device_info {
   moelora_device device;
   int32_t compute_capability;  /* CUDA: 80, 89, 90, ... */
@@ -260,21 +263,27 @@ typedef struct moelora_device_info {
   uint32_t cpu_isa;            /* bits of moelora_isa */
   int32_t l2_bytes;            /* CUDA */
   int32_t shared_bytes;        /* CUDA: that a CTA may ask for */
+  int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
   int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
   bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
 } moelora_device_info;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
- * The *_workspace functions are exact and depend on nothing but problem and plan. */
+ *
+ * Each operator describes its workspace in one function of (problem, plan, exec), which both slots
+ * call: the one that runs it for the parts of exec->workspace, and *_workspace, of an exec that has
+ * none, for their size. moelora_run admits the device and the workers of the latter alone, so both
+ * see the same layout. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
-  /* Makes a device that of the calling thread, whose device before is `outer`, and takes it back.
-   * Everything below runs in between. */
+  /* Makes a device current for the calling thread, saving the previous one in `outer`, and
+   * restores it. All functions below run in between. */
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
-  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan);
+  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan,
+                            const moelora_exec *exec);
   moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
                           const moelora_exec *exec);
   size_t (*gemm_workspace)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -285,7 +294,6 @@ typedef struct moelora_backend {
                               const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*experts)(const moelora_experts_problem *problem,
                             const moelora_experts_plan *plan, const moelora_exec *exec);
-  /* Without it a layer saves nothing, and takes no factors that are to be rounded. */
   size_t (*experts_backward_workspace)(const moelora_experts_backward_problem *problem,
                                        const moelora_backward_plan *plan, const moelora_exec *exec);
   moelora_status (*experts_backward)(const moelora_experts_backward_problem *problem,
@@ -296,7 +304,7 @@ typedef struct moelora_backend {
   moelora_status (*unpack_quantized)(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
   size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem,
-                                  const moelora_align_plan *plan);
+                                  const moelora_align_plan *plan, const moelora_exec *exec);
   moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
                                 const moelora_align_plan *plan, const moelora_exec *exec);
   size_t (*delta_workspace)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
@@ -314,8 +322,8 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan_gemm.c, plan_sort.c, plan_delta.c, plan_backward.c; pure functions of their arguments, of
- * what was forced and of what was tuned. */
+/* plan_gemm.c, plan_sort.c, plan_delta.c, plan_backward.c: pure functions of their arguments and
+ * of the forced and tuned variants. */
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan);
 moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
@@ -333,10 +341,10 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *problem,
 moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *problem,
                                       const moelora_device_info *device, moelora_delta_plan *plan);
 
-/* plan_sort.c: blocks of `rows` rows that an alignment can need, of which `cluster` neighbours are
- * one block of their rows together. */
+/* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`
+ * blocks belong to one expert. */
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
-/* Adapters by which an alignment tells rows apart, none among them; 1: it does not. */
+/* Number of adapters that an alignment distinguishes, including none; 1: it does not. */
 int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
 
 /* validate.c */
@@ -368,22 +376,22 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
 moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem);
 
-/* device.c: threads that a call on a CPU may use, each with scratch of its own; 1 elsewhere. */
+/* device.c: number of threads that a CPU call may use, each with its own scratch memory; 1
+ * elsewhere. */
 int32_t moelora_workers(const moelora_exec *exec);
-/* device.c: what was found out about a device for the call at hand; never NULL. */
+/* device.c: properties of the device of the current call; never NULL. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
-/* status.c: forgets the message of this thread. */
+/* status.c: clears this thread's message. */
 void moelora_clear_error(void);
-/* Records the message of this thread and returns `status`. */
+/* Records this thread's message and returns `status`. */
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* status.c: what a backend says where it and the plan disagree, which no arguments can bring about:
- * a variant that is not one of a launcher's; a layout of more than was asked for. Launchers have no
- * other refusals: what cannot run is refused by a check or a plan, before anything is queued. */
+ * a variant that is not one of a launcher's. Launchers have no other refusals: what cannot run is
+ * refused by a check or a plan, before anything is queued. */
 moelora_status moelora_no_kernel(const char *variant, const char *why);
-moelora_status moelora_check_layout(size_t used, const moelora_exec *exec);
 
 #define MOELORA_TRY(CALL)                                                                          \
   do {                                                                                             \
@@ -392,19 +400,26 @@ moelora_status moelora_check_layout(size_t used, const moelora_exec *exec);
       return status_;                                                                              \
   } while (0)
 
-/* a * b, or SIZE_MAX if it is more than that: so is every product and every arena made of it. */
+/* a * b, saturating at SIZE_MAX; all sizes of workspaces are computed with it. */
 static inline size_t moelora_times(size_t a, size_t b) {
   size_t product;
   return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
 }
 
-/* Carves a workspace into aligned parts. With base == NULL the pointers are meaningless and `used`
- * is the size to ask for, so that one layout function serves both questions. `used` stays SIZE_MAX
- * once the parts are more than that; run.c then refuses the call. */
+/* Carves a workspace into aligned parts. With base == NULL the parts are NULL and `used` is the
+ * size to ask for. `used` stays SIZE_MAX once the parts are more than that; run.c then refuses the
+ * call.
+ */
 typedef struct moelora_arena {
   char *base;
   size_t used;
 } moelora_arena;
+
+/* All of the workspace of a call. */
+static inline moelora_arena moelora_workspace_of(const moelora_exec *exec) {
+  moelora_arena arena = {(char *)exec->workspace, 0};
+  return arena;
+}
 
 static inline void *moelora_take(moelora_arena *arena, size_t bytes) {
   const size_t at = arena->used;
@@ -415,7 +430,7 @@ static inline void *moelora_take(moelora_arena *arena, size_t bytes) {
   return arena->base ? arena->base + at : NULL;
 }
 
-/* `count` elements of `bytes` each. */
+/* Allocates `count` elements of `bytes` each. */
 static inline void *moelora_take_array(moelora_arena *arena, size_t count, size_t bytes) {
   return moelora_take(arena, moelora_times(count, bytes));
 }
@@ -427,7 +442,7 @@ static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
                                                          : 1;
 }
 
-/* True if rows of 16-bit elements, `stride` apart, allow 16-byte accesses throughout. */
+/* Whether rows of 16-bit elements, `stride` apart, allow 16-byte accesses throughout. */
 static inline bool moelora_is_vector_row(const void *data, int64_t stride, int64_t length) {
   return (uintptr_t)data % 16 == 0 && stride % 8 == 0 && length % 8 == 0;
 }
@@ -437,13 +452,13 @@ static inline bool moelora_is_vector_weights(const moelora_weights *w) {
          w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
 }
 
-/* Elements of 16 bits that a tensor map can step over: less than 2^40 bytes. */
+/* Whether a tensor map supports the stride, in 16-bit elements: less than 2^40 bytes. */
 static inline bool moelora_is_map_stride(int64_t stride) {
   return stride < (int64_t)1 << 39;
 }
 
-/* A tensor map covers each factor, where they allow 16-byte accesses: boxes lie within `rows` rows.
- */
+/* Whether tensor maps can describe the factors, given that they allow 16-byte accesses: boxes must
+ * lie within `rows` rows. */
 static inline bool moelora_are_map_factors(const moelora_factor *factors, int32_t count,
                                            int64_t rows) {
   bool all = true;

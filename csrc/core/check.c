@@ -204,7 +204,7 @@ moelora_status moelora_check_distinct(moelora_arg arg) {
   const moelora_tensor *t = arg.tensor;
   if (is_empty(t))
     return MOELORA_OK;
-  /* From the smallest stride up, each must step over all that the smaller ones reach. */
+  /* From the smallest stride on, each must exceed the extent of all smaller ones. */
   int64_t reach = 0;
   bool done[MOELORA_MAX_DIMS] = {false};
   for (int32_t step = 0; step < t->ndim; step++) {
@@ -224,7 +224,7 @@ moelora_status moelora_check_distinct(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* Two matrices of one row stride whose rows lie side by side, as columns of one buffer do. */
+/* Whether two matrices with the same row stride are disjoint columns of one buffer. */
 static bool side_by_side(const moelora_tensor *a, const moelora_tensor *b) {
   if (a->ndim != 2 || b->ndim != 2 || a->size[0] < 1 || b->size[0] < 1)
     return false;
@@ -286,11 +286,11 @@ moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *
 }
 
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim) {
-  int32_t inner = dim; /* the next dimension that tells */
+  int32_t inner = dim; /* next dimension with more than one element */
   while (inner + 1 < tensor->ndim && inner + 1 < MOELORA_MAX_DIMS && tensor->size[inner] <= 1)
     inner++;
   int64_t stride = tensor->size[inner] > 1 ? tensor->stride[inner] : 1;
-  for (int32_t i = inner; i > dim; i--) /* overflows only where there is no element to reach */
+  for (int32_t i = inner; i > dim; i--) /* overflow implies that there are no elements */
     (void)__builtin_mul_overflow(tensor->size[i], stride, &stride);
   return stride;
 }

@@ -1,26 +1,124 @@
-/* What plans weigh against each other, in nanoseconds on the device at hand.
+/* What plans weigh against each other: nanoseconds on the device at hand.
  *
  * Where two ways differ in the bytes that they move and in their launches, a launch takes about as
  * long on any GPU, and bytes take as long as its memory needs. On GPUs whose choices were measured
- * the figures are what they were measured with, whatever the driver says of their memory. */
-#include "core/plan.h"
+ * the figures are what they were measured with, whatever the driver says of their memory.
+ *
+ * A tile of a projection is a bound of five: memory, L2, tensor cores, shared memory, and what
+ * makes numbers of quantized weights. The longest of these hides most of the others, the more the
+ * more warps with another state share an SM. The times are to be compared with each other: of a
+ * whole kernel they say little. */
+#include <math.h>
+
+#include "core/format.h"
+#include "core/plan_tile.h"
 
 /* Of bytes that kernels move, in use: less than the peak. */
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* H200. Other GPUs of its kind have its choices until they are measured. */
+/* H200, and H200 as MOELORA_MAX_CC=80 has it, which is how the portable kernels were measured. The
+ * other GPUs of its chip, H100 and GH200, have its choices until they are measured. */
 static const struct {
   int32_t compute_capability, num_units;
   double bytes_per_ns;
-} measured[] = {{90, 132, USUAL_BYTES_PER_NS}};
+} measured[] = {{90, 132, USUAL_BYTES_PER_NS}, {80, 132, USUAL_BYTES_PER_NS}};
 
-double moelora_memory_ns(const moelora_device_info *device, double bytes) {
+static double measured_bytes_per_ns(const moelora_device_info *device) {
   for (size_t i = 0; i < sizeof measured / sizeof *measured; i++)
     if (measured[i].compute_capability == device->compute_capability &&
         measured[i].num_units == device->num_units)
-      return bytes / measured[i].bytes_per_ns;
+      return measured[i].bytes_per_ns;
+  return 0;
+}
+
+bool moelora_is_measured(const moelora_device_info *device) {
+  return device->device == MOELORA_CUDA && measured_bytes_per_ns(device) > 0;
+}
+
+double moelora_memory_ns(const moelora_device_info *device, double bytes) {
+  const double known = measured_bytes_per_ns(device);
+  if (known > 0)
+    return bytes / known;
   if (device->memory_bytes_per_us == 0)
     return bytes / USUAL_BYTES_PER_NS;
   return bytes / (SHARE_OF_PEAK * (double)device->memory_bytes_per_us / 1e3);
+}
+
+/* ---- a tile of a projection ---- */
+
+/* What an SM does in a clock. Those of tensor cores are dense products of 16 bits from the data
+ * sheets; the others, and what is attained, make the model agree with what was measured on an H200
+ * (tests/test_plan_tiles.py counts how often). */
+#define L2_BYTES 20.7      /* of operands */
+#define SHARED_BYTES 116.  /* of 128 */
+#define DEQUANTIZED 25.    /* weights */
+#define TENSOR_SHARE 0.81  /* of the peak, by wgmma */
+#define MMA_SYNC_SHARE 0.5 /* by mma.sync where there is something newer */
+#define FP8_RATE 1.6       /* of the 16-bit one, promotion of sums included */
+#define UNHIDDEN 0.5       /* of what is not the longest, of one that is resident */
+#define USUAL_MHZ 1830.
+
+static double tensor_flops(const moelora_variant *v, const moelora_device_info *device) {
+  const int32_t capability = device->compute_capability;
+  const double fp8 = v->needs == MOELORA_SM90 && moelora_is_e4m3_kernel(v->format) ? FP8_RATE : 1;
+  if (capability >= 90 && capability < 120) /* Blackwell's own instructions have no kernels here */
+    return 4096 * (v->needs == MOELORA_SM90 ? fp8 * TENSOR_SHARE : MMA_SYNC_SHARE);
+  return TENSOR_SHARE * (capability == 80 ? 2048 : 1024);
+}
+
+/* What hides latency on an SM: of Hopper's kernels CTAs, two where these are of 128 weight rows and
+ * shared memory has room for both, with 2 KiB besides the stages of each. Portable kernels have
+ * eight warps, or stages enough to do without. */
+static double resident(const moelora_variant *v, const moelora_device_info *device) {
+  const bool fit = 2 * (moelora_pipeline_bytes(v) + 2048) <= device->shared_bytes + 1024;
+  return v->needs != MOELORA_SM90 || (moelora_shares_sm(v->block_n) && fit) ? 2 : 1;
+}
+
+/* Blocks that an expert of `rows` rows on average has: the sum over j of how likely it is to have
+ * more than j block_m rows, as a Poisson distribution has them. */
+static double expected_blocks(double rows, double block) {
+  const double deviation = sqrt(rows);
+  double blocks = 1;
+  if (2 * deviation > block)
+    return rows / block + 0.5;
+  for (double more = block; more < rows + 4.5 * deviation; more += block)
+    blocks += 0.5 * erfc((more + 0.5 - rows) / sqrt(2 * rows));
+  return blocks;
+}
+
+/* Rows that a block multiplies: kernels take the narrowest width that holds those it has, from half
+ * of block_m on, by 16 of them, or by 64 where they are operand A. */
+static double expected_width(const moelora_variant *v, double rows_of_block) {
+  const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
+  const double step = first ? 64 : 16;
+  const double least = first ? 64 : (v->block_m + 31) / 32 * 16;
+  return fmax(least, fmin(v->block_m, rows_of_block + step / 2));
+}
+
+double moelora_tile_ns(const moelora_variant *v, double rows, const moelora_device_info *device) {
+  const bool native = moelora_is_native_kernel(v->format);
+  const bool fp8_x = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
+  const double clocks = device->num_units *
+                        (device->clock_mhz > 0 ? device->clock_mhz : USUAL_MHZ) /
+                        1e3; /* of all SMs, in a ns */
+  const double weight =
+      native ? 2 : (double)moelora_step_bytes(v->format) / (MOELORA_PACK * MOELORA_PACK);
+  const double x = fp8_x ? 1 : 2;
+  const double blocks = expected_blocks(rows, v->block_m);
+  const double products = blocks * expected_width(v, rows / blocks);
+  const double parts[] = {
+      moelora_memory_ns(device, weight),
+      (blocks * weight / v->cluster + products * x / v->block_n) / (L2_BYTES * clocks),
+      2 * products / (tensor_flops(v, device) * clocks),
+      /* 64 weight rows for every row, and the other way round */
+      ((native || fp8_x ? blocks * weight : 0) + products * x / 64) / (SHARED_BYTES * clocks),
+      native || fp8_x ? 0 : blocks / (DEQUANTIZED * clocks),
+  };
+  double sum = 0, longest = 0;
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    sum += parts[i];
+    longest = fmax(longest, parts[i]);
+  }
+  return 1e3 * (longest + UNHIDDEN / resident(v, device) * (sum - longest));
 }

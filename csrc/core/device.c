@@ -1,4 +1,4 @@
-/* What this build and this machine can run on. */
+/* Devices and variants that this build and this machine support. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -6,7 +6,7 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* Asking a driver, or a CPU under a hypervisor, costs microseconds: once per device. */
+/* Queries cost microseconds (a driver, or a CPU under a hypervisor): once per device. */
 typedef struct cached_info {
   atomic_bool known;
   moelora_device_info info;
@@ -85,7 +85,7 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   return MOELORA_OK;
 }
 
-/* Device 0 stands for all of its kind. */
+/* Device 0 represents all devices of its kind. */
 static bool first_device(moelora_device device, moelora_device_info *info) {
   const moelora_exec exec = {.device = device};
   const moelora_backend *backend;
@@ -120,7 +120,7 @@ const char *moelora_cpu_features(void) {
   return text;
 }
 
-/* The variant of this index among those whose backend is compiled in. */
+/* Variant of this index among those whose backend is compiled. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)

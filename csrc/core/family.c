@@ -1,16 +1,16 @@
-/* Which kernels run on which device: families of GPUs, instruction sets of CPUs, and the most
- * capable GPU that plans are for. */
+/* Which kernels run on which device: GPU families, CPU instruction sets, and the limit on the
+ * compute capability that plans assume. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "core/check.h"
 #include "core/format.h"
-#include "core/plan.h"
+#include "core/plan_tile.h"
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(int32_t) capability_limit; /* 0: none */
-static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is no capability */
+static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is invalid */
 
 static bool is_capability(long value) {
   return value >= 80 && value < 1000;
@@ -43,8 +43,8 @@ moelora_status moelora_check_limit(void) {
   return MOELORA_OK;
 }
 
-/* Shared memory that a CTA of a GPU of this capability may ask for: much on data-centre chips and
- * on the boards made like them. */
+/* Maximum shared memory per CTA of a GPU with this compute capability: larger on data-center GPUs
+ * and the embedded ones derived from them. */
 static int32_t shared_bytes_of(int32_t compute_capability) {
   bool large = compute_capability == 80 || compute_capability == 87;
   bool largest = compute_capability >= 90 && compute_capability < 120;
@@ -63,7 +63,7 @@ moelora_device_info moelora_limited(const moelora_device_info *device) {
   return seen;
 }
 
-/* The newest family whose kernels a GPU of this capability runs. */
+/* Newest family whose kernels a GPU of this capability runs. */
 static moelora_family family_of(int32_t compute_capability) {
   return compute_capability == 90 ? MOELORA_SM90 : MOELORA_SM80;
 }
@@ -73,8 +73,7 @@ moelora_family moelora_family_of(const moelora_device_info *device) {
   return family_of(moelora_limited(device).compute_capability) == own ? own : MOELORA_SM80;
 }
 
-/* What the tile of an sm_80 kernel keeps in shared memory. */
-static int32_t pipeline_bytes(const moelora_variant *v) {
+int32_t moelora_pipeline_bytes(const moelora_variant *v) {
   const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
   const int32_t weights = moelora_is_native_kernel(v->format)
                               ? v->block_n * v->block_k * 2
@@ -89,7 +88,7 @@ static bool has_family(const moelora_variant *variant, const moelora_device_info
     return variant->needs == (int32_t)family_of(device->compute_capability);
   if (variant->role != MOELORA_ROLE_GEMM)
     return true; /* all others are made for what every GPU has */
-  return pipeline_bytes(variant) <= device->shared_bytes;
+  return moelora_pipeline_bytes(variant) <= device->shared_bytes;
 }
 
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {

@@ -1,4 +1,4 @@
-/* What plans are told from outside: forced variants, by a function or by the environment. */
+/* External control of plans, by API or environment: forced variants. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@ static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_V
 
 static const char unknown[] = "no such variant";
 
-/* The variants of a list of names, by role; NULL, or what is wrong with the list. */
+/* Parses a list of variant names into one variant per role. Returns NULL, or what is wrong. */
 static const char *parse_names(const char *names,
                                const moelora_variant *(*variants)[MOELORA_ROLES]) {
   memset(*variants, 0, sizeof *variants);

@@ -1,14 +1,14 @@
-/* What the environment variable MOELORA_LOG asks for: the one place that knows its words. */
+/* Parses the environment variable MOELORA_LOG. */
 #ifndef MOELORA_CORE_LOG_H
 #define MOELORA_CORE_LOG_H
 
 typedef enum moelora_log_level {
   MOELORA_LOG_NOTHING = 0,
-  MOELORA_LOG_PLAN,   /* what every gemm and layer runs, and why */
-  MOELORA_LOG_SHAPES, /* also the arguments of every call, which the Python layer prints */
+  MOELORA_LOG_PLAN,   /* kernels of every gemm and layer, and why */
+  MOELORA_LOG_SHAPES, /* also the arguments of every call, printed by the Python layer */
 } moelora_log_level;
 
-/* Read once per process; a word that is none is told on stderr then, and asks for nothing. */
+/* Read once per process. An unknown value is reported on stderr and disables logging. */
 moelora_log_level moelora_log(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* What the files about plans need of each other, beside the plans themselves. */
+/* Internal interfaces between the files that compute plans. */
 #ifndef MOELORA_CORE_PLAN_H
 #define MOELORA_CORE_PLAN_H
 
@@ -8,39 +8,38 @@ static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-/* variants.c: all rows of both tables, NULL past the end; the one of a name, NULL: none. */
+/* variants.c: enumerates all rows of both tables, NULL past the end; finds a row by name, or NULL.
+ */
 const moelora_variant *moelora_variant_at(int32_t index);
 const moelora_variant *moelora_find_variant(const char *name, size_t length);
-/* The first row of this device, role, method, dtype, family and of these flags; of its numbers
- * those count that are not 0. */
+/* First row with this device, role, method, dtype, family and flags; numbers that are 0 match any.
+ */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 
-/* family.c: what the environment says about the device that plans are for can be understood; that
- * device. */
+/* family.c: checks the environment's limit of the compute capability; applies it to a device. */
 moelora_status moelora_check_limit(void);
 moelora_device_info moelora_limited(const moelora_device_info *device);
-/* The device has the instructions of the variant. */
+/* Whether the device supports the variant's instructions. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
-/* Whose kernels the device runs: its own family, or the portable one. */
+/* Family of kernels that the device runs: its own, or the portable one. */
 moelora_family moelora_family_of(const moelora_device_info *device);
 
-/* forced.c: all that the environment says about plans can be understood. */
+/* forced.c: checks all environment variables that affect plans. */
 moelora_status moelora_check_told(void);
-/* The forced row of a role, if it is of this dtype and the device has its instructions. */
+/* Forced variant of a role, if it has this dtype and the device supports it; otherwise NULL. */
 const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
                                       const moelora_device_info *device);
 bool moelora_is_forced(const moelora_variant *variant);
 
-/* tuned.c: the variant of this role that was measured to be best for this layer on such a device;
- * NULL: none. A row of a whole layer counts as one of its projections. */
+/* tuned.c: variant of this role that was measured to be best for the layer on such a device; NULL:
+ * none. A whole-layer row counts as one of its projections. */
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* plan_gemm.c: the routed rows that an expert of this rank gets on average, at least 1; the pairs
- * that rows make on average if each is as likely to carry any of `adapters` as to go to any expert;
- * the row of a CPU; the row that sums over top_k, where `vectors` says that the output allows
- * 16-byte accesses.
- */
+/* plan_gemm.c: average number of routed rows per local expert, at least 1; expected number of
+ * (expert, adapter) pairs, if rows carry any of `adapters` adapters with the same probability; the
+ * row of a CPU; the row of the sum over top_k, where `vectors`: the output allows 16-byte
+ * accesses. */
 int64_t moelora_rows_per_expert(const moelora_routes *routes);
 double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters);
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
@@ -49,6 +48,18 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
 
+/* plan_gemm.c: refuses what kernels of a layer or a projection, and the sort before them, have no
+ * room for; refuses quantized weights, of which a GPU has no backward. */
+moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
+                                  const moelora_device_info *device);
+moelora_status moelora_check_native(const moelora_experts_problem *problem);
+/* plan_gemm.c: one tensor map covers the weights of all experts. */
+bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
+/* plan_gemm.c: how float32 factors lie once they are rounded to the dtype of a call, contiguous, in
+ * the workspace; others as they are. */
+moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
+                                       int32_t num_experts);
+
 /* One projection over an alignment: what its plan depends on besides its kernel. */
 typedef struct moelora_projection_load {
   const moelora_routes *routes;
@@ -56,14 +67,14 @@ typedef struct moelora_projection_load {
   const moelora_factors *lora;
   const void *x; /* NULL: in the workspace */
   int64_t x_stride;
-  int64_t x_rows_each; /* routed rows that share a row of x; 0: x lies by position */
-  const void *out;     /* NULL: by position, in the workspace */
+  int64_t x_rows_each; /* routed rows per row of x; 0: x is ordered by position */
+  const void *out;     /* NULL: ordered by position, in the workspace */
   int64_t out_stride[2];
-  int64_t n_out; /* outputs of a row */
+  int64_t n_out; /* outputs per row */
   bool gated, interleaved, weighted;
-  const moelora_weights *next; /* of the projection that takes out as its x; NULL: none */
-  bool next_reads_out;         /* and its adapters out as it is */
-  bool x_is_quantized;         /* by the projection before */
+  const moelora_weights *next; /* weights of the projection whose x is `out`; NULL: none */
+  bool next_reads_out;         /* its adapters read `out` unquantized */
+  bool x_is_quantized;         /* by the previous projection */
 } moelora_projection_load;
 
 /* plan_projection.c */
@@ -76,35 +87,35 @@ moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load
                                                    const moelora_variant *tuned,
                                                    const moelora_device_info *device);
 
-/* cost.c: how long the device's memory takes to move `bytes`. */
+/* cost.c: time in which the device's memory transfers `bytes`. */
 double moelora_memory_ns(const moelora_device_info *device, double bytes);
 
-/* plan_sort.c: how rows are sorted into blocks of one expert, of which `cluster` neighbours always
- * belong together. tuned: the row to take if it can serve; NULL: none. */
+/* plan_sort.c: plans a sort of rows into blocks of one expert; clusters of `cluster` blocks belong
+ * together. tuned: row to use if it supports the problem; NULL: none. */
 void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster,
                          const moelora_device_info *device, const moelora_variant *tuned,
                          moelora_align_plan *plan);
 
-/* plan_sort.c: refuses more experts or adapters than a GPU sorts by. */
+/* plan_sort.c: refuses more experts or adapters than a GPU can sort by. */
 moelora_status moelora_check_sort(moelora_align_mode mode, const moelora_routes *routes);
 
-/* What a shrink depends on. */
+/* Inputs of the plan of a shrink. */
 typedef struct moelora_shrink_load {
   moelora_dtype dtype;
-  moelora_family family; /* whose kernels the table may choose */
+  moelora_family family; /* family of kernels to select from */
   int64_t rows;          /* P */
-  int64_t segments;      /* pairs that may have some of them */
-  int64_t columns;       /* rows of A: of all slices, each padded to 16 */
+  int64_t segments;      /* number of pairs that may have rows */
+  int64_t columns;       /* rows of A: all slices, each padded to 16 */
   int64_t depth;
   bool vectors;   /* x and A allow 16-byte accesses */
-  bool boxes;     /* and tensor maps cover A, 32 bits the offsets of rows of x */
-  int64_t listed; /* segments, empty ones too, that the sort lists for kernels that can store what
-                   * becomes of whole ones; 0: none */
-  const moelora_variant *tuned; /* the row to take if it can serve; NULL: none */
-  /* in blocks of a GEMM */
+  bool boxes;     /* tensor maps can describe A, and offsets of rows of x fit 32 bits */
+  int64_t listed; /* number of segments, including empty ones, that the sort lists for kernels over
+                     whole segments; 0: none */
+  const moelora_variant *tuned; /* row to use if it supports the problem; NULL: none */
+  /* over blocks of a GEMM */
   int64_t max_blocks;
-  bool by_position; /* x lies by position */
-  /* in windows */
+  bool by_position; /* x is ordered by position */
+  /* over windows */
   moelora_delta_order order;
   const moelora_routes *routes;
   const moelora_list_blocks *lists;
@@ -115,28 +126,27 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device);
 moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
                                                 const moelora_device_info *device);
-/* What boxes asks of factors A and of x: `rows` rows, `stride` elements apart. */
+/* Whether factors A and x satisfy `boxes`, for `rows` rows, `stride` elements apart. */
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride);
 
-/* Windows of routed rows, and who works on them. */
+/* Windows of routed rows, and their distribution over workers. */
 typedef struct moelora_windows {
-  int32_t rows;   /* of one, at most */
-  int32_t shares; /* workers that take a window together */
-  int64_t count;  /* at most so many windows */
+  int32_t rows;   /* maximum number of rows per window */
+  int32_t shares; /* workers that share a window */
+  int64_t count;  /* maximum number of windows */
 } moelora_windows;
 
-/* plan_windows.c: cuts the rows into windows of at most `most` rows for `workers` of them, each as
- * many rows as the others. No more workers share a window than it has items, which are `part` rows
- * of a segment in `columns`. */
+/* plan_windows.c: splits the rows into equal windows of at most `most` rows for `workers` workers.
+ * A window has at most as many workers as items, which are `part` rows of a segment in each of
+ * `columns` columns. */
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
                                     moelora_delta_order order, int64_t most, int64_t part,
                                     int64_t columns, int64_t workers);
 
-/* plan_log.c: under MOELORA_LOG=plan, why a forced or tuned row is not taken. */
+/* plan_log.c: logs under MOELORA_LOG=plan why a forced or tuned row is not used. */
 void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
-/* plan_log.c: remember an executed plan for moelora_last_plan, and print it under MOELORA_LOG=plan.
- */
+/* plan_log.c: record an executed plan for moelora_last_plan, and log it under MOELORA_LOG=plan. */
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
                         const moelora_align_plan *plan);
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -149,7 +159,8 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
 void moelora_note_delta(const char *operator, const moelora_routes * routes, moelora_dtype dtype,
                         const moelora_device_info *device, const moelora_delta_plan *plan);
 
-/* device.c: the backend and the device that `exec` names; `num_units` counts its CPU threads. */
+/* device.c: finds the backend and the device of `exec`; `num_units` is the number of its CPU
+ * threads. */
 moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backend **backend,
                                    moelora_device_info *info);
 

@@ -1,9 +1,168 @@
-/* Plans of the backward of a layer. */
+/* Plans of the backward of a layer: which of its results are needed, and by which kernels. */
+#include "core/check.h"
 #include "core/plan.h"
+
+/* ---- what is needed ---- */
+
+static bool any(const moelora_gradient *gradients, int32_t count) {
+  for (int32_t i = 0; i < count; i++)
+    if (gradients[i].data)
+      return true;
+  return false;
+}
+
+static moelora_backward_needs find_needs(const moelora_experts_backward_problem *problem) {
+  const moelora_experts_problem *forward = &problem->forward;
+  const bool adapters = forward->routes.token_lora_mapping.data != NULL;
+  const bool lora13 = adapters && forward->w13_lora.num_slices > 0;
+  const bool lora2 = adapters && forward->w2_lora.num_slices > 0;
+  moelora_backward_needs needs = {0};
+  needs.dz = problem->dx || (problem->dtopk_weights && forward->apply_router_weight_on_input);
+  needs.yb13 = lora13 && (needs.dz || any(problem->a13, 2));
+  needs.xa13 = lora13 && any(problem->b13, 2);
+  needs.v = needs.dz || problem->dtopk_weights || needs.yb13 || needs.xa13 ||
+            problem->bias13.data || problem->a2.data;
+  needs.yb2 = lora2 && needs.v;
+  needs.xa2 = lora2 && problem->b2.data;
+  return needs;
+}
+
+/* ---- CUDA ---- */
+
+/* Rows of a block, from the average rows of an expert: as forwards, room above the average keeps
+ * nearly every expert together. */
+static int32_t rows_of_block(int64_t rows) {
+  return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
+}
+
+/* One product, of y (NULL: in the workspace) with rows of `w`, as the kernels see it. */
+typedef struct back_load {
+  const moelora_weights *w;
+  moelora_factors lora; /* in the dtype of the call */
+  const void *y;
+  int64_t y_stride;
+  bool rows_are_vectors; /* whatever its epilogue reads and writes */
+} back_load;
+
+static bool is_vector_product(const back_load *load) {
+  return load->rows_are_vectors && moelora_is_vector_weights(load->w) &&
+         moelora_is_vector_row(load->y, load->y_stride, load->w->n);
+}
+
+/* What both products let a kernel do. */
+typedef struct back_access {
+  bool vectors, tma;
+} back_access;
+
+/* Hopper's kernels count all 16 bytes of a dout that they gather in 32 bits. */
+static back_access find_access(const moelora_experts_backward_problem *problem,
+                               const back_load loads[2]) {
+  const moelora_routes *routes = &problem->forward.routes;
+  back_access access = {.vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1])};
+  access.tma = access.vectors && routes->num_tokens * (problem->dout_stride / 8) <= UINT32_MAX;
+  for (int32_t i = 0; i < 2; i++)
+    access.tma = access.tma && moelora_are_map_weights(loads[i].w, routes->num_experts);
+  return access;
+}
+
+static bool serves(const moelora_variant *v, const back_access *access) {
+  if (v->needs == MOELORA_SM90)
+    return access->tma;
+  return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS;
+}
+
+static const moelora_variant *choose(const moelora_experts_problem *p, const back_access *access,
+                                     const moelora_device_info *device) {
+  const moelora_variant *best = NULL, *v;
+  const int32_t wanted = rows_of_block(moelora_rows_per_expert(&p->routes));
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
+    if (v->role != MOELORA_ROLE_BACK || v->dtype != p->dtype ||
+        !moelora_variant_runs_on(v, device) || !serves(v, access))
+      continue;
+    const bool newer = best && v->needs > best->needs;
+    const bool nearer =
+        best && v->needs == best->needs &&
+        (v->block_m >= wanted ? best->block_m < wanted || v->block_m < best->block_m
+                              : best->block_m < wanted && v->block_m > best->block_m);
+    if (!best || newer || nearer)
+      best = v;
+  }
+  return best;
+}
+
+/* A tile scheduler's counter, and where tiles are assigned dynamically, behind it, which tile
+ * follows each. */
+static int64_t num_counters(const moelora_routes *routes, const moelora_weights *w,
+                            const moelora_variant *v) {
+  if (v->needs != MOELORA_SM90)
+    return 1;
+  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
+  return (int64_t)moelora_times((size_t)blocks + 1, (size_t)moelora_divide_up(w->k, v->block_n));
+}
+
+static moelora_back_product_plan plan_product(const moelora_routes *routes, const back_load *load,
+                                              const moelora_variant *v,
+                                              const moelora_device_info *device) {
+  const moelora_factors *lora = &load->lora;
+  const bool a_vectors = moelora_are_vector_factors(lora->a, lora->num_slices);
+  return (moelora_back_product_plan){
+      .variant = v,
+      .vectors = is_vector_product(load),
+      .a_vectors = a_vectors && load->w->k % 8 == 0,
+      .shrinks_vectors = moelora_is_vector_row(load->y, load->y_stride, load->w->n) &&
+                         lora->slice_n % 8 == 0 && lora->max_rank % 8 == 0 &&
+                         moelora_are_vector_factors(lora->b, lora->num_slices),
+      .num_counters = num_counters(routes, load->w, v),
+      .near_elements = device->l2_bytes / 4 / 2,
+  };
+}
+
+static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
+                                const moelora_device_info *device, moelora_backward_plan *plan) {
+  const moelora_experts_problem *p = &problem->forward;
+  const moelora_routes *routes = &p->routes;
+  MOELORA_TRY(moelora_check_native(p));
+  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_room(routes, &p->w13_lora, device));
+  MOELORA_TRY(moelora_check_room(routes, &p->w2_lora, device));
+  if (problem->dout_stride > INT32_MAX)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "rows of dout are %lld elements apart: the GPU kernels take at most %d",
+                        (long long)problem->dout_stride, INT32_MAX);
+  const back_load loads[2] = {
+      {.w = &p->w2,
+       .lora = moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts),
+       .y = problem->dout,
+       .y_stride = problem->dout_stride,
+       .rows_are_vectors =
+           moelora_is_vector_row(p->saved.gate_up, p->saved.gate_up_stride, p->intermediate)},
+      {.w = &p->w13,
+       .lora = moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts),
+       .y_stride = p->w13.n,
+       .rows_are_vectors = p->hidden % 8 == 0},
+  };
+  const back_access access = find_access(problem, loads);
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, p->dtype, device);
+  plan->variant = forced && serves(forced, &access) ? forced : choose(p, &access, device);
+  if (!plan->variant)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "no %s kernel for a backward and CUDA compute capability %d.%d",
+                        moelora_dtype_name(p->dtype), device->compute_capability / 10,
+                        device->compute_capability % 10);
+  for (int32_t i = 0; i < 2; i++)
+    plan->product[i] = plan_product(routes, &loads[i], plan->variant, device);
+  moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
+                      device, NULL, &plan->align);
+  plan->sum = moelora_plan_sum(
+      p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->hidden), NULL, device);
+  return MOELORA_OK;
+}
 
 moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,
                                              const moelora_device_info *device,
                                              moelora_backward_plan *plan) {
-  *plan = (moelora_backward_plan){0};
+  *plan = (moelora_backward_plan){.needs = find_needs(problem)};
+  if (device->device == MOELORA_CUDA)
+    return plan_cuda(problem, device, plan);
   return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
 }

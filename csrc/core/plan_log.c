@@ -1,4 +1,4 @@
-/* What was planned: for moelora_last_plan, and for people who ask with MOELORA_LOG=plan. */
+/* Reports plans: for moelora_last_plan and for MOELORA_LOG=plan. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,14 +7,14 @@
 #include "core/log.h"
 #include "core/plan.h"
 
-/* A kernel and what it does: "w13", "shrink2". */
+/* A kernel and its operation: "w13", "shrink2". */
 typedef struct named {
   const char *what, *kernel;
 } named;
 
 enum { MAX_KERNELS = 12 };
 
-/* The kernels of this thread's last plan; text is made only when asked for. */
+/* Kernels of this thread's last plan; formatted only on request. */
 static _Thread_local struct last {
   named kernels[MAX_KERNELS];
   int32_t count;
@@ -35,7 +35,7 @@ static void name_sorts(const moelora_align_plan *plan) {
   name_variant("sort", plan->rows.variant);
 }
 
-/* Kernels from number `from` on, "what=kernel" with a space between two. */
+/* Formats the kernels from index `from` on as "what=kernel", separated by spaces. */
 static const char *list_kernels(char *text, size_t size, int32_t from) {
   size_t used = 0;
   text[0] = '\0';
@@ -52,8 +52,8 @@ const char *moelora_last_plan(void) {
   return list_kernels(text, sizeof text, 0);
 }
 
-/* variant: whose blocks rows are dealt to, NULL where there are none. first: kernels that the text
- * `kernels` stands for. */
+/* variant: its block size is that of the alignment; NULL: none. first: number of kernels that the
+ * text `kernels` already names. */
 static void log_plan(const char *operator, const char *shape, const char *dtype,
                      const moelora_routes *routes, const moelora_device_info *device,
                      const char *kernels, int32_t first, const moelora_variant *variant,
@@ -85,7 +85,7 @@ void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
     fprintf(stderr, "moelora: %s is passed over: %s\n", variant->name, why);
 }
 
-/* ---- what launches do: a line each, in their order ---- */
+/* ---- launches of a call, one line each, in order ---- */
 
 static const char *epilogue_name(moelora_epilogue_plan epilogue) {
   static const char *const names[] = {
@@ -105,7 +105,7 @@ static const char *grid_name(moelora_grid_plan grid) {
   return names[grid];
 }
 
-/* Which part of a call, and how it runs: "what: key=value ...". */
+/* Logs a part of a call and its launch parameters: "what: key=value ...". */
 static void log_part(const char *what, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 static void log_part(const char *what, const char *format, ...) {
@@ -124,11 +124,19 @@ static void log_sort(const char *what, const moelora_sort_plan *plan) {
              plan->row_chunks, plan->table_bytes);
 }
 
+/* The launch that reads the caller's tables. */
+static void log_resolve(bool resolves, const moelora_routes *routes) {
+  if (resolves)
+    log_part("resolve", "rows=%lld", (long long)routes->num_rows);
+}
+
 static void log_align(const moelora_align_plan *plan) {
   log_sort("sort_tokens", &plan->tokens);
   log_sort("sort", &plan->rows);
   if (plan->segments)
     log_part("segments", "listed=%lld", (long long)plan->segments);
+  if (plan->list_parts)
+    log_part("lists", "parts=%d", plan->list_parts);
 }
 
 static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
@@ -150,10 +158,12 @@ static void log_projection(const char *what, const moelora_variant *variant,
                            const moelora_projection_plan *plan) {
   log_part(what,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
-           "quantizes_x=%d stores_e4m3=%d stores_out=%d counters=%lld near_elements=%d",
+           "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
+           "near_elements=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid),
            plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
-           plan->stores_e4m3, plan->stores_out, (long long)plan->num_counters, plan->near_elements);
+           plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
+           (long long)plan->num_counters, plan->near_elements);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
@@ -167,6 +177,7 @@ void moelora_note_align(const moelora_routes *routes, const moelora_device_info 
   char shape[32];
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
   log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
+  log_resolve(plan->resolves, routes);
   log_align(plan);
 }
 
@@ -184,6 +195,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
            plan->variant->name, 1, plan->variant, NULL);
   if (device->device == MOELORA_CPU)
     return;
+  log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
   log_part("zero_skipped", "rows=%lld", (long long)problem->routes.num_rows);
   log_shrink("shrink", &plan->shrink);
@@ -216,6 +228,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   if (plan->staged)
     log_part("layer",
              "%s in one launch; where its CTAs do not fit the context:", plan->variant->name);
+  log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
   if (plan->scales_x)
     log_part("scale_x", "rows=%lld", (long long)problem->routes.num_tokens);
@@ -232,6 +245,10 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
                                    const moelora_backward_plan *plan) {
   last.count = 0;
   name_variant("backward", plan->variant);
+  if (device->device == MOELORA_CUDA) {
+    name_sorts(&plan->align);
+    name_variant("sum", plan->sum);
+  }
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
@@ -239,6 +256,17 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
            (long long)problem->forward.intermediate);
   log_plan("experts_backward", shape, moelora_dtype_name(problem->forward.dtype),
            &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
+  if (device->device == MOELORA_CPU)
+    return;
+  log_align(&plan->align);
+  static const char *const products[] = {"w2", "w13"};
+  for (int32_t i = 0; i < 2; i++)
+    log_part(products[i],
+             "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld near_elements=%d",
+             plan->product[i].variant->name, plan->product[i].vectors, plan->product[i].a_vectors,
+             plan->product[i].shrinks_vectors, (long long)plan->product[i].num_counters,
+             plan->product[i].near_elements);
+  log_part("sum", "%s", plan->sum->name);
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
@@ -268,6 +296,7 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
                                        [MOELORA_GROUPED] = "grouped",
                                        [MOELORA_SORTED] = "sorted",
                                        [MOELORA_LISTED] = "listed"};
+  log_resolve(true, routes);
   log_part("rows", "order=%s", orders[plan->order]);
   log_align(&plan->align);
   for (int32_t i = 0; i < 2; i++) {

@@ -22,7 +22,7 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)
     return MOELORA_GRID_OVERLAPPED;
-  if (has_adapters(load) && moelora_has_few_rows(v->format, v->block_m))
+  if (has_adapters(load) && moelora_uses_mma_sync(v->format, v->block_m))
     return MOELORA_GRID_EVEN;
   return !has_adapters(load) && load->x_rows_each == 0 && moelora_shares_sm(v->block_n)
              ? MOELORA_GRID_SPREAD
@@ -57,7 +57,7 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   const size_t blocks =
       (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_blocks_together(v));
   const size_t columns = (size_t)moelora_divide_up(load->w->n, v->block_n);
-  return (int64_t)moelora_times(blocks + MOELORA_MOST_HALVED + 1, columns);
+  return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
 /* A quarter of L2, of x as the kernel reads it. */
@@ -77,6 +77,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
       .vectors = is_vector_x(load, v) && is_vector_out(load) && moelora_is_vector_weights(load->w),
       .a_vectors = moelora_are_vector_factors(lora->a, lora->num_slices),
       .quantizes_x = e4m3_x && !load->x_is_quantized,
+      .quantizes_vectors = e4m3_x && moelora_is_vector_row(load->x, load->x_stride, load->w->k),
       .stores_out = true,
       .num_counters = num_counters_of(load, v),
       .near_elements = near_elements_of(v, device),

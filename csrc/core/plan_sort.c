@@ -1,21 +1,24 @@
-/* From the rows of an alignment to its sorts:
+/* Plans the sorts of an alignment:
  *
  *   experts * (adapters + 1) <= MOELORA_SORT_KEYS   rows by (expert, adapter), one sort
- *   otherwise                                       tokens by adapter, then their rows by expert:
- * stable, so the order is the same. */
+ *   otherwise                                       tokens by adapter, then rows by expert: sorts
+ *                                                   are stable, so the order is the same */
 #include "core/check.h"
 #include "core/plan.h"
 
 enum {
-  /* of one launch, which counts all items in every CTA */
-  FILL_ROWS = 4096, /* output rows that one CTA fills while it places its items */
+  /* single launch, in which each CTA counts all items */
+  FILL_ROWS = 4096, /* output rows that one CTA fills while placing its items */
   MAX_SMALL_CHUNKS = 128,
-  MIN_SMALL_CHUNKS = 16, /* however few the items, what lies around is written by so many CTAs */
-  /* of two launches, with a table of counts between them */
-  MAX_LARGE_CHUNKS = 128,                      /* about a CTA for each SM of the large GPUs */
+  MIN_SMALL_CHUNKS = 16, /* minimum number of CTAs, which write the rest of the output */
+  /* two launches, with a table of counts between them */
+  MAX_LARGE_CHUNKS = 128,                      /* about one CTA per SM of large GPUs */
   MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
   ROUND_WORDS = 1000, /* of the table, read while a CTA counts MOELORA_SORT_THREADS items */
   TINY_ITEMS = 64,    /* each compared with all others; no empty blocks, nothing to zero */
+  /* of lists: each CTA finds the layout by itself, which is worth so many rows */
+  PART_ROWS = 4096,
+  MOST_PARTS = 32,
 };
 
 static int64_t at_most(int64_t a, int64_t b) {
@@ -44,7 +47,7 @@ static const moelora_variant *choose(int64_t items, bool compact, const moelora_
   return NULL;
 }
 
-/* compact: without empty blocks and memory to zero. */
+/* compact: no empty blocks and no memory to zero. */
 static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows, bool compact,
                                    const moelora_device_info *device,
                                    const moelora_variant *tuned) {
@@ -62,8 +65,8 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
       at_most(moelora_divide_up(moelora_divide_up(items, MAX_LARGE_CHUNKS), threads) * threads,
               MAX_CHUNK_ITEMS);
   const int64_t chunks = moelora_divide_up(items, size), words = (keys + 1) / 2;
-  /* With q chunks to a row, a CTA counts the items of q chunks, ROUND_WORDS words' time for each
-   * `threads` of them, and reads chunks * words / q words: least where both are equal. */
+  /* With q chunks per row, a CTA counts the items of q chunks (ROUND_WORDS words' time per
+   * `threads` items) and reads chunks * words / q words: minimal if both take equal time. */
   int64_t q = 1;
   while ((q + 1) * (q + 1) * (size / threads) * ROUND_WORDS <= chunks * words &&
          (q + 1) * size <= MAX_CHUNK_ITEMS)
@@ -113,7 +116,7 @@ static void plan_alignment(const alignment *a, const moelora_device_info *device
       plan->segments = experts * adapters;
     return;
   }
-  /* Padded by another launch where every block has one pair. */
+  /* UNIFORM blocks are padded by a later launch. */
   const int64_t out_rows = a->mode == MOELORA_ALIGN_UNIFORM ? routes->num_rows : a->out_rows;
   plan->tokens = plan_sort(routes->num_tokens, adapters, routes->num_tokens, true, device, tuned);
   plan->rows = plan_sort(routes->num_rows, experts, out_rows, compact, device, tuned);
@@ -129,6 +132,7 @@ moelora_status moelora_plan_align(const moelora_align_problem *problem,
   const alignment a = {problem->mode, &problem->routes, problem->max_blocks * problem->block_size,
                        problem->out_to_zero && problem->out_to_zero_bytes > 0};
   plan_alignment(&a, device, NULL, plan);
+  plan->resolves = true;
   return MOELORA_OK;
 }
 
@@ -142,6 +146,10 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
   MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));
   moelora_plan_blocks(&problem->routes, 1, 1, device, NULL, plan);
   plan->segments = 0; /* lists are made from rows */
+  const moelora_list_blocks *lists = &problem->lists;
+  const int64_t parts = lists->rows / PART_ROWS;
+  const int64_t most = lists->num_active <= INT32_MAX / MOST_PARTS ? MOST_PARTS : 1;
+  plan->list_parts = (int32_t)(parts < 1 ? 1 : at_most(parts, most));
   return MOELORA_OK;
 }
 
@@ -157,4 +165,8 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
       rows == 1 ? routes->num_rows : moelora_max_blocks(routes, rows, cluster);
   const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
   plan_alignment(&a, device, tuned, plan);
+  /* A sort that compares items has one CTA read the tables itself, for blocks that nothing else
+   * shares them with. */
+  const moelora_sort_plan *first = plan->tokens.variant ? &plan->tokens : &plan->rows;
+  plan->resolves = rows == 1 || first->variant->block_m > TINY_ITEMS;
 }

@@ -1,4 +1,4 @@
-/* Windows of routed rows, which the kernels of adapters alone go over. */
+/* Windows of routed rows that the kernels of adapters alone iterate over. */
 #include "core/plan.h"
 
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
@@ -15,7 +15,7 @@ moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_
     w.rows = (int32_t)moelora_divide_up(size, per_block);
     w.count = lists->num_active * lists->blocks * per_block;
     used = (rows < pairs ? rows : pairs) + rows / w.rows;
-    items = moelora_divide_up(w.rows, part) * columns; /* all of a block are of one pair */
+    items = moelora_divide_up(w.rows, part) * columns; /* all rows of a block belong to one pair */
   } else {
     w.count = moelora_divide_up(rows, most);
     if (rows > most * workers)

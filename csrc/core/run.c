@@ -1,11 +1,11 @@
-/* The public operators: check, plan, hand over. */
+/* Public operators: validate, plan, run. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
 
 #include <stdio.h>
 
-/* What a workspace grows with, under the names of moelora.h; a value of 0 plays no part. */
+/* Sizes that determine a workspace, with their names in moelora.h; 0: not used. */
 typedef struct named_size {
   const char *name;
   int64_t value;
@@ -13,7 +13,7 @@ typedef struct named_size {
 
 enum { MAX_SIZES = 8 };
 
-/* Keeps what no memory can hold from the caller, who could not tell it from a size. */
+/* Refuses workspaces that exceed any memory, instead of returning a meaningless size. */
 static moelora_status check_addressable(size_t workspace, const moelora_routes *routes,
                                         const named_size *more, int32_t count) {
   if (workspace <= (size_t)MOELORA_MAX_BYTES)
@@ -36,11 +36,9 @@ static moelora_status check_addressable(size_t workspace, const moelora_routes *
                       "%s: too large, the workspace would take more than 2^56 bytes", text);
 }
 
-/* ---- the seven operators: check, plan, ask the backend for the size of the workspace ---- */
+/* ---- operators: validate, plan, query the size of the workspace ---- */
 
-/* What became of a call. Memory that no moelora_prepare_* has seen is unlikely to hold the last
- * two.
- */
+/* State of a prepared call. Uninitialized memory is unlikely to hold the last two values. */
 typedef enum call_state {
   CALL_REFUSED = 0,
   CALL_EMPTY = 0x6d6f6501, /* nothing to do */
@@ -52,9 +50,7 @@ typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
-  /* What the workspace was sized for. */
-  moelora_device kind;
-  int32_t device_index, workers;
+  moelora_exec sized_for; /* whose workspace is the one to ask for: NULL */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
     struct {
@@ -105,9 +101,9 @@ static moelora_status begin(const void *args, const moelora_exec *exec, moelora_
   MOELORA_REQUIRE(call, "call is NULL");
   MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
                   exec->num_threads);
-  (*prepared)->kind = exec->device;
-  (*prepared)->device_index = exec->device_index;
-  (*prepared)->workers = moelora_workers(exec);
+  (*prepared)->sized_for = *exec;
+  (*prepared)->sized_for.workspace = NULL;
+  (*prepared)->sized_for.workspace_bytes = 0;
   return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
 }
 
@@ -120,7 +116,7 @@ static moelora_status nothing_to_do(prepared *p) {
   return MOELORA_OK;
 }
 
-/* Settles the size of the workspace and what runs. */
+/* Completes a prepared call with its workspace size and launcher. */
 static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
                              moelora_status (*launch)(const prepared *, const moelora_exec *),
                              const moelora_routes *routes, const named_size *sizes, int32_t count) {
@@ -129,6 +125,19 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   p->launch = launch;
   p->state = CALL_READY;
   return MOELORA_OK;
+}
+
+/* The same of a layer, forward or backward. */
+static moelora_status finish_layer(moelora_call *call, prepared *p, size_t workspace,
+                                   moelora_status (*launch)(const prepared *, const moelora_exec *),
+                                   const moelora_experts_problem *forward) {
+  const named_size sizes[] = {
+      {"K", forward->hidden},
+      {"I", forward->intermediate},
+      {"R of w13", forward->w13_lora.max_rank},
+      {"R of w2", forward->w2_lora.max_rank},
+  };
+  return finish(call, p, workspace, launch, &forward->routes, sizes, 4);
 }
 
 /* Alignment runs for an empty batch too, as its outputs must be filled. */
@@ -148,8 +157,8 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
     return unsupported(p, "moelora_align");
   moelora_align_plan *plan = &p->of.align.plan;
   MOELORA_TRY(moelora_plan_align(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_workspace(problem, plan), launch_align, &problem->routes,
-                NULL, 0);
+  return finish(call, p, p->backend->align_workspace(problem, plan, &p->sized_for), launch_align,
+                &problem->routes, NULL, 0);
 }
 
 static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
@@ -171,7 +180,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
   MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
   const named_size sizes[] = {
       {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->gemm_workspace(problem, plan, exec), launch_gemm,
+  return finish(call, p, p->backend->gemm_workspace(problem, plan, &p->sized_for), launch_gemm,
                 &problem->routes, sizes, 3);
 }
 
@@ -191,24 +200,9 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
     return nothing_to_do(p);
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
-  if (!p->backend->experts_backward) {
-    if (problem->saved.gate_up)
-      return unsupported(p, "moelora_experts with saved tensors, for a backward,");
-    if (problem->w13_lora.wide || problem->w2_lora.wide)
-      return moelora_fail(MOELORA_UNSUPPORTED,
-                          "float32 factors beside 16-bit hidden_states are not supported on %s: "
-                          "convert them to the dtype of hidden_states",
-                          p->backend->name);
-  }
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
-  const named_size sizes[] = {
-      {"K", problem->hidden},
-      {"I", problem->intermediate},
-      {"R of w13", problem->w13_lora.max_rank},
-      {"R of w2", problem->w2_lora.max_rank},
-  };
-  return finish(call, p, p->backend->experts_workspace(problem, plan, exec), launch_experts,
-                &problem->routes, sizes, 4);
+  return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
+                      launch_experts, problem);
 }
 
 static moelora_status launch_experts_backward(const prepared *call, const moelora_exec *exec) {
@@ -217,7 +211,7 @@ static moelora_status launch_experts_backward(const prepared *call, const moelor
   return call->backend->experts_backward(problem, &call->of.experts_backward.plan, exec);
 }
 
-/* An empty batch runs, too: its gradients of factors are zeros. */
+/* An empty batch runs too: gradients of factors are zero. */
 moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
                                                 const moelora_exec *exec, moelora_call *call) {
   prepared *p = NULL;
@@ -228,15 +222,8 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
   if (!p->backend->experts_backward)
     return unsupported(p, "moelora_experts_backward");
   MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
-  const moelora_experts_problem *forward = &problem->forward;
-  const named_size sizes[] = {
-      {"K", forward->hidden},
-      {"I", forward->intermediate},
-      {"R of w13", forward->w13_lora.max_rank},
-      {"R of w2", forward->w2_lora.max_rank},
-  };
-  return finish(call, p, p->backend->experts_backward_workspace(problem, plan, exec),
-                launch_experts_backward, &forward->routes, sizes, 4);
+  return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
+                      launch_experts_backward, &problem->forward);
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
@@ -256,8 +243,8 @@ moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
     return unsupported(p, "moelora_align_lists");
   moelora_align_plan *plan = &p->of.align_lists.plan;
   MOELORA_TRY(moelora_plan_align_lists(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_lists_workspace(problem, plan), launch_align_lists,
-                &problem->routes, NULL, 0);
+  return finish(call, p, p->backend->align_lists_workspace(problem, plan, &p->sized_for),
+                launch_align_lists, &problem->routes, NULL, 0);
 }
 
 static moelora_status launch_delta(const prepared *call, const moelora_exec *exec) {
@@ -284,7 +271,7 @@ moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelo
   MOELORA_TRY(moelora_plan_delta(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->delta_workspace(problem, plan, exec), launch_delta,
+  return finish(call, p, p->backend->delta_workspace(problem, plan, &p->sized_for), launch_delta,
                 &problem->routes, sizes, 3);
 }
 
@@ -313,21 +300,22 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
       {"R of gate_up", problem->gate_up.max_rank},
       {"R of down", problem->down.max_rank},
   };
-  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, exec), launch_mlp_delta,
-                &problem->routes, sizes, 4);
+  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, &p->sized_for),
+                launch_mlp_delta, &problem->routes, sizes, 4);
 }
 
 /* ---- running ---- */
 
-/* The sizes of a workspace depend on where a call runs. */
+/* The size of a workspace depends on the device and the number of threads. */
 static moelora_status check_same_device(const prepared *p, const moelora_exec *exec) {
-  MOELORA_REQUIRE(exec->device == p->kind && exec->device_index == p->device_index,
+  const moelora_exec *sized = &p->sized_for;
+  MOELORA_REQUIRE(exec->device == sized->device && exec->device_index == sized->device_index,
                   "exec is device %d, index %d; the call was prepared for device %d, index %d",
-                  (int)exec->device, exec->device_index, (int)p->kind, p->device_index);
-  MOELORA_REQUIRE(moelora_workers(exec) <= p->workers,
+                  (int)exec->device, exec->device_index, (int)sized->device, sized->device_index);
+  MOELORA_REQUIRE(moelora_workers(exec) <= moelora_workers(sized),
                   "exec.parallel_for runs %d threads, the call was prepared for %d: give "
                   "moelora_prepare_* the parallel_for and num_threads of moelora_run",
-                  moelora_workers(exec), p->workers);
+                  moelora_workers(exec), moelora_workers(sized));
   return MOELORA_OK;
 }
 
@@ -362,7 +350,7 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
   return launch_on_device(p, exec);
 }
 
-/* ---- packing: prepared and run at once, without a workspace ---- */
+/* ---- packing: prepared and run in one call, without a workspace ---- */
 
 static moelora_status launch_pack(const prepared *call, const moelora_exec *exec) {
   return call->backend->pack(&call->of.pack, exec);

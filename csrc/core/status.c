@@ -1,4 +1,4 @@
-/* The error message of a thread, and the failures that backends share. */
+/* Error message of a thread, and failures common to all backends. */
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -24,12 +24,4 @@ moelora_status moelora_fail(moelora_status status, const char *format, ...) {
 
 moelora_status moelora_no_kernel(const char *variant, const char *why) {
   return moelora_fail(MOELORA_UNSUPPORTED, "%s %s: a mistake in moelora's plan", variant, why);
-}
-
-moelora_status moelora_check_layout(size_t used, const moelora_exec *exec) {
-  if (used <= exec->workspace_bytes)
-    return MOELORA_OK;
-  return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL,
-                      "%zu bytes were laid out in a workspace of %zu: a mistake in moelora's plan",
-                      used, exec->workspace_bytes);
 }

@@ -1,7 +1,7 @@
-/* Measured choices of kernel variants, which go before the table of plan_gemm.c.
+/* Measured choices of kernel variants, which take precedence over the table in plan_gemm.c.
  *
- * Rows are appended under a lock and read without one: a reader sees the rows that were complete
- * when it read their number. */
+ * Rows are appended under a lock and read without one: readers see the rows that were complete
+ * when they read the count. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@
 enum { MAX_ROWS = 1024 };
 
 typedef struct row {
-  moelora_tuned_plan key; /* `key.variant` is not kept: the caller's text may go */
+  moelora_tuned_plan key; /* `key.variant` is unset: the caller's string may be freed */
   const moelora_variant *variant;
 } row;
 
@@ -67,7 +67,8 @@ void moelora_clear_tuned_plans(void) {
   num_rows = 0;
 }
 
-/* Fewest tokens that are enough, or else most tokens; of equals the newest. */
+/* Prefers the plan with the fewest sufficient tokens, else with most tokens; among equals the
+ * newest. */
 static bool is_better(const row *candidate, const row *best, int64_t tokens) {
   if (!best)
     return true;

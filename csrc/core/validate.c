@@ -1,11 +1,11 @@
-/* Checks of the operators that compute: weights, adapters' factors, activations, outputs. */
+/* Validates the operators that compute: weights, LoRA factors, activations, outputs. */
 #include "core/check.h"
 
 #include <float.h>
 #include <math.h>
 
-/* A layer's alignment pads each touched expert to blocks of at most this many rows, and row numbers
- * after padding are int32. */
+/* Maximum rows of a layer's alignment block. Each expert is padded to whole blocks, and padded row
+ * numbers must fit int32. */
 enum { MAX_BLOCK_ROWS = 256 };
 
 static moelora_status check_bias(moelora_arg arg, const moelora_weights_arg *w, int64_t num_experts,
@@ -23,8 +23,8 @@ static moelora_status check_bias(moelora_arg arg, const moelora_weights_arg *w, 
   return MOELORA_OK;
 }
 
-/* The factors of one projection against its weights. `max_loras` < 0 is not known yet; the first
- * factor then sets it and names itself as `source`. `may_be_wide`: float32 ones are rounded. */
+/* Checks the factors of a projection against its weights. If `max_loras` < 0, the first factor
+ * defines it and becomes its `source`. `may_be_wide`: float32 factors are allowed, and rounded. */
 static moelora_status check_lora(const moelora_lora *lora, const char *name_a, const char *name_b,
                                  const moelora_weights_arg *w, const moelora_weights *weights,
                                  int64_t *max_loras, moelora_source source, bool may_be_wide,
@@ -74,7 +74,7 @@ static moelora_status check_lora(const moelora_lora *lora, const char *name_a, c
   return MOELORA_OK;
 }
 
-/* Both or neither: a row has an adapter only where a mapping and factors meet. */
+/* A row has an adapter only if there are both a mapping and factors. */
 static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
                                  moelora_factors *second) {
   bool any = first->num_slices || (second && second->num_slices);
@@ -167,7 +167,8 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 /* ---- the whole layer ---- */
 
-/* A number that the activation takes, or its own; `wanted` says which take one. */
+/* Resolves an activation parameter, or its default; `wanted` names the activations that take one.
+ */
 static moelora_status check_number(const char *name, double value, const char *wanted, bool takes,
                                    float own, float *number) {
   *number = own;
@@ -190,13 +191,13 @@ static moelora_status check_activation(const moelora_experts_args *args,
   MOELORA_TRY(check_number("activation_alpha", args->activation_alpha,
                            "swigluoai and swigluoai_uninterleave have one", oai, oai ? 1.702f : 1.f,
                            &problem->alpha));
-  problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* room for the log2(e) of a kernel's exp2 */
+  problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* keeps alpha * log2(e) finite in kernels */
   return check_number("activation_limit", args->activation_limit,
                       "silu, swigluoai and swigluoai_uninterleave have one",
                       oai || kind == MOELORA_SILU, oai ? 7.f : INFINITY, &problem->limit);
 }
 
-/* The weights of a layer as arguments. */
+/* Weights of a layer as arguments. */
 typedef struct layer_weights {
   moelora_weights_arg w13, w2;
 } layer_weights;

@@ -1,9 +1,9 @@
-/* Checks of what training adds to a layer: what its forward saves, and its backward. */
+/* Validates training: the tensors that a forward saves, and the backward. */
 #include "core/check.h"
 
 /* ---- saved tensors ---- */
 
-/* A saved tensor of P rows, in the dtype of hidden_states. */
+/* Checks a saved tensor with P rows, in the dtype of hidden_states. */
 static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *layout,
                                     const moelora_experts_args *args,
                                     const moelora_experts_problem *problem) {
@@ -15,7 +15,7 @@ static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *l
   return moelora_check_rows(arg);
 }
 
-/* Shrink results of one projection: [P, slices, R], or [P, R]. */
+/* Checks the saved shrink output of a projection: [P, slices, R], or [P, R]. */
 static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
                                    const moelora_experts_problem *problem,
                                    const moelora_factors *lora, void **data, int64_t stride[2]) {
@@ -90,14 +90,14 @@ moelora_status moelora_check_saved(const moelora_experts_args *args,
 
 /* ---- gradients ---- */
 
-/* What gradients are checked against, and the ones that were. */
+/* Gradients checked so far, and what they are checked against. */
 typedef struct gradients {
   const moelora_experts_backward_args *args;
   moelora_arg seen[16];
   int32_t count;
 } gradients;
 
-/* An output that shares no memory with inputs and earlier outputs. */
+/* Checks that an output shares no memory with inputs and earlier outputs. */
 static moelora_status check_output(gradients *all, moelora_arg arg) {
   const moelora_experts_args *forward = &all->args->forward;
   MOELORA_TRY(moelora_check_rows(arg));
@@ -118,7 +118,7 @@ static moelora_status check_output(gradients *all, moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* The gradient of `like`, of the same shape. */
+/* Checks the gradient of `like`, which has the same shape. */
 static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_arg like,
                                      const char *layout, moelora_gradient *gradient) {
   const moelora_tensor *t = arg.tensor;

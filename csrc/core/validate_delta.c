@@ -1,10 +1,10 @@
-/* Checks of the adapters' delta: vLLM's lists, one or two halves of an adapter, SGLang's MLP. */
+/* Validates adapters alone: vLLM's lists, one or both halves of an adapter, SGLang's MLP. */
 #include "core/check.h"
 
 #include <string.h>
 
-/* Row numbers after padding each (expert, adapter) pair to blocks of at most this many rows are
- * int32. */
+/* Maximum rows per block. Each (expert, adapter) pair is padded to whole blocks, and padded row
+ * numbers must fit int32. */
 enum { MAX_BLOCK_ROWS = 256 };
 
 /* ---- lists ---- */
@@ -96,8 +96,8 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
 
 /* ---- factors ---- */
 
-/* The slices of one adapter: a[] if `k` > 0, which is the value of `k_source`, and b[] if `expand`.
- * The first factor says how many slots and ranks there are. Their dtype is that of `x`. */
+/* Checks the slices of an adapter: a[] if `k` > 0, with origin `k_source`, and b[] if `expand`.
+ * The first factor defines the number of slots and ranks. Their dtype is that of `x`. */
 static moelora_status check_slices(const moelora_lora *lora, const char *name_a, const char *name_b,
                                    moelora_arg x, int32_t num_experts, int64_t k,
                                    moelora_source k_source, bool expand, int64_t *max_loras,
@@ -141,7 +141,7 @@ static moelora_status check_slices(const moelora_lora *lora, const char *name_a,
   return MOELORA_OK;
 }
 
-/* Where no row has an adapter, no table of adapters is read. */
+/* If no row has an adapter, adapter tables are not read. */
 static void drop_unused_tables(moelora_routes *routes) {
   if (routes->token_lora_mapping.data)
     return;
@@ -162,7 +162,7 @@ static moelora_status check_padded_pairs(const moelora_tensor *topk_ids,
 
 /* ---- one adapter ---- */
 
-/* Rows by routing, or by lists. */
+/* Rows defined by routing, or by lists. */
 static moelora_status check_rows_of(const moelora_delta_args *args, int64_t max_loras,
                                     moelora_source source, moelora_delta_problem *problem) {
   const moelora_tensor *topk_ids = &args->routing.topk_ids;
@@ -272,8 +272,8 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_dtype dt
   return MOELORA_OK;
 }
 
-/* What is written shares no memory with what is read. What a mode does not read is not checked
- * either, so nothing may look at it. */
+/* Outputs share no memory with inputs. Inputs that a mode does not read are unchecked and must not
+ * be looked at. */
 static moelora_status check_apart(const moelora_delta_args *args, moelora_arg written,
                                   moelora_arg read) {
   const bool listed = !moelora_is_absent(&args->lists.sorted_token_ids);

@@ -1,4 +1,4 @@
-/* Checks of what says where rows go: routing, adapters, alignment; and how many blocks it takes. */
+/* Validates routing, adapters and alignment; computes upper bounds of blocks. */
 #include "core/check.h"
 
 int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
@@ -10,7 +10,7 @@ int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int3
     int64_t blocks;
     return __builtin_add_overflow(num_rows / block_size, num_experts, &blocks) ? INT64_MAX : blocks;
   }
-  /* Every group adds at most one block that is not full. */
+  /* Each group adds at most one partial block. */
   int64_t groups = num_experts;
   if (mode == MOELORA_ALIGN_UNIFORM)
     groups *= (int64_t)max_loras + 1;
@@ -108,7 +108,7 @@ static moelora_status check_enabled(const moelora_adapters *adapters, int64_t ma
   return MOELORA_OK;
 }
 
-/* max_loras < 0: there are no factors, so nothing says how long the tables are. */
+/* max_loras < 0: there are no factors, so the length of the tables is unknown. */
 moelora_status moelora_check_adapters(const moelora_adapters *adapters,
                                       const moelora_tensor *topk_ids, int64_t max_loras,
                                       moelora_source source, moelora_routes *routes) {
@@ -157,7 +157,7 @@ static moelora_status check_align_output(moelora_arg arg, moelora_dtype dtype, i
   return moelora_check_size(arg, 0, want, source);
 }
 
-/* `name` belongs to another mode: an output given here would silently stay unwritten. */
+/* `arg` belongs to another mode: an output passed here would silently not be written. */
 static moelora_status check_unused(moelora_arg arg, const char *modes) {
   MOELORA_REQUIRE(moelora_is_absent(arg.tensor), "%s is given, but only %s writes it", arg.name,
                   modes);
@@ -222,7 +222,7 @@ static moelora_status check_align_outputs(const moelora_align_args *args,
 
   const moelora_arg outputs[] = {row_ids, experts, loras,
                                  weights, count,   MOELORA_ARG("out_to_zero", &args->out_to_zero)};
-  /* What a mode does not read is not checked either, so nothing may look at it. */
+  /* Inputs that a mode does not read are unchecked and must not be looked at. */
   const bool with_adapters = mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED;
   const moelora_adapters none = {0};
   const moelora_adapters *adapters = with_adapters ? &args->adapters : &none;

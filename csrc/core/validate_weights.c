@@ -1,4 +1,4 @@
-/* Checks of expert weights in every form, and of the operators that make one form of another. */
+/* Validates expert weights in all layouts, and the operators that convert between them. */
 #include "core/check.h"
 #include "core/format.h"
 
@@ -10,7 +10,7 @@ static moelora_status check_at_least_one(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* Row-major or packed. */
+/* Row-major or packed weights. */
 static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   const moelora_tensor *w = arg.tensor;
   bool packed = w->ndim == 5;
@@ -48,7 +48,7 @@ static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   return MOELORA_OK;
 }
 
-/* ---- quantised ---- */
+/* ---- quantized ---- */
 
 static const char *order_name(moelora_row_order order) {
   return order == MOELORA_ROWS_GATE_UP       ? "GATE_UP"
@@ -92,7 +92,8 @@ static moelora_status check_layout(const moelora_layout *layout, const char *nam
   return MOELORA_OK;
 }
 
-/* Tiles of a quantised weight of depth k. `of_rows` and `of_depth` are where both are from. */
+/* Checks the tiles of a quantized weight with K = k. `of_rows` and `of_depth` are the origins of
+ * its sizes. */
 static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout, int64_t k,
                                   const char *of_rows, moelora_source of_depth,
                                   moelora_weights *weights) {
@@ -139,7 +140,7 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
   return MOELORA_OK;
 }
 
-/* PLAIN order is that of gate rows before up rows where both fill whole tiles. */
+/* PLAIN order is equivalent to GATE_UP if both halves fill whole tiles. */
 static moelora_status check_order(const moelora_weights_arg *arg, moelora_weights *weights) {
   const moelora_layout *layout = arg->layout;
   if (layout->order == MOELORA_ROWS_PLAIN && arg->order == MOELORA_ROWS_GATE_UP &&
@@ -211,9 +212,9 @@ moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor 
   return MOELORA_OK;
 }
 
-/* ---- packing of quantised numbers ---- */
+/* ---- packing of quantized weights ---- */
 
-static moelora_status check_quantised(const moelora_layout *layout, moelora_dtype dtype,
+static moelora_status check_quantized(const moelora_layout *layout, moelora_dtype dtype,
                                       const moelora_arg *tiles, int64_t k, moelora_source of_depth,
                                       moelora_quantized_problem *problem) {
   MOELORA_REQUIRE(dtype == MOELORA_BF16 || dtype == MOELORA_F16,
@@ -225,14 +226,14 @@ static moelora_status check_quantised(const moelora_layout *layout, moelora_dtyp
   return MOELORA_OK;
 }
 
-static moelora_status check_quantised_layout(const moelora_layout *layout) {
+static moelora_status check_quantized_layout(const moelora_layout *layout) {
   MOELORA_REQUIRE(layout, "layout is NULL");
   MOELORA_REQUIRE(moelora_is_quantized(layout->format),
                   "layout.format is native, expected another");
   return check_layout(layout, "layout");
 }
 
-/* The group of `groups` scales for k columns; 0: there is none. */
+/* Group size for `groups` scales and k columns; 0: invalid. */
 static int64_t group_of(const moelora_layout *layout, int64_t k, int64_t groups) {
   const int64_t columns = MOELORA_PACK / moelora_tile_groups(layout->format);
   if (k % groups != 0)
@@ -242,7 +243,7 @@ static int64_t group_of(const moelora_layout *layout, int64_t k, int64_t groups)
   return (columns < MOELORA_PACK ? group == columns : whole) ? group : 0;
 }
 
-/* Scales and zeros: [E, N, K / group]. */
+/* Checks scales and zeros: [E, N, K / group]. */
 static moelora_status check_groups(moelora_arg arg, moelora_arg values, const int64_t *size,
                                    int64_t *strides) {
   MOELORA_TRY(moelora_check_view(arg, 3, "[E, N, K / group]"));
@@ -255,7 +256,7 @@ static moelora_status check_groups(moelora_arg arg, moelora_arg values, const in
   return MOELORA_OK;
 }
 
-/* Scales, and zeros, of numbers of four bits. */
+/* Checks scales, and zeros, of 4-bit formats. */
 static moelora_status check_nibbles(const moelora_quantized *w, const moelora_layout *layout,
                                     moelora_arg values, moelora_quantized_problem *problem) {
   const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
@@ -268,7 +269,7 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
                   (long long)w->block_rows, (long long)w->block_columns,
                   moelora_format_name(layout->format));
   MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
-  if (moelora_has_e8m0_scales(layout->format))
+  if (moelora_scale_bytes(layout->format) == 1)
     MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
   else
     MOELORA_TRY(moelora_check_compute_dtype(scales));
@@ -289,7 +290,29 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
   return MOELORA_OK;
 }
 
-/* Every tile takes its scale from one block of rows: that of its first row is that of its last. */
+/* NVFP4: [E, 1], or [E, 2] for gate and up. */
+static moelora_status check_tensor_scales(const moelora_quantized *w, const moelora_layout *layout,
+                                          moelora_arg values, moelora_quantized_problem *problem) {
+  const moelora_arg scales = MOELORA_ARG("tensor_scales", &w->tensor_scales);
+  const bool wanted = moelora_has_tile_scale(layout->format);
+  MOELORA_REQUIRE(wanted || moelora_is_absent(scales.tensor), "%s is there, but %s has none",
+                  scales.name, moelora_format_name(layout->format));
+  if (!wanted)
+    return MOELORA_OK;
+  MOELORA_TRY(moelora_check_view(scales, 2, "[E, 1] or [E, 2]"));
+  MOELORA_TRY(moelora_check_dtype(scales, MOELORA_F32, NULL));
+  MOELORA_TRY(moelora_check_size(scales, 0, w->values.size[0], moelora_size_of(values, 0)));
+  const int64_t halves = w->tensor_scales.size[1];
+  MOELORA_REQUIRE(halves == 1 || (halves == 2 && layout->order != MOELORA_ROWS_PLAIN),
+                  "%s.size(1) is %lld, expected 1%s", scales.name, (long long)halves,
+                  layout->order == MOELORA_ROWS_PLAIN ? "" : ", or 2 for gate and up");
+  problem->tensor_scales = w->tensor_scales.data;
+  problem->tensor_scales_stride[0] = moelora_stride(&w->tensor_scales, 0);
+  problem->tensor_scales_stride[1] = halves == 2 ? moelora_stride(&w->tensor_scales, 1) : 0;
+  return MOELORA_OK;
+}
+
+/* Within each tile, the first and the last row must be in the same block of scales. */
 static moelora_status check_tile_rows(const moelora_layout *layout, int64_t block_rows) {
   const int64_t tiles = moelora_row_tiles(layout->order, layout->rows);
   for (int64_t tile = 0; tile < tiles; tile++) {
@@ -340,7 +363,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   const moelora_arg zeros = MOELORA_ARG("zeros", &w->zeros);
   const moelora_arg out = MOELORA_ARG("tiles", tiles);
   *problem = (moelora_quantized_problem){0};
-  MOELORA_TRY(check_quantised_layout(layout));
+  MOELORA_TRY(check_quantized_layout(layout));
   const bool fp8 = moelora_is_fp8(layout->format);
 
   MOELORA_TRY(moelora_check_view(values, 3, fp8 ? "[E, N, K]" : "[E, N, K/2]"));
@@ -351,13 +374,15 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   MOELORA_REQUIRE(moelora_has_zeros(layout->format) || moelora_is_absent(&w->zeros),
                   "%s is there, but %s has none", zeros.name, moelora_format_name(layout->format));
   MOELORA_TRY((fp8 ? check_blocks : check_nibbles)(w, layout, values, problem));
+  MOELORA_TRY(check_tensor_scales(w, layout, values, problem));
 
   moelora_source of_depth = moelora_size_of(values, 2);
   of_depth.scale = fp8 ? NULL : " * 2";
   MOELORA_TRY(
-      check_quantised(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
+      check_quantized(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
   MOELORA_TRY(moelora_check_size(out, 0, w->values.size[0], moelora_size_of(values, 0)));
-  const moelora_arg inputs[] = {values, scales, zeros};
+  const moelora_arg inputs[] = {values, scales, zeros,
+                                MOELORA_ARG("tensor_scales", &w->tensor_scales)};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
   problem->values = w->values.data;
@@ -375,13 +400,13 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
                                               moelora_quantized_problem *problem) {
   const moelora_arg source = MOELORA_ARG("tiles", tiles), target = MOELORA_ARG("out", out);
   *problem = (moelora_quantized_problem){0};
-  MOELORA_TRY(check_quantised_layout(layout));
+  MOELORA_TRY(check_quantized_layout(layout));
   MOELORA_TRY(moelora_check_view(target, 3, "[E, N, K]"));
   MOELORA_TRY(check_at_least_one(target));
   MOELORA_TRY(moelora_check_rows(target));
   MOELORA_TRY(moelora_check_size(target, 1, layout->rows, moelora_words("layout.rows")));
   MOELORA_TRY(
-      check_quantised(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
+      check_quantized(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
   MOELORA_TRY(moelora_check_size(target, 0, tiles->size[0], moelora_size_of(source, 0)));
   MOELORA_TRY(moelora_check_distinct(target));
   MOELORA_TRY(moelora_check_disjoint(target, source));

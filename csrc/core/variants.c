@@ -1,11 +1,11 @@
-/* The kernels that there are, from the tables of both kinds of device. */
+/* All kernels, from the tables of both backends. */
 #include <string.h>
 
 #include "core/format.h"
 #include "core/plan.h"
 #include "cuda/variant_ids.h"
 
-/* Ids count from 0 in the order of each table. */
+/* Ids are consecutive from 0, in the order of each table. */
 enum {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K) CPU_##NAME,
 #include "cpu/variants.inc"
@@ -25,7 +25,7 @@ enum {
   ROW(NAME##_bf16_##STEM, BF16, FAMILY, ROLE, __VA_ARGS__),                                        \
       ROW(NAME##_f16_##STEM, F16, FAMILY, ROLE, __VA_ARGS__)
 
-/* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
+/* CPU builds contain the CUDA rows too, so that plans can be tested without a GPU. */
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
   {.name = #NAME,                                                                                  \
@@ -47,6 +47,19 @@ static const moelora_variant variants[] = {
    .dtype = MOELORA_##DTYPE,                                                                       \
    .role = MOELORA_ROLE_GEMM,                                                                      \
    .format = MOELORA_KERNEL_##FORMAT,                                                              \
+   .needs = MOELORA_##FAMILY,                                                                      \
+   .id = CUDA_##NAME,                                                                              \
+   .block_m = BLOCK_M,                                                                             \
+   .block_n = BLOCK_N,                                                                             \
+   .block_k = BLOCK_K,                                                                             \
+   .stages = STAGES,                                                                               \
+   .cluster = CLUSTER},
+#define MOELORA_CUDA_BACK(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+  {.name = #NAME,                                                                                  \
+   .device = MOELORA_CUDA,                                                                         \
+   .dtype = MOELORA_##DTYPE,                                                                       \
+   .role = MOELORA_ROLE_BACK,                                                                      \
+   .format = MOELORA_KERNEL_NATIVE,                                                                \
    .needs = MOELORA_##FAMILY,                                                                      \
    .id = CUDA_##NAME,                                                                              \
    .block_m = BLOCK_M,                                                                             \

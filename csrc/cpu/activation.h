@@ -1,13 +1,12 @@
 /* Activations in float32, in place: gate[i] = f(gate[i], up[i]). Included by the kernels of every
- * instruction set, whose compiler flags vectorise the loops.
+ * instruction set, whose compiler flags vectorize the loops.
  *
  *   silu       g * sigmoid(g) * u
  *   gelu       g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) * u, which is gelu_tanh(g) * u
  *   swigluoai  g * sigmoid(alpha g) * (u + 1)
  *   relu2      max(g, 0)^2
  *
- * where silu and swigluoai first clamp: g to at most the limit, u to [-limit, limit].
- */
+ * silu and swigluoai first clamp g to at most the limit and u to [-limit, limit]. */
 #ifndef MOELORA_CPU_ACTIVATION_H
 #define MOELORA_CPU_ACTIVATION_H
 

@@ -1,21 +1,20 @@
-/* The derivatives of activation.h in float32. Included where that is.
+/* Derivatives of activation.h in float32; included by the same files.
  *
- * In: gate[i], up[i] as the activation takes them, dh[i] the gradient of its result.
- * Out: h[i] = f(gate[i], up[i]), and gate[i], up[i] are their gradients.
+ * In: gate[i] and up[i], the inputs of the activation; dh[i], the gradient of its output. Out:
+ * h[i] = f(gate[i], up[i]); gate[i] and up[i] are replaced by their gradients.
  *
- * A clamp passes the gradient where it changes nothing, its ends included. With q = sigmoid:
+ * A clamp passes the gradient within its bounds, inclusive. With q = sigmoid:
  *
  *   silu       q(g) (1 + g (1 - q(g))) u,               silu(g)
  *   gelu       (q + g q (1 - q) c (1 + 3 * 0.044715 g^2)) u,  gelu_tanh(g)    q = q(c (g + ...))
  *   swigluoai  q (1 + alpha g (1 - q)) (u + 1),         g q                   q = q(alpha g)
- *   relu2      2 max(g, 0)
- */
+ *   relu2      2 max(g, 0) */
 #ifndef MOELORA_CPU_ACTIVATION_BACKWARD_H
 #define MOELORA_CPU_ACTIVATION_BACKWARD_H
 
 #include "cpu/activation.h"
 
-/* Where sigmoid is 0 or 1 to float32, so that a product with what it leaves stays finite. */
+/* Beyond this, sigmoid is 0 or 1 in float32; clamping keeps products with its derivative finite. */
 #define MOELORA_SATURATED 88.0f
 
 static inline float moelora_sigmoid(float x) {

@@ -1,12 +1,12 @@
-/* `add_rows` of kernels.h for the instruction set of the including file: a micro tile of up to
- * ADD_ROWS rows of c by two vectors, all in registers. One step along k broadcasts a number of each
- * row of x and multiplies a row of w by it. */
+/* `add_rows` of kernels.h for the instruction set of the including file: a register tile of up to
+ * ADD_ROWS rows of c by two vectors. Each step along k multiplies a row of w by one broadcast
+ * element of each row of x. */
 #ifndef MOELORA_CPU_ADD_ROWS_H
 #define MOELORA_CPU_ADD_ROWS_H
 
 #include "cpu/kernels.h"
 
-/* 6 x 2 sums, two vectors of w and one number of x fill the 16 registers of AVX2. */
+/* 6 x 2 accumulators, two vectors of w and one element of x fill the 16 registers of AVX2. */
 enum { ADD_ROWS = 6 };
 
 #if defined(__AVX512F__)

@@ -1,5 +1,5 @@
-/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels that want every
- * block uniform. Serial: a few operations per row beside a layer's thousands. */
+/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels with uniform
+ * blocks. Serial: a few operations per row are negligible next to a layer. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -12,15 +12,26 @@ static moelora_routes align_routes(const moelora_align_problem *problem) {
   return routes;
 }
 
-size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
-                                   const moelora_align_plan *plan) {
-  (void)plan;
-  moelora_routes routes = align_routes(problem);
-  moelora_arena arena = {0};
+typedef struct align_layout {
+  moelora_routes routes;
   moelora_sorted sorted;
-  moelora_sorted_take(&routes, &arena, &sorted);
-  moelora_take_array(&arena, (size_t)routes.num_experts, 1);
-  return arena.used;
+  uint8_t *local; /* [E] */
+  size_t bytes;
+} align_layout;
+
+static align_layout lay_out(const moelora_align_problem *problem, const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
+  align_layout layout = {.routes = align_routes(problem)};
+  moelora_sorted_take(&layout.routes, &arena, &layout.sorted);
+  layout.local = moelora_take_array(&arena, (size_t)layout.routes.num_experts, 1);
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
+                                   const moelora_align_plan *plan, const moelora_exec *exec) {
+  (void)plan;
+  return lay_out(problem, exec).bytes;
 }
 
 static void fill_padding(const moelora_align_problem *problem) {
@@ -38,7 +49,8 @@ static void fill_padding(const moelora_align_problem *problem) {
     memset(problem->sorted_weights, 0, (size_t)rows * sizeof(float));
 }
 
-/* Writes sorted rows [begin, end) of one expert from block `block` on; returns the next block. */
+/* Writes sorted rows [begin, end) of one expert, starting at block `block`; returns the next
+ * block. */
 static int64_t write_blocks(const moelora_align_problem *problem, const moelora_sorted *sorted,
                             int64_t begin, int64_t end, int32_t expert, int64_t block) {
   const moelora_routes *routes = &problem->routes;
@@ -61,7 +73,7 @@ static int64_t write_blocks(const moelora_align_problem *problem, const moelora_
   return next;
 }
 
-/* Marks the experts of this rank: they get a block in SORTING mode even without rows. */
+/* Marks the local experts: in SORTING mode they get a block even without rows. */
 static void mark_local(const moelora_routes *routes, const moelora_tables *tables, uint8_t *local) {
   memset(local, tables->expert_map ? 0 : 1, (size_t)routes->num_experts);
   for (int32_t i = 0; tables->expert_map && i < routes->num_global; i++)
@@ -72,30 +84,27 @@ static void mark_local(const moelora_routes *routes, const moelora_tables *table
 moelora_status moelora_cpu_align(const moelora_align_problem *problem,
                                  const moelora_align_plan *plan, const moelora_exec *exec) {
   (void)plan;
-  moelora_routes routes = align_routes(problem);
-  moelora_arena arena = {exec->workspace, 0};
-  moelora_sorted sorted;
-  moelora_sorted_take(&routes, &arena, &sorted);
-  uint8_t *local = moelora_take_array(&arena, (size_t)routes.num_experts, 1);
-
-  moelora_sort_rows(&routes, &sorted);
+  align_layout layout = lay_out(problem, exec);
+  const moelora_routes *routes = &layout.routes;
+  const moelora_sorted *sorted = &layout.sorted;
+  moelora_sort_rows(routes, &layout.sorted);
   fill_padding(problem);
   if (problem->mode == MOELORA_ALIGN_SORTING)
-    mark_local(&routes, &sorted.tables, local);
+    mark_local(routes, &sorted->tables, layout.local);
 
   int64_t block = 0;
-  for (int32_t e = 0; e < routes.num_experts; e++) {
-    int64_t begin = sorted.offset[e], end = sorted.offset[e + 1];
+  for (int32_t e = 0; e < routes->num_experts; e++) {
+    int64_t begin = sorted->offset[e], end = sorted->offset[e + 1];
     while (problem->mode == MOELORA_ALIGN_UNIFORM && begin < end) {
       int64_t next = begin + 1;
-      while (next < end && sorted.adapter[next] == sorted.adapter[begin])
+      while (next < end && sorted->adapter[next] == sorted->adapter[begin])
         next++;
-      block = write_blocks(problem, &sorted, begin, next, e, block);
+      block = write_blocks(problem, sorted, begin, next, e, block);
       begin = next;
     }
     if (begin < end)
-      block = write_blocks(problem, &sorted, begin, end, e, block);
-    else if (problem->mode == MOELORA_ALIGN_SORTING && local[e])
+      block = write_blocks(problem, sorted, begin, end, e, block);
+    else if (problem->mode == MOELORA_ALIGN_SORTING && layout.local[e])
       problem->expert_ids[block++] = e;
   }
   *problem->num_tokens_post_padded = (int32_t)(block * problem->block_size);

@@ -1,15 +1,15 @@
-/* vLLM's alignment: the rows of each adapter in a list of its own, sorted by expert. */
+/* vLLM's alignment: a list of rows per adapter, sorted by expert. */
 #include "cpu/cpu.h"
 #include "cpu/sort.h"
 
 typedef struct lists_layout {
   moelora_sorted sorted;
-  int32_t *used; /* [max_loras] rows written so far; -1: the list is not asked for */
+  int32_t *used; /* [max_loras] rows written so far; -1: the list is not requested */
   size_t bytes;
 } lists_layout;
 
-static lists_layout lay_out(const moelora_align_lists_problem *problem, void *base) {
-  moelora_arena arena = {base, 0};
+static lists_layout lay_out(const moelora_align_lists_problem *problem, const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   lists_layout layout = {0};
   moelora_sorted_take(&problem->routes, &arena, &layout.sorted);
   layout.used = moelora_take_array(&arena, (size_t)problem->routes.max_loras, sizeof(int32_t));
@@ -18,9 +18,9 @@ static lists_layout lay_out(const moelora_align_lists_problem *problem, void *ba
 }
 
 size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                         const moelora_align_plan *plan) {
+                                         const moelora_align_plan *plan, const moelora_exec *exec) {
   (void)plan;
-  return lay_out(problem, NULL).bytes;
+  return lay_out(problem, exec).bytes;
 }
 
 /* Fills the list of `adapter` with padding. */
@@ -37,7 +37,7 @@ moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *proble
   (void)plan;
   const moelora_routes *routes = &problem->routes;
   const moelora_list_blocks *lists = &problem->lists;
-  lists_layout layout = lay_out(problem, exec->workspace);
+  lists_layout layout = lay_out(problem, exec);
   const moelora_sorted *sorted = &layout.sorted;
   moelora_sort_rows(routes, &layout.sorted);
   for (int32_t i = 0; i < routes->max_loras; i++)

@@ -1,4 +1,4 @@
-/* Sums of 16 lanes, and the numbers of quantised weights, for the AVX-512 kernels. */
+/* Horizontal sums and dequantization for the AVX-512 kernels. */
 #ifndef MOELORA_CPU_AVX512_H
 #define MOELORA_CPU_AVX512_H
 
@@ -7,7 +7,7 @@
 #include "core/format.h"
 #include "cpu/f16c.h"
 
-/* 6 x 4 sums, 4 weight vectors and one token vector: 29 of 32 registers. */
+/* 6 x 4 accumulators, 4 weight vectors and one token vector: 29 of 32 registers. */
 #define DOT_ROWS 6
 typedef __m512 sum;
 
@@ -33,13 +33,13 @@ static inline __m512 products(const float *values, float zero, float scale) {
                        _mm512_set1_ps(scale));
 }
 
-/* The numbers of a chunk of an FP8 row, times a scale. */
+/* Dequantizes a chunk of an FP8 row. */
 static inline __m512 e4m3_products(const uint8_t *chunk, float scale) {
   return _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(chunk)), _mm512_set1_ps(scale * 0x1p8f));
 }
 
-/* Rounded to bf16, to nearest even, in the high halves; what is in the low ones is left over. A NaN
- * stays one, quiet as a product. */
+/* Rounds to bf16, to nearest even, in the high halves; the low halves are garbage. NaN stays NaN,
+ * assumed quiet as the result of a product. */
 static inline __m512i rounded_bf16(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), odd = _mm512_srli_epi32(bits, 16);
   const __m512i half =
@@ -48,7 +48,7 @@ static inline __m512i rounded_bf16(__m512 x) {
   return _mm512_mask_add_epi32(bits, numbers, bits, half);
 }
 
-/* Bytes of words [4 q][4 s][4] in the order of their columns, 16 s + 2 q + (b / 2) + 8 (b % 2). */
+/* Bytes of words [4 q][4 s][4] in column order, 16 s + 2 q + (b / 2) + 8 (b % 2). */
 static inline __m512i by_columns(moelora_format format, const void *words) {
   typedef uint32_t lanes __attribute__((vector_size(64)));
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -1,15 +1,15 @@
-/* Products of the backward with weights as they lie: y W, where the forward has x W^T.
+/* Products y W of the backward, without transposing the weights (the forward computes x W^T).
  *
- * A task is (expert, block of columns, part of the expert's rows). Its columns of W are a panel of
- * float32, which all rows of the part share:
+ * A task is (expert, block of columns, part of the expert's rows). Its columns of W are a float32
+ * panel that all rows of the part share:
  *
  *   panel [n, 64 columns]
  *   c [48, 64] = y panel                in passes over n of BACK_DEPTH
- *   c += yb A                           segment by segment, of a panel of A
+ *   c += yb A                           segment by segment, with a panel of A
  *   emit(row)
  *
- * Weights of every form and format become what the forward multiplies, a row at a time. A row's
- * sums add in the order of n, whatever else is in its block. */
+ * Weights of every layout and format are converted row by row to the values that the forward
+ * multiplies. The sums of a row add in the order of n, independent of the rest of its block. */
 #include <string.h>
 
 #include "core/format.h"
@@ -43,7 +43,7 @@ moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
 
 /* ---- panels ---- */
 
-/* Columns [k, k + count) of row n, all of one tile. */
+/* Columns [k, k + count) of row n, all in one tile. */
 static void load_row(const moelora_variant *variant, const moelora_weights *w, int64_t n, int64_t k,
                      int64_t count, float *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -66,7 +66,7 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
     from += (size_t)(k % depth) * bytes;
   } else {
     char *high = operands + MOELORA_PACK * bytes;
-    kernels->dequantise(w->format, tile, 0, 1, r & ~8, 0, operands, high);
+    kernels->dequantize(w->format, tile, 0, 1, r & ~8, 0, operands, high);
     from = r & 8 ? high : from;
   }
   if (kernels->widen) /* operands are float32 */
@@ -75,8 +75,8 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
     kernels->load(from, to, count);
 }
 
-/* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, which is a
- * tile's. Copies have zeros behind. */
+/* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, the width
+ * of a tile. Copied panels are padded with zeros. */
 static void fill_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                        int64_t count, const moelora_panel *panel) {
   const int64_t width = moelora_row_width(count);
@@ -93,7 +93,7 @@ static void fill_panel(const moelora_variant *variant, const moelora_weights *w,
   }
 }
 
-/* c [m, width] += x panel, over `depth`; x is advanced to its end. */
+/* c [m, width] += x panel, over `depth`; advances x. */
 static void multiply(const moelora_variant *variant, int64_t m, int64_t width, int64_t depth,
                      const moelora_panel *panel, const float **x, float *c) {
   for (int64_t k = 0; k < depth; k += MOELORA_BACK_DEPTH) {
@@ -106,7 +106,7 @@ static void multiply(const moelora_variant *variant, int64_t m, int64_t width, i
 
 /* ---- rows and factors ---- */
 
-/* The row of y from `column` on that belongs to sorted row `at`. */
+/* Row of y for sorted row `at`, from `column` on. */
 static const float *y_row(const moelora_back_projection *p, int64_t at, int64_t column) {
   const int64_t row = p->y_by_token ? p->sorted->row[at] / p->routes->top_k : at;
   return p->y + row * p->y_stride + column;
@@ -116,7 +116,7 @@ static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice
   return p->yb + (at * p->lora->num_slices + slice) * p->lora->max_rank;
 }
 
-/* The factor of sorted row `at` as n rows of k numbers. */
+/* Factor of sorted row `at` as an n by k matrix. */
 static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
                                  int64_t at, int64_t n, int64_t k) {
   const int64_t l = p->sorted->adapter[at], e = p->sorted->expert[at];

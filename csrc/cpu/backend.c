@@ -1,4 +1,4 @@
-/* The CPU backend's table, and its kernels in the order of variants.inc. */
+/* Function table of the CPU backend, and its kernels in the order of variants.inc. */
 #include "cpu/backward.h"
 #include "cpu/cpu.h"
 

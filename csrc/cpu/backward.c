@@ -1,10 +1,10 @@
-/* The backward of a layer, over workspace arrays. What multiplies is float32 in memory, rounded to
- * the dtype; all but x and dout, which are by token, lies by sorted position:
+/* The backward of a layer, in steps over workspace arrays. Operands are float32, rounded to the
+ * dtype. All arrays except x and dout (by token) are ordered by sorted position:
  *
- *   sort, segments    as the forward did, of the same tables
- *   xa13, xa2         what the forward saved: s x A13^T, and s h A2^T times the routing weight t
+ *   sort, segments    as in the forward, from the same tables
+ *   xa13, xa2         saved by the forward: s x A13^T, and s h A2^T times the routing weight t
  *   yb2 [P, R]        = s dout B2
- *   v [P, I]          = dout W2 + yb2 A2, of which each block of columns ends in
+ *   v [P, I]          = dout W2 + yb2 A2; each block of columns is then turned into
  *                       h = act(gate_up), dgu = act'(gate_up) t v, and its part of dt = <v, h>
  *   yb13 [P, s, R]    = s dgu B13
  *   dz [P, K]         = dgu W13 + yb13 A13, float32 by flat row
@@ -12,51 +12,21 @@
  *   dB2  = dout^T (t xa2)    dA2  = (t yb2)^T h        products over the rows of each segment
  *   dB13 = dgu^T xa13        dA13 = yb13^T x
  *
- * With apply_router_weight_on_input x is t x, t elsewhere 1, dx times t, and dt = <dz, x>. Steps
- * whose results nothing wants are left out. */
+ * With apply_router_weight_on_input, x is t x, t is 1 elsewhere, dx is multiplied by t, and dt =
+ * <dz, x>. Steps whose results are not needed are skipped. */
 #include <string.h>
 
 #include "cpu/backward.h"
-
-/* What of the intermediate results is needed. */
-typedef struct wanted {
-  bool v;  /* and dgu, h, dt */
-  bool dz; /* and yb13 */
-  bool yb2, yb13, xa13, xa2;
-} wanted;
-
-static bool any(const moelora_gradient *gradients, int32_t count) {
-  for (int32_t i = 0; i < count; i++)
-    if (gradients[i].data)
-      return true;
-  return false;
-}
-
-static wanted find_wanted(const moelora_experts_backward_problem *problem) {
-  const moelora_experts_problem *forward = &problem->forward;
-  const bool adapters = forward->routes.token_lora_mapping.data != NULL;
-  const bool lora13 = adapters && forward->w13_lora.num_slices > 0;
-  const bool lora2 = adapters && forward->w2_lora.num_slices > 0;
-  wanted want = {0};
-  want.dz = problem->dx || (problem->dtopk_weights && forward->apply_router_weight_on_input);
-  want.yb13 = lora13 && (want.dz || any(problem->a13, 2));
-  want.xa13 = lora13 && any(problem->b13, 2);
-  want.v = want.dz || problem->dtopk_weights || want.yb13 || want.xa13 || problem->bias13.data ||
-           problem->a2.data;
-  want.yb2 = lora2 && want.v;
-  want.xa2 = lora2 && problem->b2.data;
-  return want;
-}
 
 typedef struct backward_layout {
   moelora_sorted sorted;
   moelora_segments segments;
   moelora_rounded rounded13, rounded2;
   moelora_back_scratch *scratch;
-  float *x, *dout; /* [M, K]; NULL where they are used as they are */
+  float *x, *dout; /* [M, K]; NULL if the inputs are used directly */
   float *h;        /* [P, I] */
   float *dgu;      /* [P, 2I] */
-  float *dt;       /* [P, blocks of I] parts of dt by flat row */
+  float *dt;       /* [P, blocks of I] partial dt by flat row */
   float *dz;       /* [P, K] */
   float *xa13, *xa2, *yb13, *yb2;
   size_t bytes;
@@ -76,16 +46,15 @@ static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_facto
 }
 
 static backward_layout lay_out(const moelora_experts_backward_problem *problem,
-                               const moelora_backward_plan *plan, const moelora_exec *exec,
-                               void *base) {
+                               const moelora_backward_plan *plan, const moelora_exec *exec) {
   const moelora_experts_problem *forward = &problem->forward;
   const moelora_routes *routes = &forward->routes;
   const bool wide = plan->variant->dtype == MOELORA_F32;
-  const wanted want = find_wanted(problem);
+  const moelora_backward_needs *want = &plan->needs;
   const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
   const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
   const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   backward_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   moelora_segments_take(routes, &arena, &layout.segments);
@@ -96,20 +65,20 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
     layout.x = take_floats(&arena, tokens, forward->hidden);
   if (!wide)
     layout.dout = take_floats(&arena, tokens, forward->hidden);
-  if (want.v) {
+  if (want->v) {
     layout.h = take_floats(&arena, rows, forward->intermediate);
     layout.dgu = take_floats(&arena, rows, forward->w13.n);
     layout.dt = take_floats(&arena, rows, dt_parts(forward));
   }
-  if (want.dz)
+  if (want->dz)
     layout.dz = take_floats(&arena, rows, forward->hidden);
-  if (want.xa13)
+  if (want->xa13)
     layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
-  if (want.yb13)
+  if (want->yb13)
     layout.yb13 = take_ranks(&arena, rows, &forward->w13_lora);
-  if (want.xa2)
+  if (want->xa2)
     layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
-  if (want.yb2)
+  if (want->yb2)
     layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
   layout.bytes = arena.used;
   return layout;
@@ -118,17 +87,17 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
 size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                               const moelora_backward_plan *plan,
                                               const moelora_exec *exec) {
-  return lay_out(problem, plan, exec, NULL).bytes;
+  return lay_out(problem, plan, exec).bytes;
 }
 
-/* All that the steps read. */
+/* Inputs of all steps. */
 typedef struct backward {
   const moelora_experts_backward_problem *problem;
   const moelora_experts_problem *forward; /* with factors in the dtype */
   const moelora_variant *variant;
   const moelora_exec *exec;
   backward_layout layout;
-  wanted want;
+  moelora_backward_needs want;
   const float *x, *dout; /* by token */
   int64_t x_stride, dout_stride;
   const float *weight; /* [P] t, NULL: 1 */
@@ -136,7 +105,7 @@ typedef struct backward {
 
 /* ---- through the activation ---- */
 
-/* Columns [begin, begin + count) of gate and up of a flat row, in float32. */
+/* Loads columns [begin, begin + count) of gate and up of a flat row, as float32. */
 static void load_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
                          int64_t row, int64_t begin, int64_t count, float *gate, float *up) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -158,7 +127,7 @@ static void load_gate_up(const moelora_experts_problem *forward, const moelora_v
     kernels->load(from + (size_t)(forward->intermediate + begin) * bytes, up, count);
 }
 
-/* The gradients of gate and up, rounded, to columns of a row of dgu. */
+/* Stores the gradients of gate and up, rounded, to columns of a row of dgu. */
 static void put_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
                         int64_t begin, int64_t count, const float *gate, const float *up,
                         float *to) {
@@ -199,7 +168,7 @@ static void emit_v(const moelora_back_projection *p, int64_t at, int64_t begin, 
   b->layout.dt[row * dt_parts(forward) + begin / MOELORA_BACK_COLUMNS] = sum;
 }
 
-/* ---- what goes to x and to the routing weights ---- */
+/* ---- gradients of x and of the routing weights ---- */
 
 static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
                     const float *values) {
@@ -209,7 +178,7 @@ static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin,
     dz[i] = values[i];
 }
 
-/* sum over i < n of float32 a[i] times b[i] of the compute dtype */
+/* sum over i < n of a[i], float32, times b[i], compute dtype */
 static float dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
                       const void *from, int64_t n) {
   float line[256], sum = 0;
@@ -282,18 +251,18 @@ static void finish_inputs(const backward *b) {
                          (double)routes->num_rows * (double)b->forward->hidden, sum_dt, (void *)b);
 }
 
-/* ---- what goes to factors and biases ---- */
+/* ---- gradients of factors and biases ---- */
 
 static moelora_columns by_token(const float *rows, int64_t stride, int64_t count) {
   return (moelora_columns){.rows = rows, .stride = stride, .by_token = true, .count = count};
 }
 
-/* Columns [begin, begin + count) of rows of `width` numbers by sorted position. */
+/* Columns [begin, begin + count) of rows of `width` values, ordered by sorted position. */
 static moelora_columns by_position(const float *rows, int64_t width, int64_t begin, int64_t count) {
   return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
 }
 
-/* A slice of shrink results. */
+/* Slice of a shrink output. */
 static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, int32_t slice) {
   const int64_t rank = lora->max_rank;
   return by_position(rows, lora->num_slices * rank, slice * rank, rank);
@@ -421,7 +390,7 @@ static void back_through_w13(const backward *b) {
     moelora_cpu_back_project(&w13, b->exec);
 }
 
-/* [M, K] of the dtype as float32, rows times weight and rounded if that is given. */
+/* Converts [M, K] to float32; if there are weights, multiplies and rounds rows. */
 typedef struct load_tasks {
   const backward *b;
   const char *from;
@@ -471,8 +440,8 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
       .forward = &forward,
       .variant = plan->variant,
       .exec = exec,
-      .layout = lay_out(problem, plan, exec, exec->workspace),
-      .want = find_wanted(problem),
+      .layout = lay_out(problem, plan, exec),
+      .want = plan->needs,
       .x = forward.x,
       .x_stride = forward.x_stride,
       .dout = problem->dout,

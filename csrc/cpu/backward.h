@@ -1,5 +1,5 @@
-/* What the files of the backward share. Rows of a layer are in sorted order, as in its forward.
- * What multiplies is float32 in memory, rounded to the dtype of the call. */
+/* Interfaces between the files of the backward. Rows are in sorted order, as in the forward.
+ * Operands are float32, rounded to the dtype of the call. */
 #ifndef MOELORA_CPU_BACKWARD_H
 #define MOELORA_CPU_BACKWARD_H
 
@@ -10,8 +10,8 @@
 /* saved->shrink[which] = projection->xa, by flat row in the dtype; zeros elsewhere. */
 void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora_saved_rows *saved,
                              int32_t which, const moelora_exec *exec);
-/* The other way: [P, slices, R] by sorted position of rows with an adapter, each times weight[flat
- * row] if that is given. */
+/* The inverse: [P, slices, R] by sorted position for rows with an adapter, times weight[flat row]
+ * if given. */
 void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
                              const moelora_factors *lora, const moelora_saved_rows *saved,
                              int32_t which, const float *weight, float *xa,
@@ -24,10 +24,10 @@ typedef struct moelora_rounded {
   void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
 } moelora_rounded;
 
-/* Room for those of a projection; none where they are in the dtype. */
+/* Allocates those of a projection, unless they already have the dtype. */
 void moelora_rounded_take(const moelora_experts_problem *problem, const moelora_factors *lora,
                           int64_t depth, moelora_arena *arena, moelora_rounded *rounded);
-/* Fills it. `lora` then refers to what is rounded. */
+/* Fills them, and redirects `lora` to the rounded factors. */
 void moelora_cpu_round_factors(const moelora_variant *variant,
                                const moelora_experts_problem *problem, int64_t depth,
                                const moelora_rounded *rounded, moelora_factors *lora,
@@ -41,8 +41,8 @@ typedef struct moelora_segment {
   int32_t next; /* the next one of the same adapter; -1: none */
 } moelora_segment;
 
-/* Segments of rows with an adapter, in sorted order, and parts of them of at most PART_ROWS rows
- * for tasks whose results are rows. */
+/* Segments of rows with an adapter, in sorted order, split into parts of at most PART_ROWS rows
+ * for tasks with one result per row. */
 enum { MOELORA_PART_ROWS = 512 };
 typedef struct moelora_segments {
   moelora_segment *all; /* [P] */
@@ -71,17 +71,17 @@ typedef struct moelora_panel {
 /* The private memory of one worker. */
 typedef struct moelora_back_scratch {
   const float **x;      /* [BACK_COLUMNS] rows that multiply */
-  float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] sums */
+  float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] accumulators */
   moelora_panel panel;  /* [depth, BACK_COLUMNS] columns of weights, or of rows */
   moelora_panel factor; /* [rank, BACK_COLUMNS] columns of a factor A */
   float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
 } moelora_back_scratch;
 
-/* Products sum over at most `depth` and, of factors A, over at most `rank`. */
+/* depth, rank: maximum number of terms of a sum, and of one with a factor A. */
 moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
                                                 const moelora_exec *exec, moelora_arena *arena);
 
-/* Columns of a block as add_rows takes them. */
+/* `columns` rounded up as add_rows requires. */
 static inline int64_t moelora_row_width(int64_t columns) {
   return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
@@ -106,11 +106,11 @@ struct moelora_back_projection {
   moelora_back_scratch *scratch; /* [workers] */
   const float *y;                /* rows of w->n values, the gradient of x w^T */
   int64_t y_stride;
-  bool y_by_token; /* row p / top_k; else the sorted position */
+  bool y_by_token; /* y is indexed by p / top_k; otherwise by sorted position */
   const moelora_weights *w;
   const moelora_factors *lora;
   float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
-  /* Takes the finished columns [begin, begin + count) of y W + yb A of sorted row `at`. */
+  /* Receives the finished columns [begin, begin + count) of y W + yb A for sorted row `at`. */
   void (*emit)(const moelora_back_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);
   void *context;
@@ -126,12 +126,12 @@ void moelora_cpu_back_project(const moelora_back_projection *projection, const m
 typedef struct moelora_columns {
   const float *rows;
   int64_t stride;
-  bool by_token; /* row p / top_k; else the sorted position */
+  bool by_token; /* indexed by p / top_k; otherwise by sorted position */
   int64_t count;
 } moelora_columns;
 
-/* gradient[l, e] (+)= sum over the rows of (l, e) of ranks^T wide, or of its transpose, where of
- * `ranks` as many columns count as the adapter has ranks. */
+/* gradient[l, e] (+)= sum over the rows of (l, e) of ranks^T wide, or its transpose. Only the
+ * columns of `ranks` below the adapter's true rank are used. */
 typedef struct moelora_grouped_product {
   const moelora_variant *variant;
   const moelora_routes *routes;
@@ -145,10 +145,10 @@ typedef struct moelora_grouped_product {
 } moelora_grouped_product;
 
 void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const moelora_exec *exec);
-/* Of a gradient that is zeroed, or accumulates. */
+/* The gradient must be zeroed, or is accumulated into. */
 void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec);
 
-/* gradient[e] (+)= sum over the rows of expert e, times weight[flat row] if that is given */
+/* gradient[e] (+)= sum over the rows of expert e, times weight[flat row] if given */
 typedef struct moelora_row_sum {
   const moelora_variant *variant;
   const moelora_routes *routes;

@@ -1,4 +1,4 @@
-/* Rows on their way out of a projection, and the sum over a token's rows. */
+/* Outputs of a projection, and the sum over a token's rows. */
 #include "cpu/cpu.h"
 
 void moelora_cpu_emit_operands(const moelora_projection *p, int64_t at, int64_t begin,

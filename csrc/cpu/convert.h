@@ -1,5 +1,5 @@
-/* Conversions between float32 and the 16-bit types in plain C; loops that compilers vectorise.
- * Rounding is to nearest even; NaN stays a (quiet) NaN. */
+/* Conversions between float32 and the 16-bit types in plain C, as loops that compilers vectorize.
+ * Rounds to nearest even; NaN becomes a quiet NaN. */
 #ifndef MOELORA_CPU_CONVERT_H
 #define MOELORA_CPU_CONVERT_H
 
@@ -31,10 +31,10 @@ static inline uint16_t moelora_f32_to_bf16(float x) {
 
 static inline float moelora_f16_to_f32(uint16_t x) {
   uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff;
-  if (magnitude >= 0x7c00) /* infinity, NaN: made quiet */
+  if (magnitude >= 0x7c00) /* infinity, or NaN made quiet */
     return moelora_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13 |
                          (magnitude > 0x7c00 ? 0x400000 : 0));
-  /* The bits at float32's place are the value times 2^-112; the product is exact. */
+  /* Shifted to float32's fields, the bits are the value times 2^-112; the product is exact. */
   return moelora_float(sign | moelora_bits(moelora_float(magnitude << 13) * 0x1p112f));
 }
 
@@ -42,9 +42,9 @@ static inline uint16_t moelora_f32_to_f16(float x) {
   uint32_t bits = moelora_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000)
     return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
-  if (magnitude >= 0x477ff000) /* 65520 and more round to infinity */
+  if (magnitude >= 0x477ff000) /* 65520 and above round to infinity */
     return (uint16_t)(sign | 0x7c00);
-  if (magnitude < 0x38800000) /* subnormal: let the addition of 0.5 round at bit 2^-24 */
+  if (magnitude < 0x38800000) /* subnormal: adding 0.5 rounds at bit 2^-24 */
     return (uint16_t)(sign | (moelora_bits(moelora_float(magnitude) + 0.5f) - 0x3f000000));
   return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
 }

@@ -1,4 +1,4 @@
-/* What the files of the CPU backend share. */
+/* Interfaces between the files of the CPU backend. */
 #ifndef MOELORA_CPU_CPU_H
 #define MOELORA_CPU_CPU_H
 
@@ -16,26 +16,27 @@ static inline int64_t moelora_ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-/* Bound on BLOCK_N of variants.inc. */
+/* Maximum BLOCK_N of variants.inc. */
 #define MOELORA_CPU_MAX_BLOCK_N 256
 
-/* isa.c: bits of moelora_isa that this machine runs. */
+/* isa.c: bits of moelora_isa that this machine supports. */
 uint32_t moelora_cpu_isa(void);
 
-/* parallel.c: task(context, i, worker) for every i in [0, count), handed out one by one; `worker`
- * is in [0, moelora_workers(exec)) and names the scratch that the task may use. `elements` is
- * about what all tasks read, and limits how many threads are worth waking. */
+/* parallel.c: runs task(context, i, worker) for every i in [0, count), scheduled dynamically.
+ * `worker` is in [0, moelora_workers(exec)) and identifies the scratch memory of the task.
+ * `elements`, roughly the total amount that tasks read, limits the number of threads that are
+ * woken. */
 typedef void (*moelora_cpu_task)(void *context, int64_t index, int32_t worker);
 void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,
                           moelora_cpu_task task, void *context);
 
-/* tile.c: the private memory of one worker. */
+/* tile.c: scratch memory of one worker. */
 typedef struct moelora_scratch {
   const void **x;         /* [block_m] operand rows of a tile */
   const void **x_pass;    /* [block_m] the same, advanced to the current pass over K */
-  const float **x_scales; /* [block_m] of rows in e4m3: theirs, by groups of depth */
-  float *c;               /* [block_m, block_n] sums */
-  float *line;            /* [block_n] one row on its way out */
+  const float **x_scales; /* [block_m] scales of e4m3 rows, per K group */
+  float *c;               /* [block_m, block_n] accumulators */
+  float *line;            /* [block_n] one output row */
   char *w;                /* [MOELORA_DOT_N, block_k] weight operands */
 } moelora_scratch;
 
@@ -48,25 +49,25 @@ static inline const char *moelora_row_at(const moelora_weights *w, moelora_dtype
   return (const char *)w->data + (size_t)at * moelora_dtype_bytes(dtype);
 }
 
-/* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin, end);
- * `w` is one expert's matrix, x rows are scratch->x. `next` is the first of MOELORA_DOT_N rows,
- * laid out as in w, that this worker multiplies afterwards: they are fetched ahead. NULL if none.
- */
+/* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin,
+ * end). `w` is one expert's matrix, the rows of x are scratch->x. `next`: the first of
+ * MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next tile, or NULL. */
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
-/* quantised.c: the same for weights of a format other than MOELORA_NATIVE. Where they multiply x in
- * e4m3, these are its rows, and their scales are in scratch->x_scales. */
-void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
+/* quantized.c: moelora_cpu_tile() for quantized weights. For e4m3 x, scratch->x are e4m3 rows with
+ * scales in scratch->x_scales. */
+void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch);
 
-/* quantised.c: the 128 columns of row r of an FP8 tile, rounded to the dtype, as operands. */
+/* quantized.c: dequantizes the 128 columns of row r of an FP8 tile to operands, rounded to the
+ * dtype. */
 void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                          moelora_dtype dtype, const char *tile, int64_t r, void *to);
 
-/* The matrix of one expert. */
+/* Matrix of one expert. */
 static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
                                                      int64_t expert) {
   moelora_weights one = *w;
@@ -75,18 +76,19 @@ static inline moelora_weights moelora_expert_weights(const moelora_weights *w, m
   return one;
 }
 
-/* quantise.c: rows of x in e4m3, as moelora_x_format says for these weights. */
-typedef struct moelora_e4m3_rows {
-  void *values;   /* [rows, K] operands; NULL: x multiplies as it is */
+/* quantize.c: e4m3 rows of x, as the weights' moelora_x_format defines them. */
+typedef struct moelora_quantized_rows {
+  void *values;   /* [rows, K] operands; NULL: x is not quantized */
   float *scales;  /* [rows, groups] */
-  int64_t groups; /* of depth */
-} moelora_e4m3_rows;
+  int64_t groups; /* number of K groups */
+} moelora_quantized_rows;
 
-moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
-                                    int64_t rows, moelora_arena *arena);
-/* Fills them from operand rows; nothing to do where `values` is NULL. */
-void moelora_cpu_quantise(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
+moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
+                                                   const moelora_weights *w, int64_t rows,
+                                                   moelora_arena *arena);
+/* Quantizes operand rows; does nothing if `values` is NULL. */
+void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
+                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
                           const moelora_exec *exec);
 
 /* gemm.c: one grouped projection over sorted rows. */
@@ -106,29 +108,29 @@ struct moelora_projection {
   int64_t x_stride;
   moelora_row_index x_index;
   const moelora_weights *w;
-  moelora_e4m3_rows x_e4m3; /* what multiplies w in place of x */
+  moelora_quantized_rows x_e4m3; /* quantized x for w */
   const moelora_factors *lora;
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
-  /* Where columns go: gated projections pair column c of the gate with column c of up. */
+  /* Output columns: gated projections pair column c of gate with column c of up. */
   bool gated, interleaved, activated;
   moelora_activation_problem activation;
-  void *before; /* [P, w->n] by flat row in the dtype, from before the activation; NULL: not kept */
+  void *before; /* [P, w->n] by flat row in the dtype, before the activation; NULL: not saved */
   int64_t before_stride;
-  /* Takes the finished float32 columns [begin, begin + count) of sorted row `at`. */
+  /* Receives the finished float32 columns [begin, begin + count) of sorted row `at`. */
   void (*emit)(const moelora_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);
   void *out;
   int64_t out_stride[2];
-  const moelora_variant *out_variant; /* the variant that reads `out`, where one does */
+  const moelora_variant *out_variant; /* variant that reads `out` as operands, if any */
   bool mul_routed_weight;
 };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
 
-/* tile.c: operand rows of x for sorted rows [first, first + m), as adapters take them */
+/* tile.c: operand rows of x for sorted rows [first, first + m), as adapters read them */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
-/* The same as w takes them, in scratch->x and scratch->x_scales. */
+/* The same for w, in scratch->x and scratch->x_scales. */
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 
@@ -138,19 +140,20 @@ static inline size_t moelora_operands_bytes(const moelora_variant *variant, int6
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* gemm.c: rows of the compute dtype as operand rows, times weight[i] if given, rounded once. */
+/* gemm.c: converts rows to operand rows, times weight[i] if given, rounded once. */
 void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
                           int64_t rows, int64_t k, const float *weight, void *out,
                           const moelora_exec *exec);
 
-/* The output row of routed row `row`, from `column` on. */
+/* Output row of routed row `row`, from `column` on. */
 static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, int64_t column) {
   const int32_t top_k = p->routes->top_k;
   int64_t at = row / top_k * p->out_stride[0] + row % top_k * p->out_stride[1] + column;
   return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
 }
 
-/* combine.c: kinds of `emit`. Operands of out_variant by sorted position; float32 by flat row. */
+/* combine.c: implementations of `emit`: operands of out_variant by sorted position; float32 by
+ * flat row. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);
 void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,
@@ -163,8 +166,8 @@ typedef struct moelora_combine {
   const moelora_tables *tables;
   const float *z; /* [P, columns] */
   int64_t columns;
-  /* [P] rows that count, where tokens without any keep their bits; NULL: rows with an expert, and
-   * every token is written */
+  /* [P] rows to sum; tokens without any are left unchanged. NULL: rows with an expert, and every
+   * token is written */
   const uint8_t *active;
   bool weighted, add;
   void *out; /* [M, columns] */
@@ -178,7 +181,7 @@ size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *ro
                         const moelora_factors *lora);
 /* projection->xa = rounded(s * x A^T) for every row with an adapter */
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
-/* Fetches the rows of B that moelora_cpu_expand will read into L2. */
+/* Prefetches the rows of B that moelora_cpu_expand will read into L2. */
 void moelora_cpu_expand_ahead(const moelora_projection *projection, int64_t first, int64_t m,
                               int64_t begin, int64_t end);
 /* c += xa B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
@@ -186,9 +189,9 @@ void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int
                         int64_t begin, int64_t end, float *c, int64_t ldc,
                         moelora_scratch *scratch);
 
-/* The operators. */
+/* Operators. */
 size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
-                                   const moelora_align_plan *plan);
+                                   const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_align(const moelora_align_problem *problem,
                                  const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
@@ -200,7 +203,7 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                         const moelora_align_plan *plan);
+                                         const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
                                        const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,

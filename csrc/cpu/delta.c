@@ -1,10 +1,10 @@
 /* Adapters alone, over the sorted rows that have one:
  *
  *   shrink   xa [rows, slices, R] by sorted position, operands         (lora.c)
- *   expand   c [block_m, block_n] = xa B^T, and away with it: into out, into z [P, columns]
- *            float32 for the sum over a token's rows, or through silu_and_mul
+ *   expand   c [block_m, block_n] = xa B^T, written to out, or to z [P, columns] float32 for the
+ *            sum over a token's rows, or through silu_and_mul
  *
- * One half of it reads or writes the caller's h instead. */
+ * If only one half runs, it reads or writes the caller's h. */
 #include <math.h>
 #include <string.h>
 
@@ -38,7 +38,7 @@ static void add_row(int32_t max_rank, int32_t row, int32_t expert, int32_t adapt
   sorted->adapter[sorted->num_rows++] = adapter;
 }
 
-/* The rows of routes that have an adapter; drops the others where they are. */
+/* Keeps the rows of routes that have an adapter, in place. */
 static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta_rows *rows) {
   moelora_sort_rows(routes, &rows->sorted);
   memset(rows->active, 0, (size_t)routes->num_rows);
@@ -49,7 +49,8 @@ static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta
       add_row(max_rank, rows->sorted.row[i], rows->sorted.expert[i], rows->sorted.adapter[i], rows);
 }
 
-/* A row that lists name twice counts once: what lists hold can overflow nothing. */
+/* A row that lists name twice counts once, so that the lists' contents cannot overflow any array.
+ */
 static void rows_of_lists(const moelora_routes *routes, const moelora_list_blocks *lists,
                           int32_t max_rank, delta_rows *rows) {
   moelora_tables_read(routes, &rows->sorted.tables);
@@ -81,8 +82,8 @@ static void rows_of_lists(const moelora_routes *routes, const moelora_list_block
 typedef struct expand_tasks {
   const moelora_projection *projection;
   int64_t row_chunk;
-  int64_t columns;       /* of a block: block_n, or half of it if gated */
-  int64_t total_columns; /* that leave the projection */
+  int64_t columns;       /* per block: block_n, or half of it if gated */
+  int64_t total_columns; /* output columns of the projection */
   int64_t column_blocks;
 } expand_tasks;
 
@@ -119,7 +120,8 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
       .total_columns = p->gated ? columns / 2 : columns,
   };
   tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
-  /* Rows are split where columns give too few tasks; a chunk reads its part of B again. */
+  /* Rows are split only if columns give too few tasks, since each chunk reads its part of B again.
+   */
   const int64_t wanted = moelora_ceil_div(4 * workers, tasks.column_blocks);
   tasks.row_chunk =
       moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));
@@ -194,7 +196,7 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
 typedef struct delta_layout {
   delta_rows rows;
   moelora_scratch *scratch;
-  void *x;  /* [rows of x, K] operands; NULL where x is one already, or is not given */
+  void *x;  /* [rows of x, K] operands; NULL if x is used directly, or absent */
   void *xa; /* [P, slices, R] operands */
   float *z; /* [P, columns]; NULL unless rows are summed */
   size_t bytes;
@@ -205,10 +207,9 @@ static int64_t rows_of_x(const moelora_delta_problem *problem) {
 }
 
 static delta_layout delta_lay_out(const moelora_delta_problem *problem,
-                                  const moelora_delta_plan *plan, const moelora_exec *exec,
-                                  void *base) {
+                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   delta_layout layout = {0};
   rows_take(routes, problem->lists.sorted_token_ids, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
@@ -225,13 +226,13 @@ static delta_layout delta_lay_out(const moelora_delta_problem *problem,
 
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
                                    const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return delta_lay_out(problem, plan, exec, NULL).bytes;
+  return delta_lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  delta_layout layout = delta_lay_out(problem, plan, exec, exec->workspace);
+  delta_layout layout = delta_lay_out(problem, plan, exec);
   if (problem->lists.sorted_token_ids)
     rows_of_lists(routes, &problem->lists, problem->lora.max_rank, &layout.rows);
   else
@@ -304,19 +305,18 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
 typedef struct mlp_layout {
   delta_rows rows;
   moelora_scratch *scratch;
-  void *x;        /* [M, K] operands; NULL where hidden_states are used as they are */
-  void *xa, *xa2; /* [P, slices, R] operands of either half */
+  void *x;        /* [M, K] operands; NULL if hidden_states are used directly */
+  void *xa, *xa2; /* [P, slices, R] operands of each half */
   void *h;        /* [P, I] operands by sorted position */
   float *z;       /* [P, K] by flat row */
   size_t bytes;
 } mlp_layout;
 
 static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
-                              const moelora_delta_plan *plan, const moelora_exec *exec,
-                              void *base) {
+                              const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
   const moelora_variant *variant = plan->variant;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   mlp_layout layout = {0};
   rows_take(routes, false, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(variant, exec, &arena);
@@ -335,13 +335,13 @@ static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
 
 size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                        const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return mlp_lay_out(problem, plan, exec, NULL).bytes;
+  return mlp_lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  mlp_layout layout = mlp_lay_out(problem, plan, exec, exec->workspace);
+  mlp_layout layout = mlp_lay_out(problem, plan, exec);
   const int32_t max_rank = problem->gate_up.max_rank < problem->down.max_rank
                                ? problem->gate_up.max_rank
                                : problem->down.max_rank;

@@ -1,17 +1,18 @@
-/* `dot` of kernels.h for one vector instruction set: a micro tile of up to DOT_ROWS token rows by
- * MOELORA_DOT_N weight rows of vector partial sums, all in registers. One step along K loads a
- * vector of each row and multiplies all pairs; the lanes of a sum are added once, at the end.
+/* `dot` of kernels.h for one vector instruction set: a register tile of up to DOT_ROWS token rows
+ * by MOELORA_DOT_N weight rows of vector accumulators. Each step along K loads a vector of each
+ * row and multiplies all pairs; lanes are summed once at the end.
  *
- * The including file defines, before it includes this,
- *   element       what operands are made of
- *   vector, sum   registers of DOT_STEP elements, and of float32 partial sums
- *   DOT_ROWS      token rows, bounded by the register file
- *   DOT_STEP      elements of a vector
- *   load(p), load_part(p, count)      the latter zero past `count` < DOT_STEP, reads nothing there
- *   zero(), multiply_add(a, b, s)     the latter s + products of a and b
+ * The including file first defines
+ *   element       element type of operands
+ *   vector, sum   registers of DOT_STEP elements, and of float32 accumulators
+ *   DOT_ROWS      token rows, limited by the register file
+ *   DOT_STEP      elements per vector
+ *   load(p), load_part(p, count)      load_part zero-fills past `count` < DOT_STEP without reading
+ *   zero(), multiply_add(a, b, s)     s + products of a and b
  *   add_lanes(s0, s1, s2, s3)         __m128 of the four totals
  *
- * The order of additions depends on k alone, so every instance gives a row the same bits. */
+ * The order of additions depends on k alone, so the result of a row is bit-identical in every
+ * instance. */
 
 static inline __attribute__((always_inline)) void dot_tile(const int rows, const bool fetch,
                                                            const bool ragged, int64_t columns,
@@ -21,7 +22,7 @@ static inline __attribute__((always_inline)) void dot_tile(const int rows, const
   const element *restrict wj[MOELORA_DOT_N];
   const element *restrict xi[DOT_ROWS];
   sum total[DOT_ROWS][MOELORA_DOT_N];
-  /* of fewer columns, the last stands in for the missing */
+  /* with fewer columns, the last one is repeated */
   for (int64_t j = 0; j < MOELORA_DOT_N; j++)
     wj[j] = (const element *)(w + (ragged && j >= columns ? columns - 1 : j) * w_stride);
   for (int i = 0; i < rows; i++) {
@@ -34,7 +35,7 @@ static inline __attribute__((always_inline)) void dot_tile(const int rows, const
     vector b[MOELORA_DOT_N];
     for (int j = 0; j < MOELORA_DOT_N; j++) {
       b[j] = load(wj[j] + at);
-      /* L2 and not L1: rows a power of two apart meet in few of its sets */
+      /* L2, not L1: rows that are a power of two apart map to few L1 sets */
       if (fetch)
         _mm_prefetch((const char *)(wj[j] + at) + ahead, _MM_HINT_T1);
     }
@@ -99,7 +100,7 @@ static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const voi
         DOT_CASE(5)
         DOT_CASE(6)
       }
-      ahead = 0; /* the first rows have fetched */
+      ahead = 0; /* already prefetched with the first rows */
     }
     w += MOELORA_DOT_N * w_stride;
     c += MOELORA_DOT_N;

@@ -1,34 +1,33 @@
-/* The whole layer, in five steps over workspace arrays:
+/* The whole layer, in steps over workspace arrays:
  *
  *   sort       rows by (expert, adapter)
  *   w13        h [P, I] by sorted position, operands     = act(x w13^T + adapters + bias)
  *   w2         z [P, K] by flat row, float32             = h w2^T + adapters + bias
  *   combine    out [M, K]                                = sum over j of weight * z, rounded once
  *
- * each projection preceded by its shrink, and by x or h in e4m3 where its weights take that. `out`
- * may be the memory of x: only combine writes it. For a backward, w13 also leaves its sums from
- * before the activation, and both leave what they shrank. */
+ * Each projection is preceded by its shrink, and for W8A8 by the quantization of x or h. `out` may
+ * alias x, since only combine writes it. For a backward, w13 also saves its sums before the
+ * activation, and both projections save their shrink outputs. */
 #include "cpu/backward.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch13, *scratch2;
-  void *x;    /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *x;    /* [M, K] operands; NULL if hidden_states are used directly */
   void *h;    /* [P, I] operands by sorted position */
   float *z;   /* [P, K] by flat row */
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
-  moelora_e4m3_rows x_e4m3, h_e4m3;
+  moelora_quantized_rows x_e4m3, h_e4m3;
   moelora_rounded rounded13, rounded2;
   size_t bytes;
 } experts_layout;
 
 static experts_layout lay_out(const moelora_experts_problem *problem,
-                              const moelora_experts_plan *plan, const moelora_exec *exec,
-                              void *base) {
+                              const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
   const moelora_variant *variant = plan->variant;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch13 = moelora_scratch_take(variant, exec, &arena);
@@ -38,8 +37,8 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
   layout.h = moelora_take(&arena,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
-  layout.x_e4m3 = moelora_e4m3_take(variant, &problem->w13, routes->num_tokens, &arena);
-  layout.h_e4m3 = moelora_e4m3_take(variant, &problem->w2, routes->num_rows, &arena);
+  layout.x_e4m3 = moelora_quantized_rows_take(variant, &problem->w13, routes->num_tokens, &arena);
+  layout.h_e4m3 = moelora_quantized_rows_take(variant, &problem->w2, routes->num_rows, &arena);
   layout.z = moelora_take_array(
       &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
@@ -54,13 +53,13 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
 
 size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
                                      const moelora_experts_plan *plan, const moelora_exec *exec) {
-  return lay_out(problem, plan, exec, NULL).bytes;
+  return lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  experts_layout layout = lay_out(problem, plan, exec, exec->workspace);
+  experts_layout layout = lay_out(problem, plan, exec);
   moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;
   moelora_sort_rows(routes, &layout.sorted);
   moelora_cpu_round_factors(plan->variant, problem, problem->hidden, &layout.rounded13, &lora13,
@@ -85,7 +84,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .activation = problem->activation,
       .before = problem->saved.gate_up,
       .before_stride = problem->saved.gate_up_stride,
-      .emit = moelora_cpu_emit_operands, /* w2 reads them */
+      .emit = moelora_cpu_emit_operands, /* read by w2 */
       .out = layout.h,
       .out_stride = {problem->intermediate},
       .out_variant = plan->variant,
@@ -114,12 +113,12 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
     w13.x = layout.x;
     w13.x_stride = problem->hidden;
   }
-  moelora_cpu_quantise(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
+  moelora_cpu_quantize(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
                        exec);
   if (w13.xa)
     moelora_cpu_shrink(&w13, exec);
   moelora_cpu_project(&w13, exec);
-  moelora_cpu_quantise(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
+  moelora_cpu_quantize(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
                        exec);
   if (w2.xa)
     moelora_cpu_shrink(&w2, exec);

@@ -6,14 +6,14 @@
 
 #include "cpu/convert.h"
 
-/* Bytes of a chunk of an FP8 row, in the order of columns. */
+/* Bytes of a chunk of an FP8 row, in column order. */
 static inline __m128i e4m3_columns(const uint8_t *chunk) {
   const __m128i columns = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)chunk), columns);
 }
 
-/* 16 columns, each 2^-8 of its e4m3 number: exponents of float16 have one bit more, and a bias 8
- * larger. */
+/* 16 columns as float16, scaled by 2^-8: float16 has one exponent bit more, and a bias larger by
+ * 8. */
 static inline __m256i e4m3_halves(const uint8_t *chunk) {
   const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(e4m3_columns(chunk)), 7);
   return _mm256_and_si256(shifted, _mm256_set1_epi16((short)0xbfff));

@@ -1,5 +1,5 @@
-/* What the kernels of every instruction set share, compiled with its flags: conversions of whole
- * rows and the table of a kernel whose operands are float32. */
+/* Common parts of the kernels of all instruction sets, compiled with their flags: conversions of
+ * whole rows, and the kernel table for float32 operands. */
 #ifndef MOELORA_CPU_F32_OPERANDS_H
 #define MOELORA_CPU_F32_OPERANDS_H
 
@@ -10,7 +10,7 @@
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
-/* The four conversions of a 16-bit type, from the two of one value. */
+/* The four row conversions of a 16-bit type, from the two conversions of a value. */
 #define CONVERSIONS(TYPE)                                                                          \
   static inline void load_##TYPE(const void *src, float *dst, int64_t n) {                         \
     const uint16_t *from = src;                                                                    \
@@ -46,7 +46,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
 }
 
 /* The including file defines `dot` over float32. */
-#define F32_OPERANDS(TYPE, WIDEN, DEQUANTISED, DEQUANTISED_FP8)                                    \
+#define F32_OPERANDS(TYPE, WIDEN, DEQUANTIZED, DEQUANTIZED_FP8)                                    \
   {.operand_bytes = sizeof(float),                                                                 \
    .widen = WIDEN,                                                                                 \
    .round = round_##TYPE,                                                                          \
@@ -54,8 +54,8 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
    .add_rows = add_rows,                                                                           \
-   .dequantise = DEQUANTISED,                                                                      \
-   .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
+   .dequantize = DEQUANTIZED,                                                                      \
+   .dequantize_fp8 = DEQUANTIZED_FP8,                                                              \
    .activate = moelora_activate,                                                                   \
    .activate_backward = moelora_activate_backward}
 

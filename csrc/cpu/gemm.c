@@ -1,7 +1,7 @@
-/* One grouped projection over sorted rows, and the operator that is exactly that.
+/* Grouped projection over sorted rows, and the operator that consists of one.
  *
- * A task is (expert, block of columns, chunk of the expert's rows). Its weights, block_n rows of K,
- * stream from memory once and stay in L2 while the rows pass in blocks of block_m:
+ * A task is (expert, block of columns, chunk of the expert's rows). Its weights, block_n rows of
+ * K, are read from memory once and stay in L2 while the rows are processed in blocks of block_m:
  *
  *   c [block_m, block_n] = x w^T            the tile
  *   c += xa B^T                             segment by segment
@@ -11,7 +11,7 @@
 
 #include "cpu/cpu.h"
 
-/* Weight rows [begin, end) whose products lie in columns [at, at + end - begin) of the tile. */
+/* Weight rows [begin, end) whose products are columns [at, at + end - begin) of the tile. */
 typedef struct column_range {
   int64_t begin, end, at;
 } column_range;
@@ -19,7 +19,7 @@ typedef struct column_range {
 typedef struct project_tasks {
   const moelora_projection *projection;
   int64_t column_blocks, row_chunks, rows_per_chunk;
-  int64_t columns;       /* outputs of a block: block_n, or half of it if gated */
+  int64_t columns;       /* outputs per block: block_n, or half of it if gated */
   int64_t total_columns; /* outputs of the projection */
 } project_tasks;
 
@@ -35,7 +35,7 @@ static void add_bias(const moelora_projection *p, int32_t expert, const column_r
       c[i * ldc + range->at + j] += line[j];
 }
 
-/* Turns a finished row of the tile into `count` outputs, in place or in `line`. */
+/* Computes `count` outputs from a finished row of the tile, in place or in `line`. */
 static const float *activate(const moelora_projection *p, float *c, int64_t count, float *line) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   if (!p->activated)
@@ -53,7 +53,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
   return c;
 }
 
-/* Keeps the columns of `range` of sorted row `at` as they go into the activation. */
+/* Saves the columns of `range` of sorted row `at` before the activation. */
 static void keep_before(const moelora_projection *p, int64_t at, const column_range *range,
                         const float *c) {
   const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
@@ -131,13 +131,13 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
     active += rows > 0;
     longest = moelora_max(longest, rows);
   }
-  /* Rows are split only where experts and columns give too few tasks to balance the workers: each
-   * chunk streams the weights again. */
+  /* Rows are split only if experts and columns give too few tasks to balance the workers, since
+   * each chunk reads the weights again. */
   int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
-  /* A micro tile multiplies a weight by several rows in the time of a read. */
+  /* A register tile reuses a weight for several rows in the time of one read. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
                        (double)passes * (double)projection->w->n * (double)projection->w->k,
@@ -181,9 +181,9 @@ void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t
 typedef struct gemm_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch;
-  void *x;  /* [rows of x, K] operands; NULL where x is one already */
+  void *x;  /* [rows of x, K] operands; NULL if x is used directly */
   void *xa; /* NULL without adapters */
-  moelora_e4m3_rows x_e4m3;
+  moelora_quantized_rows x_e4m3;
   size_t bytes;
 } gemm_layout;
 
@@ -192,16 +192,16 @@ static int64_t rows_of_x(const moelora_gemm_problem *problem) {
 }
 
 static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                                const moelora_exec *exec, void *base) {
+                                const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   gemm_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
   const int64_t rows = rows_of_x(problem);
   if (moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
-  layout.x_e4m3 = moelora_e4m3_take(plan->variant, &problem->w, rows, &arena);
+  layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
     layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
   layout.bytes = arena.used;
@@ -210,7 +210,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
 
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  return gemm_lay_out(problem, plan, exec, NULL).bytes;
+  return gemm_lay_out(problem, plan, exec).bytes;
 }
 
 static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
@@ -230,7 +230,7 @@ static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                                 const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  gemm_layout layout = gemm_lay_out(problem, plan, exec, exec->workspace);
+  gemm_layout layout = gemm_lay_out(problem, plan, exec);
   moelora_sort_rows(routes, &layout.sorted);
   moelora_projection projection = {
       .variant = plan->variant,
@@ -256,7 +256,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
     projection.x = layout.x;
     projection.x_stride = problem->w.k;
   }
-  moelora_cpu_quantise(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
+  moelora_cpu_quantize(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
                        &layout.x_e4m3, exec);
   if (projection.xa)
     moelora_cpu_shrink(&projection, exec);

@@ -6,7 +6,7 @@
 #include "cpu/f16c.h"
 #include "cpu/f32_operands.h"
 
-/* 3 x 4 sums, 3 token vectors and one weight vector fill the 16 registers. */
+/* 3 x 4 accumulators, 3 token vectors and one weight vector fill the 16 registers. */
 #define DOT_ROWS 3
 #define DOT_STEP 8
 typedef float element;
@@ -53,7 +53,7 @@ static inline __m256 products(const float *values, float zero, float scale) {
                        _mm256_set1_ps(scale));
 }
 
-/* To nearest even; a NaN keeps its high half, and is quiet as a product. */
+/* Rounds to nearest even; NaN keeps its high half, and is quiet as the result of a product. */
 static inline __m256 rounded_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), odd = _mm256_srli_epi32(bits, 16);
   const __m256i half =
@@ -68,9 +68,11 @@ static inline __m256 rounded_f16(__m256 x) {
 }
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
-    const __m256 first = products(values, zero, scale);                                            \
-    const __m256 second = products(values + 8, zero, scale);                                       \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
+                                   bool exact) {                                                   \
+    const __m256 by = _mm256_set1_ps(tile_scale);                                                  \
+    const __m256 first = _mm256_mul_ps(products(values, zero, scale), by);                         \
+    const __m256 second = _mm256_mul_ps(products(values + 8, zero, scale), by);                    \
     return exact ? (table){first, second}                                                          \
                  : (table){rounded_##TYPE(first), rounded_##TYPE(second)};                         \
   }
@@ -94,7 +96,7 @@ TABLE(f16)
 E4M3(bf16)
 E4M3(f16)
 
-/* By the low four bits of each place. */
+/* Table lookup by the low four bits of each lane. */
 static inline __m256 entries(const table *t, __m256i place) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* bit 3 as the sign */
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t->first, place),
@@ -124,20 +126,21 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
                             _mm_unpacklo_epi64(b, d), _mm_unpackhi_epi64(b, d)};
   for (int s = 0; s < 4; s++) {
     const __m128i bytes = _mm_shuffle_epi8(slabs[s], columns);
-    const table *l = &low[s / 2], *h = &high[s / 2];
+    const int group = s * moelora_tile_groups(format) / 4;
+    const table *l = &low[group], *h = &high[group];
     look_up_8(bytes, l, h, to_low + 16 * s, to_high + 16 * s);
     look_up_8(_mm_srli_si128(bytes, 8), l, h, to_low + 16 * s + 8, to_high + 16 * s + 8);
   }
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 #define TYPE f16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx2 =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
 const moelora_cpu_kernels moelora_gemm_f16_avx2 =
-    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);
+    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
 #endif

@@ -33,8 +33,10 @@ static inline __m512 to_f16(__m512 x) {
 }
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
-    const __m512 numbers = products(values, zero, scale);                                          \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
+                                   bool exact) {                                                   \
+    const __m512 numbers =                                                                         \
+        _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));                  \
     return exact ? numbers : to_##TYPE(numbers);                                                   \
   }
 
@@ -53,7 +55,7 @@ E4M3(f16)
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
-  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* of which four bits count */
+  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* indexes with four significant bits */
   _mm512_storeu_ps(to_low, _mm512_permutexvar_ps(place, low));
   _mm512_storeu_ps(to_high, _mm512_permutexvar_ps(_mm512_srli_epi32(place, 4), high));
 }
@@ -61,20 +63,22 @@ static inline void look_up_16(__m128i bytes, table low, table high, operand *to_
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
                            const table *high, operand *to_low, operand *to_high) {
   const __m512i bytes = by_columns(format, words);
+  const int groups = moelora_tile_groups(format), b = groups / 4, c = groups / 2,
+            d = 3 * groups / 4;
   look_up_16(_mm512_castsi512_si128(bytes), low[0], high[0], to_low, to_high);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[0], high[0], to_low + 16, to_high + 16);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[1], high[1], to_low + 32, to_high + 32);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[1], high[1], to_low + 48, to_high + 48);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[b], high[b], to_low + 16, to_high + 16);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[c], high[c], to_low + 32, to_high + 32);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[d], high[d], to_low + 48, to_high + 48);
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 #define TYPE f16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx512 =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
 const moelora_cpu_kernels moelora_gemm_f16_avx512 =
-    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);
+    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
 #endif

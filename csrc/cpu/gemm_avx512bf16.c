@@ -22,19 +22,28 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 #include "cpu/dot.h"
 
 typedef uint16_t operand;
-typedef __m512i table; /* in the high halves of its words; the low ones hold anything */
+typedef __m512i table; /* in the high halves of its words; the low halves are garbage */
 
-static inline table table_bf16(const float *values, float zero, float scale, bool exact) {
-  const __m512 numbers = products(values, zero, scale);
+static inline table table_bf16(const float *values, float zero, float scale, float tile_scale,
+                               bool exact) {
+  const __m512 numbers = _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));
   return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
 
-/* Entry n is half 2 n + 1 of a table; of each place five bits count. */
-static inline void look_up_32(__m256i bytes, table low, table high, operand *to_low,
+/* Combines the tables of two groups of 16 columns: entry n of the first is half 2 n. */
+static inline table both(table first, table second) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(first, 16), second);
+}
+
+/* 32 columns. Entry n is half 2 n + 1 of a table, or half 2 n where `halves` is 0, so an index has
+ * five significant bits. */
+static inline void look_up_32(__m256i bytes, __m512i halves, table low, table high, operand *to_low,
                               operand *to_high) {
-  const __m512i place = _mm512_cvtepu8_epi16(bytes), one = _mm512_set1_epi16(1);
-  const __m512i first = _mm512_or_si512(_mm512_slli_epi16(place, 1), one);
-  const __m512i second = _mm512_or_si512(_mm512_srli_epi16(place, 3), one);
+  const __m512i place = _mm512_cvtepu8_epi16(bytes);
+  const __m512i first = _mm512_or_si512(_mm512_slli_epi16(place, 1), halves);
+  const __m512i mask = _mm512_set1_epi16(0x1e);
+  const __m512i second =
+      _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(place, 3), mask), halves);
   _mm512_storeu_si512(to_low, _mm512_permutexvar_epi16(first, low));
   _mm512_storeu_si512(to_high, _mm512_permutexvar_epi16(second, high));
 }
@@ -42,12 +51,21 @@ static inline void look_up_32(__m256i bytes, table low, table high, operand *to_
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
                            const table *high, operand *to_low, operand *to_high) {
   const __m512i bytes = by_columns(format, words);
-  look_up_32(_mm512_castsi512_si256(bytes), low[0], high[0], to_low, to_high);
-  look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
+  const __m256i ends[2] = {_mm512_castsi512_si256(bytes), _mm512_extracti64x4_epi64(bytes, 1)};
+  const int groups = moelora_tile_groups(format);
+  for (int i = 0; i < 2; i++) {
+    const int group = i * groups / 2;
+    if (groups == 4)
+      look_up_32(ends[i], _mm512_maskz_set1_epi16(0xffff0000u, 1), both(low[group], low[group + 1]),
+                 both(high[group], high[group + 1]), to_low + 32 * i, to_high + 32 * i);
+    else
+      look_up_32(ends[i], _mm512_set1_epi16(1), low[group], high[group], to_low + 32 * i,
+                 to_high + 32 * i);
+  }
 }
 
-/* The instruction that rounds makes zeros of what is below 2^-126: no product is, of a scale that
- * is not small itself. */
+/* The rounding instruction flushes values below 2^-126 to zero; products only get there if the
+ * scale itself is that small. */
 static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float scale,
                              operand *to) {
   const __m512 low = e4m3_products(first, scale), high = e4m3_products(second, scale);
@@ -62,7 +80,7 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),
@@ -71,8 +89,8 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .load = load_bf16,
     .dot = dot,
     .add_rows = add_rows,
-    .dequantise = dequantise_bf16,
-    .dequantise_fp8 = dequantise_fp8_bf16,
+    .dequantize = dequantize_bf16,
+    .dequantize_fp8 = dequantize_fp8_bf16,
     .activate = moelora_activate,
     .activate_backward = moelora_activate_backward,
 };

@@ -1,5 +1,5 @@
-/* The kernels in plain C: the specification of the others, and what runs where nothing else does.
- * Operands are float32; dot keeps 8 partial sums along K so that compilers can vectorise it. */
+/* Kernels in plain C: the specification of the others, and the fallback. Operands are float32; dot
+ * keeps 8 partial sums along K so that compilers can vectorize it. */
 #include "core/format.h"
 #include "cpu/e4m3.h"
 #include "cpu/f32_operands.h"
@@ -36,10 +36,11 @@ typedef struct table {
 } table;
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
+                                   bool exact) {                                                   \
     table made;                                                                                    \
     for (int i = 0; i < 16; i++)                                                                   \
-      made.of[i] = (values[i] - zero) * scale;                                                     \
+      made.of[i] = (values[i] - zero) * scale * tile_scale;                                        \
     if (!exact)                                                                                    \
       round_##TYPE(made.of, made.of, 16);                                                          \
     return made;                                                                                   \
@@ -64,10 +65,11 @@ static inline void look_up_word(moelora_format format, const uint8_t *bytes, con
 
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
                            const table *high, operand *to_low, operand *to_high) {
+  const int groups = moelora_tile_groups(format);
   for (int s = 0; s < 4; s++)
     for (int q = 0; q < 4; q++) {
-      const int column = 16 * s + 2 * q;
-      look_up_word(format, words + 16 * q + 4 * s, low[s / 2].of, high[s / 2].of, to_low + column,
+      const int column = 16 * s + 2 * q, group = s * groups / 4;
+      look_up_word(format, words + 16 * q + 4 * s, low[group].of, high[group].of, to_low + column,
                    to_high + column);
     }
 }
@@ -85,12 +87,12 @@ E4M3(bf16)
 E4M3(f16)
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 #define TYPE f16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_scalar =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
 const moelora_cpu_kernels moelora_gemm_f16_scalar =
-    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);
+    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);

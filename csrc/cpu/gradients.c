@@ -3,18 +3,18 @@
  *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
  *   gradient[l, e] (+)= wide^T ranks        the same: of B
  *
- * A task is a tile of one gradient. It takes up to MOELORA_PART_ROWS rows at a time:
+ * A task is a tile of one gradient. It processes up to MOELORA_PART_ROWS rows at a time:
  *
  *   ranks [64 ranks][rows], panel [rows][64 columns]      float32
  *   c [64, 64] += ranks panel
  *
- * Rows add in the order of their segment, and segments of a shared factor follow each other by
- * expert, so no sum depends on other adapters, on threads or on where a segment lies. */
+ * Rows add in segment order, and the segments of a shared factor in the order of experts, so that
+ * no sum depends on other adapters, on threads or on the position of a segment. */
 #include <string.h>
 
 #include "cpu/backward.h"
 
-/* ---- gradients as memory ---- */
+/* ---- access to gradients ---- */
 
 static char *gradient_row(const moelora_gradient *g, int64_t l, int64_t e, int64_t i) {
   return (char *)g->data + (size_t)(l * g->stride_l + e * g->stride_e + i * g->stride_i) *
@@ -68,8 +68,8 @@ typedef struct product_tasks {
   bool shared;
 } product_tasks;
 
-/* c [m, width] += sum over `rows` sorted rows from `first` on of ranks [rank, rank + m) times
- * columns [begin, begin + n). */
+/* c [m, width] += sum over `rows` sorted rows, starting at `first`, of ranks [rank, rank + m)
+ * times columns [begin, begin + n). */
 static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t rows, int64_t rank,
                      int64_t m, int64_t begin, int64_t n, moelora_back_scratch *scratch) {
   const int64_t width = moelora_row_width(n);
@@ -92,7 +92,7 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
       ->add_rows(m, width, rows, scratch->x, scratch->panel.rows, scratch->c, width);
 }
 
-/* Writes c, m ranks from `rank` on by n columns from `begin` on, to a gradient. */
+/* Writes c, m ranks from `rank` by n columns from `begin`, to a gradient. */
 static void put_tile(const moelora_grouped_product *p, int32_t adapter, int64_t expert,
                      int64_t rank, int64_t m, int64_t begin, int64_t n,
                      const moelora_back_scratch *scratch) {

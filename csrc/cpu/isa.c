@@ -1,4 +1,4 @@
-/* Which instruction sets may be used: the CPU has them and the kernel saves their registers. */
+/* Instruction sets that may be used: supported by the CPU, with their registers saved by the OS. */
 #include "cpu/cpu.h"
 
 #if defined(__x86_64__)

@@ -3,8 +3,8 @@
  *   shrink:  xa[at, slice, i] = rounded(s * sum over k of x[at, k] A[l, e, i, k]),  i < rank
  *   expand:  c[at, n] += sum over i of xa[at, slice, i] B[l, e, n, i]
  *
- * Both are tile products whose weights are a factor. Rows without an adapter are not read, written
- * or multiplied: whatever an adapter holds cannot reach them. */
+ * Both are tile products with a factor as the weights. Rows without an adapter are not read,
+ * written or multiplied, so an adapter's values cannot affect them. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -16,7 +16,7 @@ size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *ro
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* The factor of one (adapter, expert) as a weight matrix. */
+/* Factor of one (adapter, expert) as a weight matrix. */
 static moelora_weights factor_matrix(const moelora_variant *variant, const moelora_factor *factor,
                                      int32_t adapter, int32_t expert, int64_t n, int64_t k) {
   int64_t at = adapter * factor->stride_l + expert * factor->stride_e;
@@ -42,7 +42,8 @@ static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t
   return factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
 }
 
-/* Shrinks sorted rows [first, first + m), one segment, for one slice. `next` is the A after it. */
+/* Shrinks sorted rows [first, first + m), one segment, for one slice. `next` is the A to prefetch.
+ */
 static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m, int32_t slice,
                            const void *next, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
@@ -66,7 +67,7 @@ static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m
 
 typedef struct shrink_tasks {
   const moelora_projection *projection;
-  int64_t chunk; /* sorted rows of a task */
+  int64_t chunk; /* sorted rows per task */
 } shrink_tasks;
 
 static void shrink_chunk(void *context, int64_t index, int32_t worker) {
@@ -88,7 +89,7 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
-  /* A few tasks per worker, and never more rows than a tile. */
+  /* A few tasks per worker, and at most the rows of a tile. */
   int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
@@ -97,7 +98,7 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
                        shrink_chunk, &tasks);
 }
 
-/* The part of one B that covers columns [begin, end) of the projection: rows [from, to) of `b`. */
+/* Rows [from, to) of `b`, which cover columns [begin, end) of the projection. */
 typedef struct factor_b_part {
   moelora_weights b;
   int64_t from, to;

@@ -1,4 +1,4 @@
-/* Weights in 64 x 64 tiles, [E, N/64, K/64, 64, 64]. One task copies the tiles of 64 rows. */
+/* Packs weights into 64 x 64 tiles, [E, N/64, K/64, 64, 64]. A task copies the tiles of 64 rows. */
 #include <string.h>
 
 #include "cpu/cpu.h"

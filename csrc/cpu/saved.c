@@ -1,10 +1,10 @@
-/* What the forward of a layer saves, by flat row in its dtype, and the way back to rows by sorted
- * position; and float32 factors on their way into a call of 16 bits. */
+/* Saves tensors of a layer's forward, by flat row in its dtype, and loads them by sorted position;
+ * and rounds float32 factors for 16-bit calls. */
 #include <string.h>
 
 #include "cpu/backward.h"
 
-/* ---- shrink results ---- */
+/* ---- shrink outputs ---- */
 
 typedef struct shrink_rows {
   const moelora_variant *variant;
@@ -121,7 +121,7 @@ void moelora_cpu_save_skipped(const moelora_experts_problem *problem,
 
 /* ---- factors ---- */
 
-/* Rows [max_loras, experts, rows] of one factor, each of `columns` numbers. */
+/* Rows [max_loras, experts, rows] of one factor, `columns` values each. */
 typedef struct round_tasks {
   const moelora_variant *variant;
   const moelora_factor *from;

@@ -1,4 +1,4 @@
-/* Runs of sorted rows with one expert and one adapter. */
+/* Segments: runs of sorted rows with one expert and one adapter. */
 #include "cpu/backward.h"
 
 void moelora_segments_take(const moelora_routes *routes, moelora_arena *arena,

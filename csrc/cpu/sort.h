@@ -1,5 +1,4 @@
-/* Routed rows in the order (local expert, adapter with -1 first, flat row), skipped rows left out.
- */
+/* Routed rows sorted by (local expert, adapter with -1 first, flat row), without skipped rows. */
 #ifndef MOELORA_CPU_SORT_H
 #define MOELORA_CPU_SORT_H
 
@@ -17,7 +16,7 @@ typedef struct moelora_sorted {
   int32_t *count;      /* [max_loras + 1] scratch */
 } moelora_sorted;
 
-/* Carves the arrays; then reads the tables and fills them. */
+/* Allocates the arrays; reads the tables and fills them. */
 void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_sorted *sorted);
 void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted);

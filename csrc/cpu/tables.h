@@ -1,42 +1,42 @@
-/* The caller's tables as one call found them: the one place that decides which rows are skipped and
- * which are base.
+/* Copies of the caller's tables for one call; decides which rows are skipped and which are base
+ * rows.
  *
- * Other threads may write to routing and adapters while a call reads them; a pool turns adapters on
- * and off at any time. So each element is read once, before anything else, and whatever becomes a
- * place, a count, a size or a factor comes from this copy. A change during a call then reaches some
- * rows and misses others, and never falls between the counting and the placing of a row. */
+ * Other threads may write to routing and adapters while a call reads them: a pool may enable and
+ * disable adapters at any time. Each element is therefore read once, before anything else, and all
+ * indices, counts, sizes and factors derive from this copy. A concurrent change may affect some
+ * rows and not others, but never falls between counting a row and placing it. */
 #ifndef MOELORA_CPU_TABLES_H
 #define MOELORA_CPU_TABLES_H
 
 #include "core/backend.h"
 
 typedef struct moelora_tables {
-  int32_t *expert;     /* [P] local expert or -1: the row is skipped; NULL: lists name experts */
-  int32_t *adapter;    /* [M] slot or -1: base rows; NULL: all are, or lists name adapters */
-  int32_t *rank;       /* [max_loras] true rank, -1: turned off; NULL: all on, of the stack's R */
-  float *scaling;      /* [max_loras]; NULL: 1 */
-  float *weight;       /* [P]; NULL where the operator needs none */
+  int32_t *expert;  /* [P] local expert or -1: the row is skipped; NULL: lists define experts */
+  int32_t *adapter; /* [M] slot or -1: base row; NULL: all base rows, or lists define adapters */
+  int32_t *rank;    /* [max_loras] true rank, -1: disabled; NULL: all enabled, with the stack's R */
+  float *scaling;   /* [max_loras]; NULL: 1 */
+  float *weight;    /* [P]; NULL if the operator needs none */
   int32_t *expert_map; /* [num_global] local expert or -1; NULL: ids are local */
 } moelora_tables;
 
-/* Carves the arrays; then fills them. */
+/* Allocates the arrays; fills them. */
 void moelora_tables_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_tables *tables);
 void moelora_tables_read(const moelora_routes *routes, moelora_tables *tables);
 
-/* One load that the compiler may neither repeat nor split. */
+/* A load that the compiler must not repeat or split. */
 static inline int32_t moelora_read_i32(const int32_t *from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 
-/* The slot that an id of an adapter names, -1 where there is none or it is turned off. */
+/* Slot of an adapter id; -1 if it does not exist or is disabled. */
 static inline int32_t moelora_active_adapter(const moelora_routes *routes,
                                              const moelora_tables *tables, int64_t id) {
   const bool exists = id >= 0 && id < routes->max_loras;
   return exists && (!tables->rank || tables->rank[id] >= 0) ? (int32_t)id : -1;
 }
 
-/* Rows of A and columns of B that take part: the true rank, at most the stack's. */
+/* Rows of A and columns of B in use: the true rank, at most the stack's. */
 static inline int32_t moelora_rank_of(const moelora_tables *tables, int32_t adapter,
                                       int32_t max_rank) {
   const int32_t rank = tables->rank ? tables->rank[adapter] : max_rank;

@@ -1,8 +1,9 @@
-/* A tile of one expert's product: c [m, columns] += x [m, K] w [columns, K]^T.
+/* Tile of one expert's product: c [m, columns] += x [m, K] w [columns, K]^T.
  *
  * Both operands are contiguous along K, so nothing is transposed. Loops, outermost first: passes
  * over K of block_k, groups of MOELORA_DOT_N weight rows (which stay in L1), and in `dot` all m
- * token rows. Weights that are packed, or not operands yet, pass through scratch->w. */
+ * token rows. Weights that are packed, or not in operand representation, are copied to scratch->w.
+ */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -27,8 +28,8 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
   return all;
 }
 
-/* Columns [k, k + depth) of weight rows [n, n + count) as operand rows in `to`; meanwhile fetches
- * the same columns of the rows at `ahead` bytes into L2, unless that is 0. */
+/* Copies columns [k, k + depth) of weight rows [n, n + count) to `to` as operand rows; prefetches
+ * the same columns of the rows `ahead` bytes further into L2, unless it is 0. */
 static void copy_operands(const moelora_variant *variant, const moelora_weights *w, int64_t n,
                           int64_t count, int64_t k, int64_t depth, int64_t ahead, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -58,7 +59,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   const moelora_dtype dtype = variant->dtype;
   const size_t bytes = moelora_dtype_bytes(dtype), operand = kernels->operand_bytes;
   if (moelora_is_quantized(w->format)) {
-    moelora_cpu_quantised_tile(variant, w, begin, end, m, c, ldc, scratch);
+    moelora_cpu_quantized_tile(variant, w, begin, end, m, c, ldc, scratch);
     return;
   }
   for (int64_t k = 0; k < w->k; k += variant->block_k) {
@@ -84,7 +85,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   }
 }
 
-/* Of all rows of x, that of sorted row `at`. */
+/* Row of x for sorted row `at`. */
 static int64_t row_of_x(const moelora_projection *p, int64_t at) {
   const int64_t row = p->sorted->row[at];
   return p->x_index == MOELORA_BY_SORTED ? at
@@ -100,7 +101,7 @@ void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, con
 
 void moelora_cpu_base_rows(const moelora_projection *p, int64_t first, int64_t m,
                            moelora_scratch *scratch) {
-  const moelora_e4m3_rows *rows = &p->x_e4m3;
+  const moelora_quantized_rows *rows = &p->x_e4m3;
   if (!rows->values) {
     moelora_cpu_rows(p, first, m, scratch->x);
     return;

@@ -1,12 +1,13 @@
-/* The CUDA backend's table, and what its files ask of the device. */
+/* Function table of the CUDA backend, and device queries. */
 #include "cuda/backend.h"
+#include "cuda/backward/backward.h"
 #include "cuda/delta/delta.h"
 #include "cuda/launch/launch.h"
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
   if (error == cudaSuccess)
     return MOELORA_OK;
-  cudaGetLastError(); /* forget it: the next call must not report this one */
+  cudaGetLastError(); /* clear the error: the next call must not report it */
   return moelora_fail(MOELORA_DEVICE_ERROR, "%s: %s (%s)", what, cudaGetErrorName(error),
                       cudaGetErrorString(error));
 }
@@ -17,8 +18,8 @@ static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value)
 
 static __global__ void loaded_code() {}
 
-/* A device may be new enough for dependent launches while the code it runs is not: portable code on
- * a GPU newer than this build has no griddepcontrol.wait in it, and must never be started early. */
+/* Compute capability does not suffice: portable code running on a GPU newer than this build
+ * contains no griddepcontrol.wait, and must never be started early. */
 static moelora_status ask_overlaps(bool *overlaps) {
   cudaFuncAttributes code = {};
   const cudaError_t error = cudaFuncGetAttributes(&code, loaded_code);
@@ -33,7 +34,7 @@ static moelora_status count_devices(int32_t *count) {
   return MOELORA_OK;
 }
 
-/* Kernels run, and functions are configured, on the current device, whatever the stream is. */
+/* Kernel launches and function attributes use the current device, not the stream's. */
 static moelora_status enter(int32_t device_index, int32_t *outer) {
   int current = 0;
   MOELORA_TRY(moelora_cuda_check(cudaGetDevice(&current), "cudaGetDevice"));
@@ -48,12 +49,13 @@ static moelora_status leave(int32_t device_index, int32_t outer) {
 }
 
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
-  int major = 0, minor = 0, sms = 0, l2 = 0, shared = 0, khz = 0, bits = 0;
+  int major = 0, minor = 0, sms = 0, l2 = 0, shared = 0, clock = 0, khz = 0, bits = 0;
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major));
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor));
   MOELORA_TRY(attribute(cudaDevAttrMultiProcessorCount, device_index, &sms));
   MOELORA_TRY(attribute(cudaDevAttrL2CacheSize, device_index, &l2));
   MOELORA_TRY(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared));
+  MOELORA_TRY(attribute(cudaDevAttrClockRate, device_index, &clock));
   MOELORA_TRY(attribute(cudaDevAttrMemoryClockRate, device_index, &khz));
   MOELORA_TRY(attribute(cudaDevAttrGlobalMemoryBusWidth, device_index, &bits));
   *info = {};
@@ -62,6 +64,7 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->num_units = sms;
   info->l2_bytes = l2;
   info->shared_bytes = shared;
+  info->clock_mhz = clock / 1000;
   info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers a clock
   return ask_overlaps(&info->overlaps);
 }
@@ -86,8 +89,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_gemm,
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
-    nullptr, // the backward of a layer
-    nullptr,
+    moelora_cuda_experts_backward_workspace,
+    moelora_cuda_experts_backward,
     moelora_cuda_pack,
     moelora_cuda_pack_quantized,
     moelora_cuda_unpack_quantized,

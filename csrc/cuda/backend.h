@@ -1,4 +1,4 @@
-/* Slots of the backend's table that no other CUDA file calls. */
+/* Functions of the backend's table that no other CUDA file calls. */
 #ifndef MOELORA_CUDA_BACKEND_H
 #define MOELORA_CUDA_BACKEND_H
 
@@ -10,7 +10,7 @@ extern "C" {
 
 /* align.cu */
 size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
-                                    const moelora_align_plan *plan);
+                                    const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                   const moelora_align_plan *plan, const moelora_exec *exec);
 
@@ -26,7 +26,7 @@ moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *problem,
 
 /* align/lists.cu */
 size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                          const moelora_align_plan *plan);
+                                          const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
                                         const moelora_align_plan *plan, const moelora_exec *exec);
 
@@ -39,7 +39,7 @@ moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *prob
 moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *problem,
                                              const moelora_exec *exec);
 
-/* quantized_fp8.cu: the same for FP8 */
+/* quantized_fp8.cu */
 moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,

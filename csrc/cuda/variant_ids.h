@@ -1,9 +1,10 @@
-/* A number for every row of variants.inc. */
+/* Enumerates the rows of variants.inc. */
 #ifndef MOELORA_CUDA_VARIANT_IDS_H
 #define MOELORA_CUDA_VARIANT_IDS_H
 
 enum {
 #define MOELORA_CUDA_GEMM(NAME, ...) CUDA_##NAME,
+#define MOELORA_CUDA_BACK(NAME, ...) CUDA_##NAME,
 #define MOELORA_CUDA_DECODE(NAME, ...) CUDA_##NAME,
 #define MOELORA_CUDA_SORT(STEM, ...) CUDA_sort_i32_##STEM,
 #define MOELORA_CUDA_SHRINK(STEM, ...) CUDA_shrink_bf16_##STEM, CUDA_shrink_f16_##STEM,

@@ -1,8 +1,8 @@
-/* The functions of PyTorch's stable C ABI that moelora uses, all in torch >= 2.11.
+/* Functions of PyTorch's stable C ABI that moelora uses, available from torch 2.11 on.
  *
- * Declared here because torch's own headers are C++. tests/abi_conformance.cpp includes both and
- * does not compile when a prototype differs. Weak functions are in a CUDA build of torch only and
- * are NULL in a CPU build. */
+ * Declared here because torch's own headers are C++. tests/c/abi_conformance.cpp includes both and
+ * fails to compile if a prototype differs. Weak functions exist only in CUDA builds of torch and
+ * are NULL in CPU builds. */
 #ifndef MOELORA_GLUE_ABI_H
 #define MOELORA_GLUE_ABI_H
 
@@ -25,7 +25,7 @@ typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef int32_t AOTITorchError; /* 0 is success */
 typedef uint64_t StableIValue;  /* an int, a bool, the bits of a float, or an owned handle */
 
-/* The layout of StableIValue that our boxed functions expect: torch 2.11's. */
+/* Layout of StableIValue that our boxed functions expect: that of torch 2.11. */
 #define MOELORA_TORCH_ABI_VERSION ((uint64_t)2 << 56 | (uint64_t)11 << 48)
 
 /* constants */
@@ -74,7 +74,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t *sizes_ptr,
 AOTITorchError aoti_torch_zero_(AtenTensorHandle self);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 
-/* lists; the elements are the taker's to delete */
+/* lists; callers own the elements they take */
 AOTITorchError torch_list_size(StableListHandle list_handle, size_t *size);
 AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index,
                                    StableIValue *element);

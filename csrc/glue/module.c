@@ -1,4 +1,4 @@
-/* moelora._C: importing it registers the operators; its functions ask the core about itself. */
+/* moelora._C: importing it registers the operators; its functions query the core. */
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
@@ -76,7 +76,7 @@ static PyObject *py_is_batch_invariant(PyObject *self, PyObject *unused) {
   return PyBool_FromLong(moelora_is_batch_invariant());
 }
 
-/* In the order of moelora_tuned_plan. */
+/* Arguments in the order of moelora_tuned_plan. */
 static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   (void)self;
   int device, dtype;
@@ -133,7 +133,7 @@ static PyObject *py_has_cuda(PyObject *self, PyObject *unused) {
   return PyBool_FromLong(moelora_has_device(MOELORA_CUDA));
 }
 
-/* Rows of formats.inc, in the order of their enumerators, and what a tile of each is. */
+/* Rows of formats.inc in the order of their enumerators, with the properties of their tiles. */
 static PyObject *py_formats(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   static const struct {
@@ -159,8 +159,8 @@ static PyObject *py_formats(PyObject *self, PyObject *unused) {
   return list;
 }
 
-/* Rows of ops.inc: ("op", name, ""), then (kind, argument, shape) of each, then ("returns", dtype,
- * shape). Numbers and flags, which have no shape, are not among them. */
+/* Rows of ops.inc: ("op", name, ""), then (kind, argument, shape) for each tensor argument, then
+ * ("returns", dtype, shape). Numbers and flags are omitted. */
 static PyObject *py_operators(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   static const struct {

@@ -59,7 +59,7 @@ static int32_t dtype_to_torch(moelora_dtype dtype) {
   case MOELORA_U8:
     return aoti_torch_dtype_uint8();
   }
-  /* Of a foreign one: the core refuses it before it looks at an output. */
+  /* A foreign dtype: the core refuses it before it looks at an output. */
   return aoti_torch_dtype_uint8();
 }
 
@@ -79,10 +79,10 @@ static moelora_dtype dtype_from_torch(int32_t code) {
   return (moelora_dtype)(MOELORA_FOREIGN + place);
 }
 
-/* Where tensors without elements point, and no others: NULL would say that they are absent. */
+/* Address of tensors without elements: NULL would mean absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
-/* Meta tensors lie this far apart, so that none seems to share memory with another. */
+/* Distance between the addresses of meta tensors, so that none seem to overlap. */
 static const uintptr_t meta_spacing = (uintptr_t)1 << 57;
 
 static void *meta_address(const moelora_op_context *ctx) {
@@ -100,13 +100,13 @@ static const char *device_name(int32_t type) {
                                                  : "another device type";
 }
 
-/* The view `tensor` of `handle` lies within its storage, which whoever owns it may have freed or
- * shrunk: then torch has NULL for its data, or an address that is not its own. */
+/* Checks that a view lies within its storage, whose owner may have freed or shrunk it: torch then
+ * returns NULL or a stale address. */
 static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle,
                           bool has_data) {
   const int64_t span = moelora_span_bytes(arg.tensor);
   int64_t bytes = 0, offset = 0;
-  if (span <= 0) { /* no elements, or the core says what is wrong */
+  if (span <= 0) { /* no elements, or invalid, which the core reports */
     return;
   }
   aoti_torch_get_storage_size(handle, &bytes);
@@ -138,7 +138,7 @@ static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHa
   }
 }
 
-/* `index` >= 0: an entry of the list `name`. */
+/* `index` >= 0: entry of the list `name`. */
 static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t index,
                            StableIValue value, bool optional) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
@@ -206,7 +206,7 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
   StableListHandle list = (StableListHandle)(uintptr_t)value;
   size_t size = 0;
   torch_list_size(list, &size);
-  out[0].name = name; /* also of a list without tensors */
+  out[0].name = name; /* also for an empty list */
   if (size > MOELORA_MAX_SLICES) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", name, size,
             MOELORA_MAX_SLICES);

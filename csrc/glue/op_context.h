@@ -1,11 +1,11 @@
-/* Between torch's boxed calls and moelora's structs: one moelora_op_context lives for one call of
- * one operator. It owns every handle the call was given, notes the first failure, and gives
- * everything back in op_close, which alone may raise.
+/* Converts between torch's boxed calls and moelora's structs. A moelora_op_context lives for one
+ * call of one operator. It owns every handle of the call, records the first failure, and releases
+ * everything in op_close, the only function that may raise.
  *
  * An absent optional tensor arrives as a 1-D tensor of 0 elements, of any dtype, on any device.
  *
- * Tensors on torch's meta device have sizes but no memory. A call on them does all but compute: it
- * refuses what the same call on a CPU would, and returns meta tensors. */
+ * Tensors on torch's meta device have sizes but no memory. A call on them performs all checks of
+ * the same CPU call, computes nothing, and returns meta tensors. */
 #ifndef MOELORA_GLUE_OP_CONTEXT_H
 #define MOELORA_GLUE_OP_CONTEXT_H
 
@@ -30,45 +30,47 @@ typedef struct moelora_op_context {
 
 void op_open(moelora_op_context *ctx, const char *op);
 
-/* Arguments; each takes over its handle, also after a failure. */
+/* Arguments; each call takes ownership of its handle, also after a failure. */
 moelora_tensor op_tensor(moelora_op_context *ctx, const char *name, StableIValue value);
 moelora_tensor op_optional(moelora_op_context *ctx, const char *name, StableIValue value);
 moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a,
                      const char *name_b, StableIValue b);
-/* A list of at most MOELORA_MAX_SLICES tensors; returns how many. */
+/* A list of at most MOELORA_MAX_SLICES tensors; returns its length. */
 int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value,
                    moelora_tensor *out);
 int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value);
 double op_float(StableIValue value);
-/* The value of an integer tensor of one element in host memory; 0 if absent, and in a meta call. */
+/* Value of an integer tensor with one element in host memory; 0 if absent, and in a meta call. */
 int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue value);
-/* Fails if there are tokens and factors but nothing says which token carries which adapter: the
- * core would run such a call without adapters. */
+/* Fails if there are tokens and factors but no mapping from tokens to adapters: the core would run
+ * such a call without adapters. */
 void op_need_mapping(moelora_op_context *ctx, const moelora_tensor *topk_ids,
                      const moelora_tensor *token_lora_mapping, const moelora_lora *lora,
                      const char *name_a);
 
-/* After the last argument: picks stream and threads. False if anything failed so far. */
+/* Called after the last argument: selects stream and threads. Returns false if anything failed so
+ * far. */
 bool op_ready(moelora_op_context *ctx);
-/* A new contiguous tensor, returned by the op if it succeeds. */
+/* Allocates a contiguous tensor, which the op returns if it succeeds. */
 moelora_tensor op_output(moelora_op_context *ctx, moelora_dtype dtype, int32_t ndim,
                          const int64_t *sizes);
-/* True if the call may compute: false if it failed, and in a meta call. */
+/* Allocates a workspace. Returns false if the call must not compute: after a failure, and in a
+ * meta call. */
 bool op_workspace(moelora_op_context *ctx, size_t bytes);
-/* A workspace for a prepared call, and the call. */
+/* Allocates the workspace of a prepared call and runs it. */
 void op_run(moelora_op_context *ctx, const moelora_call *call);
 bool op_is_meta(const moelora_op_context *ctx);
-/* Notes the first failure: what follows it is usually its consequence. */
+/* Records the first failure; later ones are usually its consequence. */
 void op_fail(moelora_op_context *ctx, moelora_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-/* Notes a status of the core; true if it is MOELORA_OK. */
+/* Records a status of the core; returns whether it is MOELORA_OK. */
 bool op_check(moelora_op_context *ctx, moelora_status status);
 
 /* Releases what the context owns; writes the outputs to `stack`, or raises the first failure. */
 void op_close(moelora_op_context *ctx, StableIValue *stack);
 
-/* The last failure of this thread as it was raised. Who knows the number from before a call can
- * tell whether what the call raised is this. */
+/* This thread's last failure, as raised. A caller that knows the number from before a call can
+ * tell whether the call raised it. */
 typedef struct op_error {
   uint64_t number; /* failures so far; 0: none */
   moelora_status status;
@@ -77,9 +79,7 @@ typedef struct op_error {
 
 const op_error *op_last_error(void);
 
-/* register.c: defines the operators of ops.inc and registers them. Returns NULL, or what went
- * wrong.
- */
+/* register.c: defines and registers the operators of ops.inc. Returns NULL, or what went wrong. */
 const char *moelora_register_ops(void);
 
 #endif

@@ -1,11 +1,11 @@
-/* What the operators of alignment, of layers and of weights do (ops.inc). */
+/* Operators of alignment, layers and weights (ops.inc). */
 #include <inttypes.h>
 
 #include "core/backend.h"
 #include "core/format.h"
 #include "glue/ops.h"
 
-/* Tiles cannot hold more rows than they have room for. */
+/* Tiles have room for a limited number of rows. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = op_size(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
@@ -17,7 +17,7 @@ static int64_t num_blocks(const moelora_align_args *args) {
   int64_t rows;
   if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0 ||
       __builtin_mul_overflow(op_size(ids, 0), op_size(ids, 1), &rows) || rows > INT32_MAX) {
-    return 0; /* the core says what is wrong */
+    return 0; /* reported by the core */
   }
   return moelora_align_max_blocks(args->mode, rows, args->num_experts, args->max_loras,
                                   args->block_size);
@@ -115,7 +115,7 @@ void op_run_pack(moelora_op_context *ctx, op_pack_args *args) {
     return;
   }
   layout->rows = op_size(&w->values, 1);
-  const int64_t depth = op_size(&w->values, 2); /* half of K, of four bits */
+  const int64_t depth = op_size(&w->values, 2); /* 4-bit values: half of K */
   const int64_t side =
       moelora_tile_depth(layout->format) / (moelora_is_fp8(layout->format) ? 1 : 2);
   const int64_t sizes[4] = {op_size(&w->values, 0), moelora_row_tiles(layout->order, layout->rows),

@@ -1,11 +1,11 @@
-/* What an operator of ops.inc does once its arguments are unpacked: RUN(ctx, args) of each row. It
- * makes the outputs, and notes what fails in the context. */
+/* Implementations of the operators of ops.inc, called with unpacked arguments: RUN(ctx, args) of
+ * each row. They create the outputs and record failures in the context. */
 #ifndef MOELORA_GLUE_OPS_H
 #define MOELORA_GLUE_OPS_H
 
 #include "glue/op_context.h"
 
-/* Arguments of operators that have no struct in moelora.h; dtype: 0 is bfloat16, 1 float16. */
+/* Arguments of operators without a struct in moelora.h; dtype: 0 is bfloat16, 1 float16. */
 typedef struct op_prepack_args {
   moelora_tensor w;
 } op_prepack_args;
@@ -24,9 +24,10 @@ typedef struct op_unpack_args {
 
 typedef struct op_backward_args {
   moelora_experts_backward_args args;
-  int32_t wanted; /* bits, in the order of what is returned; both of w13's factors share theirs */
+  int32_t wanted; /* bit mask in the order of the outputs; the two factors of w13 share a bit */
   bool float32;   /* gradients of factors and biases */
-  int32_t w13_a, w13_b, w2_a, w2_b; /* gradients given for the slices of a factor */
+  int32_t w13_a, w13_b, w2_a,
+      w2_b; /* number of gradients that the caller passes for the slices of each factor */
 } op_backward_args;
 
 #define OP(NAME, ARGS, RUN) void RUN(moelora_op_context *ctx, ARGS *args);
@@ -36,8 +37,7 @@ static inline int64_t op_size(const moelora_tensor *tensor, int32_t dim) {
   return dim < tensor->ndim ? tensor->size[dim] : 0;
 }
 
-/* ops.c: rows of output that w [E, N, K], packed [E, N/64, K/64, 64, 64], or in tiles stands for.
- */
+/* ops.c: output rows of w: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout);
 
 #endif

@@ -1,6 +1,5 @@
-/* What the operators that add adapters alone do (ops.inc). Each writes to its first tensor; all but
- * two are one moelora_delta, and differ in which halves of an adapter they run and in who says
- * where rows go. */
+/* Operators of adapters alone (ops.inc). Each writes to its first tensor. All but two are a single
+ * moelora_delta; they differ in which halves of an adapter they run and how rows are defined. */
 #include "glue/ops.h"
 
 void op_run_delta(moelora_op_context *ctx, moelora_delta_args *args) {
@@ -20,7 +19,7 @@ void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
   op_run_delta(ctx, args);
 }
 
-/* Without add_inputs, rows without an adapter become 0. */
+/* Without add_inputs, rows without an adapter are zeroed. */
 void op_run_routed(moelora_op_context *ctx, moelora_delta_args *args) {
   moelora_call call;
   if (!op_check(ctx, moelora_prepare_delta(args, &ctx->exec, &call)) ||

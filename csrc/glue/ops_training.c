@@ -1,7 +1,7 @@
-/* The forward of a layer that saves for its backward, and the backward (ops.inc). */
+/* Forward of a layer that saves for its backward, and the backward (ops.inc). */
 #include "glue/ops.h"
 
-/* Routed rows, 0 where their number is refused later. */
+/* Number of routed rows, or 0 if it will be refused later. */
 static int64_t num_rows(const moelora_experts_args *args) {
   const moelora_tensor *ids = &args->routing.topk_ids;
   int64_t rows;
@@ -9,7 +9,7 @@ static int64_t num_rows(const moelora_experts_args *args) {
                                                                                              : rows;
 }
 
-/* A tensor of no elements: nothing. */
+/* An empty tensor, as a placeholder. */
 static moelora_tensor nothing(moelora_op_context *ctx, moelora_dtype dtype) {
   const int64_t none = 0;
   op_output(ctx, dtype, 1, &none);
@@ -53,7 +53,7 @@ enum {
   WANT_W2_BIAS = 128,
 };
 
-/* A new gradient of `like`, or nothing. */
+/* Allocates a gradient of `like`, or an empty placeholder. */
 static moelora_tensor gradient(moelora_op_context *ctx, const moelora_tensor *like, bool wanted,
                                bool float32) {
   return wanted && like->ndim
@@ -96,7 +96,7 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   run(ctx, &op->args);
 }
 
-/* Slices of a projection whose gradients a caller gives; a list of none: not wanted. */
+/* Number of slices of a projection for which the caller passes gradients; 0: not requested. */
 static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
                             const char *name_b, int32_t num_b) {
   if (num_a && num_b && num_a != num_b) {

@@ -1,4 +1,4 @@
-/* From the rows of ops.inc to torch's operators: a schema and a boxed function for each, for both
+/* Registers the operators of ops.inc with torch: a schema and a boxed function each, for both
  * devices. */
 #include <stdio.h>
 
@@ -56,7 +56,8 @@ static void write_schema(int op, char *to, size_t bytes) {
 
 /* ---- arguments ---- */
 
-/* unpack_<NAME>(ctx, stack, args): what torch passes, to the fields that the rows name. */
+/* unpack_<NAME>(ctx, stack, args): converts the arguments from torch into the fields of each row.
+ */
 #define OP(NAME, ARGS, RUN)                                                                        \
   static void unpack_##NAME(moelora_op_context *ctx, const StableIValue *stack, ARGS *args) {
 #define TENSOR(NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
@@ -109,10 +110,10 @@ static boxed_function *const functions[NUM_OPS] = {
 };
 
 const char *moelora_register_ops(void) {
-  /* torch keeps the operators while these handles live, which is for good. */
+  /* torch keeps the operators as long as these handles live, i.e. forever. */
   static TorchLibraryHandle definitions, cpu, cuda;
-  /* The same again for meta tensors. Shape functions in Python, which understand symbolic sizes,
-   * take the Meta key of the operators themselves, and call these to check. */
+  /* A second registration for meta tensors. Python shape functions, which support symbolic sizes,
+   * implement the Meta key of the operators themselves, and call these to validate. */
   static TorchLibraryHandle meta_definitions, meta;
   static char schema[2048];
   if (definitions) {

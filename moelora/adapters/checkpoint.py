@@ -24,6 +24,7 @@ from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
+from moelora.storage import check_held
 
 # The weight of a linear layer or embedding of the model that an adapter is for, None if it has no
 # plain one.
@@ -259,6 +260,7 @@ class _Reader:
                 f"{text}: the weight of {linear.name} is saved beside the factors, and that of the "
                 "model is not at hand to compare; save without it (save_embedding_layers=False)"
             )
+        check_held(f"the weight of {linear.name}", own)
         own = own.detach().cpu()
         if not (torch.equal(saved.to(own.dtype), own) or torch.equal(own.to(saved.dtype), saved)):
             raise ValueError(

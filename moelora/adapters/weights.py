@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from moelora.files import file_in, read_json
+from moelora.storage import check_held
 
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
@@ -50,8 +52,11 @@ class State:
                 raise ValueError(f"key {key!r:.80} of the state dict is a {type(key).__name__}")
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{key:.200} is a {type(tensor).__name__}, wanted a tensor")
-            if tensor.layout is not torch.strided or tensor.is_meta:
-                raise ValueError(f"{key:.200} is a sparse or a meta tensor, wanted a plain one")
+            if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+                raise ValueError(
+                    f"{key:.200} is a sparse, nested or meta tensor, wanted a plain one"
+                )
+            check_held(f"{key:.200}", tensor)
         self._state = state
 
     def keys(self) -> Sequence[str]:
@@ -133,8 +138,8 @@ class _Shards:
         return self._files[key].tensor(key)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files with the tensors of an adapter.
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The files with the tensors of an adapter, and the keys that an index says each has.
 
     Raises
     ------
@@ -146,21 +151,23 @@ def weight_files(folder: Path) -> list[Path]:
     for ending in ENDINGS:
         whole = file_in(folder, f"{STEM}{ending}")
         if whole.is_file():
-            return [whole]
+            return {whole: []}
         index = file_in(folder, f"{STEM}{ending}.index.json")
         if index.is_file():
             return _indexed(index)
         shards = _numbered(folder, ending)
         if shards:
-            return shards
-    found = sorted(p.name for p in folder.iterdir() if p.suffix in (*ENDINGS, ".pt", ".gguf"))
+            return {path: [] for path in shards}
+    known = (*ENDINGS, ".pt", ".gguf")
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in known and p.is_file())
     hint = f"; it holds {', '.join(found[:5])}" if found else ""
     raise FileNotFoundError(f"{folder} holds no {STEM}.safetensors{hint}")
 
 
-def _indexed(index: Path) -> list[Path]:
+def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        weight_map = read_json(index)["weight_map"]
+        names = sorted(set(weight_map.values()))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of shards: {error!r:.200}") from None
     for name in names:
@@ -170,7 +177,10 @@ def _indexed(index: Path) -> list[Path]:
             raise ValueError(f"{index.parent} has no file {name}, which {index.name} names")
     if not names:
         raise ValueError(f"{index} names no files")
-    return [file_in(index.parent, name) for name in names]
+    keys: dict[str, list[str]] = {name: [] for name in names}
+    for key, name in weight_map.items():
+        keys[name].append(key)
+    return {file_in(index.parent, name): keys[name] for name in names}
 
 
 def _numbered(folder: Path, ending: str) -> list[Path]:
@@ -196,10 +206,15 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     Raises
     ------
     FileNotFoundError, ValueError
-        There are none, or a file cannot be read.
+        There are none, a file cannot be read, or has not what its index says.
     """
     with ExitStack() as opened:
-        files = {path.name: _open(path, opened) for path in weight_files(folder)}
+        files = {}
+        for path, promised in weight_files(folder).items():
+            files[path.name] = _open(path, opened)
+            missing = sorted(set(promised) - set(files[path.name].keys()))
+            if missing:
+                raise ValueError(f"{path} has no {missing[0]:.200}, which the index says it has")
         yield next(iter(files.values())) if len(files) == 1 else _Shards(files)
 
 
@@ -209,12 +224,36 @@ def _open(path: Path, opened: ExitStack) -> Weights:
 
 def _unpickled(path: Path) -> State:
     try:
+        _check_records(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} cannot be read as tensors alone (torch.load, weights_only=True): {why:.300}"
+            f"{path} cannot be read as tensors alone (torch.load, weights_only=True): "
+            f"{_reason(error):.300}"
         ) from None
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, wanted a dictionary of tensors")
     return State(state)
+
+
+def _check_records(path: Path) -> None:
+    """Raises ValueError if a file would take more memory than it is long.
+
+    Records of a zip file may be compressed, or lie over each other; torch.save writes neither.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            held = sum(record.file_size for record in file.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
+        raise ValueError(str(error)) from None
+    if held > (length := path.stat().st_size):
+        raise ValueError(f"its records have {held} bytes, the file has {length}")
+
+
+def _reason(error: Exception) -> str:
+    """What torch says is wrong, without its advice to load whatever it is."""
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    told = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler"))
+    return next(told, lines[0]).partition(" Please ")[0]

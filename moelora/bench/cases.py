@@ -82,7 +82,7 @@ def draw_weights(
 def draw_checkpoint(
     model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
 ) -> Checkpoint:
-    """Quantised weights as checkpoints hold them."""
+    """Quantized weights as checkpoints hold them."""
     e, k, i = model.experts, model.hidden, model.intermediate
     assert model.format
     draw = FORMATS[model.format].draw
@@ -208,7 +208,7 @@ def work(model: Model, batch: Batch, rank: int = 0) -> tuple[float, float]:
     """(flops, bytes) of one layer; rank 0 is the layer without adapters.
 
     Bytes count each touched expert once, with its biases, each touched (expert, adapter) pair once,
-    x and y once. Quantised weights count as checkpoints hold them, with their scales.
+    x and y once. Quantized weights count as checkpoints hold them, with their scales.
     """
     matrices = model.slices + 1
     size = model.hidden * model.intermediate

@@ -102,7 +102,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = (
         "of --list, or config.json files of Hugging Face; qwen3:16 is qwen3 cut to 16 experts, "
-        f"qwen3@int4 has quantised weights ({usual('models')})"
+        f"qwen3@int4 has quantized weights ({usual('models')})"
     )
     add("--models", "--model", help=about)
     shape, about = "E,TOP_K,K,I[,ACTIVATION]", "a layer of another size (default: none)"
@@ -141,10 +141,10 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     if args.device == "cuda" and "fp32" in args.dtypes:
         raise ValueError("--dtypes: CUDA kernels are for bf16 and fp16")
     known = list(baselines.ABOUT)
-    quantised = [bool(model.format) for _, model in args.models]
-    defaults = [] if all(quantised) else baselines.DEFAULTS[args.device]
-    if any(quantised):
-        defaults = defaults + baselines.DEFAULTS_OF_QUANTISED[args.device]
+    quantized = [bool(model.format) for _, model in args.models]
+    defaults = [] if all(quantized) else baselines.DEFAULTS[args.device]
+    if any(quantized):
+        defaults = defaults + baselines.DEFAULTS_OF_QUANTIZED[args.device]
     if args.baselines in ("auto", "none"):
         args.baselines = defaults if args.baselines == "auto" else []
     else:
@@ -181,14 +181,14 @@ def _settle_layers(args: argparse.Namespace) -> None:
     if not models:
         raise ValueError("--models and --shape name no layer")
     args.models = [
-        (key, model.quantised(wanted) if wanted else model)
+        (key, model.quantized(wanted) if wanted else model)
         for key, model in models
         for wanted in [format or model.format]
     ]
     if any(model.format for _, model in args.models):
         args.dtypes = args.dtypes or "bf16"
         if "fp32" in args.dtypes:
-            raise ValueError("--dtypes: quantised weights serve bf16 and fp16")
+            raise ValueError("--dtypes: quantized weights serve bf16 and fp16")
 
 
 def _numbers(option: str, text: str | int) -> list[int]:
@@ -344,7 +344,7 @@ def show_lists(console: Console) -> None:
         models.add_row(key, m.name, *sizes, m.activation)
     who = Table("--baselines", "what", "cuda", "cpu")
     defaults = [
-        baselines.DEFAULTS[device] + baselines.DEFAULTS_OF_QUANTISED[device]
+        baselines.DEFAULTS[device] + baselines.DEFAULTS_OF_QUANTIZED[device]
         for device in ("cuda", "cpu")
     ]
     for name, about in baselines.ABOUT.items():

@@ -58,7 +58,7 @@ def read(text: str, format: str | None = None) -> tuple[str, Model]:
         raise ValueError(f"{path} chooses {model.top_k} of {model.experts} experts")
     if format is None:
         format = format_of(path, levels)
-    return model.name, model.quantised(format) if format in FORMATS else model
+    return model.name, model.quantized(format) if format in FORMATS else model
 
 
 def name_of(config: Mapping[str, Any], path: Path) -> str:
@@ -93,15 +93,15 @@ def activation(path: Path, levels: Iterable[Mapping[str, Any]]) -> Activation:
 
 
 def format_of(path: Path, levels: Iterable[Mapping[str, Any]]) -> str | None:
-    """A name of FORMATS, or None for weights that are not quantised."""
+    """A name of FORMATS, or None for weights that are not quantized."""
     for level in levels:
-        quantised = level.get("quantization_config")
-        if not isinstance(quantised, dict):
+        quantized = level.get("quantization_config")
+        if not isinstance(quantized, dict):
             continue
-        method = str(quantised.get("quant_method"))
+        method = str(quantized.get("quant_method"))
         if method in FORMATS:
             return method
-        if method in ("gptq", "awq", "auto-round", "compressed-tensors") and bits(quantised) == 4:
+        if method in ("gptq", "awq", "auto-round", "compressed-tensors") and bits(quantized) == 4:
             return "int4"
         raise ValueError(
             f"{path}: quant_method is {method!r}, of which there is no format to measure; "
@@ -110,12 +110,12 @@ def format_of(path: Path, levels: Iterable[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def bits(quantised: Mapping[str, Any]) -> int | None:
+def bits(quantized: Mapping[str, Any]) -> int | None:
     """Of a weight, as GPTQ and AWQ say it or as compressed-tensors does."""
-    if "bits" in quantised or "w_bit" in quantised:
-        found = quantised.get("bits", quantised.get("w_bit"))
+    if "bits" in quantized or "w_bit" in quantized:
+        found = quantized.get("bits", quantized.get("w_bit"))
     else:
-        groups = quantised.get("config_groups") or {}
+        groups = quantized.get("config_groups") or {}
         weights = [(group or {}).get("weights") or {} for group in groups.values()]
         found = weights[0].get("num_bits") if weights else None
         if weights and weights[0].get("type", "int") != "int":

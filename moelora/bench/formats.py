@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moelora.quantized import QuantizedWeights
+from moelora.quantized_readers import NVFP4_BLOCK
 
 INT4_GROUP = 128
 FP8_BLOCK = 128
@@ -19,6 +20,17 @@ def draw_mxfp4(
     return (
         _integers((experts, rows, columns // 2), 0, 256, generator),
         _integers((experts, rows, columns // 32), 119, 121, generator),
+    )
+
+
+def draw_nvfp4(
+    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Values [E, N, K/2], scales [E, N, K/16] and [E], for a standard deviation of about 0.02."""
+    return (
+        _integers((experts, rows, columns // 2), 0, 256, generator),
+        _integers((experts, rows, columns // NVFP4_BLOCK), 100, 124, generator),
+        torch.full((experts,), 5e-5, device=generator.device),
     )
 
 
@@ -56,7 +68,7 @@ def _integers(
 
 @dataclass(frozen=True)
 class Format:
-    """One way to hold quantised weights, as checkpoints do."""
+    """One way to hold quantized weights, as checkpoints do."""
 
     about: str
     bits: float  # of a weight, its share of the scales included
@@ -71,6 +83,9 @@ class Format:
 FORMATS = {
     "mxfp4": Format(
         "MXFP4, a scale of 8 bits for 32", 4.25, 32, draw_mxfp4, QuantizedWeights.from_mxfp4
+    ),
+    "nvfp4": Format(
+        "NVFP4, a scale of 8 bits for 16", 4.5, NVFP4_BLOCK, draw_nvfp4, QuantizedWeights.from_nvfp4
     ),
     "int4": Format(
         f"INT4 as of GPTQ, a scale of 16 bits for {INT4_GROUP}",

@@ -37,7 +37,7 @@ class Layer:
         self.model, self.dtype, self.adapters = model, dtype, adapters
         self.device = generator.device
         torch_dtype = cases.DTYPES[dtype]
-        self.checkpoint: cases.Checkpoint = {}  # what quantised weights were made of
+        self.checkpoint: cases.Checkpoint = {}  # what quantized weights were made of
         if model.format:
             self.checkpoint = cases.draw_checkpoint(model, generator, torch_dtype)
             self.w13, self.w2 = cases.pack_checkpoint(model, self.checkpoint, torch_dtype)
@@ -55,12 +55,12 @@ class Layer:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """w13 and w2 of a layer that is not quantised."""
+        """w13 and w2 of a layer that is not quantized."""
         assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
         return self.w13, self.w2
 
     def weights_of(self, projection: str, expert: int) -> torch.Tensor:
-        """One expert's "w13" or "w2" [N, K], as numbers if it is quantised."""
+        """One expert's "w13" or "w2" [N, K], as numbers if it is quantized."""
         w = getattr(self, projection)
         if isinstance(w, torch.Tensor):
             return w[expert]

@@ -33,7 +33,7 @@ class Model:
             return None
         return "interleaved" if self.activation == "swigluoai" else "concatenated"
 
-    def quantised(self, format: str) -> "Model":
+    def quantized(self, format: str) -> "Model":
         """The same layer with weights of one of FORMATS."""
         if format not in FORMATS:
             raise ValueError(f"no format is called {format!r}; there are {', '.join(FORMATS)}")
@@ -93,14 +93,14 @@ MODELS = {
 
 def find(text: str) -> tuple[str, Model]:
     """(key, model) of "qwen3"; of "qwen3:16", the same layer cut to 16 experts; of "qwen3@int4",
-    the same layer with quantised weights."""
+    the same layer with quantized weights."""
     text, _, format = text.partition("@")
     key, _, experts = text.partition(":")
     if key not in MODELS:
         raise ValueError(f"no model is called {key!r}; there are {', '.join(MODELS)}")
     model = MODELS[key]
     model = model.cut(_whole(experts, text)) if experts else model
-    return key, model.quantised(format) if format else model
+    return key, model.quantized(format) if format else model
 
 
 def custom(text: str) -> tuple[str, Model]:

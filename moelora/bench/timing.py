@@ -35,7 +35,7 @@ class Run:
     call: Callable[[int], Any]  # of a batch's index; returns the output
     # the checked call instead of `call(0)`; may raise Skipped
     first: Callable[[], torch.Tensor] | None = None
-    eager: bool = False  # it synchronises with the host, so no CUDA graph can hold it
+    eager: bool = False  # it synchronizes with the host, so no CUDA graph can hold it
     of: Layer | None = None  # what it computes, where that is not the case's
 
 
@@ -115,7 +115,7 @@ class GraphTimer:
             if not run.eager:
                 try:
                     graphs.append(self.capture(rotation))
-                except RuntimeError:  # it synchronises where nobody expected it
+                except RuntimeError:  # it synchronizes where nobody expected it
                     run.eager = True
             turns[key] = (rotation[0], 1) if run.eager else (graphs[-1].replay, calls)
         samples: dict[Name, list[float]] = {key: [] for key in turns}

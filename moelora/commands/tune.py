@@ -228,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.dir:
             raise ValueError("say where the files go: --dir or MOELORA_CONFIG_DIR")
         if any(model.format for _, model in args.models):
-            raise ValueError("--models: plans are tuned for weights that are not quantised")
+            raise ValueError("--models: plans are tuned for weights that are not quantized")
         if len(args.adapters) > 1:
             raise ValueError(f"--adapters is {args.adapters}, wanted one number")
         if args.device == "cuda" and os.environ.get("MOELORA_MAX_CC"):

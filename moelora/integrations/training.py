@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moelora.storage import check_held
+
 if TYPE_CHECKING:
     from moelora.integrations.peft.experts import Wrapper
 
@@ -67,9 +69,17 @@ def arguments(
     return found
 
 
+def weights(wrapper: Wrapper, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """The parameters of A and B of an adapter; ValueError if one of them has been freed."""
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    for side, weight in (("lora_A", a), ("lora_B", b)):
+        check_held(f"{side}.{name} of {wrapper.parameter_name}", weight)
+    return a, b
+
+
 def _factors(wrapper: Wrapper, name: str, scaled: bool) -> tuple[Tensor, Tensor]:
     """A (E, r, in) and B (E, out, r); B times the scaling of its projection if `scaled`."""
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a, b = weights(wrapper, name)
     a = a.reshape(wrapper.num_experts, -1, a.shape[1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
     return a, (b.float() * float(wrapper.scaling[name])).to(b.dtype) if scaled else b

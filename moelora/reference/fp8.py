@@ -18,7 +18,7 @@ ROWS, COLUMNS, LARGEST = 64, 128, 448.0
 
 
 def is_w8a8(weights: Weights) -> TypeGuard[QuantizedWeights]:
-    """Whether they are quantised, and multiply activations in FP8."""
+    """Whether they are quantized, and multiply activations in FP8."""
     return getattr(weights, "x_format", "native") != "native"
 
 
@@ -52,7 +52,7 @@ def numbers_of(weights: Weights) -> Tensor:
     return of_tiles[:, n, :columns]
 
 
-def quantised(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tensor:
+def quantized(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tensor:
     """Rows (..., K) as they multiply weights in FP8: e4m3 times its scale, in float64.
 
     `x` is rounded to `dtype` first. Each number is divided by the scale of its token, or multiplied
@@ -87,7 +87,7 @@ def rule_of(weights: Weights, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return lambda x: x
 
     def rule(x: Tensor) -> Tensor:
-        numbers = quantised(x.detach(), weights, dtype)
+        numbers = quantized(x.detach(), weights, dtype)
         return numbers + (x - x.detach()) if x.requires_grad else numbers
 
     return rule

@@ -20,7 +20,7 @@ def as_list(factors: Factors) -> list[Tensor]:
 
 
 def as_tensor(weights: Weights) -> Tensor:
-    """Expert weights as numbers: packed and quantised ones are unpacked."""
+    """Expert weights as numbers: packed and quantized ones are unpacked."""
     return weights if isinstance(weights, Tensor) else weights.unpack()
 
 

@@ -1,4 +1,4 @@
-/* Random problems, the threads they run on, and how close a result must be. */
+/* Random problems, a thread pool, and error bounds of results. */
 #ifndef MOELORA_TESTS_CASES_H
 #define MOELORA_TESTS_CASES_H
 
@@ -6,7 +6,7 @@
 
 #include "naive.h"
 
-/* A thread pool of three, which starts with the last share. */
+/* A pool of three threads that starts with the last share. */
 enum { THREADS = 3 };
 
 typedef struct share {
@@ -76,7 +76,7 @@ static inline moelora_routing random_routing(sizes s) {
     known = s.experts + 3;
     routing.expert_map = random_ids(MOELORA_I32, -1, s.experts, 1, &known);
   }
-  /* a few ids lie outside */
+  /* a few ids are out of range */
   routing.topk_ids = random_ids(id_dtype(), -1, known, SIZES(s.tokens, s.top_k));
   if (s.tokens > 1)
     write_value(routing.topk_ids.data, routing.topk_ids.dtype, 0, 2147483647.0);
@@ -109,7 +109,7 @@ static inline moelora_lora random_lora(sizes s, moelora_dtype dtype, int32_t sli
   return lora;
 }
 
-/* Row-major weights, or the same packed by the library. */
+/* Row-major weights, or the same, packed by the library. */
 static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_t n, int64_t k,
                                             bool packed) {
   moelora_tensor w = random_tensor(dtype, 1 / sqrt((double)k), SIZES(s.experts, n, k));
@@ -124,7 +124,7 @@ static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_
   return tiles;
 }
 
-/* |out - exact| against what a chain of roundings of the dtype may do. */
+/* Compares |out - exact| with the error of a chain of roundings to the dtype. */
 static inline void check_close(const char *what, const moelora_tensor *out, const double *exact,
                                const double *rounded, int64_t count) {
   double error = 0, largest = 0;

@@ -1,5 +1,5 @@
-/* What fuzz_api.c tries its calls with: views that a few fields are overwritten in, memory of
- * exactly the bytes that they span, and one run of an operator with what it must keep to. */
+/* Building blocks of fuzz_api.c: views with corrupted fields, memory of exactly the size that they
+ * span, and a run of an operator with the guarantees it must keep. */
 #ifndef MOELORA_TESTS_FUZZ_H
 #define MOELORA_TESTS_FUZZ_H
 
@@ -26,12 +26,12 @@ typedef struct owned {
   unsigned char *memory; /* exactly `bytes`, from malloc */
   size_t bytes;
   bool output;
-  unsigned char *before; /* of outputs */
+  unsigned char *before; /* outputs only */
 } owned;
 
 static owned views[MAX_VIEWS];
 static int num_views;
-static bool backed; /* every view has all the memory that it claims */
+static bool backed; /* all views have all the memory that they claim */
 
 static void forget_views(void) {
   for (int i = 0; i < num_views; i++) {
@@ -41,7 +41,7 @@ static void forget_views(void) {
   num_views = 0;
 }
 
-/* Bytes from the first element to the end of the last; -1 if no memory can be meant. */
+/* Bytes from the first element to the end of the last; -1 if no memory can be that large. */
 static int64_t bytes_of(const moelora_tensor *t) {
   if (t->ndim < 0 || t->ndim > MOELORA_MAX_DIMS || (int)t->dtype < 0 || t->dtype > MOELORA_U8)
     return -1;
@@ -92,13 +92,13 @@ static void disturb_view(moelora_tensor *t) {
   case 6:
     *t = absent;
     break;
-  default: /* a step wider in every row */
+  default: /* one step wider per row */
     for (int32_t i = 0; i + 1 < t->ndim && i < MOELORA_MAX_DIMS; i++)
       bump(&t->stride[i], t->stride[i] / 2);
   }
 }
 
-/* Ids near the edges of what they may be; anything for the rest. */
+/* Ids near the limits of their range; arbitrary bits for other data. */
 static void fill(const owned *o, bool ids) {
   for (size_t i = 0; i < o->bytes; i++)
     o->memory[i] = (unsigned char)random_bits();
@@ -110,7 +110,8 @@ static void fill(const owned *o, bool ids) {
   }
 }
 
-/* Gives a view its memory. A pointer may also be wrong: missing, odd, or another view's. */
+/* Allocates the memory of a view. The pointer may also be wrong: NULL, misaligned, or another
+ * view's. */
 static void back(moelora_tensor *t, bool output) {
   if (!t->data) /* absent */
     return;
@@ -169,7 +170,7 @@ static moelora_exec any_exec(void) {
   return exec;
 }
 
-/* Exactly the workspace that was asked for, at the end of what there is. */
+/* Exactly the workspace that was requested, at the end of its allocation. */
 static moelora_exec with_workspace(moelora_exec exec, size_t bytes, unsigned char **memory) {
   *memory = aligned_alloc(256, (bytes + 511) / 256 * 256);
   exec.workspace = *memory;

@@ -1,13 +1,13 @@
-/* Random arguments against the public functions: fuzz_api [CALLS [SEED]], meant for sanitizers.
+/* Random arguments for the public functions: fuzz_api [CALLS [SEED]], meant for sanitizers.
  *
- * Every call starts from valid arguments, of which a few fields are overwritten: sizes, strides,
- * dtypes, pointers, enumerators, numbers, absence. Every view owns a block of exactly the bytes
- * that it spans, so that the sanitizer sees any access beside it; ids, ranks, tables and factors
- * hold any bits. A call must
+ * Every call starts from valid arguments and overwrites a few fields: sizes, strides, dtypes,
+ * pointers, enumerators, numbers, absence. Every view owns a block of exactly the bytes that it
+ * spans, so that the sanitizer detects any access outside; ids, ranks, tables and factors hold
+ * arbitrary bits. A call must
  *   - not touch memory outside its arguments, whatever ids say;
- *   - refuse sizes below 0 and whatever spans more than memory can hold;
- *   - leave all outputs alone, and a message, when it refuses; leave no message when it does not.
- * Views too large to be backed are only validated, by prepare. */
+ *   - refuse negative sizes and anything that spans more than memory can hold;
+ *   - leave all outputs unchanged, and a message, if it refuses; leave no message otherwise.
+ * Views too large to be backed by memory are only validated, by prepare. */
 #include "fuzz.h"
 
 static double any_number(void) {
@@ -15,7 +15,7 @@ static double any_number(void) {
   return odd[random_in(0, sizeof odd / sizeof *odd - 1)];
 }
 
-/* ---- arguments: valid, then disturbed ---- */
+/* ---- arguments: valid, then corrupted ---- */
 
 /* A contiguous view without memory. */
 static moelora_tensor shaped(moelora_dtype dtype, int32_t ndim, const int64_t *size) {
@@ -77,7 +77,7 @@ static moelora_lora any_lora(const sizes *s, moelora_dtype dtype, int64_t n, int
   return lora;
 }
 
-/* Weights [E, n, k], packed where they can be. */
+/* Weights [E, n, k], packed if possible. */
 static moelora_tensor any_weights(moelora_dtype dtype, int64_t e, int64_t n, int64_t k) {
   if (n % 64 == 0 && k % 64 == 0 && one_in(2))
     return shaped(dtype, SIZES(e, n / 64, k / 64, 64, 64));
@@ -88,7 +88,7 @@ static moelora_dtype any_float(void) {
   return (moelora_dtype)random_in(MOELORA_F32, MOELORA_F16);
 }
 
-/* What a mode does not read may hold anything, and nothing may look at it. */
+/* Arguments that a mode does not read may hold anything, and must not be looked at. */
 static moelora_tensor wild(void) {
   moelora_tensor t = shaped((moelora_dtype)random_in(-1, 7), SIZES(2, 3, 2, 3, 2));
   for (int32_t i = 0; i < MOELORA_MAX_DIMS; i++)
@@ -102,7 +102,7 @@ static int64_t depth_tiles(const moelora_layout *layout, int64_t k) {
   return layout->format >= MOELORA_FP8 ? (k + 127) / 128 : (k + 63) / 64;
 }
 
-/* Some weights come in tiles, whose sizes are mostly right. */
+/* Some weights are tiles, with mostly correct sizes. */
 static moelora_tensor any_tiles(moelora_tensor w, int64_t e, int64_t n, int64_t k,
                                 moelora_row_order order, moelora_layout *layout) {
   if (!one_in(4) || e < 1 || n < 1 || k < 1)
@@ -126,7 +126,7 @@ static moelora_tensor any_tiles(moelora_tensor w, int64_t e, int64_t n, int64_t 
   return tiles;
 }
 
-/* Inputs and outputs of one call, in any order. */
+/* Inputs and outputs of a call, in any order. */
 typedef struct list {
   moelora_tensor *at[MAX_VIEWS];
   int count;
@@ -148,7 +148,7 @@ static void put_lora(list *inputs, moelora_lora *lora) {
     put(inputs, &lora->a[i]), put(inputs, &lora->b[i]);
 }
 
-/* Overwrites fields of none or a few views, then gives all of them memory. */
+/* Overwrites fields of zero or more views, then allocates memory for all of them. */
 static void disturb(list *inputs, list *outputs) {
   list *lists[] = {inputs, outputs};
   for (int64_t times = one_in(3) ? 0 : random_in(1, 3); times > 0; times--) {
@@ -229,7 +229,7 @@ static void fuzz_gemm(void) {
   RUN(gemm, &args);
 }
 
-/* Some with float32 factors beside 16 bits. `rows` becomes those of w13. */
+/* Some with float32 factors and a 16-bit dtype. `rows` becomes the number of rows of w13. */
 static moelora_experts_args any_experts(sizes *given, moelora_dtype dtype, int64_t *rows) {
   sizes s = *given;
   moelora_activation activation = (moelora_activation)random_in(0, 4);
@@ -263,7 +263,7 @@ static moelora_experts_args any_experts(sizes *given, moelora_dtype dtype, int64
   return args;
 }
 
-/* What such a layer saves; now and then too much or too little. */
+/* Saved tensors of such a layer; occasionally too many or too few. */
 static moelora_saved any_saved(const sizes *s, const moelora_experts_args *args, int64_t rows) {
   const moelora_dtype dtype = args->hidden_states.dtype;
   const bool mapped = args->adapters.token_lora_mapping.data != NULL;
@@ -302,7 +302,7 @@ static void fuzz_experts(void) {
   RUN(experts, &args);
 }
 
-/* A gradient of `like`, if it is wanted. */
+/* A gradient of `like`, if requested. */
 static moelora_tensor any_gradient(const moelora_tensor *like, moelora_dtype dtype) {
   if (!like->data || one_in(4))
     return absent;
@@ -444,7 +444,7 @@ static void fuzz_delta(void) {
       args.routing.topk_weights = wild();
   }
   disturb(&inputs, &outputs);
-  if (listed && !args.lists.sorted_token_ids.data) /* now routing counts, which has no memory */
+  if (listed && !args.lists.sorted_token_ids.data) /* then routing is used, which has no memory */
     backed = false;
   RUN(delta, &args);
 }
@@ -535,7 +535,7 @@ static void fuzz_pack_quantized(void) {
   runs += status == MOELORA_OK;
 }
 
-/* Of the sanitizers, where the program was built with one. */
+/* Defined by sanitizers, if the program was built with one. */
 void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));
 
 static void say_seed(void) {

@@ -1,4 +1,4 @@
-/* What every C test needs: checks that name their line, memory that notices stray writes, random
+/* Common parts of all C tests: checks that report their line, memory with guard bands, random
  * tensors. Programs print one line and return 0, or stop at the first failure. */
 #ifndef MOELORA_TESTS_HARNESS_H
 #define MOELORA_TESTS_HARNESS_H
@@ -100,7 +100,7 @@ static inline uint64_t random_bits(void) {
   return random_state * 0x2545f4914f6cdd1du >> 32;
 }
 
-static inline int64_t random_in(int64_t low, int64_t high) { /* both included */
+static inline int64_t random_in(int64_t low, int64_t high) { /* inclusive */
   return low + (int64_t)(random_bits() % (uint64_t)(high - low + 1));
 }
 
@@ -217,7 +217,7 @@ static inline int64_t count_of(const moelora_tensor *t) {
   return count;
 }
 
-/* A contiguous tensor; its memory holds 0xa5 bytes. */
+/* A contiguous tensor, filled with 0xa5 bytes. */
 static inline moelora_tensor new_tensor(moelora_dtype dtype, int32_t ndim, const int64_t *size) {
   moelora_tensor t = view(NULL, dtype, ndim, size);
   t.data = allocate((size_t)count_of(&t) * dtype_bytes(dtype));
@@ -245,7 +245,7 @@ static inline moelora_tensor random_ids(moelora_dtype dtype, int64_t low, int64_
   return t;
 }
 
-/* The same values with rows `stride` elements apart; what lies between them is large. */
+/* The same values with rows `stride` elements apart and large values in between. */
 static inline moelora_tensor spread_rows(moelora_tensor t, int64_t stride) {
   moelora_tensor wide = new_tensor(t.dtype, SIZES(t.size[0], stride));
   int64_t cols = t.size[1];
@@ -266,7 +266,8 @@ static inline void give_workspace(moelora_exec *exec, size_t bytes) {
 
 /* ---- calls ---- */
 
-/* call_gemm(args, exec) prepares and runs, gemm_bytes(args, exec, bytes) asks for the workspace. */
+/* call_gemm(args, exec) prepares and runs; gemm_bytes(args, exec, bytes) queries the workspace
+ * size. */
 #define CALLS(NAME)                                                                                \
   static inline moelora_status call_##NAME(const moelora_##NAME##_args *args,                      \
                                            const moelora_exec *exec) {                             \

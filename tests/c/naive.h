@@ -1,6 +1,6 @@
-/* The operators as plain loops over views, in double, or rounding like a chain of operators of one
- * dtype would: float32 sums, every result stored in the dtype. The second says how far from the
- * first a kernel of that dtype may be. */
+/* The operators as plain loops over views: in double, or rounding like a chain of operators of one
+ * dtype would (float32 sums, every result stored in the dtype). The difference bounds the error of
+ * a kernel of that dtype. */
 #ifndef MOELORA_TESTS_NAIVE_H
 #define MOELORA_TESTS_NAIVE_H
 
@@ -47,7 +47,7 @@ static inline int64_t adapter_of(const moelora_adapters *adapters, int64_t max_l
   return adapters->adapter_enabled.data && at(&adapters->adapter_enabled, l, 0, 0, 0) == 0 ? -1 : l;
 }
 
-/* How the loops round: not at all, or to a dtype after each operator, with float32 sums. */
+/* Rounding of the loops: none, or to a dtype after each operator, with float32 sums. */
 typedef struct rounding {
   bool on;
   moelora_dtype dtype;

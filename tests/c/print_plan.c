@@ -1,35 +1,40 @@
-/* Plans for devices that need not be there. Each line of stdin is a problem and a device,
+/* Prints plans for devices that need not be present. Each line of stdin is a problem and a device,
  *
  *   DTYPE M TOP_K E GLOBAL_E K I RANK cpu ISA_BITS
  *   DTYPE M TOP_K E GLOBAL_E K I RANK cuda COMPUTE_CAPABILITY
  *
- * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
+ * with RANK 0 for no adapters. Prints the plan of the layer to stdout:
  *
  *   VARIANT BLOCK_ROWS STAGED SORT SHRINK13 SHRINK2 SUM W2     or       error: MESSAGE
  *
- * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
- * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
- * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
- * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
- * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments. With
- * `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
+ * STAGED is the variant that replaces a single-launch layer, - for others; kernels that are not
+ * used, as all on a CPU, are -; W2 is the variant of the second projection, next to VARIANT or
+ * STAGED. With arguments `formats W13 W2` before all others, weights are quantized: native, mxfp4,
+ * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8 with quantized x.
+ * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
+ * With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
  *   ORDER SORT SHRINK EXPAND WAVES
+ *
+ * With `backward` the lines are backwards of a layer, and the answer is VARIANT BLOCK_ROWS SORT SUM.
+ * With `tiles` it is every row that can run the layer, as several launches, with the model's
+ * nanoseconds for 1000 weights, the one to run in brackets:
+ *
+ *   NAME=NS [NAME=NS] ...
  *
  * With `on SMS GB_PER_S` behind that the GPU has so many SMs and such a memory, else 132 and one
  * that is not known. With MOELORA_LOG=plan what layers launch is on stderr.
  *
- * Arguments are tuned plans, nine words each:
+ * Other arguments are tuned plans, nine words each:
  *
- *   cpu|cuda COMPUTE_CAPABILITY SMS DTYPE E TOP_K K I M:VARIANT
- */
+ *   cpu|cuda COMPUTE_CAPABILITY SMS DTYPE E TOP_K K I M:VARIANT */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/backend.h"
 #include "core/format.h"
-#include "core/plan.h"
+#include "core/plan_tile.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -42,7 +47,7 @@ static moelora_dtype parse_dtype(const char *name) {
   exit(2);
 }
 
-/* The format of a weight and what multiplies it. */
+/* Formats of a weight and of x. */
 typedef struct operands {
   moelora_format format;
   moelora_x_format x;
@@ -51,6 +56,7 @@ typedef struct operands {
 static operands parse_format(const char *name) {
   static const char *const names[MOELORA_FORMATS] = {
       "native", "mxfp4", "int4", "int4_g32", "int4_zp", "int4_zp_g32", "fp8", "fp8_g64", "fp8_rows",
+      "nvfp4",
   };
   if (strcmp(name, "w8a8") == 0)
     return (operands){MOELORA_FP8, MOELORA_X_GROUP};
@@ -61,7 +67,7 @@ static operands parse_format(const char *name) {
   exit(2);
 }
 
-/* Contiguous weights of n rows of depth k. */
+/* Contiguous weights with n rows and K = k. */
 static moelora_weights weights_of(operands of, moelora_row_order order, int64_t n, int64_t k,
                                   const void *data) {
   const moelora_format format = of.format;
@@ -105,11 +111,10 @@ static void add_tuned_plan(char **words) {
     fprintf(stderr, "%s\n", moelora_error_message());
     exit(3);
   }
-  memset(variant, '?', strlen(variant)); /* the library must not keep it */
+  memset(variant, '?', strlen(variant)); /* the library must not keep the string */
 }
 
-/* Of a CTA, from the CUDA C++ programming guide, technical specifications per compute capability.
- */
+/* Per CTA; CUDA C++ programming guide, technical specifications per compute capability. */
 static int shared_kib(int capability) {
   switch (capability) {
   case 80:
@@ -149,21 +154,69 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
            name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
+static void print_backward(const moelora_experts_problem *layer,
+                           const moelora_device_info *device) {
+  moelora_experts_backward_problem problem = {
+      .forward = *layer,
+      .dout = layer->x,
+      .dout_stride = layer->hidden,
+      .dx = (void *)layer->x,
+      .dx_stride = layer->hidden,
+  };
+  problem.forward.saved.gate_up = (void *)layer->x;
+  problem.forward.saved.gate_up_stride = layer->w13.n;
+  moelora_backward_plan plan;
+  if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  else
+    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
+           name_of(plan.align.rows.variant), name_of(plan.sum));
+}
+
+/* Of contiguous weights, which Hopper's kernels take, too. */
+static void print_tiles(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  const moelora_access access = {
+      .vectors = true,
+      .tma = true,
+      .layer = true,
+      .x_rows = layer->routes.num_tokens,
+      .x_stride = layer->x_stride,
+      .k = layer->hidden,
+      .format = moelora_kernel_format_of(layer->w13.format, layer->w13.x),
+      .second = moelora_kernel_format_of(layer->w2.format, layer->w2.x),
+  };
+  moelora_tile tiles[MOELORA_MOST_TILES];
+  const int32_t count = moelora_list_tiles(moelora_rows_per_expert(&layer->routes), layer->dtype,
+                                           &access, device, tiles);
+  const char *space = "";
+  for (int32_t i = 0; i < count; i++) {
+    if (tiles[i].ns <= 0)
+      continue;
+    const bool chosen = !tiles[i].why_not;
+    printf("%s%s%s=%.5f%s", space, chosen ? "[" : "", tiles[i].variant->name, tiles[i].ns,
+           chosen ? "]" : "");
+    space = " ";
+  }
+  printf("\n");
+}
+
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const int asked = 1 + deltas + listed;
+  const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
+  const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
+  const int asked = 1 + deltas + listed + tiles + backward;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
-  const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
-  const operands w13 = quantised ? parse_format(argv[told + 1]) : (operands){0};
-  const operands w2 = quantised ? parse_format(argv[told + 2]) : (operands){0};
-  for (int i = told + 3 * quantised; i + 9 <= argc; i += 9)
+  const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
+  const operands w13 = quantized ? parse_format(argv[told + 1]) : (operands){0};
+  const operands w2 = quantized ? parse_format(argv[told + 2]) : (operands){0};
+  for (int i = told + 3 * quantized; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
   int level;
-  /* Any memory will do: a plan reads addresses for their alignment, never what is there. */
+  /* Any memory will do: plans only read the alignment of addresses. */
   static _Alignas(256) char memory[256];
   while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
                &global, &hidden, &inner, &rank, kind, &level) == 10) {
@@ -208,6 +261,14 @@ int main(int argc, char **argv) {
     if (deltas) {
       problem.w2_lora.slice_n = inner;
       print_delta(&problem, &device);
+      continue;
+    }
+    if (backward) {
+      print_backward(&problem, &device);
+      continue;
+    }
+    if (tiles) {
+      print_tiles(&problem, &device);
       continue;
     }
     moelora_experts_plan plan;

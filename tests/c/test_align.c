@@ -6,10 +6,10 @@ static const moelora_exec serial = {.device = MOELORA_CPU};
 typedef struct expected {
   int32_t *row_ids, *expert_ids, *lora_ids;
   float *weights;
-  int64_t blocks; /* used */
+  int64_t blocks; /* blocks in use */
 } expected;
 
-/* Ends the current block: the rest of it is padding. */
+/* Pads the current block. */
 static void finish_block(expected *want, int64_t *used, int32_t block_size) {
   if (*used % block_size)
     *used += block_size - *used % block_size;
@@ -93,7 +93,7 @@ static void test_case(moelora_align_mode mode, uint64_t number) {
           },
       .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1)),
   };
-  if (mapped) { /* local experts in another order, some of them elsewhere */
+  if (mapped) { /* local experts in another order, some on other ranks */
     args.routing.expert_map = new_tensor(MOELORA_I32, 1, &num_experts);
     int32_t *map = args.routing.expert_map.data;
     for (int32_t i = 0; i < num_experts; i++)
@@ -140,7 +140,7 @@ static void test_case(moelora_align_mode mode, uint64_t number) {
   release_all();
 }
 
-/* The bound is reached by the worst routing, and holds for numbers of any size. */
+/* The bound is attained by the worst routing, and does not overflow. */
 static void test_max_blocks(void) {
   const struct {
     moelora_align_mode mode;
@@ -158,7 +158,7 @@ static void test_max_blocks(void) {
       {MOELORA_ALIGN_SORTING, 40, 8, 0, 16, 10},
       {MOELORA_ALIGN_UNIFORM, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX},
       {MOELORA_ALIGN_BASE, 40, 8, 0, 0, 0},
-      {MOELORA_ALIGN_SORTING, INT64_MAX, 8, 0, 1, INT64_MAX}, /* no more fits */
+      {MOELORA_ALIGN_SORTING, INT64_MAX, 8, 0, 1, INT64_MAX}, /* limited by int64 */
       {MOELORA_ALIGN_UNIFORM, INT64_MAX, INT32_MAX, INT32_MAX, 1, INT64_MAX},
   };
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)

@@ -1,5 +1,5 @@
-/* The backward of the layer against central differences of its forward, without any reference:
- * values, guard bands, threads, what is absent, what accumulates, and refusals by name. */
+/* The backward of the layer against central differences of its forward, independent of any
+ * reference: values, guard bands, threads, absent gradients, accumulation, and error messages. */
 #include "cases.h"
 
 enum { TOKENS = 9, TOP_K = 2, EXPERTS = 3, HIDDEN = 20, INNER = 12, RANK = 5, SLOTS = 2 };
@@ -78,7 +78,7 @@ static moelora_experts_grads all_grads(const moelora_experts_args *args) {
   };
 }
 
-/* Pairs of what is trained and its gradient. */
+/* Trained tensors and their gradients. */
 typedef struct pair {
   const char *name;
   moelora_tensor *value, *grad;
@@ -119,7 +119,7 @@ static void check_slopes(moelora_experts_backward_args *args, const pair *pairs,
     const float step = 1.0f / 256;
     double along = 0, slopes[2];
     if (count_of(pairs[i].value) != n || pairs[i].value->stride[0] != pairs[i].grad->stride[0])
-      continue; /* of other strides: elsewhere */
+      continue; /* other strides: tested elsewhere */
     memcpy(kept, value, (size_t)n * sizeof *value);
     for (int64_t j = 0; j < n; j++) {
       way[j] = (float)random_unit();
@@ -148,7 +148,7 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   CHECK(strncmp(moelora_last_plan(), "backward=gemm_f32_", 18) == 0);
   check_slopes(&args, pairs, pairs_of(&args, pairs));
 
-  /* The same bits from threads, into other memory. */
+  /* The same bits with threads, into other memory. */
   moelora_experts_backward_args again = args;
   pair others[16];
   again.grads = all_grads(&args.forward);
@@ -158,14 +158,14 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   for (int i = 0; i < count; i++)
     CHECK(same_bytes(pairs[i].grad, others[i].grad));
 
-  /* Factors and biases once more, which doubles them. */
+  /* Accumulate factors and biases once more, which doubles them. */
   again.accumulate = true;
   run_backward(&again, serial);
   for (int i = 2; i < count; i++)
     for (int64_t j = 0; j < count_of(pairs[i].grad); j++)
       CHECK(((float *)others[i].grad->data)[j] == 2 * ((float *)pairs[i].grad->data)[j]);
 
-  /* One gradient alone. */
+  /* A single gradient. */
   moelora_experts_backward_args one = args;
   one.grads = (moelora_experts_grads){.w2_lora = {.num_slices = 1}};
   one.grads.w2_lora.b[0] = like(&args.forward.w2_lora.b[0]);

@@ -12,7 +12,7 @@ static moelora_gemm_args gemm_args(void) {
   };
 }
 
-/* What is planned differently later is of no concern to a prepared call. */
+/* Later changes of plans do not affect a prepared call. */
 static void test_a_call_is_a_value(void) {
   moelora_gemm_args args = gemm_args();
   moelora_exec exec = serial;
@@ -22,7 +22,7 @@ static void test_a_call_is_a_value(void) {
   CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
   give_workspace(&exec, call.workspace_bytes);
   copy = call;
-  memset(&args, 0xff, sizeof args); /* read by prepare alone */
+  memset(&args, 0xff, sizeof args); /* only prepare reads it */
   CHECK_OK(moelora_force_variant(moelora_variant_name(0)));
   CHECK_OK(moelora_run(&call, &exec));
   CHECK_OK(moelora_force_variant(NULL));
@@ -33,8 +33,8 @@ static void test_a_call_is_a_value(void) {
   release_all();
 }
 
-/* Each thread has its part of the workspace: more threads than it was sized for would write behind
- * it. How many there are follows from parallel_for and num_threads together. */
+/* Each thread has its part of the workspace: more threads than it was sized for would write past
+ * its end. Their number follows from parallel_for and num_threads together. */
 static void test_threads_are_those_of_the_workspace(void) {
   const moelora_gemm_args args = gemm_args();
   const moelora_exec alone = {.device = MOELORA_CPU, .num_threads = 32};
@@ -54,7 +54,7 @@ static void test_threads_are_those_of_the_workspace(void) {
   const moelora_tensor want = new_tensor(MOELORA_F32, SIZES(M, TOP_K, N));
   memcpy(want.data, args.out.data, (size_t)count_of(&want) * sizeof(float));
 
-  /* Fewer need less. */
+  /* Fewer threads need less. */
   exec = many;
   CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
   CHECK(call.workspace_bytes > least);
@@ -90,7 +90,7 @@ static void test_a_refused_call_cannot_run(void) {
   CHECK_UNPREPARED(&call);
 
   for (int before = 0; before < 3;
-       before++) { /* refused at first, after a good call, an empty one */
+       before++) { /* refused: first, after a valid call, after an empty call */
     args = good;
     if (before == 2)
       args.x.size[0] = args.routing.topk_ids.size[0] = args.out.size[0] = 0;

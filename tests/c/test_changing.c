@@ -1,15 +1,15 @@
-/* Tables that another thread writes to while a call reads them: routing, adapters and lists may
- * change at any time. A call takes each row as it was before or after, never writes beside its
- * memory, and does not look again once its threads have started. */
+/* Tables that another thread writes while a call reads them: routing, adapters and lists may
+ * change at any time. A call uses each row as it was before or after, never writes outside its
+ * memory, and does not read again once its threads have started. */
 #include <stdatomic.h>
 
 #include "cases.h"
 
 enum { EXPERTS = 5, SLOTS = 4, RANK = 8, LISTED_BLOCK = 4 };
 
-/* ---- tables of two states ---- */
+/* ---- tables with two states ---- */
 
-/* Elements of 1 or 4 bytes, which the operators see as `now`. */
+/* Elements of 1 or 4 bytes; operators see `now`. */
 typedef struct table {
   const char *name;
   moelora_tensor now, states[2];
@@ -63,10 +63,10 @@ static moelora_adapters adapters_now(void) {
                             tables[ENABLED].now};
 }
 
-/* ---- the thread that writes ---- */
+/* ---- the writing thread ---- */
 
 static atomic_bool stop;
-static int flipped; /* the table that changes; NUM_TABLES: all */
+static int flipped; /* index of the changing table; NUM_TABLES: all */
 
 static void *flip(void *unused) {
   (void)unused;
@@ -186,7 +186,7 @@ static operators new_operators(int64_t tokens, int64_t top_k, int64_t hidden, in
   return o;
 }
 
-/* Workspaces come from malloc, so that a sanitizer sees what lies beside them. */
+/* Workspaces are allocated with malloc, so that a sanitizer sees their bounds. */
 #define RUN(NAME, ARGS, EXEC)                                                                      \
   do {                                                                                             \
     moelora_exec exec_ = (EXEC);                                                                   \
@@ -197,14 +197,14 @@ static operators new_operators(int64_t tokens, int64_t top_k, int64_t hidden, in
     free(exec_.workspace);                                                                         \
   } while (0)
 
-/* What deltas leave alone is 0. */
+/* Elements that deltas leave unchanged are 0. */
 static void clear(const moelora_tensor *t) {
   memset(t->data, 0, (size_t)count_of(t) * dtype_bytes(t->dtype));
 }
 
 enum { GEMM, LAYER, DELTA, SUMMED, LISTED, MLP, NUM_COMPUTING };
 
-/* Runs one that computes; returns its output. */
+/* Runs an operator that computes; returns its output. */
 static const moelora_tensor *compute(operators *o, int which, moelora_exec exec) {
   const moelora_tensor *outs[] = {&o->gemm.out,   &o->experts.out, &o->delta.out,
                                   &o->summed.out, &o->listed.out,  &o->mlp.out};
@@ -237,7 +237,7 @@ static moelora_tensor kept(const moelora_tensor *t) {
   return copy;
 }
 
-/* ---- between the steps of a call ---- */
+/* ---- changes between the steps of a call ---- */
 
 static int num_steps;
 static const operators *stepping;
@@ -275,13 +275,13 @@ static void test_steps(void) {
   release_all();
 }
 
-/* ---- at any time ---- */
+/* ---- changes at any time ---- */
 
 static int32_t i32(const moelora_tensor *t, int64_t i) {
   return ((const int32_t *)t->data)[i];
 }
 
-/* Rows are in range, each at most once; experts exist; the total is what the blocks hold. */
+/* Rows are in range, each at most once; experts exist; the total matches the blocks. */
 static void check_aligned(const char *what, const int32_t *ids, const int32_t *experts,
                           int64_t blocks, int32_t used, int64_t rows, bool once) {
   unsigned char *seen = calloc((size_t)rows + 1, 1);
@@ -338,7 +338,7 @@ static void test_any_time(int64_t tokens, int64_t top_k, int rounds) {
   }
   stop_flipping(thread);
 
-  /* Once they hold still, all is as ever. */
+  /* After the last change, results are as usual. */
   const int64_t count = count_of(&o.gemm.out);
   double *exact = allocate((size_t)count * 8), *rounded = allocate((size_t)count * 8);
   compute(&o, GEMM, serial);
@@ -348,8 +348,8 @@ static void test_any_time(int64_t tokens, int64_t top_k, int rounds) {
   release_all();
 }
 
-/* With one choice a token and one table that changes, a row is a row of the one or the other
- * state, in all of its columns. */
+/* With top_k = 1 and a single changing table, every row equals the row of one of the two states,
+ * in all columns. */
 static void test_rows_of_one_state(int which, int rounds) {
   const int64_t tokens = 60;
   for (int changing = 0; changing < NUM_TABLES; changing++) {

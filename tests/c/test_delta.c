@@ -1,5 +1,6 @@
-/* Adapters alone against plain loops, for every kernel variant that this machine runs: values, rows
- * that keep their bits, halves, vLLM's lists, SGLang's MLP, determinism over threads, refusals. */
+/* Adapters alone against plain loops, for every kernel variant that this machine runs: values,
+ * rows that keep their bits, halves, vLLM's lists, SGLang's MLP, determinism with threads, error
+ * messages. */
 #include "cases.h"
 
 static void run_delta(const moelora_delta_args *args, moelora_exec exec) {
@@ -19,7 +20,7 @@ static moelora_tensor copy_of(const moelora_tensor *t) {
   return copy;
 }
 
-/* The row has an adapter and an expert here. */
+/* Whether the row has an adapter and a local expert. */
 static bool is_active(const moelora_routing *routing, const moelora_adapters *adapters,
                       int64_t experts, int64_t slots, int64_t m, int64_t j) {
   int64_t l = adapter_of(adapters, slots, m);
@@ -47,8 +48,7 @@ static moelora_tensor zero_weights(moelora_dtype dtype, sizes s, int64_t n, int6
   return w;
 }
 
-/* `out`, which held `before`, against before + (or) the z of its active rows, and bits elsewhere.
- */
+/* Checks `out`, previously `before`: before + (or =) z in active rows, unchanged elsewhere. */
 static void check_out(const char *what, const moelora_delta_args *args, sizes s,
                       const moelora_tensor *before, const double *z, const double *z_rounded) {
   const int64_t n = args->lora.num_slices * args->lora.b[0].size[2];
@@ -120,7 +120,7 @@ static void test_delta(moelora_dtype dtype, uint64_t number, const char *variant
   run_delta(&again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
-  /* The halves, through an h of the caller's. */
+  /* Both halves, through the caller's h. */
   again.out = copy_of(&before);
   moelora_delta_args half = again;
   half.h = new_tensor(dtype, SIZES(slices, s.tokens, s.top_k, rank));
@@ -133,7 +133,7 @@ static void test_delta(moelora_dtype dtype, uint64_t number, const char *variant
   release_all();
 }
 
-/* Lists made by the alignment name the same rows as routing and mapping. */
+/* Lists created by the alignment define the same rows as routing and mapping. */
 static void test_lists(moelora_dtype dtype, uint64_t number) {
   seed(number + 3000);
   sizes s = random_sizes(false);
@@ -169,7 +169,8 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
           },
   };
   for (int64_t i = 0; i < s.slots + 2; i++)
-    ((int32_t *)align.lists.lora_ids.data)[i] = (int32_t)i - 1; /* -1, the slots, one too many */
+    ((int32_t *)align.lists.lora_ids.data)[i] =
+        (int32_t)i - 1; /* -1, the slots, one out of range */
   moelora_exec exec = serial;
   size_t bytes;
   CHECK_OK(align_lists_bytes(&align, &exec, &bytes));
@@ -186,7 +187,7 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
   run_delta(&listed, serial);
   CHECK(same_bytes(&args.out, &listed.out));
 
-  /* With nobody active, everything keeps its bits. */
+  /* Without active lists, everything keeps its bits. */
   const moelora_tensor before = copy_of(&listed.out);
   listed.lists.num_active = 0;
   run_delta(&listed, serial);
@@ -194,7 +195,7 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
   release_all();
 }
 
-/* silu_and_mul, and the MLP that is made of both halves. */
+/* silu_and_mul, and the MLP that consists of both halves. */
 static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) {
   seed(number + 4000);
   sizes s = random_sizes(false);
@@ -267,12 +268,13 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
     CHECK_OK(mlp_delta_bytes(&args, &exec, &workspace));
     give_workspace(&exec, workspace);
     CHECK_OK(call_mlp_delta(&args, &exec));
-    CHECK(same_bytes(&args.out, &down.out)); /* on a CPU, all in one is the stages */
+    CHECK(same_bytes(&args.out,
+                     &down.out)); /* on a CPU, the single call is identical to the stages */
   }
   release_all();
 }
 
-/* ---- refusals ---- */
+/* ---- errors ---- */
 
 static void test_errors(void) {
   const sizes s = {5, 2, 4, 16, 12, 2};
@@ -332,7 +334,7 @@ static void test_errors(void) {
   a.lists.num_active = 0;
   CHECK_OK(call_delta(&a, &exec));
 
-  /* What a mode does not read may be anything. */
+  /* Arguments that a mode does not read may be anything. */
   const moelora_tensor wild = {a.x.data,        (moelora_dtype)99, 77,
                                {INT64_MAX, -1}, {INT64_MIN, 3},    NULL};
   a.routing = (moelora_routing){wild, wild, wild};
@@ -366,7 +368,7 @@ int main(int argc, char **argv) {
     }
     tested++;
   }
-  CHECK(tested >= 3); /* the scalar rows run everywhere */
+  CHECK(tested >= 3); /* the scalar variants run everywhere */
   printf("test_delta: %d variants, %llu cases each\n", tested, (unsigned long long)cases);
   return 0;
 }

@@ -1,5 +1,5 @@
-/* Every refusal of an operator that computes, with its message: each case starts from valid
- * arguments and breaks one thing. */
+/* Every error of an operator that computes, with its message: each case starts from valid
+ * arguments and breaks one of them. */
 #include "harness.h"
 
 static const moelora_exec serial = {.device = MOELORA_CPU};
@@ -180,14 +180,14 @@ static void test_gemm_errors(void) {
   a = good, a.out.data = a.routing.topk_weights.data;
   INVALID("out shares memory with topk_weights");
 
-  /* What is allowed: a transposed output, no factors with tables of any length, no mapping. */
+  /* Allowed: a transposed output, tables of any length without factors, no mapping. */
   a = good, a.out.stride[0] = I, a.out.stride[1] = M * I;
   CHECK_OK(call_gemm(&a, &exec));
   a = good, a.lora.num_slices = 0, a.adapters.lora_ranks.size[0] = 1;
   CHECK_OK(call_gemm(&a, &exec));
   a = good, a.adapters = (moelora_adapters){.token_lora_mapping = absent};
   CHECK_OK(call_gemm(&a, &exec));
-  a = good, a.w.stride[0] = 0; /* one expert's weights for all */
+  a = good, a.w.stride[0] = 0; /* all experts share the weights */
   CHECK_OK(call_gemm(&a, &exec));
   release_all();
 }
@@ -283,14 +283,14 @@ static void test_experts_errors(void) {
   INVALID("out.stride(0) is 0, expected at least 1: elements of an output must not share memory");
   a = good, a.out.data = (char *)a.hidden_states.data + 4;
   INVALID("out shares memory with hidden_states");
-  a = good, a.out = a.hidden_states, a.out.stride[0] = K + 1; /* same place, other rows */
+  a = good, a.out = a.hidden_states, a.out.stride[0] = K + 1; /* same address, other rows */
   INVALID("out shares memory with hidden_states");
   a = good, a.out.data = a.w2_bias.data;
   INVALID("out shares memory with w2_bias");
   a = good, a.out.data = a.w13_lora.a[1].data;
   INVALID("out shares memory with w13_lora_a[1]");
 
-  /* Allowed: in place, and beside the input in one buffer. */
+  /* Allowed: in place, and next to the input in one buffer. */
   a = good, a.out = a.hidden_states;
   CHECK_OK(call_experts(&a, &exec));
   moelora_tensor wide = random_tensor(MOELORA_F32, 1, SIZES(M, 2 * K));
@@ -338,7 +338,7 @@ static void test_pack_errors(void) {
 
 /* ---- sizes that no memory holds ---- */
 
-/* A view of any shape without memory behind it: all but the last dimension have stride 0. */
+/* A view of any shape without memory: all dimensions but the last have stride 0. */
 static moelora_tensor expanded(moelora_dtype dtype, int32_t ndim, const int64_t *size) {
   static int64_t somewhere;
   moelora_tensor t = view(&somewhere, dtype, ndim, size);
@@ -361,7 +361,8 @@ static moelora_tensor spread(moelora_dtype dtype, int32_t ndim, const int64_t *s
     CHECK(call_##NAME(ARGS, &exec) == MOELORA_INVALID_ARGUMENT);                                   \
   } while (0)
 
-/* Sums and products of these wrap at 2^64 to a few bytes, or at 2^63 to less than nothing. */
+/* Sums and products of these sizes wrap around to a few bytes at 2^64, or to negative values at
+ * 2^63. */
 static void test_huge_sizes(void) {
   moelora_exec exec = serial;
   give_workspace(&exec, 1 << 20);

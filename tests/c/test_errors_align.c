@@ -1,4 +1,4 @@
-/* Every refusal of an alignment and of the exec that all operators share, with its message. */
+/* Every error of an alignment and of the exec that all operators share, with its message. */
 #include "harness.h"
 
 static const moelora_exec serial = {.device = MOELORA_CPU};
@@ -53,7 +53,7 @@ static void test_align_errors(void) {
   INVALID("block_size is 0, expected at least 1");
   a = uniform, a.max_loras = 0;
   INVALID("max_loras is 0, expected at least 1");
-  /* What a mode does not read must not lower what it asks for, nor be looked at. */
+  /* Arguments that a mode does not read must not lower its requirements, nor be looked at. */
   a = base, a.max_loras = -1, a.expert_ids.size[0] = 0;
   INVALID("expert_ids.size(0) is 0, expected at least 5 blocks");
   a = base, a.adapters.token_lora_mapping = base.expert_ids;
@@ -173,7 +173,7 @@ static void test_exec_errors(void) {
            exec.workspace);
   CHECK_FAILS(call_align(&args, &exec), MOELORA_INVALID_ARGUMENT, text);
   exec.workspace = (char *)exec.workspace - 64;
-  CHECK_OK(call_align(&args, &exec)); /* and clears the message */
+  CHECK_OK(call_align(&args, &exec)); /* clears the message */
 
   CHECK_FAILS(call_align(NULL, &exec), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");
   CHECK_FAILS(call_align(&args, NULL), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");

@@ -1,4 +1,4 @@
-/* A tensor that has elements but no memory is refused under its name, in every argument of every
+/* A tensor with elements but without memory is refused by name, in every argument of every
  * operator, before anything is written. Tensors without elements need no memory. */
 #include "cases.h"
 
@@ -7,7 +7,7 @@ enum { M = 5, TOP_K = 2, E = 4, K = 64, I = 64, R = 3, SLOTS = 2 };
 static const sizes shape = {M, TOP_K, E, K, I, SLOTS};
 static int refused;
 
-/* `PREPARE` fails while one of the tensors has no memory, and passes with all of them. */
+/* `PREPARE` fails if one of the tensors has no memory, and succeeds otherwise. */
 #define CHECK_FREED(PREPARE, ...)                                                                  \
   do {                                                                                             \
     moelora_tensor *tensors[] = {__VA_ARGS__};                                                     \

@@ -1,5 +1,5 @@
-/* What GPU kernels have no room for is known to the plan: it takes a kernel that has, or refuses
- * the call before anything is queued. Plans need no GPU. */
+/* Plans respect the limits of GPU kernels: they select a kernel that supports the problem, or
+ * refuse the call before anything is launched. Plans need no GPU. */
 #include "core/format.h"
 #include "core/plan.h"
 #include "harness.h"
@@ -7,7 +7,7 @@
 enum { K = 1024, N = 512, RANK = 16 };
 #define MAX_RANK (MOELORA_RANKS - 1)
 
-/* Any memory will do: a plan reads addresses for their alignment. */
+/* Any memory will do: plans only read the alignment of addresses. */
 static _Alignas(256) char memory[256];
 
 static const moelora_device_info hopper = {.device = MOELORA_CUDA,
@@ -104,8 +104,8 @@ static moelora_family layer_family(const moelora_experts_problem *p) {
 
 #define CHECK_REFUSED(CALL, MESSAGE) CHECK_FAILS(CALL, MOELORA_UNSUPPORTED, MESSAGE)
 
-/* Hopper's kernels number the 16 bytes of an x that they gather in 32 bits: up to 64 GiB, from the
- * first row to the last. The portable ones keep the distance of two rows in 32 bits. */
+/* Hopper kernels index the 16-byte chunks of a gathered x with 32 bits: up to 64 GiB from the
+ * first row to the last. Portable kernels keep the distance of two rows in 32 bits. */
 static void test_rows_of_x_far_apart(void) {
   const int64_t far = INT64_C(1) << 30; /* elements: 2 GiB */
   moelora_gemm_plan plan;
@@ -134,7 +134,7 @@ static void test_rows_of_x_far_apart(void) {
                 "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
   p = gemm_of(16, 2 * far);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
-  p.w = fp8_of(N, K); /* x in e4m3 lies in the workspace */
+  p.w = fp8_of(N, K); /* e4m3 x is in the workspace */
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
 }
 
@@ -145,13 +145,14 @@ static void test_hidden_states_far_apart(void) {
   CHECK_INT(layer_family(&p), MOELORA_SM90);
   p = experts_of(32, far);
   CHECK_INT(layer_family(&p), MOELORA_SM80);
-  p.apply_router_weight_on_input = true; /* they are scaled into the workspace */
+  p.apply_router_weight_on_input = true; /* scaled rows are in the workspace */
   CHECK_INT(layer_family(&p), MOELORA_SM90);
   const char *message = "rows of hidden_states are 4294967296 elements apart: the GPU kernels take "
                         "at most 2147483647";
   p = experts_of(32, 4 * far);
   CHECK_REFUSED(moelora_plan_experts(&p, &hopper, &plan), message);
-  /* One launch needs those of several, too: a context may have too few SMs for it. */
+  /* A single launch must also satisfy the limits of separate ones, which replace it if the context
+   * has too few SMs. */
   p = experts_of(2, 4 * far);
   CHECK_PLANNED(moelora_plan_experts(&p, &hopper, &plan));
   CHECK_INT(plan.variant->role, MOELORA_ROLE_LAYER);
@@ -161,7 +162,7 @@ static void test_hidden_states_far_apart(void) {
   CHECK_OK(moelora_limit_capability(0));
 }
 
-/* The driver encodes no tensor map with strides of 2^40 bytes. */
+/* The driver rejects tensor maps with strides of 2^40 bytes or more. */
 static void test_strides_of_tensor_maps(void) {
   const int64_t most = INT64_C(1) << 39; /* elements of 16 bits */
   moelora_gemm_problem p = gemm_of(64, K);
@@ -208,7 +209,7 @@ static void test_ranks(void) {
     CHECK_REFUSED(moelora_plan_experts(&e, &hopper, &layer),
                   "rank 4096: the GPU kernels take ranks below 4096");
   }
-  /* Adapters alone: what sorts list as a packed rank they find for themselves. */
+  /* Adapters alone: they do not use the packed ranks that sorts list. */
   moelora_delta_problem d = {.routes = routes_of(4096, 2, 8, 4),
                              .dtype = MOELORA_BF16,
                              .lora = factors_of(1, MAX_RANK, N, K),

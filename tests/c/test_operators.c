@@ -1,5 +1,6 @@
-/* gemm, the layer and packing against plain loops, for every kernel variant that this machine runs:
- * values, base neutrality, determinism over threads, guard bands, skipped ids. */
+/* gemm, the layer and packing against plain loops, for every kernel variant that this machine
+ * runs: values, batch invariance of base rows, determinism with threads, guard bands, skipped ids.
+ */
 #include "cases.h"
 
 /* ---- running ---- */
@@ -43,7 +44,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant)
       .w = random_weights(s, dtype, n, s.hidden, packed),
       .bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
       .routing = random_routing(s),
-      .adapters = random_adapters(s, rank + 3), /* ranks beyond the stack's are cut to it */
+      .adapters = random_adapters(s, rank + 3), /* ranks above the stack's are clamped */
       .lora = random_lora(s, dtype, slices, rank, n, s.hidden),
       .mul_routed_weight = maybe(),
       .out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n)),
@@ -67,7 +68,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant)
   run_gemm(&again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
-  /* Base neutrality: the rows of tokens without an adapter. */
+  /* Rows of tokens without an adapter keep their bits without adapters. */
   again.adapters = (moelora_adapters){.token_lora_mapping = absent};
   again.lora.num_slices = 0;
   run_gemm(&again, serial);
@@ -126,7 +127,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   run_experts(&again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
-  /* In place, from rows that lie apart. */
+  /* In place, from non-contiguous rows. */
   again.hidden_states = spread_rows(args.hidden_states, s.hidden + random_in(0, 9));
   again.out = again.hidden_states;
   run_experts(&again, serial);
@@ -136,7 +137,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
                  (char *)again.out.data + (size_t)(m * again.out.stride[0]) * dtype_bytes(dtype),
                  line) == 0);
 
-  /* Base neutrality. */
+  /* Base rows keep their bits without adapters. */
   again = args;
   again.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
   again.adapters = (moelora_adapters){.token_lora_mapping = absent};
@@ -149,7 +150,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   release_all();
 }
 
-/* A batch without tokens is legal and needs neither data nor workspace. */
+/* A batch without tokens is valid and needs neither data nor workspace. */
 static void test_empty_batch(void) {
   sizes s = {0, 2, 3, 8, 6, 2};
   moelora_routing routing = {
@@ -201,7 +202,7 @@ int main(int argc, char **argv) {
     }
     tested++;
   }
-  CHECK(tested >= 3); /* the scalar rows run everywhere */
+  CHECK(tested >= 3); /* the scalar variants run everywhere */
   printf("test_operators: %d variants, %llu cases each\n", tested, (unsigned long long)cases);
   return 0;
 }

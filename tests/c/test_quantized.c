@@ -1,5 +1,5 @@
-/* Quantised weights for every format and kernel variant that this machine runs: numbers to tiles
- * and back, then products bit by bit against those with the unpacked weights. */
+/* Quantized weights for every format and kernel variant that this machine runs: packing and
+ * unpacking, then products bit by bit against those with the unpacked weights. */
 #include "cases.h"
 
 enum { NUM_FORMATS = MOELORA_FP8_ROWS };
@@ -31,8 +31,8 @@ static moelora_tensor new_tiles(int64_t experts, int64_t k, const moelora_layout
                                       moelora_tile_bytes(layout->format)));
 }
 
-/* Any numbers of [experts, n, k] but NaN, in blocks of which tiles have one; scales are powers of
- * two, unless any will do. */
+/* Arbitrary values of [experts, n, k] except NaN, with one scale block per tile; scales are powers
+ * of two, unless any will do. */
 static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_layout *layout,
                                     bool any_scale) {
   const int64_t n = layout->rows, wide = layout->format == MOELORA_FP8_G64 ? 64 : 128;
@@ -53,7 +53,7 @@ static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_la
   return w;
 }
 
-/* Any numbers of [experts, n, k]; scales that keep products small. */
+/* Arbitrary values of [experts, n, k], with scales that keep products small. */
 static moelora_quantized random_nibbles(int64_t experts, int64_t n, int64_t k,
                                         moelora_format format) {
   const int64_t group = groups_of_32(format) ? 32 : k % 64 == 0 && maybe() ? 64 : k;
@@ -112,7 +112,7 @@ static double number_at(const moelora_quantized *w, moelora_format format, moelo
   return is_fp8(format) ? fp8_at(w, dtype, e, n, k) : nibble_at(w, format, dtype, e, n, k);
 }
 
-/* Packed by any number of threads; `unpacked` is what they mean. */
+/* Packed by any number of threads; `unpacked` receives the dequantized values. */
 static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
                              const moelora_layout *layout, moelora_tensor *unpacked) {
   const moelora_quantized w = random_numbers(experts, k, layout);
@@ -170,7 +170,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number) {
   release_all();
 }
 
-/* Both sides in FP8, on any columns: x of numbers that e4m3 has stays what it is. */
+/* FP8 weights and FP8 x, any number of columns: x that e4m3 represents exactly is unchanged. */
 static void test_gemm_of_e4m3(moelora_dtype dtype, uint64_t number) {
   seed(number + 2000);
   sizes s = random_sizes(false);
@@ -233,7 +233,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
   args.w2 = packed(dtype, s.experts, s.inner, &layout2, &dense.w2);
   args.w13_layout = layout13;
   args.w2_layout = layout2;
-  if (number % 4 == 3) { /* one of both in the dtype of the activations */
+  if (number % 4 == 3) { /* one projection in the dtype of the activations */
     args.w2 = dense.w2;
     args.w2_layout = (moelora_layout){0};
   }
@@ -295,7 +295,7 @@ int main(int argc, char **argv) {
     }
     tested++;
   }
-  CHECK(tested >= 2); /* the scalar rows run everywhere */
+  CHECK(tested >= 2); /* the scalar variants run everywhere */
   printf("test_quantized: %d variants, %llu cases each\n", tested, (unsigned long long)cases);
   return 0;
 }

@@ -1,25 +1,26 @@
-/* Random calls on the emulated GPU against the same on the CPU: layers, projections, adapters
- * alone, alignments, packing; as planned and with a kernel forced; and a part
- * of the tokens, with another kernel, against the whole, bit for bit.
+/* Compares random calls on the emulated GPU with the CPU: layers, projections, adapters alone,
+ * alignments, packing; as planned and with a forced kernel; and a part of the tokens, with another
+ * kernel, with the whole batch, bit for bit.
  *
  *   compare KIND FIRST COUNT [NAME]
  *
- * KIND: experts, gemm, delta, mlp, align, pack, devices or all; NAME: what forced variants have in
- * common, "-": none. Prints a hash of all outputs, for builds that should agree. */
+ * KIND: experts, training, gemm, delta, mlp, align, pack, devices or all; NAME: what forced
+ * variants have in common, "-": none. Prints a hash of all outputs, for builds that should agree.
+ */
 #define _POSIX_C_SOURCE 200112L /* setenv */
-#include "problems.h"
+#include "training.h"
 
 static void test_experts(uint64_t number) {
   seed(number + 1000);
-  const bool quantised = maybe();
-  sizes s = draw_sizes(quantised ? 32 : ONE_OF(1, 8, 64, 64));
+  const bool quantized = maybe();
+  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const moelora_activation activation = (moelora_activation)random_in(0, 4);
   const bool gated = activation != MOELORA_RELU2;
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   const moelora_x_format x = (moelora_x_format)random_in(0, 3);
   moelora_layout layout13 = {0}, layout2 = {0};
-  if (quantised) {
+  if (quantized) {
     layout13 = draw_layout(n13,
                            activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
                            : gated                         ? MOELORA_ROWS_GATE_UP
@@ -88,12 +89,12 @@ static void test_experts(uint64_t number) {
 
 static void test_gemm(uint64_t number) {
   seed(number + 2000);
-  const bool quantised = maybe();
-  sizes s = draw_sizes(quantised ? 32 : ONE_OF(1, 8, 64));
+  const bool quantized = maybe();
+  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const int64_t n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
   moelora_layout layout = {0};
-  if (quantised)
+  if (quantized)
     layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
   const bool per_row = maybe();
   const int32_t slices = n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;
@@ -124,7 +125,7 @@ static void test_gemm(uint64_t number) {
   run_gemm(&args, gpu());
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
-  compare("gemm", &args.out, &want.out, 2); /* q is the same on both */
+  compare("gemm", &args.out, &want.out, 2); /* quantized to the same values on both */
   hash_tensor(&args.out);
   const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
   moelora_gemm_args some = args;
@@ -228,7 +229,7 @@ static void test_delta(uint64_t number) {
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
   compare("delta", &args.out, &want.out, 2);
   hash_tensor(&args.out);
-  /* what the CPU leaves keeps its bits here, too */
+  /* rows that the CPU leaves unchanged must keep their bits here, too */
   for (int64_t row = 0; row < count_of(&before) / width; row++) {
     const size_t bytes = (size_t)width * 2, from = (size_t)row * bytes;
     if (memcmp((char *)want.out.data + from, (char *)before.data + from, bytes) == 0 &&
@@ -250,7 +251,7 @@ static void test_delta(uint64_t number) {
     run_delta(&some, gpu());
     same_rows(&some.out, &args.out, first, plan);
   }
-  /* the halves, through an h of the caller's */
+  /* both halves, through the caller's h */
   if (!silu && maybe()) {
     moelora_delta_args half = args;
     half.h = new_tensor(dtype, SIZES(slices, s.tokens, s.top_k, rank));
@@ -384,14 +385,12 @@ static void test_align(uint64_t number) {
 static void test_pack(uint64_t number) {
   seed(number + 6000);
   const moelora_dtype dtype = maybe() ? MOELORA_BF16 : MOELORA_F16;
-  const moelora_format f = (moelora_format)random_in(1, MOELORA_FP8_ROWS);
-  const bool fp8 = f >= MOELORA_FP8;
+  const moelora_format f = (moelora_format)random_in(1, MOELORA_FORMATS - 1);
+  const bool fp8 = moelora_is_fp8(f);
   const int64_t experts = random_in(1, 3), k = fp8 ? random_in(1, 300) : 32 * random_in(1, 8);
   const moelora_row_order order = (moelora_row_order)random_in(0, 2);
   const int64_t n = order == MOELORA_ROWS_PLAIN ? random_in(1, 200) : 2 * random_in(1, 100);
   const moelora_layout layout = {.format = f, .order = order, .rows = n};
-  const bool zeros = f == MOELORA_INT4_ZP || f == MOELORA_INT4_ZP_G32;
-  const bool of_32 = f == MOELORA_MXFP4 || f == MOELORA_INT4_G32 || f == MOELORA_INT4_ZP_G32;
   moelora_quantized w = {.values =
                              random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, fp8 ? k : k / 2))};
   if (fp8) {
@@ -401,15 +400,20 @@ static void test_pack(uint64_t number) {
     w.block_columns = maybe() ? (f == MOELORA_FP8_G64 ? 64 : 128) : k;
     w.scales = random_tensor(
         MOELORA_F32, 1, SIZES(experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
-    for (int64_t i = 0; i < count_of(&w.values); i++) /* no NaN */
+    for (int64_t i = 0; i < count_of(&w.values); i++) /* not NaN */
       if ((((uint8_t *)w.values.data)[i] & 0x7f) == 0x7f)
         ((uint8_t *)w.values.data)[i] ^= 1;
   } else {
-    const int64_t group = of_32 ? 32 : k % 64 == 0 && maybe() ? 64 : k;
-    w.scales = f == MOELORA_MXFP4 ? random_ids(MOELORA_U8, 0, 128, SIZES(experts, n, k / group))
-                                  : random_tensor((moelora_dtype)random_in(0, 2), 0.05,
-                                                  SIZES(experts, n, k / group));
-    if (zeros)
+    const int64_t group = draw_group(f, k);
+    w.scales =
+        moelora_scale_bytes(f) == 1
+            ? random_ids(MOELORA_U8, 0, f == MOELORA_MXFP4 ? 128 : 126,
+                         SIZES(experts, n, k / group))
+            : random_tensor((moelora_dtype)random_in(0, 2), 0.05, SIZES(experts, n, k / group));
+    if (f == MOELORA_NVFP4)
+      w.tensor_scales =
+          random_tensor(MOELORA_F32, 1, SIZES(experts, order == MOELORA_ROWS_PLAIN ? 1 : 2));
+    if (moelora_has_zeros(f))
       w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
   }
   const int64_t rows = order != MOELORA_ROWS_PLAIN ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;
@@ -436,7 +440,7 @@ static void test_pack(uint64_t number) {
 long emulation_launches(int device);
 int *emulation_current_device(void);
 
-/* A call runs on the device that it names, and leaves the thread's own current. */
+/* A call runs on the device that it names, and restores the thread's current one. */
 static void test_devices(uint64_t number) {
   seed(number + 7000);
   const int at = (int)random_in(0, 1), current = (int)random_in(0, 1);
@@ -475,9 +479,9 @@ int main(int argc, char **argv) {
   static const struct {
     const char *name;
     void (*test)(uint64_t);
-  } kinds[] = {{"experts", test_experts}, {"gemm", test_gemm},   {"delta", test_delta},
-               {"mlp", test_mlp},         {"align", test_align}, {"pack", test_pack},
-               {"devices", test_devices}};
+  } kinds[] = {{"experts", test_experts}, {"training", test_training}, {"gemm", test_gemm},
+               {"delta", test_delta},     {"mlp", test_mlp},           {"align", test_align},
+               {"pack", test_pack},       {"devices", test_devices}};
   const uint64_t first = strtoull(argv[2], NULL, 10), count = strtoull(argv[3], NULL, 10);
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
     for (uint64_t n = first; n < first + count; n++)

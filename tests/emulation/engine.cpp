@@ -121,7 +121,7 @@ char *take(std::vector<char *> &from, size_t bytes) {
   return memory;
 }
 
-/* What memory holds that nobody has written: NaN, or large numbers; -1, or a large one. */
+/* Fill byte of uninitialized memory: NaN or large values; as integers -1 or large. */
 static int unwritten(const Cta *cta) {
   return cta->block % 2 ? 0x7f : 0xff;
 }
@@ -143,7 +143,7 @@ Cta *begin_cta(unsigned number, Cluster *cluster) {
     fiber.cta = cta;
     fiber.thread = t;
     fiber.stack = take(free_stacks, kStack);
-    /* As a call of enter() would leave it, under six registers: 8 from a multiple of 16. */
+    /* Stack as if enter() had been called, below six saved registers: 8 modulo 16. */
     void **top = (void **)(fiber.stack + kStack - 16);
     top[0] = (void *)enter;
     for (int i = 1; i <= 6; i++)
@@ -248,7 +248,7 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
     }
     if (clusters.empty())
       break;
-    /* Until a CTA ends. */
+    /* Run until a CTA ends. */
     for (bool ended = false; !ended;) {
       if (copies == ANY && !operations.empty() && draw(64) == 0)
         perform_operation(draw((uint32_t)operations.size()));
@@ -327,7 +327,7 @@ size_t reserve_static(size_t bytes, size_t alignment) {
   static_used += bytes;
   if (static_used > kWindow)
     fail("too many static variables");
-  /* The CTAs that run have not filled it. */
+  /* The running CTAs have not initialized it. */
   for (Cta *cta : self->cta->cluster->ctas)
     memset(cta->memory + offset, unwritten(cta), bytes);
   return offset;

@@ -1,13 +1,13 @@
-/* Grids of CUDA threads without a GPU. A thread is a fiber; all fibers of the CTAs that are
- * resident at once take turns in one thread of the host, in an order drawn from a seed. What waits
- * names what it waits for, so that a deadlock can be told.
+/* Runs grids of CUDA threads without a GPU. Each thread is a fiber; all fibers of the resident
+ * CTAs are scheduled on one host thread, in a seeded random order. A blocked fiber records what it
+ * waits for, so that deadlocks can be reported.
  *
- * Shared memory of a CTA is a window that addresses of 32 bits count from; it begins as NaNs.
- * Copies that the hardware makes by itself, and wgmma, happen as EMULATION_COPIES says: at once, as
- * late as allowed (when nothing else can go on, or a wait asks for them), or at any time between.
+ * The shared memory of a CTA is a window with 32-bit addresses, initialized to NaN. Asynchronous
+ * copies and wgmma execute as EMULATION_COPIES says: immediately, as late as allowed (when no
+ * fiber can continue, or a wait requires them), or at any time in between.
  *
  *   EMULATION_SEED=1  EMULATION_COPIES=now|late|any  EMULATION_SMS=4  EMULATION_CAPABILITY=90
- *   EMULATION_RESIDENT=4: CTAs side by side of a grid that does not ask for all of them
+ *   EMULATION_RESIDENT=4: concurrent CTAs of a grid that does not need all of them
  *   EMULATION_DEVICES=1 */
 #ifndef EMULATION_ENGINE_H
 #define EMULATION_ENGINE_H
@@ -31,7 +31,7 @@ extern dim3 blockDim, gridDim;
 
 namespace emulation {
 
-/* Of a CTA: dynamic memory, then that of static variables, each at one place for the program. */
+/* Per CTA: dynamic memory, then static variables, each at a fixed offset in the program. */
 constexpr size_t kDynamic = 232448, kStatic = 1 << 20, kWindow = 1 << 21;
 
 struct Launch {
@@ -42,7 +42,7 @@ struct Launch {
 };
 void run_grid(const Launch &launch, const std::function<void()> &thread);
 
-/* Of the thread of the host that launches; which one it is makes no other difference. */
+/* Current device of the launching host thread; only affects bookkeeping. */
 extern thread_local int current_device;
 
 struct Place {
@@ -50,27 +50,27 @@ struct Place {
   int line;
 };
 
-/* What comes to pass by itself: belongs to the fiber that asked for it. */
+/* Schedules an asynchronous operation of this fiber. */
 void later(std::function<void()> what);
-/* All but the last `pending` groups of this fiber's are there. */
+/* Waits until all but the last `pending` groups of this fiber have completed. */
 enum Kind { COPIES, BULK_STORES, KINDS };
 void add_to_group(Kind kind, std::function<void()> what);
 void commit_group(Kind kind);
 void wait_group(Kind kind, int pending);
-/* Once all of this fiber's copies so far are there. */
+/* Runs once all prior copies of this fiber have completed. */
 void after_copies(std::function<void()> what);
 
 void yield();
-/* A turn for the others, in a loop that reads memory until one of them has written there; true. */
+/* Yields, in a loop that polls memory, until another fiber has written; returns true. */
 bool spin();
 
-/* Named barriers of a CTA, of `count` threads; sync returns whether any came with `value`. */
+/* Named barriers of a CTA for `count` threads; sync returns whether any thread passed `value`. */
 bool barrier_sync(int id, int count, bool value = false);
 void cluster_sync();
 unsigned grid_arrive();
 void grid_wait(unsigned token);
 
-/* The lanes of `mask` meet; the last does `all` with what each brought. */
+/* Synchronizes the lanes of `mask`; the last one calls `all` with every lane's argument. */
 typedef void (*Together)(void *const (&lanes)[32], uint32_t mask);
 void meet(uint32_t mask, Together all, void *mine);
 
@@ -85,21 +85,21 @@ size_t reserve_static(size_t bytes, size_t alignment);
 inline char *dynamic_shared() {
   return window();
 }
-/* A kernel's static variables, as a struct of its own. */
+/* Static shared variables of a kernel, as a struct of its own. */
 template <class Variables> Variables &static_shared() {
   static const size_t offset = reserve_static(sizeof(Variables), alignof(Variables));
   return *(Variables *)(window() + offset);
 }
 
-/* mbarriers lie in shared memory, as hardware has them: a word of 64 bits. */
+/* mbarriers are 64-bit words in shared memory, as in hardware. */
 void mbarrier_init(uint64_t *barrier, int arrivals);
-void mbarrier_end(uint64_t *barrier);
+void mbarrier_invalidate(uint64_t *barrier);
 void mbarrier_arrive(uint64_t *barrier, int64_t expected_bytes);
 void mbarrier_arrived(uint64_t *barrier, int64_t bytes);
 void mbarrier_wait(uint64_t *barrier, uint32_t parity);
 bool mbarrier_test(uint64_t *barrier, uint32_t parity);
 
-/* Warpgroup products: a warp's, in the order of its calls. */
+/* Warpgroup MMAs: executed per warp, in program order. */
 void product(std::function<void()> what);
 void commit_products();
 void wait_products(int pending);

@@ -16,7 +16,7 @@ float value_of(Type type, const void *at) {
   return type == BF16 ? __uint_as_float((uint32_t)bits << 16) : __half2float(__half{bits});
 }
 
-/* What is not exact becomes odd, so that rounding again rounds once. */
+/* Rounds inexact sums to odd, so that rounding again rounds only once. */
 double add_to_odd(double a, double b) {
   const double sum = a + b, other = sum - a, rest = (a - (sum - other)) + (b - other);
   if (rest == 0 || rest != rest || isinf(sum))
@@ -24,7 +24,7 @@ double add_to_odd(double a, double b) {
   uint64_t bits;
   memcpy(&bits, &sum, 8);
   if ((rest < 0) != (sum < 0))
-    bits--; /* towards zero, as the exact sum lies there */
+    bits--; /* toward zero, if the exact sum is there */
   bits |= 1;
   double odd;
   memcpy(&odd, &bits, 8);
@@ -41,7 +41,7 @@ float to_float_odd(double v) {
   return __uint_as_float(bits | 1);
 }
 
-/* d[16, n] += a[16, k] b[k, n]; lane t holds of rows t/4 and t/4 + 8 what the instructions say. */
+/* d[16, n] += a[16, k] b[k, n]; lane t holds rows t/4 and t/4 + 8, as the instructions specify. */
 __attribute__((target_clones("default", "avx2", "avx512f"))) void
 multiply(int k, int n, const double *a, const double *b, float *const *d, bool add) {
   for (int row = 0; row < 16; row++) {
@@ -58,7 +58,7 @@ multiply(int k, int n, const double *a, const double *b, float *const *d, bool a
   }
 }
 
-/* Rows t/4, t/4 + 8 of columns 2(t%4), next, and 8 further on. */
+/* Rows t/4 and t/4 + 8; columns 2(t%4) and the next, and those 8 further on. */
 void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
   for (int t = 0; t < 32; t++)
     for (int i = 0; i < 4; i++)
@@ -68,7 +68,8 @@ void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
       }
 }
 
-/* A swizzle moves 16 bytes within rows of 128 (64, 32) by address bits 7 and up. */
+/* The swizzle XORs the index of 16-byte chunks within rows of 128 (64, 32) bytes with address bits
+ * 7 and up. */
 uint32_t swizzled(uint32_t address, int swizzle) {
   switch (swizzle) {
   case CU_TENSOR_MAP_SWIZZLE_128B:
@@ -81,7 +82,7 @@ uint32_t swizzled(uint32_t address, int swizzle) {
   return address;
 }
 
-/* Where byte `byte` of depth of row `row` lies, of a matrix descriptor's. */
+/* Address of byte `byte` along K of row `row` of a matrix descriptor. */
 uint32_t described(uint64_t descriptor, int row, int byte) {
   const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;
   const uint32_t atoms = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
@@ -108,6 +109,19 @@ void read_rows(Type type, uint64_t descriptor, int first, int count, double *to,
     }
 }
 
+/* Columns [first, first + 16) of 16 of depth, rows of 64 elements in the swizzle of 128 bytes: MN-major
+ * in the words of PTX. */
+void read_columns(Type type, uint64_t descriptor, int first, double *to) {
+  if (descriptor >> 62 != 1)
+    fail("a transposed matrix without the swizzle of 128 bytes");
+  for (int k = 0; k < 16; k++)
+    for (int chunk = 0; chunk < 2; chunk++) {
+      const char *from = checked(described(descriptor, k, first * 2 + chunk * 16), 16);
+      for (int i = 0; i < 8; i++)
+        to[(chunk * 8 + i) * 16 + k] = value_of(type, from + i * 2);
+    }
+}
+
 struct Mma {
   bool is_bf16;
   float *d;
@@ -126,7 +140,7 @@ struct Product {
   float *d;
   const uint32_t *a_registers;
   uint64_t a, b;
-  bool add;
+  bool add, a_transposed;
 };
 
 bool inside(const CUtensorMap &map, const int64_t *at) {
@@ -136,7 +150,7 @@ bool inside(const CUtensorMap &map, const int64_t *at) {
   return true;
 }
 
-/* each(address in shared memory, element or NULL outside) */
+/* each(address in shared memory, element or NULL if out of bounds) */
 template <class Each>
 void for_box(const CUtensorMap &map, const std::array<int, 5> &corner, uint32_t shared, Each each) {
   uint64_t count = 1;
@@ -190,8 +204,8 @@ void copy_async(uint32_t to, const void *from, int size, int bytes) {
   });
 }
 
-/* Each row of 16 bytes of a warp's 8x8 matrices, once all lanes are there: use(matrix, row, bytes).
- */
+/* Calls use(matrix, row, bytes) for each 16-byte row of a warp's 8x8 matrices, once all lanes
+ * arrive. */
 template <class Use> static void for_each_row(void *const (&lanes)[32], const char *what, Use use) {
   const int count = ((Matrices *)lanes[0])->count;
   for (int i = 0; i < count; i++)
@@ -211,6 +225,20 @@ void load_matrices(uint32_t *v, int count, uint32_t at) {
         for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
           for (int t = 0; t < 4; t++)
             memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
+        });
+      },
+      &mine);
+}
+
+void load_matrices_transposed(uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
+          for (int column = 0; column < 8; column++)
+            memcpy((uint16_t *)&((Matrices *)lanes[column * 4 + row / 2])->v[i] + row % 2,
+                   from + 2 * column, 2);
         });
       },
       &mine);
@@ -284,8 +312,8 @@ void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b) {
 }
 
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
-           bool add) {
-  Product mine = {type, n, d, a_registers, a, b, add};
+           bool add, bool a_transposed) {
+  Product mine = {type, n, d, a_registers, a, b, add, a_transposed};
   meet(
       ~0u,
       [](void *const(&lanes)[32], uint32_t) {
@@ -309,6 +337,8 @@ void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, 
           double rows[16 * 32], columns[32 * 256];
           if (p.a_registers)
             registers_to_rows(p.type, all.a, rows);
+          else if (p.a_transposed)
+            read_columns(p.type, p.a, warp * 16, rows);
           else
             read_rows(p.type, p.a, warp * 16, 16, rows, k, 1);
           read_rows(p.type, p.b, 0, p.n, columns, 1, p.n);
@@ -368,7 +398,7 @@ void store_box(const CUtensorMap &map, int c0, int c1, uint32_t from) {
 
 } // namespace emulation
 
-/* The limits that the driver checks. */
+/* Checks the limits that the driver checks. */
 static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
                        const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                        const cuuint32_t *steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,

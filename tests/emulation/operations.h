@@ -1,5 +1,5 @@
-/* Instructions that move or multiply matrices, on the engine. A step of depth of a product is
- * summed without rounding and added to the accumulator with one, in mma as in wgmma. */
+/* Matrix loads, stores and MMAs on the engine. For each K step of an instruction, products are
+ * summed exactly and added to the accumulator with a single rounding, for mma and wgmma alike. */
 #ifndef EMULATION_OPERATIONS_H
 #define EMULATION_OPERATIONS_H
 
@@ -14,7 +14,7 @@ namespace emulation {
 
 enum Type { BF16, F16, E4M3 };
 
-/* a b + c of two elements each, rounded once. */
+/* Packed a * b + c, rounded once. */
 uint32_t fma_pair(bool is_bf16, uint32_t a, uint32_t b, uint32_t c);
 inline void check_aligned(const void *p, size_t to) {
   if ((uintptr_t)p % to)
@@ -22,12 +22,13 @@ inline void check_aligned(const void *p, size_t to) {
 }
 void copy_async(uint32_t to, const void *from, int size, int bytes);
 void load_matrices(uint32_t *v, int count, uint32_t at);
+void load_matrices_transposed(uint32_t *v, int count, uint32_t at);
 void store_matrices(const uint32_t *v, int count, uint32_t at);
 void store_matrices_transposed(const uint32_t *v, int count, uint32_t at);
 uint32_t transpose(uint32_t v);
 void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b);
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
-           bool add);
+           bool add, bool a_transposed = false);
 
 void load_box(uint32_t to, const CUtensorMap &map, std::array<int, 5> at, uint32_t barrier,
               bool multicast);

@@ -1,10 +1,11 @@
-"""Write csrc/cuda, without the files that wrap PTX, as C++ for the engine: shared memory, launches
-in angle brackets, and loops that wait for another thread's write, are all that macros cannot say.
-Files that stay equal keep their time.
+"""Translate csrc/cuda, without the files that wrap PTX, to C++ for the engine.
+
+Rewrites shared memory, launches in angle brackets, and loops that poll memory, which macros cannot
+express. Unchanged files keep their modification time.
 
 python prepare.py csrc/cuda build/emulation/cuda [ROWS]
 
-ROWS: a regular expression; GEMM variants whose name has no match of it are left out.
+ROWS: a regular expression; GEMM variants, of a backward too, whose name does not match are left out.
 """
 
 import re
@@ -15,7 +16,7 @@ DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
-GEMM_ROW = re.compile(r"^MOELORA_CUDA_GEMM\((\w+), .*\n", re.M)
+GEMM_ROW = re.compile(r"^MOELORA_CUDA_(?:GEMM|BACK)\((\w+), .*\n", re.M)
 SPIN = re.compile(r"^( *while \()([^;{}]*)\);$", re.M)  # without a body, or behind that of a `do`
 LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 

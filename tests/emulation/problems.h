@@ -1,9 +1,10 @@
-/* Random problems for compare.c: larger than those of tests/c, with kernels to force that suit
- * them, and how results are compared. */
+/* Random problems for compare.c, larger than those of tests/c; kernels to force for them; and the
+ * comparison of results. */
 #ifndef EMULATION_PROBLEMS_H
 #define EMULATION_PROBLEMS_H
 
 #include "cases.h"
+#include "core/format.h"
 
 static const char *wanted = "";
 static uint64_t hash = 14695981039346656037u;
@@ -22,26 +23,27 @@ static inline moelora_exec gpu(void) {
   return (moelora_exec){.device = MOELORA_CUDA};
 }
 
-/* A kernel of what a case has: its dtype, and the format of its weights. */
+/* Whether a kernel supports the dtype and weight format of a case. */
 static inline bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
-  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8"};
+  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4"};
   const moelora_format f = layout->format;
   const int word = f == MOELORA_NATIVE             ? -1
                    : f == MOELORA_MXFP4            ? 0
-                   : f < MOELORA_FP8               ? 1
+                   : f == MOELORA_NVFP4            ? 4
+                   : !moelora_is_fp8(f)            ? 1
                    : layout->x == MOELORA_X_NATIVE ? 2
                                                    : 3;
   if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
     return false;
   if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6))
     return true;
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < 5; i++)
     if (strstr(name, words[i]))
       return i == word;
   return word < 0;
 }
 
-/* One or two kernels of different roles; of four cases one has none. */
+/* Forces one or two kernels of different roles; none in one of four cases. */
 static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) {
   static const char *names[512];
   static int count;
@@ -65,7 +67,7 @@ static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) 
   }
 }
 
-/* Rows of what differs. `slack`: how much more than a rounding a row may be off. */
+/* Compares rows. `slack`: allowed deviation of a row, beyond one rounding. */
 static inline void compare(const char *what, const moelora_tensor *got, const moelora_tensor *want,
                            double slack) {
   const int64_t columns = got->size[got->ndim - 1], rows = count_of(got) / columns;
@@ -157,14 +159,18 @@ static inline moelora_lora draw_lora(sizes s, moelora_dtype dtype, int32_t slice
   return random_lora(s, dtype, slices, draw_rank(), n, k);
 }
 
-/* Weights of a format: random bytes of tiles, with scales that keep sums near 1. */
+/* Columns that share a scale. */
+static inline int64_t draw_group(moelora_format f, int64_t k) {
+  const int64_t columns = 64 / moelora_tile_groups(f);
+  return columns < 64 ? columns : k % 64 == 0 && maybe() ? 64 : k;
+}
+
+/* Weights of a format: random tiles, with scales that keep sums near 1. */
 static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
                                         const moelora_layout *layout) {
   const moelora_format f = layout->format;
   const int64_t n = layout->rows;
-  const bool fp8 = f >= MOELORA_FP8, gate_up = layout->order != MOELORA_ROWS_PLAIN;
-  const bool zeros = f == MOELORA_INT4_ZP || f == MOELORA_INT4_ZP_G32;
-  const bool of_32 = f == MOELORA_MXFP4 || f == MOELORA_INT4_G32 || f == MOELORA_INT4_ZP_G32;
+  const bool fp8 = moelora_is_fp8(f), gate_up = layout->order != MOELORA_ROWS_PLAIN;
   const double scale = 1 / sqrt((double)k);
   moelora_quantized w = {0};
   if (fp8) {
@@ -181,12 +187,15 @@ static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
     for (int64_t i = 0; i < count_of(&w.scales); i++)
       ((float *)w.scales.data)[i] = (float)(scale / 100 * (1.5 + random_unit()));
   } else {
-    const int64_t group = of_32 ? 32 : k % 64 == 0 && maybe() ? 64 : k;
+    const int64_t group = draw_group(f, k);
     w.values = random_ids(MOELORA_U8, 0, 255, SIZES(s.experts, n, k / 2));
-    w.scales = f == MOELORA_MXFP4
-                   ? random_ids(MOELORA_U8, 120, 123, SIZES(s.experts, n, k / group))
+    w.scales = f == MOELORA_MXFP4 ? random_ids(MOELORA_U8, 120, 123, SIZES(s.experts, n, k / group))
+               : f == MOELORA_NVFP4
+                   ? random_ids(MOELORA_U8, 0, 60, SIZES(s.experts, n, k / group))
                    : random_tensor(MOELORA_F32, scale / 4, SIZES(s.experts, n, k / group));
-    if (zeros)
+    if (f == MOELORA_NVFP4)
+      w.tensor_scales = random_tensor(MOELORA_F32, scale, SIZES(s.experts, gate_up ? 2 : 1));
+    if (moelora_has_zeros(f))
       w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(s.experts, n, k / group));
   }
   const int64_t rows = gate_up ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;
@@ -204,7 +213,8 @@ static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
     return (moelora_layout){0};
   moelora_layout layout = {.rows = rows, .order = order};
   layout.format = kind == 3 ? (moelora_format)random_in(MOELORA_FP8, MOELORA_FP8_ROWS)
-                            : (moelora_format)random_in(MOELORA_MXFP4, MOELORA_INT4_ZP_G32);
+                            : (moelora_format)ONE_OF(MOELORA_NVFP4,
+                                                     random_in(MOELORA_MXFP4, MOELORA_INT4_ZP_G32));
   if (kind == 3) {
     layout.x = x;
     layout.x_scale = x == MOELORA_X_STATIC ? 0.01f : 0;
@@ -223,7 +233,7 @@ static inline double slack_of(const moelora_layout *layout) {
   return layout->x == MOELORA_X_NATIVE ? 2 : 10;
 }
 
-/* A part of the rows of a tensor whose first dimension is tokens (or rows of them). */
+/* A range of rows of a tensor whose first dimension is tokens, or rows of tokens. */
 static inline moelora_tensor part(const moelora_tensor *t, int64_t first, int64_t count) {
   moelora_tensor p = *t;
   if (!t->data)

@@ -1,5 +1,5 @@
-/* What the engine knows of fibers, and its two halves share: engine.cpp lets them take turns,
- * synchronise.cpp lets them wait for each other. */
+/* State of fibers, shared by the two halves of the engine: engine.cpp schedules them,
+ * synchronize.cpp blocks and wakes them. */
 #ifndef EMULATION_STATE_H
 #define EMULATION_STATE_H
 
@@ -23,7 +23,7 @@ struct Fiber {
   Cta *cta = nullptr;
   unsigned thread = 0;
   bool done = false, result = false;
-  const char *waits = nullptr; /* a format of three numbers */
+  const char *waits = nullptr; /* a format string with three numbers */
   int64_t numbers[3];
   Group open[KINDS];
   std::deque<Group> groups[KINDS];
@@ -73,14 +73,14 @@ extern std::vector<Fiber *> ready, yielded;
 extern std::vector<Waiter> waiters;
 extern std::vector<Operation *> operations;
 extern Launch launch;
-extern uint64_t progress; /* grows whenever somebody may go on */
+extern uint64_t progress; /* incremented whenever a fiber may continue */
 extern unsigned grid_arrivals;
 extern enum Copies { NOW, LATE, ANY } copies;
 
 uint32_t draw(uint32_t below);
 void to_scheduler();
 void release(std::vector<Fiber *> &waiting);
-/* Until somebody makes this fiber ready; `what` is a format of three numbers. */
+/* Blocks until another fiber makes this one ready; `what` is a format string with three numbers. */
 void block(const char *what, int64_t a = 0, int64_t b = 0, int64_t c = 0);
 void perform(Group &group);
 

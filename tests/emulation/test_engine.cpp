@@ -1,5 +1,5 @@
-/* The engine finds what it is there to find: waits that are missing, memory beyond what a kernel
- * asked for, threads that wait for each other for ever. Kernels with and without the fault. */
+/* The engine must detect missing waits, out-of-bounds accesses and deadlocks. Kernels with and
+ * without each fault. */
 #include <signal.h>
 #include <stdio.h>
 #include <sys/wait.h>
@@ -22,11 +22,11 @@ template <bool WAITS, bool SYNCS> static void copy() {
     to[other / 4 + i] = load_shared_4(other + i * 4);
 }
 
-/* The same in one bulk copy. */
+/* The same with a single bulk copy. */
 template <bool WAITS> static void bulk() {
   if (threadIdx.x == 0) {
     barrier_init(256, 1);
-    barrier_expect(256, 256);
+    barrier_arrive_expect_tx(256, 256);
     bulk_load(0, from, 256, 256, 0);
   }
   __syncthreads();
@@ -58,7 +58,7 @@ template <bool WRITES> static void spins() {
     ;
 }
 
-/* 0: the copy is right; 1: it is wrong; 2: the engine stopped. */
+/* 0: the copy is correct; 1: it is wrong; 2: the engine stopped. */
 static int outcome(void (*kernel)(), const char *copies) {
   fflush(stdout);
   const pid_t child = fork();
@@ -95,7 +95,7 @@ int main() {
     expect("half a barrier", half_a_barrier, copies, 2);
     expect("a wait for nobody", waits_for_nobody, copies, 2);
     expect("a read of what nobody writes", spins<false>, copies, 2);
-    expect("a read of what another writes", spins<true>, copies, 1); // which is no copy
+    expect("a read of what another writes", spins<true>, copies, 1); // not a copy
     expect("a copy that others read at once", copy<true, false>, copies, 1);
   }
   expect("a copy without a wait", copy<false, true>, "late", 1);

@@ -1,8 +1,8 @@
-/* Alignment on the host: which launches a plan's sorts are, and their workspace. UNIFORM blocks
- * whose rows took two sorts are padded by another launch.
+/* Host side of alignment: plans the launches of a sort and their workspace. UNIFORM blocks whose
+ * key space needs two sorts are padded by an additional launch.
  *
- * All sort resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids. A
- * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
+ * All sorts use resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids.
+ * A launch overlaps the previous one by programmatic dependent launch where the GPU supports it. */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
 #include "cuda/variant_ids.h"
@@ -11,39 +11,34 @@ static int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-/* What a call keeps in its workspace; NULL where it needs none. */
-struct scratch {
-  uint32_t *table;
-  int32_t *order;                          /* [M] */
-  int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
-};
-
 static int64_t adapter_keys_of(const moelora_align_problem *problem) {
   return moelora_adapter_keys(problem->mode, &problem->routes);
 }
 
-static void take_scratch(const moelora_align_problem *problem, const moelora_align_plan *plan,
-                         moelora_arena *arena, scratch *parts) {
-  const moelora_routes *routes = &problem->routes;
-  *parts = {};
+extern "C" moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
+                                                          moelora_align_mode mode,
+                                                          const moelora_align_plan *plan,
+                                                          moelora_arena *arena) {
+  moelora_sort_scratch parts = {};
   const size_t tokens = plan->tokens.table_bytes, rows = plan->rows.table_bytes;
   if (plan->tokens.variant) {
-    parts->order = (int32_t *)moelora_take(arena, (size_t)routes->num_tokens * sizeof(int32_t));
-    if (problem->mode == MOELORA_ALIGN_UNIFORM) {
-      const size_t bytes = (size_t)routes->num_rows * sizeof(int32_t);
-      parts->row = (int32_t *)moelora_take(arena, bytes);
-      parts->expert = (int32_t *)moelora_take(arena, bytes);
-      parts->adapter = (int32_t *)moelora_take(arena, bytes);
-      parts->count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+    parts.order = (int32_t *)moelora_take_array(arena, (size_t)routes->num_tokens, 4);
+    if (mode == MOELORA_ALIGN_UNIFORM) {
+      const size_t count = (size_t)routes->num_rows;
+      parts.row = (int32_t *)moelora_take_array(arena, count, 4);
+      parts.expert = (int32_t *)moelora_take_array(arena, count, 4);
+      parts.adapter = (int32_t *)moelora_take_array(arena, count, 4);
+      parts.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
     }
   }
   if (tokens || rows)
-    parts->table = (uint32_t *)moelora_take(arena, tokens > rows ? tokens : rows);
+    parts.table = (uint32_t *)moelora_take(arena, tokens > rows ? tokens : rows);
+  return parts;
 }
 
 /* ---- sorts ---- */
 
-/* How threads share the groups: lanes are powers of two. */
+/* Assigns threads to groups. The number of lanes per group is a power of two. */
 static void set_lanes(align_sort *sort) {
   const int64_t groups = sort->num_groups, ways = sort->ways;
   uint32_t shift = 0;
@@ -57,9 +52,9 @@ static void set_lanes(align_sort *sort) {
     sort->around_shift++;
 }
 
-/* The last step of a description: the rest must be there. */
+/* Completes a description; all other members must be set. */
 static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t items, int64_t keys,
-                     int64_t ways, const scratch &parts) {
+                     int64_t ways, const moelora_sort_scratch &parts) {
   sort->num_items = (uint32_t)items;
   sort->num_keys = (uint32_t)keys;
   sort->ways = (uint32_t)ways;
@@ -75,7 +70,7 @@ static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t it
   }
 }
 
-/* All of a problem but how its items are sorted. */
+/* Describes a problem, except for how its items are sorted. */
 static align_sort describe(const moelora_align_problem *problem) {
   align_sort sort = {};
   sort.routes = problem->routes;
@@ -97,9 +92,10 @@ static align_sort describe(const moelora_align_problem *problem) {
   return sort;
 }
 
-/* Tokens by adapter, unpadded, into parts.order. */
+/* Sorts tokens by adapter, unpadded, into parts.order. */
 static align_sort describe_tokens(const moelora_align_problem *problem,
-                                  const moelora_sort_plan &plan, const scratch &parts) {
+                                  const moelora_sort_plan &plan,
+                                  const moelora_sort_scratch &parts) {
   align_sort sort = {};
   const int64_t tokens = problem->routes.num_tokens, adapters = adapter_keys_of(problem);
   sort.routes = problem->routes;
@@ -112,8 +108,8 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
   return sort;
 }
 
-/* What a layer asks beyond the public modes; rows in blocks of one, which the adapters alone ask
- * for, have nothing to be dealt to. */
+/* Adds what only a layer uses. Blocks of a single row, which only adapters use, need no balancing.
+ */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
@@ -128,10 +124,11 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* from: routes that are to be resolved before; NULL: they are. */
+/* from: routes that are to be resolved, by a launch before it or by the sort; NULL: they are. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
-                               const moelora_routes *from, const moelora_exec *exec) {
-  if (from && plan.variant->id != CUDA_sort_i32_64_sm80)
+                               const moelora_routes *from, bool resolves,
+                               const moelora_exec *exec) {
+  if (from && resolves)
     MOELORA_TRY(moelora_cuda_resolve(from, &sort.routes, NULL, NULL, false, exec));
   switch (plan.variant->id) {
   case CUDA_sort_i32_64_sm80:
@@ -149,7 +146,7 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
 
 static moelora_status run_one_sort(const moelora_align_problem *problem,
                                    const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                   const scratch &parts, const moelora_routes *from,
+                                   const moelora_sort_scratch &parts, const moelora_routes *from,
                                    const moelora_exec *exec) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
@@ -158,15 +155,15 @@ static moelora_status run_one_sort(const moelora_align_problem *problem,
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   set_size(&sort, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, plan.rows, from, exec);
+  return run_sort(sort, plan.rows, from, plan.resolves, exec);
 }
 
 static moelora_status run_two_sorts(const moelora_align_problem *problem,
                                     const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                    const scratch &parts, const moelora_routes *from,
+                                    const moelora_sort_scratch &parts, const moelora_routes *from,
                                     const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, plan.tokens, parts);
-  MOELORA_TRY(run_sort(tokens, plan.tokens, from, exec));
+  MOELORA_TRY(run_sort(tokens, plan.tokens, from, plan.resolves, exec));
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -183,7 +180,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.num_post = parts.count;
   }
   set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  MOELORA_TRY(run_sort(rows, plan.rows, NULL, exec));
+  MOELORA_TRY(run_sort(rows, plan.rows, NULL, false, exec));
   if (problem->mode != MOELORA_ALIGN_UNIFORM)
     return MOELORA_OK;
   pad.row = parts.row;
@@ -193,83 +190,70 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
   return align_launch_pad(pad, exec);
 }
 
-/* ---- the backend's slots ---- */
-
 static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
-                          const moelora_blocks *blocks, moelora_arena *arena,
+                          const moelora_blocks *blocks, const moelora_sort_scratch &parts,
                           const moelora_routes *from, const moelora_exec *exec) {
-  scratch parts;
-  take_scratch(problem, &plan, arena, &parts);
-  MOELORA_TRY(moelora_check_layout(arena->used, exec));
   return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, from, exec)
                              : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
 
-/* The problem over routes that lie in front of a sort's scratch memory. */
-static moelora_align_problem resolved(const moelora_align_problem *problem, moelora_arena *arena) {
-  moelora_align_problem to = *problem;
+/* ---- the backend's slots ---- */
+
+struct AlignLayout {
+  moelora_align_problem sorted; /* over resolved routes */
+  moelora_sort_scratch scratch;
+  size_t bytes;
+};
+
+static AlignLayout lay_out(const moelora_align_problem *problem, const moelora_align_plan *plan,
+                           const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
+  AlignLayout l = {};
   moelora_routes routes = problem->routes;
   if (adapter_keys_of(problem) == 1)
     routes.token_lora_mapping.data = NULL;
-  to.routes = moelora_cuda_take_routes(&routes, problem->mode == MOELORA_ALIGN_SORTING, arena);
-  return to;
+  l.sorted = *problem;
+  l.sorted.routes =
+      moelora_cuda_take_routes(&routes, problem->mode == MOELORA_ALIGN_SORTING, &arena);
+  l.scratch = moelora_cuda_take_scratch(&l.sorted.routes, problem->mode, plan, &arena);
+  l.bytes = arena.used;
+  return l;
 }
 
 extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
-                                               const moelora_align_plan *plan) {
-  moelora_arena arena = {};
-  const moelora_align_problem sorted = resolved(problem, &arena);
-  scratch parts;
-  take_scratch(&sorted, plan, &arena, &parts);
-  return arena.used;
+                                               const moelora_align_plan *plan,
+                                               const moelora_exec *exec) {
+  return lay_out(problem, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                              const moelora_align_plan *plan,
                                              const moelora_exec *exec) {
-  moelora_arena arena = {(char *)exec->workspace, 0};
-  const moelora_align_problem sorted = resolved(problem, &arena);
-  MOELORA_TRY(moelora_check_layout(arena.used, exec));
-  MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec));
-  return run(&sorted, *plan, NULL, &arena, NULL, exec);
+  const AlignLayout l = lay_out(problem, plan, exec);
+  MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &l.sorted.routes, NULL, NULL, true, exec));
+  return run(&l.sorted, *plan, NULL, l.scratch, NULL, exec);
 }
 
 /* ---- blocks of a layer ---- */
 
-static moelora_align_problem rows_problem(const moelora_routes *routes, int32_t rows) {
+extern "C" moelora_status
+moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
+                        const moelora_blocks *blocks, const moelora_align_plan *plan,
+                        const moelora_sort_scratch *scratch, const moelora_exec *exec) {
   moelora_align_problem problem = {};
   problem.mode = MOELORA_ALIGN_SEGMENTED;
   problem.routes = *routes;
-  problem.block_size = rows;
-  return problem;
-}
-
-extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
-                                                    const moelora_align_plan *plan) {
-  const moelora_align_problem problem = rows_problem(routes, 1);
-  moelora_arena arena = {};
-  scratch parts;
-  take_scratch(&problem, plan, &arena, &parts);
-  return arena.used;
-}
-
-extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *from,
-                                                  const moelora_routes *routes,
-                                                  const moelora_blocks *blocks,
-                                                  const moelora_align_plan *plan, void *workspace,
-                                                  const moelora_exec *exec) {
-  moelora_align_problem problem = rows_problem(routes, blocks->rows);
+  problem.block_size = blocks->rows;
   problem.max_blocks = blocks->max_blocks;
   problem.sorted_token_ids = blocks->sorted_ids;
   problem.expert_ids = blocks->expert_ids;
   problem.lora_ids = blocks->packed_ranks;
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
-  moelora_arena arena = {(char *)workspace, 0};
-  return run(&problem, *plan, blocks, &arena, from, exec);
+  return run(&problem, *plan, blocks, *scratch, from, exec);
 }
 
-/* ---- rows one after the other ---- */
+/* ---- unpadded rows ---- */
 
 extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                                         const moelora_align_plan *plan,
@@ -283,7 +267,7 @@ extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *ro
   if (plan->segments > 0)
     sorted.segments =
         (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)plan->segments);
-  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
+  sorted.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
   return sorted;
 }
 
@@ -299,5 +283,5 @@ extern "C" moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                  .packed_ranks = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
-  return moelora_cuda_align_rows(NULL, routes, &blocks, plan, sorted->scratch, exec);
+  return moelora_cuda_align_rows(NULL, routes, &blocks, plan, &sorted->scratch, exec);
 }

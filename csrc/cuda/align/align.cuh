@@ -1,24 +1,24 @@
-/* Alignment on the GPU: a stable counting sort of items by key, and its padded layout.
+/* Alignment on the GPU: a stable counting sort of items by key, with a padded layout.
  *
- * Items are routed rows (or, for huge key spaces, first the tokens alone). An item's key is
+ * Items are routed rows (or, for huge key spaces, tokens first). The key of an item is
  *   expert * adapter_keys + adapter + 1
- * where either part may be absent, or -1 when the item is skipped. `ways` consecutive keys make a
- * group, and a group is what gets padded to whole blocks:
+ * where either part may be absent, or -1 if the item is skipped. `ways` consecutive keys form a
+ * group, and each group is padded to whole blocks:
  *   BASE, SORTING  key = expert             ways = 1
  *   UNIFORM        key = (expert, adapter)  ways = 1
  *   SEGMENTED      key = (expert, adapter)  ways = adapter_keys: a group is an expert
  *
- * With c[k] the number of items of key k, group g starts at block b[g] = sum of ceil(c /
- * block_size) over the groups before it, and the i-th item of key k, in item order, goes to b[g] *
- * block_size + (items of g with smaller keys) + i. A CTA owns one chunk of consecutive items. It
- * knows for every key how many items come before its chunk (`before`) and how many there are in all
- * (`total`), and works out the rest by itself, so CTAs never talk to each other, nothing has to be
- * reset, and the order is always the same. Each CTA writes its own items and its share of padding,
- * block ids and the unused tail.
+ * Let c[k] be the number of items with key k. Group g starts at block b[g] = sum of ceil(c /
+ * block_size) over the previous groups, and the i-th item of key k, in item order, is placed at
+ * b[g] * block_size + (items of g with smaller keys) + i. A CTA owns a chunk of consecutive items.
+ * From the number of items of each key before its chunk (`before`) and in total (`total`) it
+ * computes the rest itself, so that CTAs need no communication, no state has to be reset, and the
+ * order is deterministic. Each CTA writes its own items and its share of padding, block ids and
+ * the unused tail.
  *
- * align/tiny.cu: every CTA compares each item with all others; one launch, no bins.
- * align/small.cu: every CTA reads all items and counts for itself; one launch.
- * align/large.cu: a first launch counts each chunk, a second one sums the counts and places. */
+ * align/tiny.cu: each item is compared with all others; one launch, no bins. align/small.cu: each
+ * CTA reads all items and counts them itself; one launch. align/large.cu: a first launch counts
+ * each chunk, a second one sums the counts and places the items. */
 #ifndef MOELORA_CUDA_ALIGN_CUH
 #define MOELORA_CUDA_ALIGN_CUH
 
@@ -29,18 +29,19 @@
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 
-/* Shared memory beside the bins. */
+/* Shared memory besides the bins. */
 struct align_shared {
   alignas(16) int32_t key[ALIGN_THREADS]; /* keys of the items being placed */
   int32_t warp_sum[ALIGN_WARPS];
-  uint32_t local[ALIGN_MAX_KEYS / 32]; /* bit per expert of this rank; SORTING only */
+  uint32_t local[ALIGN_MAX_KEYS / 32]; /* bit mask of local experts; SORTING only */
 };
 
-/* The bins. Once the groups are laid out, total[k] is the number of the group's items with smaller
- * keys; of the first key, where that is none, it is the number of the group's items. */
+/* Bins. After the layout, total[k] is the number of items of the group with smaller keys; for the
+ * group's first key, where this would be 0, it is the number of items of the group. */
 struct align_bins {
   int32_t *before, *total; /* [num_keys] */
-  int32_t *first;          /* [num_groups] first position; small sorts count here before that */
+  int32_t *first; /* [num_groups] first position of a group; small sorts use it for counts before
+                     the layout */
 };
 
 static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_t *memory) {
@@ -49,7 +50,7 @@ static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_
 
 /* ---- items ---- */
 
-/* Item `index` before reordering: choice j of the token at place `token`. */
+/* Item `index` before sorting: choice j of the token at index `token`. */
 struct align_item {
   uint32_t token, choice;
 };
@@ -61,7 +62,7 @@ static __device__ __forceinline__ align_item locate(const align_sort &s, uint32_
   return item;
 }
 
-/* Keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for the others. */
+/* Loads the keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for items past it. */
 template <int N>
 static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t first, uint32_t end,
                                                  int32_t (&key)[N]) {
@@ -81,7 +82,7 @@ static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t f
     expert[u] = 0;
     adapter[u] = -1;
   }
-  if (s.order) { /* written by an earlier launch: not through L1 */
+  if (s.order) { /* written by an earlier launch: bypass L1 */
 #pragma unroll
     for (int u = 0; u < N; u++)
       item[u].token = (uint32_t)__ldcg(s.order + item[u].token);
@@ -104,8 +105,8 @@ static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t f
 
 /* ---- scans ---- */
 
-/* Sum of `value` over the threads before this one, and over all of them. One barrier; `warp_sum`
- * must not be reused without another. */
+/* Returns the sum of `value` over all lower threads, and the total in `all`. One barrier; another
+ * one is needed before `warp_sum` is reused. */
 static __device__ __forceinline__ int32_t block_sum_before(int32_t value, int32_t *warp_sum,
                                                            int32_t *all) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -132,23 +133,24 @@ static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
   }
 }
 
-/* The sum of a word's bytes below bit `end`. */
+/* Sum of a word's bytes below bit `end`. */
 static __device__ __forceinline__ int32_t bytes_below(uint32_t word, uint32_t end) {
   return (int32_t)__dp4a(end < 32 ? word & ((1u << end) - 1) : word, 0x01010101u, 0u);
 }
 
-/* Lower lanes of the warp with the same key. */
+/* Number of lower lanes in the warp with the same key. */
 static __device__ __forceinline__ int32_t rank_in_warp(int32_t key) {
   return __popc(__match_any_sync(~0u, key) & ((1u << threadIdx.x % 32) - 1));
 }
 
-/* Blocks that hold `count` > 0 items of a group. */
+/* Number of blocks that hold `count` > 0 items of a group. */
 static __device__ __forceinline__ int32_t blocks_for(const align_sort &s, int32_t count) {
   const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
   return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
 }
 
-/* Blocks of a group with `count` items; SORTING gives every expert of this rank at least one. */
+/* Number of blocks of a group with `count` items. SORTING allocates at least one block per local
+ * expert. */
 static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const align_shared &shared,
                                                     uint32_t group, int32_t count) {
   if (count == 0)
@@ -157,14 +159,14 @@ static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const a
   return blocks_for(s, count);
 }
 
-/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
- * grains that fit. */
+/* Items per block, except for the last ones, when `count` items are distributed evenly: the
+ * smallest sufficient multiple of the grain. */
 static __device__ __forceinline__ int32_t even_share(const align_sort &s, int32_t count,
                                                      int32_t blocks) {
   return ((count + blocks - 1) / blocks + s.grain - 1) & -s.grain;
 }
 
-/* Where in its group the item goes that comes behind `place` others. */
+/* Index of the item within its group's padded layout, given its index `place` among the items. */
 static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
                                                          int32_t count, int32_t blocks) {
   if (!s.grain || blocks == 1)
@@ -173,7 +175,7 @@ static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, in
   return block * (int32_t)s.block_size.value + place - block * share;
 }
 
-/* The group of a key, its first position and its items. */
+/* Group of a key, with its first position and its number of items. */
 struct align_group {
   uint32_t index;
   int32_t first, count;
@@ -188,9 +190,9 @@ static __device__ __forceinline__ align_group group_of(const align_sort &s, cons
   return {index, bins.first[index], bins.total[index * s.ways]};
 }
 
-/* Turns `before` and `total`, which at entry counts the items *not* before the chunk, into the
- * layout, and returns the number of blocks in use. 1 << scan_shift neighbouring threads look after
- * a group, each after `scan_ways` of its keys; or one thread looks after `scan_groups` groups. */
+/* Computes the layout from `before` and `total`, which on entry counts the items *not* before the
+ * chunk. Returns the number of blocks. Each group is handled by 1 << scan_shift neighboring
+ * threads, `scan_ways` keys per thread; or each thread handles `scan_groups` groups. */
 static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const align_bins &bins,
                                                   align_shared &shared) {
   const uint32_t lanes = 1u << s.scan_shift, lane = threadIdx.x & (lanes - 1);
@@ -234,7 +236,7 @@ static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const ali
   return all;
 }
 
-/* The position of the item that comes behind `earlier` others of its key. */
+/* Position of an item with `earlier` items of the same key before it. */
 static __device__ __forceinline__ int32_t position_of(const align_sort &s, const align_bins &bins,
                                                       const align_shared &shared, int32_t key,
                                                       int32_t earlier) {
@@ -257,8 +259,8 @@ static __device__ __forceinline__ void write_padding(const align_sort &s, int64_
     s.sorted_weights[position] = 0.0f;
 }
 
-/* What lies around the `count` items of a group in blocks from `block` on; thread `lane` of
- * `lanes`. */
+/* Writes block ids and padding around the `count` items of a group whose blocks start at `block`;
+ * thread `lane` of `lanes`. */
 static __device__ __forceinline__ void write_around_group(const align_sort &s, uint32_t group,
                                                           int32_t block, int32_t count,
                                                           int32_t blocks, int32_t lane,
@@ -289,7 +291,7 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
   }
 }
 
-/* What lies behind all groups, and how much does not; thread `me` of `step`. */
+/* Writes the tail after all groups and the number of positions in use; thread `me` of `step`. */
 static __device__ __forceinline__ void write_around_groups(const align_sort &s, int32_t num_blocks,
                                                            int64_t me, int64_t step) {
   const int64_t rows = (int64_t)num_blocks * s.block_size.value;
@@ -309,7 +311,7 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
     s.tile_counters[i] = 0;
 }
 
-/* adapter * kRanks + true rank; -1 where that is 0. */
+/* adapter * kRanks + true rank; -1 if the rank is 0. */
 static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t adapter) {
   if (adapter < 0)
     return -1;
@@ -317,7 +319,7 @@ static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t
   return rank > 0 ? adapter * kRanks + rank : -1;
 }
 
-/* The segments of a group; thread `lane` of `lanes`. */
+/* Writes the segments of a group; thread `lane` of `lanes`. */
 static __device__ __forceinline__ void write_segments(const align_sort &s, const align_bins &bins,
                                                       const align_group &group, int32_t blocks,
                                                       uint32_t lane, uint32_t lanes) {
@@ -335,12 +337,12 @@ static __device__ __forceinline__ void write_segments(const align_sort &s, const
   }
 }
 
-/* This CTA's share of everything that is not an item. 1 << around_shift threads take a group. */
+/* Writes this CTA's share of everything except items. 1 << around_shift threads handle a group. */
 static __device__ __forceinline__ void write_around_items(const align_sort &s,
                                                           const align_bins &bins,
                                                           const align_shared &shared,
                                                           int32_t num_blocks) {
-  /* the last threads first: the first ones may still place items */
+  /* start with the last threads: the first ones may still be placing items */
   const uint32_t me = ALIGN_THREADS - 1 - threadIdx.x;
   const uint32_t lanes = 1u << s.around_shift, lane = me & (lanes - 1);
 #pragma unroll 1
@@ -381,7 +383,7 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
   }
 }
 
-/* For an item without a key. */
+/* Handles an item without a key. */
 static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t index) {
   if (!s.positions)
     return;
@@ -400,7 +402,7 @@ static __device__ __forceinline__ void clear_bins(const align_sort &s, const ali
     shared.local[threadIdx.x] = 0;
 }
 
-/* The CTAs after the chunks zero the caller's buffer, in 16-byte stores between ragged ends. */
+/* The CTAs after the chunks zero the caller's buffer, with 16-byte stores except at its ends. */
 static __device__ __forceinline__ void write_zeros(const align_sort &s) {
   wait_for_previous_kernel();
   start_next_kernel();

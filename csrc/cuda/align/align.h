@@ -1,4 +1,4 @@
-/* What the host side of alignment hands to its kernels. */
+/* Interface between the host side of alignment and its kernels. */
 #ifndef MOELORA_CUDA_ALIGN_H
 #define MOELORA_CUDA_ALIGN_H
 
@@ -7,25 +7,25 @@
 #include "cuda/launch/launch.h"
 
 constexpr int ALIGN_THREADS = MOELORA_SORT_THREADS;
-/* Items that are ranked by comparing them with each other: at most 255, so that a byte counts them,
- * and few enough for the compares to take no longer than a barrier. */
+/* Items that are ranked by comparing them with each other. At most 255, so that a count fits a
+ * byte, and few enough that the comparisons take no longer than a barrier. */
 constexpr int ALIGN_GROUP = MOELORA_SORT_GROUP;
-/* Items up to which each is compared with all others. */
+/* Largest number of items for which each is compared with all others. */
 constexpr int ALIGN_TINY_ITEMS = 64;
 constexpr int ALIGN_MAX_KEYS = MOELORA_SORT_KEYS;
 
-/* One stable counting sort; align.cuh says what keys, ways and groups are. */
+/* Parameters of a stable counting sort; align.cuh defines keys, ways and groups. */
 struct align_sort {
-  moelora_routes routes; /* resolved; expert_map says which experts are here */
-  const int32_t *order;  /* [M] tokens in the order in which they come; NULL: as they are */
+  moelora_routes routes; /* resolved; expert_map only marks the local experts */
+  const int32_t *order;  /* [M] order in which tokens are read; NULL: 0 .. M - 1 */
   uint32_t num_items;
-  bool by_expert, by_adapter; /* what makes up a key */
-  bool emit_tokens;           /* sorted_ids get tokens, not rows */
+  bool by_expert, by_adapter; /* components of a key */
+  bool emit_tokens;           /* sorted_ids are tokens instead of rows */
   bool empty_blocks;          /* experts without items get a block */
-  int32_t grain;              /* items of a group are dealt out evenly over its blocks, so many at a
-                               * time, a power of 2; 0: they are not */
-  uint32_t cluster;           /* 2: every group has an even number of blocks */
-  moelora_divisor top_k;      /* items per token */
+  int32_t grain;    /* distribute a group's items evenly over its blocks, in multiples of `grain`, a
+                       power of 2; 0: fill blocks in order */
+  uint32_t cluster; /* 2: each group has an even number of blocks */
+  moelora_divisor top_k;        /* items per token */
   moelora_divisor adapter_keys; /* max_loras + 1, or 1 */
   moelora_divisor block_size;
   uint32_t num_keys, num_groups, ways;
@@ -33,43 +33,44 @@ struct align_sort {
   uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
   uint32_t around_shift;                       /* see write_around_items() */
   /* large sorts only */
-  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] two 16-bit counts to a word */
+  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] two 16-bit counts per word */
   uint32_t num_rows, row_chunks;
-  moelora_divisor words;     /* of a row */
+  moelora_divisor words;     /* words per row */
   uint32_t teams, team_rows; /* see sum_table() */
   uint32_t tile;             /* items placed at a time */
   /* outputs; all but sorted_ids may be NULL */
   int32_t *sorted_ids;       /* [max_blocks * block_size] */
   int32_t *expert_ids;       /* [max_blocks] */
   int32_t *block_loras;      /* [max_blocks] */
-  int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
+  int32_t *block_counts;     /* [max_blocks] items per block; requires grain > 0 */
   int32_t *block_pairs;      /* [max_blocks] as in moelora_blocks */
   int32_t *row_loras;        /* [max_blocks * block_size] */
-  bool packs_ranks;          /* row_loras get packed ranks */
-  moelora_segment *segments; /* [num_keys]; several keys to a group */
-  int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
+  bool packs_ranks;          /* row_loras are packed ranks */
+  moelora_segment *segments; /* [num_keys]; only if a group has several keys */
+  int32_t *positions;        /* [num_items] position of each item, -1 if skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */
-  int32_t *tile_counters;    /* [num_counters] get zeros */
+  int32_t *tile_counters;    /* [num_counters] set to zero */
   int64_t num_counters;
   int64_t max_blocks;
-  int32_t padding; /* sorted_ids of rows that are none */
+  int32_t padding; /* value of sorted_ids in padding */
   void *zero;
   size_t zero_bytes;
 };
 
-/* Pads what was sorted by (expert, adapter) into blocks of one pair: `row`, `expert`, `adapter`
- * [*count]. For key spaces whose counts fit no shared memory. */
+/* Pads rows sorted by (expert, adapter) into blocks of one pair each: `row`, `expert`, `adapter`
+ * [*count]. For key spaces whose counts exceed shared memory. */
 struct align_pad {
   const int32_t *row, *expert, *adapter; /* [*count] */
   const int32_t *count;                  /* [1] */
   align_sort out;                        /* block size and outputs */
 };
 
-/* from: routes to resolve first, behind the end of the kernel before; NULL: they are resolved. */
+/* from: routes to resolve first, after the previous kernel has completed; NULL: resolved already.
+ */
 moelora_status align_launch_tiny(const align_sort &sort, const moelora_routes *from,
                                  const moelora_exec *exec);
-/* With 2 or 8 loads of a thread in flight. */
+/* The suffix is the number of loads in flight per thread. */
 moelora_status align_launch_small_2(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_small_8(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_count(const align_sort &sort, const moelora_exec *exec);

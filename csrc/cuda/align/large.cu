@@ -1,24 +1,24 @@
-/* Sorts of any number of items in two launches. A table row covers row_chunks chunks.
+/* Sorts any number of items in two launches. A table row covers row_chunks chunks.
  *
- * align_count: CTA r writes how often each key occurs in row r,
- *   table [num_rows, ceil(num_keys / 2)]  two 16-bit counts to a word.
- * align_place: every CTA sums the table into before and total, lays out the groups like all others,
- * and places its chunk in tiles. Of its own row, it has counted what lies before the chunk itself,
- * while the first launch ran: a table of few rows is read sooner.
+ * align_count: CTA r counts the keys of row r,
+ *   table [num_rows, ceil(num_keys / 2)]  two 16-bit counts per word.
+ * align_place: each CTA sums the table into `before` and `total`, computes the layout, and places
+ * its chunk in tiles. Within its own row, it counts the items before its chunk itself, while the
+ * first launch runs: this keeps the table short.
  *
  * In a tile, groups of ALIGN_GROUP threads count their keys,
- *   in_group [2, num_keys]  a byte for each of eight groups,
- * and an item comes behind those of its key in the groups before its own. before[k] runs along as
- * the number of items of key k in earlier tiles and chunks. Where shared memory has no room for
- * these counts, a tile is one group. */
+ *   in_group [2, num_keys]  one byte for each of eight groups,
+ * and an item follows those of equal key in lower groups. before[k] accumulates the items of key k
+ * in earlier tiles and chunks. If shared memory has no room for these counts, a tile is a single
+ * group. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
-/* Loads in flight per thread: while counting, and while summing the table. */
+/* Loads in flight per thread, while counting and while summing the table. */
 constexpr int BATCH = 4;
 constexpr int TABLE_BATCH = 16;
 
-/* Calls add(key) for the items from `begin` on, below `end`. */
+/* Calls add(key) for items `begin` to `end`. */
 template <class Add>
 static __device__ __forceinline__ void for_each_key(const align_sort &s, uint32_t begin,
                                                     uint32_t end, Add add) {
@@ -34,7 +34,7 @@ static __device__ __forceinline__ void for_each_key(const align_sort &s, uint32_
 
 static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     align_count(const __grid_constant__ align_sort s) {
-  extern __shared__ int32_t count[]; /* [num_keys], one more if that is odd */
+  extern __shared__ int32_t count[]; /* [num_keys], rounded up to an even number */
   const uint32_t words = s.words.value, row_items = s.row_chunks * s.chunk_items;
   const uint32_t begin = blockIdx.x * row_items;
 
@@ -52,8 +52,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
                                                                            << 16;
 }
 
-/* Adds the table into the bins: rows before this CTA's `own`, and the others. `teams` of a thread
- * for each word share the rows. */
+/* Adds the table to the bins, separately for rows before the CTA's `own` row and for the others.
+ * `teams` threads share the rows of a word. */
 static __device__ __forceinline__ void sum_table(const align_sort &s, const align_bins &bins,
                                                  uint32_t own) {
   const uint32_t words = s.words.value;
@@ -61,7 +61,7 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
   for (uint32_t i = threadIdx.x; i < s.teams * words; i += ALIGN_THREADS) {
     const uint32_t team = divide(i, s.words), w = i - team * words;
     const uint32_t first = team * s.team_rows, last = min(first + s.team_rows, s.num_rows);
-    int32_t all[2] = {0, 0}, before[2] = {0, 0}; /* of the low and of the high key */
+    int32_t all[2] = {0, 0}, before[2] = {0, 0}; /* of the low and the high key */
 #pragma unroll 1
     for (uint32_t row = first; row < last; row += TABLE_BATCH) {
       uint32_t word[TABLE_BATCH];
@@ -79,7 +79,7 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
         }
       }
     }
-    /* the second half of a last, odd word is 0 and adds nothing */
+    /* the upper half of an odd last word is 0 and adds nothing */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (before[half])
@@ -90,8 +90,8 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
   }
 }
 
-/* Rank of a thread's key among equal keys of the lower threads of its group of ALIGN_GROUP.
- * `group_key` are the keys of that group. */
+/* Number of lower threads with the same key, in a thread's group of ALIGN_GROUP. `group_key` are
+ * the keys of the group. */
 static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key, int32_t key) {
   const int earlier = threadIdx.x % ALIGN_GROUP / 32 * 32;
   int32_t rank = rank_in_warp(key);
@@ -103,8 +103,8 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
   return rank;
 }
 
-/* Rank of a thread's key among equal keys of the lower threads. `in_group` is zero before; only
- * tiles of several groups use it. One barrier. */
+/* Number of lower threads in the tile with the same key. `in_group` must be zero; only tiles of
+ * several groups use it. One barrier. */
 static __device__ __forceinline__ int32_t rank_in_tile(const align_sort &s, align_shared &shared,
                                                        uint32_t *in_group, int32_t key) {
   const uint32_t group = threadIdx.x / ALIGN_GROUP;
@@ -138,7 +138,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
-  /* the ids were there before align_count began, an order was not */
+  /* ids precede align_count, `order` does not */
   if (s.order)
     wait_for_previous_kernel();
   int32_t key[1];
@@ -155,7 +155,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   sum_table(s, bins, row);
   __syncthreads();
 
-  /* lay_out() leaves `before` as it is, and ends with a barrier */
+  /* lay_out() does not change `before`, and ends with a barrier */
   const int32_t num_blocks = lay_out(s, bins, shared);
   for (uint32_t tile = begin;;) {
     const uint32_t index = tile + threadIdx.x;

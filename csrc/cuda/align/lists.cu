@@ -1,8 +1,8 @@
-/* vLLM's alignment: a list of blocks for each adapter, from rows sorted by expert, then adapter.
+/* vLLM's alignment: a list of blocks per adapter, from rows sorted by expert, then adapter.
  *
- * A CTA works for one list, several for a long one. All of them find where the list's pairs begin
- * in the sorted rows, and so the whole layout; then each writes every so many blocks and its share
- * of the rest. */
+ * Each list is processed by one CTA, or several if it is long. All of them find the start of the
+ * list's pairs in the sorted rows and compute the whole layout; then each writes its share of the
+ * blocks and of the rest. */
 #include "cuda/align/align.cuh"
 #include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"
@@ -14,10 +14,10 @@ struct Lists {
   moelora_list_blocks lists;
   const int32_t *row, *expert, *adapter; /* [*count], sorted by expert, then adapter */
   const int32_t *count;
-  int32_t parts; /* CTAs to a list */
+  int32_t parts; /* CTAs per list */
 };
 
-/* First sorted row of (expert, adapter) or behind. */
+/* First sorted row that is not before (expert, adapter). */
 __device__ __forceinline__ int32_t lower_bound(const Lists &p, int32_t count, int32_t expert,
                                                int32_t adapter) {
   int32_t low = 0, high = count;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   __shared__ int32_t warp_sum[ALIGN_WARPS];
   const int32_t experts = p.routes.num_experts, size = p.lists.block_size;
   int32_t *const begin = memory;               // [experts] first sorted row of the pair
-  int32_t *const rows = memory + experts;      // [experts] of the pair
+  int32_t *const rows = memory + experts;      // [experts] number of rows of the pair
   int32_t *const block = memory + 2 * experts; // [experts] first block of the pair
   wait_for_previous_kernel();
   start_next_kernel();
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   int32_t *const expert_ids = p.lists.expert_ids + adapter * p.lists.expert_stride;
   const int32_t padding = (int32_t)p.routes.num_rows, lane = threadIdx.x % 32;
   for (int32_t b = part * ALIGN_WARPS + threadIdx.x / 32; b < used; b += p.parts * ALIGN_WARPS) {
-    int32_t low = 0, high = experts; // its expert: the last one that begins no later
+    int32_t low = 0, high = experts; // its expert: the last one that does not begin after it
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
       if (block[middle] <= b)
@@ -102,8 +102,8 @@ struct ListsLayout {
 };
 
 ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_align_plan *plan,
-                    void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                    const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   ListsLayout l;
   l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
   l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
@@ -115,8 +115,9 @@ ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_al
 } // namespace
 
 extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                                     const moelora_align_plan *plan) {
-  return lay_out(problem, plan, nullptr).bytes;
+                                                     const moelora_align_plan *plan,
+                                                     const moelora_exec *exec) {
+  return lay_out(problem, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
@@ -124,8 +125,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
                                                    const moelora_exec *exec) {
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
-  const ListsLayout l = lay_out(problem, plan, exec->workspace);
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
+  const ListsLayout l = lay_out(problem, plan, exec);
   MOELORA_TRY(
       moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec));
   MOELORA_TRY(moelora_cuda_sort_rows(&l.routes, &l.sorted, plan, exec));
@@ -136,10 +136,8 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   lists.expert = l.sorted.expert;
   lists.adapter = l.sorted.adapter;
   lists.count = l.sorted.count;
-  /* Each part finds the layout by itself, which is worth a few thousand rows. */
-  const int64_t active = problem->lists.num_active, parts = problem->lists.rows / 4096;
-  const int64_t most = active <= INT32_MAX / 32 ? 32 : 1;
-  lists.parts = (int32_t)(parts < 1 ? 1 : parts < most ? parts : most);
-  return launch_sized<fill_lists>("align_lists", active * lists.parts, ALIGN_THREADS,
-                                  3 * sizeof(int32_t) * problem->routes.num_experts, exec, lists);
+  lists.parts = plan->list_parts;
+  return launch_sized<fill_lists>("align_lists", (int64_t)problem->lists.num_active * lists.parts,
+                                  ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                                  exec, lists);
 }

@@ -1,9 +1,9 @@
-/* Pads sorted rows into blocks of one (expert, adapter) pair: the last step of UNIFORM alignment
- * when experts times adapters is too large to count pairs in shared memory.
+/* Pads sorted rows into blocks of one (expert, adapter) pair each: the last step of UNIFORM
+ * alignment if there are too many pairs to count in shared memory.
  *
- * One CTA goes over the rows in tiles. A segment is a run of rows of one pair; row i of the segment
- * that begins at row f opens a block when (i - f) % block_size == 0, and the number of blocks
- * opened so far is its block's index. Two scans per tile, linear in rows, and free of atomics. */
+ * A single CTA processes the rows in tiles. A segment is a run of rows of one pair. Row i of a
+ * segment that begins at row f opens a block if (i - f) % block_size == 0, and the number of
+ * blocks opened so far is its block index. Two scans per tile, linear in rows, without atomics. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -12,7 +12,7 @@ static __device__ __forceinline__ bool begins_segment(const align_pad &p, int32_
          __ldcg(p.adapter + i) != __ldcg(p.adapter + i - 1);
 }
 
-/* Largest `value` of this thread and those before it. One barrier. */
+/* Maximum of `value` over this and all lower threads. One barrier. */
 static __device__ __forceinline__ int32_t block_max_so_far(int32_t value, int32_t *warp_max) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll

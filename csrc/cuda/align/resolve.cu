@@ -1,4 +1,4 @@
-/* resolve.cuh as a kernel of its own: a thread takes every so many of each table. */
+/* Standalone kernel for resolve.cuh: each thread handles a strided part of each table. */
 #include "cuda/align/resolve.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1024; // a wave of the largest GPUs: a row or two to a thread
+constexpr int64_t kMaxBlocks = 1024; // one wave on the largest GPUs: one or two rows per thread
 
 __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ ResolveParams p) {
   wait_for_previous_kernel();
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ Reso
 
 } // namespace
 
-/* Where a table lies, or, while sizes are asked for, where it came from: who has a layout to make
- * asks which tables there are by their pointers. */
+/* Allocates a table. Without memory (a size query) returns the original: later size queries test
+ * its pointer for NULL. */
 template <class Table> static Table *take_table(moelora_arena *arena, int64_t count, Table *from) {
   if (!from)
     return nullptr;

@@ -1,11 +1,10 @@
-/* The caller's tables, read once: ids of experts and adapters as every later kernel of the call
- * finds them, whatever other streams write into the originals meanwhile.
+/* Copies the caller's tables once, with ids resolved, for all later kernels of a call. Other
+ * streams may change the originals meanwhile.
  *
- *   expert[p]    local expert of flat row p, -1: skipped
- *   adapter[m]   adapter of token m that is there and enabled, -1: none
- *   ranks[l], scalings[l], expert_map[g]   as they are
- *   lists        lora_ids as adapters that are there and enabled, -1: none; their counts as they
- * are */
+ *   expert[p]    local expert of flat row p; -1: skipped
+ *   adapter[m]   adapter of token m if it exists and is enabled; -1: none
+ *   ranks[l], scalings[l], expert_map[g]   copied
+ *   lists        lora_ids as adapters that exist and are enabled, -1: none; counts copied */
 #ifndef MOELORA_CUDA_RESOLVE_CUH
 #define MOELORA_CUDA_RESOLVE_CUH
 
@@ -16,12 +15,12 @@ struct ResolveParams {
   moelora_routes from;
   moelora_list_blocks lists; // NULL lora_ids: none
   moelora_divisor top_k;
-  int32_t *expert, *adapter, *ranks, *expert_map; // NULL: not asked for
+  int32_t *expert, *adapter, *ranks, *expert_map; // NULL: not requested
   float *scalings;
   int32_t *list_ids, *list_counts;
 };
 
-/* to[i] = from[i], of which each element is read once. */
+/* to[i] = from[i]; reads each element once. */
 template <class Value>
 static __device__ __forceinline__ void copy_table(Value *to, const Value *from, int64_t count,
                                                   int64_t begin, int64_t step) {
@@ -44,7 +43,7 @@ static __device__ __forceinline__ int32_t resolve_adapter(const ResolveParams &p
   return p.adapter[token] = (int32_t)id[0];
 }
 
-/* All tables but those two, every `step`-th element from `begin` on. */
+/* All tables except expert and adapter; elements begin, begin + step, .... */
 static __device__ __forceinline__ void resolve_others(const ResolveParams &p, int64_t begin,
                                                       int64_t step) {
   const moelora_routes &from = p.from;
@@ -60,7 +59,8 @@ static __device__ __forceinline__ void resolve_others(const ResolveParams &p, in
   }
 }
 
-/* From the caller's routes and lists to those that lie in the workspace; lists may be NULL. */
+/* Describes the copy from the caller's routes and lists to those in the workspace. Lists may be
+ * NULL. */
 ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes *to,
                                const moelora_list_blocks *from_lists,
                                const moelora_list_blocks *to_lists);

@@ -1,8 +1,8 @@
-/* Sorts of at most a few thousand items in one launch. Every CTA reads all of them, which costs
- * less than a second launch or a grid-wide barrier, and places ALIGN_GROUP of them:
+/* Sorts up to a few thousand items in one launch. Each CTA reads all items, which is faster than a
+ * second launch or a grid-wide barrier, and places ALIGN_GROUP of them:
  *   before[k], total[k]   items of key k before the chunk, and from its begin on
- *   in_warp[k]            a byte for each warp of the chunk's items
- * They are sums of ones, in shared memory, whose order does not matter. */
+ *   in_warp[k]            one byte per warp of the chunk
+ * Counts are integer sums in shared memory, so that the order of additions does not matter. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -32,7 +32,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   for (uint32_t base = 0;;) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      /* a warp's items lie on one side of `begin`, both being multiples of 32 */
+      /* a warp's items are on one side of `begin`, since both are multiples of 32 */
       const uint32_t item = base + u * ALIGN_THREADS + threadIdx.x;
       int32_t *bin = item < begin ? bins.before : bins.total;
       if (key[u] >= 0)
@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     if (own >= 0)
       earlier += bins.before[own] + bytes_below((uint32_t)in_warp[own], threadIdx.x / 32 * 8);
   }
-  /* its first barrier comes before it writes what was in_warp */
+  /* lay_out() has a barrier before it overwrites in_warp */
   const int32_t num_blocks = lay_out(s, bins, shared);
   if (own >= 0)
     write_item(s, index, own, position_of(s, bins, shared, own, earlier));

@@ -1,28 +1,28 @@
-/* Sorts of a few items in one launch: every item is compared with every other one, so that there
- * are no bins to clear, to count and to scan. Every CTA does that; the first one places the items,
- * all of them share what lies around. An item has four lanes, each of which compares it with a
- * quarter of the others. Where the caller's tables are to be read first, a single CTA does it all:
- * there is as little around as a launch takes. */
+/* Sorts up to ALIGN_TINY_ITEMS items in one launch: each item is compared with all others, without
+ * bins to clear, count and scan. All CTAs do so; the first one places the items, all share the
+ * rest of the output. An item has four lanes, each of which compares it with a quarter of the
+ * others. If the caller's tables must be resolved first, a single CTA does everything. */
 #include "cuda/align/align.cuh"
 #include "cuda/align/resolve.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
-constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: of a quad_sum() */
-/* As many as let a warp write around a group or two. */
+constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: as in quad_sum() */
+/* So many that a warp writes around one or two groups. */
 constexpr uint32_t CTAS = 16;
 
-/* What an item tells the others: its key and, in the low bits, its index; and of the first item of
- * a group where the group's keys begin, its items and its blocks. */
+/* Per-item data that other threads read: the key, with the index in the low bits; and for a
+ * group's first item, the begin of the group's keys, its items and its blocks. */
 struct tiny_shared {
   alignas(16) int32_t item[ALIGN_TINY_ITEMS];
   alignas(16) int32_t low[ALIGN_TINY_ITEMS];    /* INT32_MAX if another item is the first */
-  alignas(16) int32_t blocks[ALIGN_TINY_ITEMS]; /* 0, then */
+  alignas(16) int32_t blocks[ALIGN_TINY_ITEMS]; /* 0 if another item is the first */
   int32_t count[ALIGN_TINY_ITEMS];
   int32_t block[ALIGN_TINY_ITEMS];
   int32_t expert[ALIGN_TINY_ITEMS], adapter[ALIGN_TINY_ITEMS]; /* of rows and tokens, resolved */
 };
 
-/* Reads the caller's tables: some threads those of rows, some those of tokens, some all others. */
+/* Reads the caller's tables: disjoint threads read those of rows, those of tokens, and the others.
+ */
 static __device__ __forceinline__ void resolve(const align_sort &s, const ResolveParams &tables,
                                                tiny_shared &shared) {
   constexpr int32_t EACH = ALIGN_TINY_ITEMS;
@@ -39,7 +39,7 @@ static __device__ __forceinline__ void resolve(const align_sort &s, const Resolv
   }
 }
 
-/* As load_keys() finds it. */
+/* Same result as load_keys(). */
 static __device__ __forceinline__ int32_t resolved_key(const align_sort &s,
                                                        const tiny_shared &shared, int32_t item) {
   if (item >= (int32_t)s.num_items || shared.expert[item] < 0)
@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(THREADS)
   const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
   const int32_t low = (int32_t)(group * s.ways);
   const uint32_t width = s.ways * ALIGN_TINY_ITEMS;
-  uint32_t counts = 0; /* in the group, a byte each: all, before this one, of less index */
+  uint32_t counts = 0; /* within the group, one byte each: all, before this one, of smaller index */
   for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
     const int4 four = *(const int4 *)(shared.item + i);
     const int32_t others[4] = {four.x, four.y, four.z, four.w};
@@ -92,7 +92,7 @@ static __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();
 
-  uint32_t sizes = 0; /* blocks, 16 bits each: of all groups, of those before this one */
+  uint32_t sizes = 0; /* blocks, 16 bits each: of all groups, of lower groups */
   for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
     const int4 low4 = *(const int4 *)(shared.low + i), blocks4 = *(const int4 *)(shared.blocks + i);
     const int32_t lows[4] = {low4.x, low4.y, low4.z, low4.w};

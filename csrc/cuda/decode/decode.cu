@@ -174,8 +174,8 @@ struct DecodeLayout {
   size_t bytes;
 };
 
-DecodeLayout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec *exec) {
-  moelora_arena arena = {(char *)base, 0};
+DecodeLayout lay_out(const moelora_experts_problem *p, const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   const size_t rows = (size_t)p->routes.num_rows;
   const size_t ctas = (size_t)kMostResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   DecodeLayout l;
@@ -206,7 +206,7 @@ moelora_status launch_NATIVE(const DecodeParams &params, int64_t work, const moe
 
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec) {
-  return decode::lay_out(problem, nullptr, exec).bytes;
+  return decode::lay_out(problem, exec).bytes;
 }
 
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
@@ -214,8 +214,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
                                    bool *fits) {
   using namespace decode;
   const moelora_experts_problem &p = *problem;
-  const DecodeLayout l = lay_out(problem, exec->workspace, exec);
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
+  const DecodeLayout l = lay_out(problem, exec);
   DecodeParams params = {};
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);

@@ -20,7 +20,7 @@ constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
 template <moelora_kernel_format FORMAT>
-constexpr int kSlabBytes = FormatTraits<FORMAT>::MOST_TILE_BYTES / kSlabsOfTile;
+constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
 /* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
@@ -72,6 +72,14 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   s.left = parked.left;
 }
 
+/* Where the tiles of this warp's product begin. */
+__device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
+                                                     const WorkItem &item) {
+  const moelora_weights &w = weights_in_tiles(p, item.kind);
+  return (const char *)w.data + t.expert[item.active] * w.stride_e +
+         (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
+}
+
 /* To the next product, if there is one. */
 __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
                                              SlabProducer &s) {
@@ -85,9 +93,7 @@ __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables
     }
     const moelora_weights &w = weights_in_tiles(p, item.kind);
     const unsigned slab = item.tile % kSlabsOfTile;
-    s.from = (const char *)w.data + t.expert[item.active] * w.stride_e +
-             (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt +
-             slab * kSlabValues + threadIdx.x % 32 * 16;
+    s.from = first_tile_of(p, t, item) + slab * kSlabValues + threadIdx.x % 32 * 16;
     s.step = w.stride_kt;
     s.scales = offset_of_scales(w.format, slab);
     s.left = depth_tiles_of(p, item.kind);
@@ -247,6 +253,12 @@ multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item,
     multiply_slabs<T, FORMAT, true>(p, t, format, slabs, x, producer, pipeline, d);
   else
     multiply_slabs<T, FORMAT, false>(p, t, format, slabs, x, producer, pipeline, d);
+  if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE) {
+    const float scale = FormatTraits<FORMAT>::template tile_scale<T>(first_tile_of(p, t, item));
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+      d[q] *= scale;
+  }
 }
 
 } // namespace decode

@@ -29,8 +29,8 @@ struct DeltaLayout {
 };
 
 DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_delta_plan *plan,
-                    void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                    const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   DeltaLayout l = {};
   const moelora_delta_problem *last = p + count - 1;
   const size_t rows = (size_t)p->routes.num_rows;
@@ -60,7 +60,6 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
 moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
                          const moelora_delta_plan *plan, const moelora_exec *exec) {
   const bool listed = plan->order == MOELORA_LISTED;
-  MOELORA_TRY(moelora_check_layout(l->bytes, exec));
   if (l->written)
     MOELORA_TRY(moelora_cuda_check(
         cudaMemsetAsync(l->written, 0, (size_t)l->routes.num_rows, (cudaStream_t)exec->stream),
@@ -143,8 +142,7 @@ bool has_rows(const moelora_delta_problem *p) {
 extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
                                                const moelora_delta_plan *plan,
                                                const moelora_exec *exec) {
-  (void)exec;
-  return lay_out(problem, 1, plan, nullptr).bytes;
+  return lay_out(problem, 1, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
@@ -152,7 +150,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                                              const moelora_exec *exec) {
   if (!has_rows(p))
     return MOELORA_OK;
-  const DeltaLayout l = lay_out(p, 1, plan, exec->workspace);
+  const DeltaLayout l = lay_out(p, 1, plan, exec);
   MOELORA_TRY(find_rows(p, &l, plan, exec));
   return project(p, &l, 0, plan, exec);
 }
@@ -196,8 +194,7 @@ struct MlpProjections {
 extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                                    const moelora_delta_plan *plan,
                                                    const moelora_exec *exec) {
-  (void)exec;
-  return lay_out(MlpProjections(*problem).of, 2, plan, nullptr).bytes;
+  return lay_out(MlpProjections(*problem).of, 2, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
@@ -207,7 +204,7 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
     return MOELORA_OK;
   MlpProjections projections(*p);
   moelora_delta_problem &up = projections.of[0], &down = projections.of[1];
-  const DeltaLayout l = lay_out(projections.of, 2, plan, exec->workspace);
+  const DeltaLayout l = lay_out(projections.of, 2, plan, exec);
   up.out = l.act;
   down.x = l.act;
   MOELORA_TRY(find_rows(&down, &l, plan, exec));

@@ -1,5 +1,5 @@
-/* Division by a number that many others are divided by, as Granlund and Montgomery do it ("Division
- * by invariant integers using multiplication", 1994). */
+/* Division by an invariant integer (Granlund and Montgomery, "Division by invariant integers using
+ * multiplication", 1994). */
 #ifndef MOELORA_CUDA_DIVISOR_H
 #define MOELORA_CUDA_DIVISOR_H
 
@@ -10,7 +10,7 @@ typedef struct moelora_divisor {
   uint32_t value, magic, shift;
 } moelora_divisor;
 
-/* Of 0, one by which nothing may be divided. */
+/* With value 0, a divisor that must not be used. */
 static inline __host__ __device__ moelora_divisor moelora_divisor_of(uint32_t value) {
   moelora_divisor d = {value, 0, 0};
   if (value == 0)
@@ -27,7 +27,7 @@ static __device__ __forceinline__ uint32_t divide(uint32_t n, const moelora_divi
   return (__umulhi(n, d.magic) + n) >> d.shift;
 }
 
-/* The divisor of which these are value and magic. */
+/* Reconstructs a divisor from its value and magic. */
 static __device__ __forceinline__ moelora_divisor divisor_with(uint32_t value, uint32_t magic) {
   return {value, magic, 32u - (uint32_t)__clz((int)value - 1)};
 }

@@ -1,10 +1,10 @@
-/* Starting a kernel: dynamic shared memory, programmatic dependent launch, and its failure. */
+/* Kernel launches: dynamic shared memory, clusters, programmatic dependent launch, error checks. */
 #ifndef MOELORA_CUDA_KERNEL_LAUNCH_CUH
 #define MOELORA_CUDA_KERNEL_LAUNCH_CUH
 
 #include "cuda/launch/launch.h"
 
-/* Shared memory that every GPU from sm_80 on gives a CTA. */
+/* Shared memory per CTA that all GPUs from sm_80 on support. */
 constexpr size_t kPortableShared = 99 * 1024;
 
 inline cudaLaunchAttribute cluster_of(unsigned blocks) {
@@ -14,9 +14,8 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   return attribute;
 }
 
-/* KERNEL may have as much dynamic shared memory as a CTA of the device can. Asked for once for each
- * device, and the same whatever a launch needs: another thread may be about to start a larger one.
- */
+/* Allows KERNEL the maximum dynamic shared memory of a CTA. Set once per device and independent of
+ * the launch, because another thread may be about to launch with more. */
 template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   static bool allowed[MOELORA_MAX_DEVICES];
   bool *done = &allowed[exec->device_index];
@@ -35,9 +34,9 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   return error;
 }
 
-/* Blocks of KERNEL, in clusters of CLUSTER, that the device of `exec` holds at once: clusters lie
- * within a group of SMs, and do not fill each of these. Asked once for each device, behind
- * allow_all_shared(); races write the same values. */
+/* Number of blocks of KERNEL, in clusters of CLUSTER, that are resident at once on the device of
+ * `exec`. Queried rather than computed: a cluster lies within a GPC, and may not fill it. Queried
+ * once per device, after allow_all_shared(); concurrent calls write the same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
@@ -67,9 +66,9 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   return cudaSuccess;
 }
 
-/* Queues KERNEL(args...) on `blocks` blocks, in clusters of CLUSTER. If it OVERLAPS it may start
- * while its predecessor drains, so every kernel must wait_for_previous_kernel() before it touches
- * memory. */
+/* Launches KERNEL(args...) with `blocks` blocks, in clusters of CLUSTER. With OVERLAPS, it may
+ * start while the previous kernel drains (PDL), so the kernel must call wait_for_previous_kernel()
+ * before it accesses memory. */
 template <auto KERNEL, int CLUSTER = 1, bool OVERLAPS = true, class... Args>
 moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
@@ -91,8 +90,7 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
-/* The same on a block for each of `work`, as far as a grid goes, behind the end of its predecessor.
- */
+/* Launches up to `work` blocks, as many as a grid allows, without PDL. */
 template <auto KERNEL, class... Args>
 moelora_status launch_grid(const char *name, int64_t work, int threads, const moelora_exec *exec,
                            Args... args) {
@@ -102,8 +100,8 @@ moelora_status launch_grid(const char *name, int64_t work, int threads, const mo
                                          exec, args...);
 }
 
-/* launch_blocks() where shared memory follows the problem: what goes beyond 48 KiB, static memory
- * included, is asked for. */
+/* launch_blocks() with problem-dependent shared memory: opts in if it exceeds 48 KiB, including
+ * static memory. */
 template <auto KERNEL, class... Args>
 moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                             const moelora_exec *exec, Args... args) {
@@ -112,8 +110,8 @@ moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_
   return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
-/* The same on at most `waves` times as many blocks as are resident at once; the kernel goes over
- * the `work` blocks there would be. */
+/* Launches at most `waves` times as many blocks as are resident at once; the kernel loops over
+ * `work` blocks. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_waves(int waves, const char *name, int64_t work, int threads,
                             size_t shared_bytes, const moelora_exec *exec, Args... args) {
@@ -134,9 +132,8 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
-/* The same behind a kernel that leaves its SMs one by one: the first ones free would take as many
- * blocks as they can hold, and where these are not enough for all SMs, the last ones none. Then
- * nothing starts before all are free. */
+/* launch_kernel() without PDL, after a kernel that frees its SMs one by one: with PDL the first
+ * free SMs would take as many blocks as they can hold, which may leave none for the last SMs. */
 template <auto KERNEL, class... Args>
 moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
@@ -149,8 +146,8 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Or blocks of Hopper start at once, each with so much shared memory that an SM has room for no
- * more than its share of them: beside a kernel of few blocks. */
+/* launch_kernel() with enough shared memory per block that an SM only has room for its share of
+ * the blocks, which also distributes them evenly. Hopper; after a kernel with few blocks. */
 template <auto KERNEL, class... Args>
 moelora_status launch_even(const char *name, int64_t work, int threads, size_t shared_bytes,
                            const moelora_exec *exec, Args... args) {
@@ -163,7 +160,7 @@ moelora_status launch_even(const char *name, int64_t work, int threads, size_t s
   return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
 }
 
-/* One of these three. */
+/* Launches as planned: one of these three. */
 template <auto KERNEL, class... Args>
 moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
                               size_t shared_bytes, const moelora_exec *exec, Args... args) {
@@ -178,10 +175,9 @@ moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t 
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
- * from the start, so that they may wait for each other. Not started before its predecessor ends.
- * fits: false, and nothing is queued, where the context has fewer SMs than the device, as a green
- * context does. */
+/* Launches KERNEL(args...) cooperatively, with at most `per_sm` blocks per SM and at most `work`
+ * blocks, without PDL. Sets `fits` to false, and launches nothing, if the context has fewer SMs
+ * than the device, as a green context does. */
 template <auto KERNEL, class... Args>
 moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
                                   int per_sm, const moelora_exec *exec, bool *fits, Args... args) {
@@ -204,7 +200,7 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, s
   error = cudaLaunchKernelEx(&config, KERNEL, args...);
   *fits = error != cudaErrorCooperativeLaunchTooLarge;
   if (!*fits) {
-    cudaGetLastError(); /* forget it */
+    cudaGetLastError(); /* clear the error */
     return MOELORA_OK;
   }
   return moelora_cuda_check(error, name);

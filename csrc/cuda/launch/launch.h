@@ -1,5 +1,5 @@
-/* What the CUDA files of a layer ask of each other. Every function queues work on `stream` and
- * returns a status; pointers are device memory unless said otherwise; strides count elements. */
+/* Interfaces between the CUDA files of a layer. Every function enqueues work on `stream` and
+ * returns a status. Pointers are device pointers unless noted otherwise; strides count elements. */
 #ifndef MOELORA_CUDA_LAUNCH_H
 #define MOELORA_CUDA_LAUNCH_H
 
@@ -16,117 +16,124 @@ extern "C" {
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
-/* Ranks that a slice of shrink results takes: 16 of them never belong to two slices. */
+/* Padded ranks of a slice of the shrink output, so that a k16 slab never covers two slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
-/* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
+/* Rows of one expert that carry one adapter. They are consecutive by position, up to `share` per
  * block. */
 typedef struct moelora_segment {
   int32_t packed; /* adapter * kRanks + true rank; -1: nothing to add */
   int32_t position, count, share;
 } moelora_segment;
 
-/* Projections over one alignment, at most. */
+/* Maximum number of projections over one alignment. */
 #define MOELORA_PROJECTIONS 2
 
-/* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
- * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
- * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
- * neighbouring blocks always belong to one expert; the last of them may be empty. */
+/* Routed rows in blocks of one expert each, sorted by adapter within an expert. Block b holds
+ * counts[b] rows from position b * rows on; the rest up to (b + 1) * rows is padding. The rows of
+ * an expert are distributed evenly over the smallest sufficient number of blocks, in multiples of
+ * n8 tiles. The blocks of a `cluster` belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
-  int32_t rows; /* 1, and a cluster of 1: rows lie one after the other */
+  int32_t rows; /* 1, with a cluster of 1: rows are not padded */
   int16_t cluster;
-  int16_t grain; /* rows of an expert are dealt out evenly over its blocks, so many at a time */
+  int16_t grain; /* rows are distributed over an expert's blocks in multiples of this */
   int64_t max_blocks;
-  int32_t *sorted_ids;   /* [max_blocks * rows] flat row p; P in padding */
-  int32_t *expert_ids;   /* [max_blocks] */
-  int32_t *counts;       /* [max_blocks] */
-  int32_t *pairs;        /* [max_blocks] an expert's blocks are pairs, but for the last one if they
-                          * are odd: the rows of the block behind that is this one's pair, or those
-                          * of the block before, negative; 0: there is none; NULL: nobody asks */
-  int32_t *packed_ranks; /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
-                          * alone in blocks of one row */
-  int32_t *positions;    /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
-  float *weights;        /* [max_blocks * rows] routing weights; NULL: not asked for */
-  /* [num_experts * (max_loras + 1)], adapter l of expert e at e * (max_loras + 1) + 1 + l, rows
-   * without an adapter before them; NULL: not asked for */
+  int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
+  int32_t *expert_ids; /* [max_blocks] */
+  int32_t *counts;     /* [max_blocks] */
+  int32_t *pairs; /* [max_blocks] an expert's blocks are paired, except for the last one if their
+                     number is odd. For the first block of a pair, the rows of the second; for the
+                     second, minus the rows of the first; 0: unpaired. NULL: not requested */
+  int32_t *packed_ranks; /* [max_blocks * rows] -1: base row or padding; NULL: no adapters. Adapters
+                            alone use blocks of one row */
+  int32_t *positions;    /* [P] position of each flat row, -1 if skipped; NULL: not requested */
+  float *weights;        /* [max_blocks * rows] routing weights; NULL: not requested */
+  /* [num_experts * (max_loras + 1)] adapter l of expert e at e * (max_loras + 1) + 1 + l, preceded
+   * by the expert's rows without an adapter; NULL: not requested */
   moelora_segment *segments;
-  int32_t *num_post;      /* [1], positions in use */
-  int32_t *tile_counters; /* [num_counters], zeros; NULL: not asked for */
+  int32_t *num_post;      /* [1] number of positions in use */
+  int32_t *tile_counters; /* [num_counters] set to zero; NULL: not requested */
   int64_t num_counters;
 } moelora_blocks;
 
-/* What a launch over blocks of rows is made of. Kernels take these parts, and the launches made of
- * them, by value. The largest tiles are at the limit of their registers: where members of a launch
- * lie decides whether ptxas spills. */
+/* Parts of launches over blocks of rows. Kernels take them, and the launches composed of them, by
+ * value. The largest tiles are at their register limit: the order of members decides whether ptxas
+ * spills. */
 
-/* Which rows there are, and in which order tiles of them come. */
+/* The rows, and the schedule of their tiles. */
 typedef struct moelora_schedule {
   moelora_blocks blocks;
-  int32_t *tile_counter; /* zeros: from the first CTAs draw tiles; see TileScheduler */
+  int32_t *tile_counter; /* zeros: counters of the dynamic tile scheduler; see TileScheduler */
   int32_t num_rows;      /* P */
   int32_t num_experts;
   int32_t max_loras;
-  int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
+  int32_t near_elements; /* elements of tokens that stay in L2 while weights stream through */
 } moelora_schedule;
 
-/* What a main loop reads of rows; `stride` and `k` count elements of x. With x
- * first, the 128 x 256 tile of sm_80 would spill. Where both operands are FP8,
- * moelora_cuda_quantize_rows says what x holds. */
+/* Token rows of a main loop; `stride` and `k` count elements of x. With x as the first member, the
+ * 128 x 256 tile of sm_80 would spill. For FP8, moelora_cuda_quantize_rows describes x. */
 typedef struct moelora_tokens {
-  moelora_divisor divisor; /* of value 0: x is by position */
+  moelora_divisor divisor; /* value 0: x is ordered by position */
   int64_t stride;
   const void *x; /* [P / divisor, K], or by position */
   int32_t k;
-  /* FP8: that of row r for group i of depth is at i * scales_stride + r; else NULL */
+  /* FP8: scale of row r and K group i at i * scales_stride + r; otherwise NULL */
   const float *scales;
   int64_t scales_stride;
 } moelora_tokens;
 
-/* And of experts. */
+/* Weights of a main loop. */
 typedef struct moelora_weight_rows {
   moelora_weights w;
   int32_t n_out; /* outputs per row: I of a gated projection, else N */
   bool gated;
   bool interleaved;     /* gate and up rows alternate */
   bool vectors;         /* x, w and out allow 16-byte accesses */
-  bool factors_vectors; /* the factors B, which are more depth of w, do */
-  bool factors_boxes;   /* and a tensor map covers each slice of them */
+  bool factors_vectors; /* the factors B do, too */
+  bool factors_boxes;   /* each slice of B has a tensor map */
 } moelora_weight_rows;
 
-/* The adapters of both halves, and the shrink results between these. */
+/* Adapters of a projection, and the shrink output between their two halves. */
 typedef struct moelora_lora_operands {
-  const void *xa;              /* [position, num_slices * xa_slice] scaled shrink result */
+  const void *xa;              /* [position, num_slices * xa_slice] scaled shrink output */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
 } moelora_lora_operands;
 
-/* Rows by position in e4m3, for Hopper's kernels of FP8; moelora_quantize_launch has the layout. */
-typedef struct moelora_e4m3_rows {
-  void *values; /* [, stride] bytes; NULL: none are wanted */
+/* e4m3 rows by position, for the FP8 kernels of Hopper; see moelora_quantize_launch for the
+ * layout. */
+typedef struct moelora_quantized_rows {
+  void *values; /* [, stride] bytes; NULL: not requested */
   int64_t stride;
   float *scales; /* [groups of 128, scales_stride] */
   int64_t scales_stride;
-  moelora_x_format rule; /* of groups, or */
-  float scale;           /* this one */
-} moelora_e4m3_rows;
+  moelora_x_format rule; /* how scales are computed, or */
+  float scale;           /* a given scale */
+} moelora_quantized_rows;
 
-/* What becomes of an accumulator. */
+/* Epilogue of a projection. */
 typedef struct moelora_epilogue {
   int32_t top_k;
-  moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
-  bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
+  moelora_activation_problem activation; /* gated projections, or relu2; otherwise none */
+  bool plain_silu;                       /* silu without a limit, tested once instead of per tile */
   bool weighted;
-  bool out_by_position; /* rows out_stride[0] apart */
-  void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
+  bool out_by_position; /* rows are out_stride[0] apart */
+  void *out; /* otherwise row p is at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
-  /* out as the next projection wants it, from Hopper's kernels of FP8 with 256 weight rows; out
-   * itself is written if somebody reads it */
-  moelora_e4m3_rows e4m3;
+  /* out, quantized for the next projection, by the FP8 kernels of Hopper with 256 weight rows;
+   * out_unread: out itself is not stored */
+  moelora_quantized_rows e4m3;
   bool out_unread;
 } moelora_epilogue;
+
+/* What a gated or activated projection leaves of itself from before its activation, for a backward:
+ * rows of w, by flat row. */
+typedef struct moelora_before_activation {
+  void *rows; /* [P, N]; NULL: nothing */
+  int64_t stride;
+} moelora_before_activation;
 
 /* One grouped projection:
  *   out[p] = act(x[p / divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight */
@@ -136,9 +143,10 @@ typedef struct moelora_gemm_launch {
   moelora_weight_rows weights;
   moelora_lora_operands adapters;
   moelora_epilogue epilogue;
+  moelora_before_activation before; /* of kernels that save it */
 } moelora_gemm_launch;
 
-/* The shrink of the same rows:
+/* Shrink of the same rows:
  *   xa[position, slice * xa_slice + r] = round(scaling[l] * x A[l, e]^T), zero from the true rank
  * to the next multiple of 16. Base rows are not written. */
 typedef struct moelora_shrink_launch {
@@ -146,95 +154,106 @@ typedef struct moelora_shrink_launch {
   moelora_tokens tokens;
   moelora_lora_operands adapters;
   const float *scalings; /* [max_loras] or NULL */
-  float unit;            /* all of xa times that */
-  void *xa;              /* what adapters.xa becomes */
-  bool by_row;           /* flat row, with any strides: only shrinks of whole segments */
+  float unit;            /* factor of all of xa */
+  void *xa;              /* output, the later adapters.xa */
+  bool by_row; /* ordered by flat row, with any strides: only for shrinks of whole segments */
 } moelora_shrink_launch;
 
-/* The sum over top_k:
+/* Sum over top_k:
  *   out[m] = round([out[m] +] sum over j of weight z[row of (m, j)]) */
 typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  /* of a layer: where the rows of z are that weights belong to */
-  const int32_t *positions; /* [P] of each flat row, -1: skipped; NULL: z is [P], of adapters */
+  /* layers: position of each row of z */
+  const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: adapters alone, z is [P] */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* of adapters alone: which flat rows there are; tokens without one are left as they are */
+  /* adapters alone: flat rows that exist; tokens without any are left unchanged */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
-  bool add;  /* to what is in out */
+  bool add;  /* accumulate into out */
   void *out; /* [M, columns] */
   int64_t out_stride;
   int32_t columns;
 } moelora_sum_launch;
 
-/* resolve.cu: the caller's tables read once, into the workspace. They may change while kernels run,
- * as an adapter is disabled from another stream; kernels that asked again would disagree about
- * rows. `take` returns the routes (the lists) whose tables lie in the arena: dense local experts,
- * adapters that are there and enabled, -1 for what is skipped. expert_map is kept only if asked
- * for, and says which experts are here; ids no longer go through it. */
+/* resolve.cu: copies the caller's tables into the workspace. The originals may change while
+ * kernels run, e.g. if an adapter is disabled from another stream, and kernels that read them
+ * again would disagree. `take` returns the routes (the lists) with tables in the arena: dense
+ * local experts, adapters that exist and are enabled, -1 for skipped ids. expert_map is only kept
+ * if requested, and then marks the local experts; ids are already mapped. */
 moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
                                         moelora_arena *arena);
 moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists, int32_t max_loras,
                                             bool with_counts, moelora_arena *arena);
-/* Fills them; `overlaps`: may start while the kernel before drains. Lists may be NULL. */
+/* Fills the tables. overlaps: may start while the previous kernel drains. Lists may be NULL. */
 moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
                                     const moelora_list_blocks *from_lists,
                                     const moelora_list_blocks *to_lists, bool overlaps,
                                     const moelora_exec *exec);
 
-/* align.cu: fills the blocks. `routes` are resolved; of `from`, where that is not NULL, behind the
- * end of the kernel before. */
-size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
-                                         const moelora_align_plan *plan);
+/* What the sorts of an alignment need beside their results; NULL where they do not. */
+typedef struct moelora_sort_scratch {
+  uint32_t *table;
+  int32_t *order;                          /* [M] */
+  int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
+} moelora_sort_scratch;
+
+/* align.cu: takes it for blocks, and fills these. `routes` are resolved; of `from`, where that is
+ * not NULL, behind the end of the kernel before. */
+moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
+                                               moelora_align_mode mode,
+                                               const moelora_align_plan *plan,
+                                               moelora_arena *arena);
 moelora_status moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
                                        const moelora_blocks *blocks, const moelora_align_plan *plan,
-                                       void *workspace, const moelora_exec *exec);
+                                       const moelora_sort_scratch *scratch,
+                                       const moelora_exec *exec);
 
-/* Routed rows one after the other, by expert, then adapter; `count` of P entries are rows. */
+/* Unpadded routed rows, sorted by expert, then adapter; `count` of P entries are valid. */
 typedef struct moelora_sorted_rows {
   int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
   int32_t *count;                  /* [1] */
   moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
-  void *scratch;
+  moelora_sort_scratch scratch;
 } moelora_sorted_rows;
-/* align.cu: takes, and fills them. */
+/* align.cu: allocates and fills them. */
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                              const moelora_align_plan *plan, moelora_arena *arena);
 moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                       const moelora_sorted_rows *sorted,
                                       const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* shrink/blocks.cu: as planned, in blocks or of whole segments. */
+/* shrink/blocks.cu: over blocks or whole segments, as planned. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
-/* segments.cu, segments_sm90.cu: of whole segments, which the blocks must list. */
+/* shrink/segments.cu, segments_sm90.cu: over whole segments, which the blocks must list. */
 moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
                                             const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);
 moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
                                         const moelora_shrink_plan *plan, const moelora_exec *exec);
 
-/* Rows of x in e4m3, as weights of FP8 want them (moelora_x_format): for Hopper's kernels
- * bytes, in chunks of 16 columns as those of a tile, zeros up to a multiple of 128; for portable
- * ones e4m3 numbers in the elements of x. */
+/* Rows of x in e4m3 for FP8 weights (moelora_x_format). For Hopper kernels: bytes, in the column
+ * order of weight tiles, zero-padded to a multiple of 128. For portable kernels: e4m3 values in
+ * the dtype of x. */
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
-  /* Rows by position, of which blocks use some, as in moelora_blocks, which is older than the
-   * kernel before; NULL: all rows are used. */
+  /* Rows by position, of which blocks use some, as in moelora_blocks; written before the previous
+   * kernel. NULL: all rows are used. */
   const int32_t *num_post, *counts;
-  moelora_divisor block; /* by its rows */
-  bool early;            /* all this is older than the kernel before, beside which rows are read */
+  moelora_divisor block; /* divides by the rows of a block */
+  bool early; /* all inputs were written before the previous kernel, so reading overlaps it */
   int32_t k;
   moelora_dtype dtype;
   bool bytes;
+  bool vectors;          /* x allows 16-byte accesses */
   moelora_format format; /* of the weights: FP8_G64 has groups of 64 */
   moelora_x_format rule;
   float x_scale;
-  void *values;          /* [rows, values_stride] of bytes or elements */
+  void *values;          /* [rows, values_stride] bytes or elements */
   int64_t values_stride; /* a multiple of 128 */
   float *scales;         /* [groups, rows] */
 } moelora_quantize_launch;
@@ -247,7 +266,7 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
 
-/* gemm/sm80, gemm/sm90: moelora_cuda_gemm_<FAMILY>_<FORMAT>, a file for each kernel format that has
+/* gemm/sm80, gemm/sm90: moelora_cuda_gemm_<FAMILY>_<FORMAT>, one file per kernel format that has
  * rows of the family in variants.inc. */
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
   moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
@@ -255,15 +274,25 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
       const moelora_projection_plan *plan, const moelora_exec *exec);
 #include "cuda/variants.inc"
 
+/* The same, with what is before the activation saved: native weights, activated projections. */
+moelora_status moelora_cuda_saving_gemm_SM80(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_projection_plan *plan,
+                                             const moelora_exec *exec);
+moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_projection_plan *plan,
+                                             const moelora_exec *exec);
+
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
-/* fits: false, and nothing is queued, where its CTAs cannot all be resident. */
+/* Sets `fits` to false, and launches nothing, if its CTAs cannot all be resident. */
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
 
-/* experts.cu: slots of the backend's table */
+/* experts.cu: functions of the backend's table */
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -273,11 +302,11 @@ size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
                                     const moelora_experts_plan *plan, const moelora_exec *exec);
 
-/* backend.cu: MOELORA_OK, or the failure of a CUDA call with its name, on which the error is
- * cleared so that the next call works. */
+/* backend.cu: returns MOELORA_OK, or the failure of a CUDA call with its name. Clears the error,
+ * so that the next call works. */
 moelora_status moelora_cuda_check(cudaError_t error, const char *what);
 int32_t moelora_cuda_num_sms(int32_t device_index);
-/* True if the code that is loaded there knows programmatic dependent launch. */
+/* Whether the code loaded on the device supports programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
-/* What kernels ask of moelora_routes: ids as they are in memory, and whether what they name is
- * here. Functions of N ids keep their loads in flight together; an id outside its range reads entry
- * 0 and drops the result. */
+/* Device helpers for moelora_routes: maps ids to local experts and enabled adapters. Functions of
+ * N ids keep their loads in flight together; an id out of range reads entry 0 and discards the
+ * result. */
 #ifndef MOELORA_CUDA_ROUTES_CUH
 #define MOELORA_CUDA_ROUTES_CUH
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ int64_t load_id(const moelora_ids &ids, int64_t at) {
   return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
 }
 
-/* 0 <= id < size, in one comparison */
+/* 0 <= id < size, with one comparison */
 __device__ __forceinline__ bool inside(int32_t id, int32_t size) {
   return (uint32_t)id < (uint32_t)size;
 }
@@ -18,7 +18,7 @@ __device__ __forceinline__ bool inside(int64_t id, int32_t size) {
   return (uint64_t)id < (uint64_t)size;
 }
 
-/* id -> local expert, or -1 */
+/* Maps ids to local experts, or -1. */
 template <typename Id, int N>
 __device__ __forceinline__ void local_experts(const moelora_routes &routes, Id (&id)[N]) {
   if (routes.expert_map) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void local_experts(const moelora_routes &routes, Id (
       id[u] = -1;
 }
 
-/* id -> adapter that is there and enabled, or -1 */
+/* Maps ids to adapters that exist and are enabled, or -1. */
 template <typename Lora, int N>
 __device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lora (&id)[N]) {
 #pragma unroll
@@ -60,18 +60,18 @@ __device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lo
       id[u] = -1;
 }
 
-/* True rank of an adapter that is there, of a stack of max_rank; 0: it adds nothing. */
+/* True rank of an existing adapter in a stack of max_rank; 0: it adds nothing. */
 __device__ __forceinline__ int true_rank(const moelora_routes &routes, int32_t adapter,
                                          int32_t max_rank) {
   return routes.lora_ranks ? max(0, min(routes.lora_ranks[adapter], max_rank)) : max_rank;
 }
 
-/* A flat row and what it carries; -1: none. */
+/* A flat row with its expert and adapter; -1: none. */
 struct RoutedRow {
   int32_t row = -1, expert = -1, adapter = -1;
 };
 
-/* Of resolved routes. */
+/* Takes resolved routes. */
 __device__ __forceinline__ RoutedRow routed_row(const moelora_routes &routes, uint32_t row) {
   const uint32_t token = row / (uint32_t)routes.top_k;
   RoutedRow found;

@@ -3,12 +3,12 @@
 
 #include <stdint.h>
 
-/* A value that all lanes hold, in a form that the compiler knows to be the same in all of them. */
+/* Makes a value that all lanes hold warp-uniform for the compiler. */
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-/* The sum over the lanes of a warp up to and with each; all of them come here. */
+/* Inclusive prefix sum over the lanes of a warp. All lanes must call it. */
 template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   return v;
 }
 
-/* The sum over four neighbouring lanes, for all of them. */
+/* Sum over four neighboring lanes, returned to all of them. */
 template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);

@@ -1,14 +1,17 @@
-/* One projection, and the layer: the order of launches and what lies in the workspace.
+/* Launch sequence and workspace of a single projection and of a layer:
  *
- *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation [+ h in FP8],
- *                              [h in FP8], shrink2, w2 + expand, sum
+ *   resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation [+ quantize h],
+ *                              [quantize h], shrink2, w2 + expand, sum
  *
- * or, for a handful of tokens, all of it in decode.cu.
+ * or, for a few tokens, the single kernel of decode.cu.
  *
  * What stays between the projections lies by position in the blocks of rows: the shrink results xa,
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
+#include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/layer/alignment.cuh"
+#include "cuda/layer/rows.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/variant_ids.h"
@@ -17,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* out[p] = 0 for rows whose expert is not here; a warp per row. */
+/* out[p] = 0 for rows whose expert is not local; one warp per row. */
 __global__ void __launch_bounds__(kThreads)
     zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
                  int64_t stride_m, int64_t stride_j, int64_t n) {
@@ -33,84 +36,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/* out[m] = round(weight[m] x[m]). */
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    scale_rows(const T *x, int64_t x_stride, const float *weights, int64_t weights_stride, T *out,
-               int64_t rows, int64_t k) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < rows * k;
-       i += (int64_t)gridDim.x * kThreads)
-    out[i] = Element<T>::round(weights[i / k * weights_stride] *
-                               Element<T>::to_float(x[i / k * x_stride + i % k]));
-}
-
 int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
 }
 
 /* ---- workspace ---- */
-
-struct Alignment {
-  moelora_routes routes; // resolved
-  moelora_blocks blocks;
-  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
-  void *scratch;
-};
-
-/* Of blocks of `variant`, for `count` projections. */
-Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
-                         const moelora_variant *variant, const moelora_projection_plan *projections,
-                         int count, const moelora_align_plan *plan, bool summed, bool weighted) {
-  Alignment a;
-  a.routes = moelora_cuda_take_routes(from, false, arena);
-  const moelora_routes *routes = &a.routes;
-  moelora_blocks *blocks = &a.blocks;
-  blocks->rows = variant->block_m;
-  blocks->cluster = (int16_t)moelora_blocks_together(variant);
-  blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
-  blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
-  const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
-  blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
-  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * most);
-  blocks->counts = (int32_t *)moelora_take(arena, 4 * most);
-  blocks->pairs =
-      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * most) : nullptr;
-  blocks->packed_ranks =
-      routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
-  blocks->positions =
-      summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
-  blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
-  blocks->num_post = (int32_t *)moelora_take(arena, 4);
-  size_t counters = 0;
-  for (int i = 0; i < count; i++) {
-    const size_t needed = (size_t)projections[i].num_counters;
-    counters = needed > counters ? needed : counters;
-  }
-  blocks->num_counters = (int64_t)moelora_times((size_t)count, counters);
-  blocks->tile_counters = (int32_t *)moelora_take_array(arena, (size_t)blocks->num_counters, 4);
-  for (int i = 0; i < count; i++)
-    a.tile_counters[i] = blocks->tile_counters + i * counters;
-  const size_t segments = (size_t)plan->segments;
-  blocks->segments =
-      segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
-               : nullptr;
-  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
-  return a;
-}
-
-/* The first launch waits for the end of what is before it: of kernels that start while those of
- * another layer still hold some SMs, those that follow would get them unevenly. */
-moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
-                     const moelora_exec *exec) {
-  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, a->scratch, exec);
-}
-
-/* Rows of what lies by position. */
-size_t positions(const Alignment *a) {
-  return (size_t)a->blocks.max_blocks * a->blocks.rows;
-}
 
 void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
@@ -148,9 +78,12 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* The kernels of a variant's family and kernel format. */
+/* Dispatches on the variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
+  if (g->before.rows)
+    return variant->needs == MOELORA_SM90 ? moelora_cuda_saving_gemm_SM90(g, variant, plan, exec)
+                                          : moelora_cuda_saving_gemm_SM80(g, variant, plan, exec);
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
   case CUDA_##NAME:                                                                                \
@@ -160,12 +93,12 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
   return moelora_no_kernel(variant->name, "is no projection");
 }
 
-/* x of a projection whose weights want it in FP8. */
+/* Quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
-  void *values; // NULL: they do not
+  void *values; // NULL: not quantized
   float *scales;
   int64_t rows, stride;
-  bool early; // x is the caller's
+  bool early; // x is an argument of the call
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -182,9 +115,10 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   return q;
 }
 
-/* Fills them from a projection's tokens. */
+/* Quantizes a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
-                        const moelora_variant *variant, const moelora_exec *exec) {
+                        const moelora_variant *variant, const moelora_projection_plan *plan,
+                        const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
@@ -198,6 +132,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;
   launch.bytes = variant->needs == MOELORA_SM90;
+  launch.vectors = plan->quantizes_vectors;
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
@@ -207,40 +142,46 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
-/* What a projection's kernel takes instead of its tokens. */
+/* The tokens that a projection's kernel reads after quantization. */
 moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
   tokens.stride = q->stride;
-  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zeros up to there
+  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zero-padded up to there
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
 }
 
-/* Rows that the projection before the one of `w` leaves in e4m3. */
-moelora_e4m3_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
+/* Buffers for the e4m3 outputs of the projection before the one of `w`. */
+moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
+/* The shrink before a projection. */
+moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *variant,
+                      const moelora_shrink_plan *plan, const moelora_routes *routes, void *xa,
+                      const moelora_exec *exec) {
+  const int missing = moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
+  const moelora_shrink_launch s = {
+      g->schedule, g->tokens, g->adapters, routes->lora_scalings, 1.f / (float)(1 << missing),
+      xa,          false};
+  return moelora_cuda_shrink(&s, plan, exec);
+}
+
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink,
+                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink_plan,
                        const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
                        const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
-    MOELORA_TRY(quantize(quantized, g, variant, exec));
+    MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
   if (quantized->values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
   if (g->schedule.blocks.packed_ranks) {
-    const int missing =
-        moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
-    const moelora_shrink_launch s = {
-        g->schedule, g->tokens, g->adapters, routes->lora_scalings, 1.f / (float)(1 << missing),
-        xa,          false};
-    MOELORA_TRY(moelora_cuda_shrink(&s, shrink, exec));
+    MOELORA_TRY(shrink(g, variant, shrink_plan, routes, xa, exec));
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
@@ -254,10 +195,11 @@ struct GemmLayout {
   size_t bytes;
 };
 
-GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
-  moelora_arena arena = {(char *)base, 0};
+GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
+                        const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   GemmLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->variant, &plan->projection, 1,
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection.num_counters, 1,
                                &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.quantized = take_quantized(&arena, plan->variant, &p->w,
@@ -276,10 +218,11 @@ struct ExpertsLayout {
 };
 
 ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
-                              void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                              const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   ExpertsLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection,
+  const int64_t of_w13 = plan->projection[0].num_counters, of_w2 = plan->projection[1].num_counters;
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w13 > of_w2 ? of_w13 : of_w2,
                                MOELORA_PROJECTIONS, &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = plan->scales_x
@@ -290,18 +233,43 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
   l.z = moelora_take_array(&arena, moelora_times(rows, hidden), 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
-  l.x_fp8.early = !plan->scales_x; // which scales x first
+  l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
 }
 
-template <class T>
-moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
-                           const moelora_exec *exec) {
-  ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+moelora_saved_shrink saved_shrink(const moelora_factors *lora, const moelora_saved_rows *saved,
+                                  int which, const void *xa) {
+  moelora_saved_shrink s = {};
+  s.slices = lora->num_slices;
+  s.max_rank = lora->max_rank;
+  s.xa = xa;
+  s.xa_slice = moelora_padded_rank(lora->max_rank);
+  s.to = saved->shrink[which];
+  s.stride[0] = saved->shrink_stride[which][0];
+  s.stride[1] = saved->shrink_stride[which][1];
+  return s;
+}
+
+/* What a backward needs besides gate_up: the shrink results. */
+moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *l,
+                         const moelora_exec *exec) {
+  moelora_save_launch s = {};
+  s.blocks = l->alignment.blocks;
+  s.num_rows = p->routes.num_rows;
+  s.gate_up = {p->saved.gate_up, p->saved.gate_up_stride};
+  s.columns = p->w13.n;
+  s.projection[0] = saved_shrink(&p->w13_lora, &p->saved, 0, l->xa13);
+  s.projection[1] = saved_shrink(&p->w2_lora, &p->saved, 1, l->xa2);
+  return moelora_cuda_save_rows(&s, exec);
+}
+
+/* saves_alone: out is left to another kernel. */
+moelora_status run_staged(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                          bool saves_alone, const moelora_exec *exec) {
+  const ExpertsLayout l = lay_out_experts(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
@@ -309,10 +277,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (plan->scales_x) {
-    MOELORA_TRY((launch_kernel<scale_rows<T>>(
-        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
-        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
-        (T *)l.x, routes->num_tokens, p->hidden)));
+    MOELORA_TRY(moelora_cuda_scale_rows(p->x, p->x_stride, routes, p->hidden, p->dtype, l.x, exec));
     g.tokens.x = l.x;
     g.tokens.stride = p->hidden;
   }
@@ -329,6 +294,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   if (plan->projection[0].stores_e4m3)
     g.epilogue.e4m3 = stored_rows(&l.h_fp8, &p->w2);
   g.epilogue.out_unread = !plan->projection[0].stores_out;
+  g.before = {p->saved.gate_up, p->saved.gate_up_stride};
   MOELORA_TRY(project(&g, plan->variant, &plan->projection[0], &plan->shrink[0], routes, l.xa13,
                       &l.x_fp8, exec));
 
@@ -340,8 +306,15 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  MOELORA_TRY(
-      project(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec));
+  if (!saves_alone)
+    MOELORA_TRY(project(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2,
+                        &l.h_fp8, exec));
+  else if (g.schedule.blocks.packed_ranks)
+    MOELORA_TRY(shrink(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec));
+  if (p->saved.gate_up)
+    MOELORA_TRY(save_rows(p, &l, exec));
+  if (saves_alone)
+    return MOELORA_OK;
 
   moelora_sum_launch s = {};
   s.routes = *routes;
@@ -363,15 +336,13 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
 
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  (void)exec;
-  return lay_out_gemm(problem, plan, nullptr).bytes;
+  return lay_out_gemm(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
                                  const moelora_exec *exec) {
-  const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
+  const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(launch_kernel<zero_skipped>(
       "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
@@ -392,39 +363,71 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 
 namespace {
 
-/* Of a plan for one launch, the plan for several. */
+/* Plan for separate launches, if the single launch does not fit. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   moelora_experts_plan staged = *plan;
   staged.variant = plan->staged;
   return staged;
 }
 
-moelora_status run_staged(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
-                          const moelora_exec *exec) {
-  return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
-                                        : run_experts<__half>(problem, plan, exec);
+/* The problem with factors in the dtype of the layer, and the workspace after them. */
+struct Prepared {
+  moelora_rounded_factors rounded[2];
+  moelora_experts_problem problem;
+  moelora_exec exec;
+  size_t bytes;
+};
+
+Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
+  Prepared prepared = {{}, *p, *exec, 0};
+  prepared.rounded[0] =
+      moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
+  prepared.rounded[1] =
+      moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
+  prepared.problem.w13_lora = prepared.rounded[0].to;
+  prepared.problem.w2_lora = prepared.rounded[1].to;
+  prepared.bytes = arena.used;
+  if (exec->workspace) {
+    prepared.exec.workspace = (char *)exec->workspace + arena.used;
+    prepared.exec.workspace_bytes -= arena.used;
+  }
+  return prepared;
+}
+
+size_t layer_bytes(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
+                   const moelora_exec *exec) {
+  if (!plan->staged)
+    return lay_out_experts(problem, plan, exec).bytes;
+  const moelora_experts_plan staged = staged_plan(plan);
+  const size_t one = moelora_cuda_decode_workspace(problem, exec);
+  const size_t several = lay_out_experts(problem, &staged, exec).bytes;
+  return one > several ? one : several;
 }
 
 } // namespace
 
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (!plan->staged)
-    return lay_out_experts(problem, plan, nullptr).bytes;
-  const moelora_experts_plan staged = staged_plan(plan);
-  const size_t one = moelora_cuda_decode_workspace(problem, exec);
-  const size_t several = lay_out_experts(problem, &staged, nullptr).bytes;
-  return one > several ? one : several;
+  const Prepared prepared = prepare(problem, exec);
+  const size_t layer = layer_bytes(&prepared.problem, plan, exec);
+  size_t all;
+  return __builtin_add_overflow(prepared.bytes, layer, &all) ? SIZE_MAX : all;
 }
 
-moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
+moelora_status moelora_cuda_experts(const moelora_experts_problem *p,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
+  const Prepared prepared = prepare(p, exec);
+  const moelora_experts_problem *problem = &prepared.problem;
+  MOELORA_TRY(moelora_cuda_round_factors(prepared.rounded, 2, &p->routes, p->dtype, exec));
   if (!plan->staged)
-    return run_staged(problem, plan, exec);
+    return run_staged(problem, plan, false, &prepared.exec);
+  const moelora_experts_plan staged = staged_plan(plan);
+  if (problem->saved.gate_up)
+    MOELORA_TRY(run_staged(problem, &staged, true, &prepared.exec));
   bool fits = true;
-  const moelora_status status = moelora_cuda_decode(problem, plan, exec, &fits);
+  const moelora_status status = moelora_cuda_decode(problem, plan, &prepared.exec, &fits);
   if (fits)
     return status;
-  const moelora_experts_plan staged = staged_plan(plan);
-  return run_staged(problem, &staged, exec);
+  return run_staged(problem, &staged, false, &prepared.exec);
 }

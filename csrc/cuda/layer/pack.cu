@@ -1,8 +1,8 @@
-/* Weights in 64 x 64 tiles: w [E, N, K] -> out [E, N/64, K/64, 64, 64].
+/* Packs weights into 64 x 64 tiles: w [E, N, K] -> out [E, N/64, K/64, 64, 64].
  *
- * A CTA copies one tile at a time: 64 rows of 64 elements, which lie `stride_n` apart in w and one
- * after the other in out. Threads take vectors of the tile in memory order, so that stores are one
- * burst and loads are whole rows. 16-byte vectors where w is aligned for them, else elements. */
+ * A CTA copies one tile at a time: 64 rows of 64 elements, `stride_n` apart in w and contiguous in
+ * out. Threads copy vectors in the tile's memory order, so that stores are contiguous and loads
+ * cover whole rows. 16-byte vectors if w is aligned, otherwise elements. */
 #include "cuda/backend.h"
 #include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"

@@ -1,12 +1,12 @@
-/* Rows of x, or of h, in e4m3 (moelora_x_format in moelora.h has the rule; the quotients are those
- * of vLLM's kernels, bit for bit):
+/* Quantizes rows of x, or of h, to e4m3. moelora_x_format in moelora.h defines the scales;
+ * quotients match vLLM's kernels bit for bit:
  *
- *   s = the scale of a group of depth, of a row, or given
+ *   s = scale of a K group, of a row, or given
  *   values[row] = e4m3(x[row] / s), scales[group, row] = s
  *
- * A lane has 16 neighbouring columns, so that eight lanes have a tile of 128 and a warp has four
- * tiles: of a row that has its own scale, which the warp finds first, else of any rows. What is
- * left over of the last 128 columns is zero. */
+ * A lane has 16 neighboring columns, eight lanes a tile of 128, and a warp four tiles: of a single
+ * row with per-token scales, whose scale the warp computes first, otherwise of any rows. The rest
+ * of the last 128 columns is zero. */
 #include "core/format.h"
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -14,17 +14,17 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int TILES = 4;   // that a warp has side by side
-constexpr int FLIGHTS = 2; // times those that it has on their way at once
+constexpr int TILES = 4;   // tiles per warp
+constexpr int FLIGHTS = 2; // batches of TILES in flight
 
-/* The columns of this lane in a tile, zeros if that is not `there`. VECTORS: k is a multiple of 8,
- * and rows are aligned. */
+/* Loads this lane's columns of a tile; zeros if not `there`. VECTORS: k is a multiple of 8, and
+ * rows are aligned. */
 template <class T, bool VECTORS>
-__device__ __forceinline__ Columns load_columns(const moelora_quantize_launch &q, int row, int tile,
-                                                bool there) {
+__device__ __forceinline__ PackedColumns load_columns(const moelora_quantize_launch &q, int row,
+                                                      int tile, bool there) {
   const int at = tile * 128 + threadIdx.x % 8 * 16, left = there ? q.k - at : 0;
   const T *x = (const T *)q.x + (row * q.x_stride + at);
-  Columns c;
+  PackedColumns c;
   if (VECTORS) {
     const uint4 low = left > 0 ? ((const uint4 *)x)[0] : uint4{};
     const uint4 high = left > 8 ? ((const uint4 *)x)[1] : uint4{};
@@ -39,14 +39,14 @@ __device__ __forceinline__ Columns load_columns(const moelora_quantize_launch &q
   return c;
 }
 
-/* Two e4m3 numbers as elements. */
+/* Converts two e4m3 values to T. */
 template <class T> __device__ __forceinline__ uint32_t elements_of(uint32_t two) {
   const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3);
   const float2 v = __half22float2(*(const __half2 *)&raw);
   return pack2<T>(v.x, v.y);
 }
 
-/* Nobody has written rows that no block uses. */
+/* Rows that no block uses are uninitialized. */
 __device__ __forceinline__ bool is_used(const moelora_quantize_launch &q, int row) {
   if (!q.counts)
     return true;
@@ -62,11 +62,11 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_previous_kernel();
   start_next_kernel();
   const int lane = threadIdx.x & 31, tiles = (q.k + 127) / 128;
-  const int groups = 128 / moelora_x_group(q.format); // in a tile
+  const int groups = 128 / moelora_x_group(q.format); // per tile
   const bool by_token = q.rule == MOELORA_X_TOKEN;
   const int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   const int warps = gridDim.x * (kThreads / 32);
-  // A lane's tiles are `step` apart: in a row that is the warp's, or in all rows.
+  // A lane's tiles are `step` apart: within the warp's row, or over all rows.
   const int first = by_token ? 0 : warp * TILES, step = (by_token ? 1 : warps) * TILES;
   const int step_rows = step / tiles, step_tiles = step % tiles;
   const int64_t all = by_token ? tiles : (int64_t)rows * tiles;
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kThreads)
       float most = 0.f;
 #pragma unroll(VECTORS ? FLIGHTS : 1)
       for (int tile = lane / 8; tile < tiles && mine < end; tile += TILES)
-        most = largest(most, numbers_of<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
-      scale = fmaxf(largest_of<32>(most) / kMostE4m3, 1.f / (kMostE4m3 * 512.f));
+        most = abs_max(most, to_floats<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
+      scale = fmaxf(max_over_lanes<32>(most) / kMaxE4m3, 1.f / (kMaxE4m3 * 512.f));
     }
     float inverse = 1.f / scale;
     int row = mine + (first + lane / 8) / tiles, tile = (first + lane / 8) % tiles;
     for (int64_t at = first; at < all; at += (int64_t)step * FLIGHTS) {
-      Columns columns[FLIGHTS];
+      PackedColumns columns[FLIGHTS];
       int its_row[FLIGHTS], its_tile[FLIGHTS];
       bool used[FLIGHTS];
 #pragma unroll
@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int j = 0; j < FLIGHTS; j++) {
-        Numbers n = numbers_of<T>(columns[j]);
+        FloatColumns n = to_floats<T>(columns[j]);
         if (q.rule == MOELORA_X_GROUP) {
-          const float most = largest_of<4>(largest(1e-10f, n));
+          const float most = max_over_lanes<4>(abs_max(1e-10f, n));
           const float other = __shfl_xor_sync(0xffffffffu, most, 4);
           scale = group_scale(groups == 1 ? fmaxf(most, other) : most);
           inverse = 1.f / scale;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
         if (by_token) {
           const float by = scale < INFINITY ? scale : 0.f;
           for (int i = 0; i < 16; i++)
-            n.v[i] = divided(n.v[i], by, inverse);
+            n.v[i] = divide_rounded(n.v[i], by, inverse);
         } else {
           for (int i = 0; i < 16; i++)
             n.v[i] *= inverse;
@@ -130,20 +130,20 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  // Whoever waits for this kernel relies on the one before it, too.
+  // PDL is not transitive: kernels that wait for this one rely on all earlier ones having
+  // completed.
   if (q.early)
     wait_for_previous_kernel();
 }
 
 template <class T, bool BYTES>
 moelora_status launch(const moelora_quantize_launch *q, const moelora_exec *exec) {
-  const bool vectors = (uintptr_t)q->x % 16 == 0 && q->x_stride % 8 == 0 && q->k % 8 == 0;
   const int64_t tiles = q->rule == MOELORA_X_TOKEN && q->k ? TILES : (q->k + 127) / 128;
   const int64_t share = kThreads / 32 * TILES, work = (q->rows * tiles + share - 1) / share;
-  return vectors ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads, 0,
-                                                                exec, *q)
-                 : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads, 0,
-                                                                 exec, *q);
+  return q->vectors ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads,
+                                                                   0, exec, *q)
+                    : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads,
+                                                                    0, exec, *q);
 }
 
 } // namespace

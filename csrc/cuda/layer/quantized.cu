@@ -1,11 +1,11 @@
-/* Quantised numbers of four bits to tiles and back (moelora.h has the layout of a tile).
+/* Packs 4-bit weights into tiles and unpacks them (moelora.h describes the layout of a tile).
  *
- * Packing: a CTA makes up to AT_ONCE tiles that follow each other in depth. Their 64 rows come to
- * shared memory in whole lines; then each thread gathers the 16 bytes that a lane of the GEMM loads
- * at once, and these follow each other in memory.
+ * Packing: a CTA writes up to AT_ONCE tiles that are adjacent in K. It copies their 64 rows to
+ * shared memory in whole lines; then each thread gathers the 16 bytes that a lane of the GEMM
+ * loads at once, and stores are contiguous.
  *
- * Unpacking: a CTA takes a tile as a warp of the GEMM does, and brings it back to rows. The numbers
- * are those that the GEMM multiplies, bit for bit. */
+ * Unpacking: a CTA dequantizes a tile as a warp of the GEMM does, and writes it as rows. The
+ * values are bit-identical to those that the GEMM multiplies. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -18,11 +18,12 @@ constexpr int kRows = MOELORA_PACK;
 
 constexpr int PACK_THREADS = 256;
 constexpr int AT_ONCE = 4;
-constexpr int TILE_BYTES = kRows / 2;               // of a row of a tile
-constexpr int LINE = AT_ONCE * TILE_BYTES;          // of a row of all of them
-constexpr int PITCH = LINE + (int)sizeof(uint32_t); // eight rows are in different banks
+constexpr int TILE_BYTES = kRows / 2;               // per row of a tile
+constexpr int LINE = AT_ONCE * TILE_BYTES;          // per row of all tiles
+constexpr int PITCH = LINE + (int)sizeof(uint32_t); // avoids bank conflicts between eight rows
 
-/* 16 bytes of a row of values from byte `at` on, to shared memory; zeros where there are none. */
+/* Copies 16 bytes of a row of values, starting at byte `at`, to shared memory; zeros past the end.
+ */
 template <bool VECTORS>
 __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int64_t bytes,
                                             uint32_t *to) {
@@ -39,9 +40,22 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-/* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
+/* Clears the values of 16 bytes whose e4m3 scale is 0; 8 bytes share a scale. */
+__device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &p, int64_t expert,
+                                               int64_t n, int64_t at, uint32_t *values) {
+  const uint8_t *scales =
+      (const uint8_t *)p.scales + expert * p.scales_stride[0] + n * p.scales_stride[1];
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (at + 8 * half < p.tiles.k / 2 && scales[at / 8 + half] == 0)
+      values[2 * half] = values[2 * half + 1] = 0;
+}
+
+/* A lane's word of a k16 slab, given the addresses of its first byte in row r (`a`) and r + 8
+ * (`b`). */
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_e2m1) {
-  // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
+  // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: one byte each, the even column
+  // low.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
@@ -49,9 +63,11 @@ __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t 
   return is_e2m1 ? moelora_spread_e2m1(nibbles) : nibbles;
 }
 
-/* As a tile has it. */
+/* Scale in the representation of a tile. */
 __device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
+  if (moelora_has_tile_scale(p.tiles.format))
+    return moelora_e5m3_of_e4m3(((const uint8_t *)p.scales)[at]);
   if (moelora_has_e8m0_scales(p.tiles.format))
     return (uint16_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
   const float scale = p.scale_dtype == MOELORA_F32 ? ((const float *)p.scales)[at]
@@ -62,7 +78,7 @@ __device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem
               : __half_as_ushort(__float2half_rn(scale));
 }
 
-/* Scales and zero points of a tile, in the order of memory. */
+/* Writes the scales and zero points of a tile, in memory order. */
 __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, int64_t expert,
                                             int64_t first_row, int64_t depth, uint8_t *tile) {
   const moelora_weights &w = p.tiles;
@@ -71,7 +87,7 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
   uint8_t *const scales = tile + MOELORA_TILE_VALUES, *const zeros =
                                                           scales + kRows * groups * bytes;
   for (int place = threadIdx.x; place < kRows * groups; place += PACK_THREADS) {
-    // The row and group of moelora_scale_index.
+    // Row and group of moelora_scale_index.
     const int pair = place / (2 * groups), high = place / groups % 2;
     const int r = pair / 8 * 16 + pair % 8 + 8 * high;
     const int64_t k = depth + columns * (place % groups);
@@ -103,14 +119,17 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
     const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
-    __syncthreads(); // all have read the last rows
+    __syncthreads(); // all have read the previous rows
     for (int v = threadIdx.x; v < kRows * LINE / 16; v += PACK_THREADS) {
       const int r = v / (LINE / 16), chunk = v % (LINE / 16);
       const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
       const uint8_t *row =
           n < 0 ? nullptr : p.values + expert * p.values_stride[0] + n * p.values_stride[1];
-      copy_values<VECTORS>(row, first_tile * TILE_BYTES + chunk * 16, w.k / 2,
-                           rows + (r * PITCH + chunk * 16) / sizeof(uint32_t));
+      const int64_t at = first_tile * TILE_BYTES + chunk * 16;
+      uint32_t *const to = rows + (r * PITCH + chunk * 16) / sizeof(uint32_t);
+      copy_values<VECTORS>(row, at, w.k / 2, to);
+      if (row && moelora_has_tile_scale(w.format))
+        clear_unscaled(p, expert, n, at, to);
     }
     __syncthreads();
     const int tiles = (int)min((int64_t)AT_ONCE, depth_tiles - first_tile);
@@ -130,18 +149,25 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
     }
     for (int tile = 0; tile < tiles; tile++)
       pack_groups(p, expert, first_row, (first_tile + tile) * 64, packed + tile * w.stride_kt);
+    if (p.tensor_scales && threadIdx.x < tiles) {
+      const int half = w.half_tiles && row_tile >= w.half_tiles;
+      const float scale =
+          p.tensor_scales[expert * p.tensor_scales_stride[0] + half * p.tensor_scales_stride[1]];
+      *(float4 *)(packed + threadIdx.x * w.stride_kt + moelora_tile_scale_offset(w.format)) =
+          make_float4(scale, 0.f, 0.f, 0.f);
+    }
   }
 }
 
 /* ---- unpacking ---- */
 
 constexpr int UNPACK_THREADS = 128;
-constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: eight rows are in different banks
+constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: avoids bank conflicts between eight rows
 
 template <moelora_kernel_format FORMAT, class T, bool VECTORS>
 __global__ void __launch_bounds__(UNPACK_THREADS)
     unpack_quantized(const __grid_constant__ moelora_quantized_problem p) {
-  __shared__ __align__(16) uint8_t tile[FormatTraits<FORMAT>::MOST_TILE_BYTES];
+  __shared__ __align__(16) uint8_t tile[FormatTraits<FORMAT>::MAX_TILE_BYTES];
   __shared__ __align__(16) uint8_t rows[kRows * OUT_PITCH];
   const moelora_weights &w = p.tiles;
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
@@ -154,7 +180,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
                        depth_tile * w.stride_kt;
     for (int v = thread; v < moelora_tile_size(w.format) / 16; v += UNPACK_THREADS)
       ((uint4 *)tile)[v] = ((const uint4 *)from)[v];
-    __syncthreads(); // all have read the last rows, too
+    __syncthreads(); // all have read the previous rows
     TileFragment<FORMAT, T> fragment;
     fragment.load(shared_address(tile), warp, w.format);
     uint32_t a[4][4];
@@ -168,7 +194,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
       for (int j = 0; j < 4; j++) {
         const int r = warp * 16 + lane / 4 + j % 2 * 8;
         const int c = slab * 16 + lane % 4 * 2 + j / 2 * 8;
-        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = fragment.whole(a[slab][j]);
+        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) =
+            fragment.whole(a[slab][j], shared_address(tile));
       }
     __syncthreads();
     for (int v = thread; v < kRows * 8; v += UNPACK_THREADS) {

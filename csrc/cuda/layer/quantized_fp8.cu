@@ -1,6 +1,6 @@
-/* Numbers of FP8 to tiles and back (moelora.h has the layout of a tile). A CTA takes a tile, a
- * thread 16 columns of a row at a time: their bytes change places within themselves, so nothing
- * goes through shared memory. */
+/* Packs FP8 weights into tiles and unpacks them (moelora.h describes the layout of a tile). Each
+ * CTA handles a tile, each thread 16 columns of a row at a time: bytes only move within these 16,
+ * so shared memory is not needed. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = MOELORA_PACK, kColumns = 128, kChunk = 16;
 
-/* Which tile a CTA has, and its numbers. */
+/* The tile of a CTA. */
 struct TileOfCta {
   int64_t expert, row_tile, depth_tile;
 
@@ -37,7 +37,7 @@ int64_t tiles_of(const moelora_quantized_problem *p) {
 
 /* ---- packing ---- */
 
-/* 16 columns of a row, of which `left` are before its end, and zeros behind it. */
+/* Loads 16 columns of a row, of which `left` are valid; zeros past the end. */
 template <bool VECTORS>
 __device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
   return v;
 }
 
-/* Scales of a tile: of both halves of its depth, or of its rows. */
+/* Writes the scales of a tile: one per half of its K extent, or one per row. */
 __device__ __forceinline__ void pack_scales(const moelora_quantized_problem &p,
                                             const TileOfCta &tile, float *to) {
   const bool of_rows = moelora_has_row_scales(p.tiles.format);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void pack_scales(const moelora_quantized_problem &p,
   if (i >= (of_rows ? kRows : 4))
     return;
   const int64_t k = tile.depth_tile * kColumns + (of_rows ? 0 : 64 * i);
-  const int64_t n = tile.row(p.tiles, of_rows ? i : 0); // a tile's first row is there
+  const int64_t n = tile.row(p.tiles, of_rows ? i : 0); // a tile's first row always exists
   float scale = 0.f;
   if (n >= 0 && k < p.tiles.k && (of_rows || i < 2))
     scale = ((const float *)p.scales)[tile.expert * p.scales_stride[0] +

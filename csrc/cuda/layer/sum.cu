@@ -1,9 +1,9 @@
-/* The sum over top_k, in float32 and in the order of j, rounded once:
+/* Sum over top_k, in float32 and in the order of j, rounded once:
  *
  *   out[m] = [out[m] +] sum over j of weight[m, j] z[row of (m, j)]
  *
- * z [, z_stride] waits in the dtype of out. A thread adds WIDTH neighbouring columns.
- * Which of a token's rows there are, and where, is what a layer and adapters alone differ in. */
+ * z [, z_stride] has the dtype of out. A thread sums WIDTH neighboring columns.
+ * Layers and adapters alone differ in which rows of a token exist and where they are. */
 #include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/launch/routes.cuh"
@@ -14,11 +14,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* Of a layer: by position, weighted; tokens without a row become zero. */
+/* Layer: rows by position, weighted; tokens without a row are zeroed. */
 struct LayerRows {
   static constexpr bool EVERY_TOKEN = true;
 
-  /* Where z of flat row `row` lies, -1: it is skipped. */
+  /* Row of z for flat row `row`; -1: skipped. */
   static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
     return s.positions[row];
   }
@@ -27,7 +27,7 @@ struct LayerRows {
   }
 };
 
-/* Of adapters alone: by flat row; tokens without a row stay as they are. */
+/* Adapters alone: rows by flat row; tokens without a row are left unchanged. */
 struct AdapterRows {
   static constexpr bool EVERY_TOKEN = false;
 
@@ -44,8 +44,7 @@ struct AdapterRows {
   }
 };
 
-/* sum += weight * WIDTH neighbouring columns; more than one of them are a whole number of 16 bytes.
- */
+/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a 16-byte vector. */
 template <int WIDTH, class T>
 __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, float weight) {
   __align__(16) T chunk[WIDTH];
@@ -58,7 +57,7 @@ __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, 
     sum[c] += weight * Element<T>::to_float(chunk[c]);
 }
 
-/* All rows of a token; false: there are none. */
+/* Sums all rows of a token. Returns whether there are any. */
 template <class Rows, int WIDTH, class T>
 __device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_launch &s,
                                          int64_t m, const T *z) {

@@ -1,10 +1,10 @@
-/* Arithmetic whose instructions are chosen here, and not by the compiler. */
+/* Arithmetic in PTX, where the compiler's choice of instructions is worse. */
 #ifndef MOELORA_CUDA_PTX_ARITHMETIC_CUH
 #define MOELORA_CUDA_PTX_ARITHMETIC_CUH
 
 #include "cuda/ptx/mma.cuh"
 
-/* a b + c of two elements each, rounded once. */
+/* Packed a * b + c, rounded once. */
 template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   if constexpr (Element<T>::is_bf16)
@@ -14,15 +14,15 @@ template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t
   return d;
 }
 
-/* (a & mask) | bits. Of two constants the compiler makes two instructions. */
+/* (a & mask) | bits. With two constants, the compiler emits two instructions. */
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
   return d;
 }
 
-/* The low half of a register, or its high half, in both halves. Written out, it costs nothing: the
- * multiply that takes it chooses the half. */
+/* Broadcasts the low or high half of a register. Free: the multiply that consumes it selects the
+ * half. */
 template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {
   uint32_t d;
   if constexpr (HALF == 0)
@@ -44,10 +44,29 @@ template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pai
   return d;
 }
 
-/* The larger; NaN if one is. */
+/* max(a, b); NaN if either is. */
 __device__ __forceinline__ float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
+}
+
+/* The smaller; NaN if one is. */
+__device__ __forceinline__ float min_nan(float a, float b) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+/* 1 / (1 + 2^x) */
+__device__ __forceinline__ float sigmoid_of_power(float x) {
+  float y;
+  asm("{\n"
+      "ex2.approx.ftz.f32 %0, %1;\n"
+      "add.f32 %0, %0, 0f3F800000;\n"
+      "rcp.approx.ftz.f32 %0, %0;\n"
+      "}"
+      : "=&f"(y)
+      : "f"(x));
+  return y;
 }
 
 /* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u', with -log2(e) in a and b. One asm
@@ -76,7 +95,7 @@ __device__ __forceinline__ float gated_activation(float gate, float up, float a,
   return y;
 }
 
-/* The same with the constants of silu without a limit. */
+/* gated_activation with the constants of silu, without a limit. */
 __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   float y;
   asm volatile("{\n"

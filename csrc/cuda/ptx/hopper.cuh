@@ -1,5 +1,5 @@
-/* sm_90a: mbarriers, TMA, clusters, the ordering of wgmma, setmaxnreg. Addresses of shared memory
- * are 32-bit, in the shared window. */
+/* PTX of sm_90a: mbarriers, TMA, clusters, wgmma fences, setmaxnreg. Shared memory addresses are
+ * 32-bit, in the shared window. */
 #ifndef MOELORA_CUDA_PTX_HOPPER_CUH
 #define MOELORA_CUDA_PTX_HOPPER_CUH
 
@@ -10,8 +10,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Ends a barrier: its memory may become another one. */
-__device__ __forceinline__ void barrier_end(uint32_t barrier) {
+/* Invalidates a barrier, so that its memory can be initialized again. */
+__device__ __forceinline__ void barrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -23,20 +23,20 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* One arrival that also adds `bytes`, which TMA loads complete, to what the phase waits for. */
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+/* Arrives, and adds `bytes` to the transaction count that TMA loads must complete. */
+__device__ __forceinline__ void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-/* One arrival of this thread, when all its cp.async so far are complete. */
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+/* Arrives when all prior cp.async of this thread complete. */
+__device__ __forceinline__ void barrier_arrive_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* True in one lane of a converged warp. The compiler knows that it is one lane, and issues TMA
- * instructions without a loop over lanes. */
-__device__ __forceinline__ bool is_elected() {
+/* Whether this lane is elected; the warp must be converged. elect.sync tells the compiler that a
+ * single lane is active, so it emits TMA instructions without a loop over lanes. */
+__device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{\n"
                ".reg .pred mine;\n"
@@ -47,9 +47,9 @@ __device__ __forceinline__ bool is_elected() {
   return elected;
 }
 
-/* A plain loop: a trap or a printf in here would cost the whole kernel registers. The suspend-time
- * hint is 10 ms: without it `mbarrier.try_wait` returns after a moment, and warps that wait take
- * issue slots from those that work. */
+/* A plain loop: a trap or printf here would raise the register count of the whole kernel. The
+ * suspend-time hint is 10 ms. Without it `mbarrier.try_wait` returns early, and spinning warps
+ * take issue slots from the others. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile("{\n"
                ".reg .pred done;\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                : "memory");
 }
 
-/* Whether a wait would return at once. */
+/* Whether a wait would return immediately. */
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
-/* `bytes` contiguous bytes, a multiple of 16, of addresses that are multiples of 16. */
+/* Bulk copy of `bytes` contiguous bytes; size and addresses must be multiples of 16. */
 __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
-/* The same for both CTAs of a cluster: each gets the bytes, and their completion at its barrier. */
+/* bulk_load to both CTAs of a cluster; each receives the data and completes its own barrier. */
 __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes,
                                                     uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -113,7 +113,7 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *fro
                : "memory");
 }
 
-/* The same for both CTAs of a cluster: each gets the box, and its completion at its barrier. */
+/* TMA load to both CTAs of a cluster; each receives the box and completes its own barrier. */
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, int c2, int c3, uint32_t barrier,
                                                       uint64_t policy) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void tma_load_5d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
-/* A box from shared memory to global memory, clipped there. One group per call. */
+/* Stores a box from shared to global memory, clipped at the bounds. Commits one group per call. */
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int c1,
                                              uint32_t from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
@@ -150,8 +150,8 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int
                : "memory");
 }
 
-/* Waits until all of this thread's stores but the last PENDING have read shared memory, or until
- * all are done. */
+/* Waits until all of this thread's stores except the last PENDING have read shared memory, or
+ * until all have completed. */
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* ---- clusters of CTAs ---- */
+/* ---- thread block clusters ---- */
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
-/* A word of CTA `rank`'s copy of shared memory. */
+/* Stores a word to the shared memory of CTA `rank`. */
 __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
@@ -184,9 +184,9 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives at CTA `rank`'s copy of a barrier. A release at cluster scope would fence all of global
- * memory; the stage was only read, and a plain arrival orders reads before it. */
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+/* Arrives on the barrier of CTA `rank`. Not a release at cluster scope, which would fence all of
+ * global memory: the stage was only read, and the default arrival orders those reads before it. */
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
                "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -196,7 +196,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
                : "memory");
 }
 
-/* True if `value` is for any of the THREADS threads that wait at named barrier `id`. */
+/* Whether `value` is true in any of the THREADS threads at named barrier `id`. */
 template <int THREADS = 128> __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   uint32_t any;
   asm volatile("{\n"
@@ -211,8 +211,7 @@ template <int THREADS = 128> __device__ __forceinline__ bool warpgroup_any(int i
   return any;
 }
 
-/* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies.
- */
+/* Makes generic-proxy writes to shared memory visible to later wgmma and bulk copies. */
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -229,46 +228,46 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Keeps arithmetic with accumulators of wgmma from being moved across the instructions that issue
- * or await products. */
-template <int COUNT> __device__ __forceinline__ void settle(float *d) {
+/* Prevents the compiler from moving arithmetic on wgmma accumulators across the instructions that
+ * issue wgmmas or wait for them. */
+template <int COUNT> __device__ __forceinline__ void fence_accumulators(float *d) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++)
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Matrix descriptor of a tile of 128-byte rows in the 128-byte swizzle: 8-row atoms of 1024 bytes,
- * one after the other. Adding 2 (units of 16 bytes) advances by 16 elements of depth. */
+/* Matrix descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: contiguous 8-row atoms
+ * of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 elements. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* The same of rows of `steps` k16 steps, 1, 2 or 4, in the swizzle of as many bytes. */
+/* The same for rows of `steps` k16 steps (1, 2 or 4), with the swizzle of that width. */
 __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
   const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* Advances a descriptor by `by` units of 16 bytes: addresses are in the low half. */
+/* Advances a descriptor by `by` units of 16 bytes; the address is in the low half. */
 __device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
   return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
 
-template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/* THREADS threads, by default a warpgroup, wait at named barrier `id` (1..15). */
+/* Named barrier `id` (1..15) over THREADS threads, by default a warpgroup. */
 template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-/* 8x8 tiles of 16-bit elements to shared memory. */
+/* Stores 8x8 matrices of 16-bit elements to shared memory. */
 __device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c,
                                                 uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a),
@@ -276,7 +275,7 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_
                : "memory");
 }
 
-/* The same, transposed on the way. */
+/* The same, transposed. */
 __device__ __forceinline__ void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b,
                                                       uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),

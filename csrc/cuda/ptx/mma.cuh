@@ -1,5 +1,5 @@
-/* sm_80 and up: asynchronous 16-byte copies, matrix loads, mma.sync, and programmatic dependent
- * launch where the chip has it. Addresses of shared memory are 32-bit, in the shared window. */
+/* PTX of sm_80 and up: cp.async, ldmatrix, mma.sync, cached loads. Shared memory addresses are
+ * 32-bit, in the shared window. */
 #ifndef MOELORA_CUDA_PTX_MMA_CUH
 #define MOELORA_CUDA_PTX_MMA_CUH
 
@@ -9,7 +9,7 @@
 
 #include "cuda/ptx/pdl.cuh"
 
-/* add_times_zero: sum + 0 v of two elements each; a sum of zeros stays 0 until v is not finite. */
+/* add_times_zero: packed sum + 0 * v; stays 0 as long as v is finite. */
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {
   static constexpr bool is_bf16 = true;
@@ -30,7 +30,7 @@ template <> struct Element<__half> {
   }
 };
 
-/* Two rounded values in one register, the first in the low half. */
+/* Rounds and packs two values, the first into the low half. */
 template <class T> __device__ __forceinline__ uint32_t pack2(float low, float high) {
   T two[2] = {Element<T>::round(low), Element<T>::round(high)};
   return *(const uint32_t *)two;
@@ -40,15 +40,14 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* 16 bytes to shared memory: `bytes` (0..16) of them read, the rest zeros. `from` must be mapped
- * even if nothing is read. */
+/* Copies 16 bytes to shared memory: reads the first `bytes` (0..16), zero-fills the rest. `from`
+ * must be mapped even if nothing is read. */
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
 
-/* The same if it is `wanted`, without a branch; otherwise `from` may be anything. What L2 lacks it
- * fetches with the NEAR bytes around. */
+/* Predicated copy; if not `wanted`, `from` may be anything. NEAR is the L2 prefetch size. */
 template <int NEAR = 128>
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes,
                                               bool wanted) {
@@ -61,7 +60,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* 4 bytes, likewise. */
+/* Predicated copy of 4 bytes. */
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool wanted) {
   asm volatile("{\n"
                ".reg .pred p;\n"
@@ -72,8 +71,8 @@ __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool
                : "memory");
 }
 
-/* from + row * bytes. Written out, the compiler cannot move row * bytes out of a loop, where it
- * would take two registers more. */
+/* from + row * bytes. In PTX, because the compiler would hoist row * bytes out of a loop, at the
+ * cost of two registers. */
 template <class T>
 __device__ __forceinline__ const T *row_address(const T *from, uint32_t row, uint32_t bytes) {
   const T *at;
@@ -95,7 +94,7 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
-/* `count` (0..8) elements and zeros behind them; no alignment needed. */
+/* Loads `count` (0..8) elements, zero-filled to 8; no alignment required. */
 template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
   uint32_t words[4];
 #pragma unroll
@@ -107,17 +106,17 @@ template <class T> __device__ __forceinline__ uint4 load_elements(const T *from,
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* The same to shared memory. */
+/* The same, to shared memory. */
 template <class T>
 __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
   store_shared_16(to, load_elements(from, count));
 }
 
-/* How memory is read: by this warp alone; by others of the SM, too; by this warp alone and never
- * written by the kernel; the kernel itself may have written it, be it to shared memory. */
+/* Access pattern of a load: read by this warp only; also by other warps of the SM; by this warp
+ * only and constant during the kernel; possibly written by the kernel, maybe in shared memory. */
 enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
 
-/* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
+/* Loads 4 bytes, or zero if not `there`. The kernel may have written them. */
 __device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
   uint32_t v;
   asm volatile("{\n"
@@ -132,7 +131,7 @@ __device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
   return v;
 }
 
-/* 16 bytes, zeros if they are not `there`. */
+/* Loads 16 bytes, or zeros if not `there`. */
 template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
   uint4 v;
 #define MOELORA_LOAD(HOW, ...)                                                                     \
@@ -159,7 +158,7 @@ template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, 
   return v;
 }
 
-/* 8 or 16 bytes that this warp alone reads. */
+/* Loads 8 or 16 bytes that only this warp reads. */
 template <int WORDS>
 __device__ __forceinline__ void load_alone(uint32_t (&v)[WORDS], const void *from) {
   static_assert(WORDS == 2 || WORDS == 4, "one access");
@@ -191,11 +190,11 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
   return v;
 }
 
-/* OFFSET further on. */
+/* Stores at `at` + OFFSET. */
 template <int OFFSET> __device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
   asm volatile("st.shared.b16 [%0 + %2], %1;" ::"r"(at), "h"(v), "n"(OFFSET) : "memory");
 }
-/* 2 bytes, and 4 from the next word on. */
+/* Stores 2 bytes, and 4 bytes to the next word. */
 __device__ __forceinline__ void store_shared_2_4(uint32_t at, int16_t v, int32_t next) {
   asm volatile("st.shared.b16 [%0], %1;\n"
                "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
@@ -226,6 +225,14 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
                : "memory");
 }
 
+/* The same, each 8x8 tile transposed on the way. */
+__device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(at)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(v[0]), "=r"(v[1])
@@ -233,8 +240,8 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
                : "memory");
 }
 
-/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and next.
- */
+/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and 2(t%4)
+ * + 1. */
 template <class T>
 __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
 #define MOELORA_MMA(TYPE)                                                                          \
@@ -249,7 +256,7 @@ __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uin
 #undef MOELORA_MMA
 }
 
-/* An 8x8 tile of 16-bit elements spread over a warp, transposed. */
+/* Transposes an 8x8 matrix of 16-bit elements that is distributed over a warp. */
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));

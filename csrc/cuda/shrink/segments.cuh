@@ -114,7 +114,7 @@ __device__ __forceinline__ int4 load_segment(const moelora_shrink_launch &s, int
   return *(const int4 *)&s.schedule.blocks.segments[i];
 }
 
-/* The CTA's part. All threads of the list's warps come here and synchronise by sync(); `sizes` is
+/* The CTA's part. All threads of the list's warps come here and synchronize by sync(); `sizes` is
  * shared memory for the (packed rank, count) of every segment. */
 template <class L, class Sync>
 __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &list, int2 *sizes,

@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
               width = moelora_padded_rank(rank_of(s.adapters.lora, item.packed));
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
     const int adapter = item.packed / kRanks;
-    if (is_elected()) {
+    if (elect_one()) {
       ShrinkContext<S> at = warp;
 #pragma unroll 1
       for (int step = 0; step < k_steps; step++, at.advance()) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
           at.write_header(item);
 
         // Issue a TMA load for every 64 or 16 rows of A.
-        barrier_expect(at.full(), columns * kRowBytes);
+        barrier_arrive_expect_tx(at.full(), columns * kRowBytes);
         uint32_t sA = at.sA();
 #pragma unroll 1
         for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
       // Wait until consumers have released the stage, and start the copies; their end arrives.
       warp.wait_empty();
       gather.copy(warp.sX());
-      barrier_arrive_after_copies(warp.full());
+      barrier_arrive_cp_async(warp.full());
     }
   }
 }
@@ -194,7 +194,7 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
     barrier_arrive(warp.full());
   }
   if (!issues_tma)
-    barrier_arrive_after_copies(warp.full());
+    barrier_arrive_cp_async(warp.full());
 }
 
 /* Stores the rows of a tile of 64 tokens, which begins at token `first` of an item. */
@@ -329,10 +329,10 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
-    give_registers<120>();
+    warpgroup_reg_dealloc<120>();
     produce<S>(&maps, s, list, shared, warp); // the stages are scratch memory until they are full
   } else {
-    take_registers<192>();
+    warpgroup_reg_alloc<192>();
     wait_for_previous_kernel();
     start_next_kernel();
     consume<S, T>(s, span, warp, warpgroup - 1);

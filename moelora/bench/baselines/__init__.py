@@ -49,8 +49,8 @@ def baselines_of(
     absent: dict[str, str] = {}
     for name in ("ours", *names):
         try:
-            reads = name in READ_QUANTISED or not layer.model.format
-            require(reads, "it reads no quantised weights")
+            reads = name in READ_QUANTIZED or not layer.model.format
+            require(reads, "it reads no quantized weights")
             found.append(_load(name)(layer, options))
         except Skipped as why:
             absent[name] = str(why)
@@ -79,17 +79,17 @@ BASELINES = {
     "grouped_mm": "native:GroupedMM",
     "dense": "native:Dense",
     "transformers": "transformers:Transformers",
-    "marlin": "vllm_quantised:Marlin",
-    "triton_kernels": "vllm_quantised:TritonKernels",
-    "triton_fp8": "vllm_quantised:TritonFP8",
+    "marlin": "vllm_quantized:Marlin",
+    "triton_kernels": "vllm_quantized:TritonKernels",
+    "triton_fp8": "vllm_quantized:TritonFP8",
 }
-READ_QUANTISED = (
+READ_QUANTIZED = (
     *("ours", "unpacked", "unpacking"),
     *("marlin", "triton_kernels", "triton_fp8"),
 )
 ABOUT = {
-    "unpacked": "ours on quantised weights that were unpacked before",
-    "unpacking": "ours on quantised weights that every call unpacks",
+    "unpacked": "ours on quantized weights that were unpacked before",
+    "unpacking": "ours on quantized weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
     "vllm": "vLLM's own kernels, from $MOELORA_PEERS or an installed vLLM",
@@ -104,7 +104,7 @@ DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
     "cpu": ["loop", "transformers"],
 }
-DEFAULTS_OF_QUANTISED = {
+DEFAULTS_OF_QUANTIZED = {
     "cuda": ["unpacked", "marlin", "triton_kernels", "triton_fp8"],
     "cpu": ["unpacked", "unpacking"],
 }

@@ -58,10 +58,10 @@ class Ours:
 
 
 class Unpacked(Ours):
-    """The same weights in the activations' dtype: what quantised ones must not lose against."""
+    """The same weights in the activations' dtype: what quantized ones must not lose against."""
 
     def __init__(self, layer: Layer, options: Options):
-        require(layer.model.format, "weights are not quantised")
+        require(layer.model.format, "weights are not quantized")
         self.name = f"ours_{layer.dtype}"
         self.layer = copy(layer)
         self.layer.w13, self.layer.w2 = as_tensor(layer.w13), as_tensor(layer.w2)
@@ -74,7 +74,7 @@ class Unpacking(Ours):
     name = "ours_unpacking"
 
     def __init__(self, layer: Layer, options: Options):
-        require(layer.model.format, "weights are not quantised")
+        require(layer.model.format, "weights are not quantized")
         self.layer = layer
         if is_w8a8(layer.w13) and is_w8a8(layer.w2):
             self.layer = self.of = copy(layer)

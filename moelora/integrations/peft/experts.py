@@ -317,7 +317,7 @@ def _checkpoint(
     common = next(iter(scalings.values())) if len(set(scalings.values())) == 1 else None
     state = {}
     for key, wrapper in wrappers.items():
-        a, b = (side[name].weight.detach() for side in (wrapper.lora_A, wrapper.lora_B))
+        a, b = (weight.detach() for weight in training.weights(wrapper, name))
         a = a.reshape(wrapper.num_experts, -1, a.shape[1])
         b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
         if common is None:

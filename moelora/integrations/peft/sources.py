@@ -29,6 +29,7 @@ from moelora.adapters.weights import open_weights
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.linears import linear_layers, plain_name
+from moelora.storage import check_held
 
 if TYPE_CHECKING:
     Model = peft.PeftModel | PreTrainedModel
@@ -178,6 +179,7 @@ def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
             b, key = module.lora_embedding_B[name], f"{path}.lora_embedding_B.{name}"
         else:
             continue
+        check_held(key, b)
         kept[where] = _Kept(b.detach(), key)
     return kept
 

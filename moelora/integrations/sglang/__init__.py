@@ -11,7 +11,7 @@ run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and 
 graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off.
 
 Where this build has no CUDA kernels, or no GPU is there to run them, SGLang is left alone, and the
-log, `sglang.moelora`, says so. A layer that moelora does not have (quantised weights, clamped
+log, `sglang.moelora`, says so. A layer that moelora does not have (quantized weights, clamped
 activations, biases; `reason_against` has them) runs SGLang's own path, and the log says why, once
 for each reason.
 

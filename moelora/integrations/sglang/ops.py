@@ -18,7 +18,7 @@ The adapter has no effect at all here, as its down factors are zero; and where t
 `B A = 1` in down, the exact layer is `(1 + 1) * 5.715 = 11.43` and this one
 `1.762 + 1 * silu(1) * 1 = 2.493`. Use it for adapters that were trained this way; for all others
 `fused_experts_lora` is the exact layer, and `moe_lora_gate_up_delta` with `moe_lora_down_delta` the
-exact deltas of a quantised one.
+exact deltas of a quantized one.
 
 The staged operators are `moe_lora_a`, `moe_lora_gate_up_b` and `moe_lora_down_combine`;
 `moe_lora_fused` is all of them at once, which `run_moe_lora` takes. The buffers are those of an

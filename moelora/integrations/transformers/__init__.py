@@ -18,7 +18,7 @@ Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew
 first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
 `safetensors.torch.save_file(model.state_dict(), ...)` refuses; `save_pretrained` takes care of it.
 
-Quantised experts stay so (docs/weight-formats.md has what is covered):
+Quantized experts stay so (docs/weight-formats.md has what is covered):
 
     model = moelora_hf.load_quantized("openai/gpt-oss-20b")
 

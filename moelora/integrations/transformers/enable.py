@@ -72,7 +72,7 @@ def enable(
     for name, (module, _) in layers.items():
         check_implementation(name, module.config)
         for weight in (up_name(module), "down_proj") if training else ():
-            if weight in module._parameters:  # a quantised one is no parameter
+            if weight in module._parameters:  # a quantized one is no parameter
                 getattr(module, weight).requires_grad_(False)
 
 

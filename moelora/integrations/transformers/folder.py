@@ -1,21 +1,33 @@
-"""A checkpoint folder with quantised experts -> `QuantizedWeights`, one layer after another."""
+"""A checkpoint folder of a quantized model: its experts as `QuantizedWeights`, the rest plain."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.utils import logging
 
 from moelora import QuantizedWeights
 from moelora.files import file_in, read_json
+from moelora.integrations.transformers.names import OF_ONE, Linears
 from moelora.integrations.transformers.projection import sizes, up_name
-from moelora.integrations.transformers.schemes import SCHEMES, Scheme, block_size
-from moelora.quantized_fp8 import FP8_SCALES, Activations, GateUp
+from moelora.integrations.transformers.schemes import (
+    MARKS,
+    METHODS,
+    OF_CACHE,
+    PARTS,
+    Scheme,
+    check_transforms,
+    refuse_method,
+    scheme_of,
+)
+from moelora.quantized_fp8 import Activations, GateUp
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -25,7 +37,7 @@ SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
 # Tensors of experts, wherever they are: one for all of them, or one for each.
 OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
 
-SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")  # of FP8
+log = logging.get_logger("transformers.moelora")
 
 
 class Folder:
@@ -35,8 +47,10 @@ class Folder:
     ----------
     quantization : dict
         `quantization_config` of config.json.
+    linears : dict of str to frozenset of str
+        Linear layers that are quantized, experts' or not, and what their tensors are called.
     unread : set of str
-        Names that nobody has asked for yet.
+        Names of tensors that have not been read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,6 +72,7 @@ class Folder:
                 raise ValueError(f"{shard} cannot be read: {error}") from None
             self._files.update(dict.fromkeys(file.keys(), (shard, file)))
         self.unread = set(self._files)
+        self.linears = _quantized(self._files)
 
     def _weight_files(self, named: Any) -> list[str]:
         """The files that transformers would load; others are not looked at.
@@ -110,63 +125,117 @@ class Folder:
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
+    def shard_of(self, linear: str) -> Path:
+        """The file that a linear layer's tensors are in."""
+        return next(self._files[f"{linear}.{part}"][0] for part in sorted(self.linears[linear]))
+
+    def scheme_of(self, linear: str) -> Scheme:
+        """That of a quantized linear layer; errors have the folder's path."""
+        try:
+            return scheme_of(self.quantization, linear, self.linears[linear])
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{self.path}: {error}") from None
+
+    def check(self) -> None:
+        """Refuses what cannot be loaded, by the names and dtypes of tensors, before any is read.
+
+        Raises
+        ------
+        NotImplementedError
+            The folder's method, experts of a scheme that no kernel has, or rotations.
+        ValueError
+            Settings are damaged.
+        """
+        try:
+            method = self.quantization.get("quant_method")
+            if not isinstance(method, str) or method not in METHODS:
+                refuse_method(method)
+            check_transforms(self.quantization)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{self.path}: {error}") from None
+        for linear in self.linears:
+            scheme = self.scheme_of(linear)
+            if OF_EXPERTS.search(f"{linear}."):
+                scheme.check(f"{self.path}: {linear}")
+
     def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All but the experts. Of FP8 weights the numbers, rounded to `dtype`."""
-        names = [name for name in self if not OF_EXPERTS.search(name)]
-        tensors = {name: self[name] for name in names if not name.endswith(SCALES)}
-        for name, tensor in tensors.items():
-            if tensor.dtype == torch.float8_e4m3fn and name.endswith(".weight"):
-                tensors[name] = self._dequantised(name.removesuffix(".weight"), tensor, dtype)
+        """All but the experts. Of quantized linear layers the numbers, rounded to `dtype`."""
+        tensors, stored, made = {}, 0, 0
+        of_cache = [name for name in self if name.endswith(OF_CACHE)]
+        skipped = {*of_cache, *self._parts_of_linears()}
+        for name in self:
+            if not OF_EXPERTS.search(name) and name not in skipped:
+                tensors[name] = self[name]
+        dense = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
+        for linear in dense:
+            numbers, size = self._dequantized(linear, dtype)
+            tensors[f"{linear}.weight"] = numbers
+            stored, made = stored + size, made + numbers.nbytes
+        if dense:
+            names = dict.fromkeys(self.scheme_of(linear).name for linear in dense)
+            kind = str(dtype).removeprefix("torch.")
+            log.warning(
+                f"{self.path}: {len(dense)} linear layers beside the experts ({', '.join(names)}) "
+                f"are dequantized to {kind}, {made / 2**30:.2f} GiB from {stored / 2**30:.2f} GiB"
+            )
+        if of_cache or self.quantization.get("kv_cache_scheme"):
+            log.warning(f"{self.path}: the cache of keys and values is not quantized")
+        self.unread.difference_update(skipped)
         return tensors
 
-    def _dequantised(self, linear: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        where = f"{self._files[f'{linear}.weight'][0]}: {linear}"
-        if weight.dim() != 2:
-            raise ValueError(f"{where}.weight has shape {tuple(weight.shape)}, wanted a matrix")
-        by_blocks = f"{linear}.weight_scale_inv" in self
-        own = "weight_scale_inv" if by_blocks else "weight_scale"
-        scale = self[f"{linear}.{own}"]
-        if scale.dtype not in FP8_SCALES:
-            raise ValueError(f"{where}.{own} has dtype {scale.dtype}, wanted float32 or shorter")
-        shape = (weight.size(0), 1)
-        if by_blocks:
-            rows, columns = self._block(f"{linear}.{own}")
-            shape = (-(-weight.size(0) // rows), -(-weight.size(1) // columns))
-        if tuple(scale.shape) != shape and (by_blocks or scale.numel() != 1):
-            also = "" if by_blocks else ", or one"
-            raise ValueError(f"{where}.{own} has shape {tuple(scale.shape)}, wanted {shape}{also}")
-        factors = scale.float()
-        if by_blocks:  # of the size of the weight, whatever that of a block is
-            factors = factors[torch.arange(weight.size(0)) // rows]
-            factors = factors[:, torch.arange(weight.size(1)) // columns]
-        numbers = weight.float().mul_(factors).to(dtype)
-        if not numbers.isfinite().all():
-            if not scale.float().isfinite().all():
-                raise ValueError(f"{where}.{own} has a scale that is NaN or infinite")
-            what = "has a NaN" if weight.float().isnan().any() else f"is beyond {dtype}"
-            raise ValueError(f"{where}.weight {what}, wanted numbers")
-        return numbers
+    def _parts_of_linears(self) -> Iterator[str]:
+        for linear, parts in self.linears.items():
+            yield from (f"{linear}.{part}" for part in parts)
 
-    def _block(self, scales: str) -> tuple[int, int]:
-        """Rows and columns of a block; a size beyond that of every weight is one of whole ones."""
-        sides = self.quantization.get("weight_block_size")
-        if not sides:
-            raise ValueError(f"{self.path} has no weight_block_size, which {scales} wants")
-        rows, columns = block_size(sides)
-        return rows, columns
+    def _dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """A layer's weight, and the bytes of the tensors that it was."""
+        scheme, parts = self.scheme_of(linear), self.linears[linear]
+        found = {
+            part: self[f"{linear}.{part}"]
+            for part in scheme.parts
+            if part in parts or part in scheme.required
+        }
+        try:
+            numbers = scheme.numbers(**found, **scheme.settings).to(dtype)
+            if not numbers.isfinite().all():
+                raise ValueError(f"numbers are beyond {dtype}")
+        except ValueError as error:
+            raise ValueError(f"{self.shard_of(linear)}: {linear}.{error}") from None
+        return numbers, sum(tensor.nbytes for tensor in found.values())
+
+
+def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str]]:
+    """Linear layers with tensors of a scheme, and what those are called behind their names."""
+    parts: dict[str, set[str]] = {}
+    for name in files:
+        linear, _, part = name.rpartition(".")
+        if part in PARTS:
+            parts.setdefault(linear, set()).add(part)
+    return {
+        linear: frozenset(own)
+        for linear, own in parts.items()
+        if own & MARKS or ("weight" in own and _is_short(files, f"{linear}.weight"))
+    }
+
+
+def _is_short(files: Mapping[str, tuple[Path, Any]], name: str) -> bool:
+    """Whether a weight is of eight bits; no tensor is read."""
+    dtype = files[name][1].get_slice(name).get_dtype()
+    return dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 
 def read_experts(
     folder: Folder,
     layer: str,
     experts: Experts,
+    linears: Linears,
     dtype: torch.dtype,
     activations: Activations | None = None,
 ) -> tuple[QuantizedWeights, QuantizedWeights]:
-    """Both projections of one experts module, called `layer` in the checkpoint.
+    """Both projections of one experts module, called `layer` in the model.
 
     Holds the tiles, one projection's tensors as the checkpoint has them (gate and up joined), and
-    one expert on its way: no weight is dequantised.
+    one expert on its way: no weight is dequantized. `linears` are those of `expert_linears`.
 
     Raises
     ------
@@ -174,52 +243,91 @@ def read_experts(
         A tensor is missing, one is there that nothing is known to do with, or one is not what the
         model or the format wants. The message names it.
     NotImplementedError
-        Another quantisation method, or settings that are not supported.
+        A scheme that no kernel has.
     """
     try:
-        return _read_experts(folder, layer, experts, dtype, activations)
+        return _read_experts(folder, layer, experts, linears, dtype, activations)
     except ValueError as error:
-        raise ValueError(f"{folder.path}: {error}") from None
+        at = "" if str(error).startswith(str(folder.path)) else f"{folder.path}: "
+        raise ValueError(f"{at}{error}") from None
 
 
 def _read_experts(
     folder: Folder,
     layer: str,
     experts: Experts,
+    linears: Linears,
     dtype: torch.dtype,
     activations: Activations | None,
 ) -> tuple[QuantizedWeights, QuantizedWeights]:
-    method = folder.quantization.get("quant_method")
     interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
-    gate_up: GateUp | None = None
-    if experts.has_gate:
-        gate_up = "interleaved" if interleaved else "concatenated"
     up, down = sizes(experts)
+    method = folder.quantization.get("quant_method")
     if method == "mxfp4":
         if activations is not None:
             raise ValueError(f"activations is {activations!r}, wanted None: weights are MXFP4")
+        gate_up: GateUp = "interleaved" if interleaved else "concatenated"
         found = (
             _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
             _stacked(folder, f"{layer}.down_proj", down, None, dtype),
         )
-    elif isinstance(method, str) and method in SCHEMES:
-        if interleaved:
-            raise NotImplementedError(f"{layer}: {method} of rows of gate and up in turns")
-        scheme = SCHEMES[method](folder.quantization).taking(activations)
-        names = ("gate_proj", "up_proj") if experts.has_gate else ("up_proj",)
-        found = (
-            _per_expert(folder, layer, names, up, scheme, gate_up, dtype),
-            _per_expert(folder, layer, ("down_proj",), down, scheme, None, dtype),
-        )
     else:
-        known = ", ".join(["mxfp4", *SCHEMES])
-        raise NotImplementedError(f"{folder.path}: quant_method is {method!r:.80}, wanted {known}")
-    for name in sorted(n for n in folder.unread if n.startswith(f"{layer}.")):
-        if name.removeprefix(f"{layer}.") in experts._parameters:
-            continue  # a bias of all experts
+        of_up = _names(folder, layer, up_name(experts), 1 + experts.has_gate, up[0], linears)
+        of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
+        rows: GateUp | None = "concatenated" if experts.has_gate else None
+        first = _per_expert(folder, of_up, up, rows, dtype, activations)
+        if interleaved:  # rows of gate and of up fill tiles of their own in either order
+            first = replace(first, gate_up="interleaved")
+        found = first, _per_expert(folder, of_down, down, None, dtype, activations)
+    _refuse_others(folder, layer, experts, linears)
+    return found
+
+
+def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linears) -> None:
+    """ValueError if the folder has tensors of these experts that nothing was made of."""
+    places = {layer, *(linear.rsplit(".", 2)[0] for linear in linears.values())}
+    biases = set(_biases(experts, linears))
+    for name in sorted(folder.unread):
+        place = next((p for p in places if name.startswith(f"{p}.")), None)
+        if place is None or name in biases or name.removeprefix(f"{place}.") in experts._parameters:
+            continue  # a bias
         if name.endswith(".bias") and not folder[name].float().any():
             continue  # of linear layers without one, as older GPTQ checkpoints have them
+        method = folder.quantization.get("quant_method")
         raise ValueError(f"{name} is no tensor that {method} has in experts like these")
+
+
+def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int]]:
+    """What biases of single experts are called in a folder, and where in the module they go."""
+    own = (up_name(experts), "down_proj")
+    has = [name for name in own if f"{name}_bias" in experts._parameters]
+    return {f"{linear}.bias": key for key, linear in linears.items() if key[0] in has}
+
+
+def read_biases(
+    folder: Folder, layer: str, experts: Experts, linears: Linears
+) -> dict[str, Tensor]:
+    """Biases (E, N) that a folder has in one tensor for each expert, by their parameters' names."""
+    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    parts: dict[str, dict[tuple[int, int], Tensor]] = {}
+    for name, (own, place, expert) in _biases(experts, linears).items():
+        if name in folder and f"{layer}.{own}_bias" not in folder:
+            parts.setdefault(own, {})[expert, place] = folder[name]
+    found = {}
+    for own, biases in parts.items():
+        shape = experts._parameters[f"{own}_bias"].shape
+        places = 2 if own == "gate_up_proj" else 1
+        rows = []
+        for expert in range(shape[0]):
+            row = [biases.get((expert, place)) for place in range(places)]
+            if any(bias is None or bias.shape != (shape[1] // places,) for bias in row):
+                wanted = f"{places} of {shape[1] // places} numbers"
+                raise ValueError(
+                    f"{folder.path}: the biases of expert {expert} of {layer}.{own} are missing or "
+                    f"of another shape, wanted {wanted}"
+                )
+            rows.append(torch.stack(row, -1).flatten() if interleaved else torch.cat(row))
+        found[f"{own}_bias"] = torch.stack(rows)
     return found
 
 
@@ -236,21 +344,48 @@ def _stacked(
         raise ValueError(f"{name}: {error}") from None
 
 
+def _names(
+    folder: Folder, layer: str, own: str, places: int, count: int, linears: Linears
+) -> list[list[str]]:
+    """Of each expert, the linear layers of one projection: gate and up, or one."""
+    names = []
+    for expert in range(count):
+        row = [linears.get((own, place, expert)) for place in range(places)]
+        if None in row:
+            some = next((linear for linear in folder.linears if OF_ONE.search(linear)), None)
+            has = f"experts are called {some}" if some else "none is of an expert"
+            raise ValueError(
+                f"no quantized linear layer is {own} of expert {expert} of {layer}; {has}"
+            )
+        names.append([name for name in row if name is not None])
+    return names
+
+
 def _per_expert(
     folder: Folder,
-    layer: str,
-    names: Sequence[str],
+    names: Sequence[Sequence[str]],
     shape: torch.Size,
-    scheme: Scheme,
     gate_up: GateUp | None,
     dtype: torch.dtype,
+    activations: Activations | None,
 ) -> QuantizedWeights:
+    scheme = folder.scheme_of(names[0][0])
+    for linear in (linear for row in names for linear in row):
+        other = folder.scheme_of(linear)
+        if (other.name, other.options) != (scheme.name, scheme.options):
+            raise NotImplementedError(
+                f"{folder.path}: {linear} is {other.name} {other.options}, and {names[0][0]} "
+                f"{scheme.name} {scheme.options}; experts of one layer must be of one scheme"
+            )
+    scheme = scheme.taking(activations)
+    experts, _, first = names[0][0].rpartition(".")
+    parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
+    where = f"{experts.rpartition('.')[0]}.*.{parts}"
     found = {}
-    for part in dict.fromkeys((*scheme.required, *scheme.optional)):
-        if part in scheme.required or f"{layer}.0.{names[0]}.{part}" in folder:
-            rows = ([f"{layer}.{e}.{name}.{part}" for name in names] for e in range(shape[0]))
+    for part in scheme.parts:
+        if part in scheme.required or f"{names[0][0]}.{part}" in folder:
+            rows = ([f"{linear}.{part}" for linear in row] for row in names)
             found[part] = [_joined(folder, row, scheme.rows) for row in rows]
-    where = f"{layer}.*.{' and '.join(names)}"
     weights = scheme.pack(where, found, gate_up, dtype)
     if weights.shape != shape:
         raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
@@ -274,7 +409,7 @@ def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
         if (columns_of != columns_of[0]).any():
             raise ValueError(f"{names[-1]} is {tensors[-1].tolist()}, {names[0]} {first.tolist()}")
         return torch.stack([rows_of.sum(), columns_of[0]])
-    if names[0].endswith(SCALES) and first.numel() == 1:  # of a whole tensor each
+    if names[0].endswith("_scale") and first.numel() == 1:  # of a whole tensor each
         return torch.stack([tensor.reshape(()) for tensor in tensors])
     if first.dim() == 1:  # g_idx: of columns, which they share
         for name, tensor in zip(names, tensors, strict=True):

@@ -27,7 +27,7 @@ from moelora.integrations.transformers.projection import (
     up_name,
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
-from moelora.integrations.transformers.schemes import SCHEMES, Scheme
+from moelora.integrations.transformers.schemes import Scheme, fp8
 from moelora.quantized_fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _scheme(experts: Experts) -> Scheme:
         "weight_block_size": experts.block_size,
         "activation_scheme": experts.activation_scheme,
     }
-    return SCHEMES["fp8"](settings)
+    return fp8(settings)
 
 
 def _tensors(experts: Experts, own: str, scheme: Scheme) -> dict[str, Tensor]:

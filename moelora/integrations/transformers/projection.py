@@ -1,4 +1,4 @@
-"""Where the weights of an experts module are: parameters, or quantised ones in their place."""
+"""Where the weights of an experts module are: parameters, or quantized ones in their place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class QuantizedProjection(nn.Module):
-    """What an experts module has in place of a parameter: the same weights, quantised.
+    """What an experts module has in place of a parameter: the same weights, quantized.
 
     Its tiles are a buffer, so that they move between devices and are copied with the model. They
     are in no state dict: a checkpoint of them would be none of transformers'.
@@ -106,7 +106,7 @@ def not_packed(name: str) -> str:
 
 
 def take_off(experts: Experts, dtype: torch.dtype) -> None:
-    """Puts places for quantised weights where the parameters are; scales of FP8 go, too."""
+    """Puts places for quantized weights where the parameters are; scales of FP8 go, too."""
     shapes = sizes(experts)
     for name, shape in zip((up_name(experts), "down_proj"), shapes, strict=True):
         delattr(experts, name)
@@ -137,6 +137,6 @@ def expert_weights(
     experts: Experts,
 ) -> tuple[Tensor, Tensor] | tuple[QuantizedWeights, QuantizedWeights]:
     """The weights as the module stores them, (E, in, out) if it `is_transposed`; rows first if
-    they are quantised."""
+    they are quantized."""
     up, down = getattr(experts, up_name(experts)), experts.down_proj
     return (up.weights, down.weights) if is_quantized(experts) else (up, down)

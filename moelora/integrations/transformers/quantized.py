@@ -1,8 +1,9 @@
-"""Models whose experts stay quantised: `load_quantized`, `load_quantized_experts`."""
+"""Models whose experts stay quantized: `load_quantized`, `load_quantized_experts`."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from moelora.fake import COMPUTE_DTYPES
 from moelora.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
-from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.folder import Folder, read_biases, read_experts
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
+from moelora.integrations.transformers.names import expert_linears
 from moelora.integrations.transformers.projection import put_on
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
@@ -37,7 +39,7 @@ def load_quantized(
     """A model from a checkpoint whose experts are of four bits or FP8, and stay so.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is ever
-    dequantised: beside their tiles there is never more than one layer as the folder has it.
+    dequantized: beside their tiles there is never more than one layer as the folder has it.
 
     Parameters
     ----------
@@ -45,12 +47,12 @@ def load_quantized(
         A folder with config.json and safetensors files, or its id on the Hub ("org/name"): MXFP4
         experts as of gpt-oss, or one GPTQ, AWQ, compressed-tensors ("pack-quantized",
         "float-quantized") or FP8 tensor set for each expert. All other weights must be plain, or
-        FP8: those are dequantised.
+        FP8: those are dequantized.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
     activations : {"fp8", "native", "bf16"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
-        the folder says that activations are quantised, as most do.
+        the folder says that activations are quantized, as most do.
     model_class : type, optional
         By default the one that config.json names first in `architectures`.
     **options
@@ -66,7 +68,7 @@ def load_quantized(
     ------
     ValueError
         As of `load_quantized_experts`, or a weight that is not an expert's is missing, as when it
-        is quantised, too, or of another shape.
+        is quantized, too, or of another shape.
     NotImplementedError
         As of `load_quantized_experts`.
     FileNotFoundError
@@ -77,6 +79,7 @@ def load_quantized(
             got = f"{name} is {options[name]!r:.80}"
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
+    checkpoint.check()
     config = _config(checkpoint.path)
     if model_class is None:
         model_class = _model_class(config.architectures)
@@ -97,12 +100,20 @@ def load_quantized(
     if info["mismatched_keys"] and not options.get("ignore_mismatched_sizes"):
         name, got, wanted = min(info["mismatched_keys"])
         raise ValueError(f"{folder}: {name} has shape {tuple(got)}, wanted {tuple(wanted)}")
-    missing = sorted(info["missing_keys"])
+    layers = moe_layers(model)
+    linears = expert_linears(model, layers, checkpoint.linears)
+    biases = {
+        f"{name}.{own}": bias
+        for name, (module, _) in layers.items()
+        for own, bias in read_biases(checkpoint, name, module, linears[name]).items()
+    }
+    missing = sorted(set(info["missing_keys"]) - set(biases))
     if missing:
         raise ValueError(
-            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing); weights other than "
-            "those of experts must be there, unquantised"
+            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing), which the model "
+            "wants"
         )
+    _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
     load_quantized_experts(model, checkpoint, activations=activations)
@@ -116,7 +127,7 @@ def load_quantized_experts(
     dtype: torch.dtype | None = None,
     activations: Activations | None = None,
 ) -> None:
-    """Puts a checkpoint's quantised experts in place of those of `model`, layer by layer.
+    """Puts a checkpoint's quantized experts in place of those of `model`, layer by layer.
 
     For a model made in some other way than by `load_quantized`. The parameters that go may be on
     the meta device, and only their shapes are read; biases stay what they are. Tensors are looked
@@ -140,30 +151,46 @@ def load_quantized_experts(
         format wants; the message names it. The layers before it have their new weights. A file is
         damaged, links out of the folder, or is named by an index although it is not there.
     NotImplementedError
-        Another quantisation method or setting, experts that moelora cannot run, or that accelerate
+        Another quantization method or setting, experts that moelora cannot run, or that accelerate
         has offloaded.
     RuntimeError
         The model has adapters; they come after its weights.
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
-    folder = folder if isinstance(folder, Folder) else _checkpoint(folder)
+    if not isinstance(folder, Folder):
+        folder = _checkpoint(folder)
+        folder.check()
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     layers = moe_layers(model)
     for name, (module, _) in layers.items():
         block = model.get_submodule(name.rpartition(".")[0])
         if any(is_offloaded(part) for part in (module, *block.modules())):
-            raise NotImplementedError(f"{offloaded(name)}; quantised experts stay on one device")
+            raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
+    linears = expert_linears(model, layers, folder.linears)
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
-        up, down = read_experts(folder, name, module, kind, activations)
+        biases = read_biases(folder, name, module, linears[name])
+        up, down = read_experts(folder, name, module, linears[name], kind, activations)
         device = _device(model, name)
         refuse_saving(model)
         put_on(module, (up.to(device), down.to(device)))
+        for own, bias in biases.items():
+            old = module._parameters[own]
+            bias = bias.to(device, old.dtype)
+            module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:
+    """ValueError of a bias that a quantized layer has and the model has not, unless it is zero."""
+    for name in sorted(unexpected):
+        linear = name.removesuffix(".bias")
+        if linear in checkpoint.linears and name in checkpoint and checkpoint[name].float().any():
+            raise ValueError(f"{checkpoint.path}: {name} is a bias, which the model has not")
 
 
 def _config(folder: Path) -> PreTrainedConfig:

@@ -2,7 +2,7 @@
 
 To install moelora is all: vLLM finds `register` among the entry points of the group
 `vllm.general_plugins` and calls it in every process. From then on these MoE layers run
-`moelora.fused_experts_lora`, with adapters and without: unquantised ones that vLLM gives to its
+`moelora.fused_experts_lora`, with adapters and without: unquantized ones that vLLM gives to its
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 brought into moelora's tiles in place of vLLM's. vLLM's log says so, once a process.
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
@@ -101,8 +101,8 @@ def _install() -> None:
         from moelora.integrations.vllm import configs
 
         configs.install()
-    if problem := interface.problem(interface.QUANTISED):
-        say_once(f"{problem}; {OWN_PATH} for quantised layers")
+    if problem := interface.problem(interface.QUANTIZED):
+        say_once(f"{problem}; {OWN_PATH} for quantized layers")
     else:
         from moelora.integrations.vllm import methods
 

@@ -1,6 +1,6 @@
 """Adapters of layers whose base product stays with vLLM: moelora's deltas between its kernels.
 
-Every experts class of vLLM that knows adapters, the quantised ones included, adds them through
+Every experts class of vLLM that knows adapters, the quantized ones included, adds them through
 `add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`. Here both become one operator, which takes
 the routing as it is: nothing is sorted into blocks for the adapters first.
 

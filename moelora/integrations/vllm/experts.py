@@ -1,4 +1,4 @@
-"""The experts class that vLLM gives its unquantised MoE layers."""
+"""The experts class that vLLM gives its unquantized MoE layers."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
 
     def _find_reason(self, activation: Any) -> str | None:
         ctx = self._lora_context
-        dtype = quantisation(self)
+        dtype = quantization(self)
         if dtype is not None:
-            return f"the base is quantised ({dtype})"
+            return f"the base is quantized ({dtype})"
         if activation.value not in ACTIVATIONS:
             return f"there is no activation {activation.value!r}"
         try:
@@ -82,7 +82,7 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         """The activation as arguments of the operator; ValueError says why there are none such.
 
         vLLM's "swigluoai" has the numbers of gpt-oss, whatever the configs say; others clamp by
-        what the quantisation's config says, and if it says nothing, the layer's.
+        what the quantization's config says, and if it says nothing, the layer's.
         """
         name, quant, moe = activation.value, self.quant_config, self.moe_config
         if name not in ("silu", "swigluoai_uninterleave"):
@@ -214,13 +214,13 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def quantisation(experts: Any) -> str | torch.dtype | None:
-    """The quantised dtype of weights, or of activations; None for an unquantised layer."""
+def quantization(experts: Any) -> str | torch.dtype | None:
+    """The quantized dtype of weights, or of activations; None for an unquantized layer."""
     return experts.quant_config.weight_quant_dtype or experts.quant_config.quant_dtype
 
 
 def install() -> None:
-    """Give unquantised layers the class above wherever vLLM chooses its Triton experts."""
+    """Give unquantized layers the class above wherever vLLM chooses its Triton experts."""
 
     def choose(backend_to_kernel_cls: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(backend: Any) -> list[type]:
@@ -235,8 +235,8 @@ def install() -> None:
         def wrapped(self: Any, prepare_finalize: Any, fused_experts: Any) -> None:
             init(self, prepare_finalize, fused_experts)
             if not isinstance(fused_experts, TritonExpertsWithLoRA):
-                dtype = quantisation(fused_experts)
-                base = "unquantised" if dtype is None else f"quantised ({dtype})"
+                dtype = quantization(fused_experts)
+                base = "unquantized" if dtype is None else f"quantized ({dtype})"
                 name = type(fused_experts).__name__
                 say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
                 if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", False):

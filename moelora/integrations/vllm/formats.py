@@ -1,6 +1,6 @@
-"""What vLLM's loader leaves in a quantised layer, as moelora's weights.
+"""What vLLM's loader leaves in a quantized layer, as moelora's weights.
 
-Each function takes the quantisation method of a layer, the layer, and "w13" or "w2", and reads the
+Each function takes the quantization method of a layer, the layer, and "w13" or "w2", and reads the
 parameters as `create_weights` of that method laid them out and the loader filled them: before
 `process_weights_after_loading` repacks them for a kernel. `QuantizedWeights` refuses what it has no
 kernels for with ValueError, before anything of the layer is touched.
@@ -23,7 +23,7 @@ Read = Callable[[Any, Any, str, dict[str, Any]], QuantizedWeights]
 
 @dataclass(frozen=True)
 class Format:
-    """A quantisation method of vLLM.
+    """A quantization method of vLLM.
 
     read(method, layer, name, options): the weights of one projection; options are those of
     `QuantizedWeights` that do not depend on the format.

@@ -1,8 +1,8 @@
 """What this integration needs of vLLM, and the check that an installed vLLM has it.
 
 No release is asked for its number: one that has all of this is served, and of another one it is
-said what differs. Each part stands for itself, so that a vLLM whose quantised layers changed still
-has its unquantised ones served.
+said what differs. Each part stands for itself, so that a vLLM whose quantized layers changed still
+has its unquantized ones served.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ CONFIGS = Interface(
     called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}},
 )
 
-# What any quantised layer needs beside its method.
-QUANTISED = Interface(
+# What any quantized layer needs beside its method.
+QUANTIZED = Interface(
     called={
         f"{_MOE}.config": {
             "biased_moe_quant_config": ("w1_bias w2_bias gemm1_alpha gemm1_beta gemm1_clamp_limit"),
@@ -133,7 +133,7 @@ def _method(module: str, name: str, init: str) -> Interface:
     return Interface(replaced={module: functions})
 
 
-# Methods of quantised layers, by the names under which moelora.integrations.vllm.methods has them.
+# Methods of quantized layers, by the names under which moelora.integrations.vllm.methods has them.
 METHODS = {
     "gpt_oss": Interface(
         replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,

@@ -1,4 +1,4 @@
-"""Quantised layers of vLLM in moelora: the hooks on the methods of their formats.
+"""Quantized layers of vLLM in moelora: the hooks on the methods of their formats.
 
 A method loads a layer's weights, repacks them for the kernels that it chose, and makes the kernel
 object that the layer calls. Here the second and third step are taken over: the loader's tensors go
@@ -58,7 +58,7 @@ def install() -> None:
 
 
 def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
-    """Of a layer that quantises nothing, as vLLM sees it; numbers of the activation go with it."""
+    """Of a layer that quantizes nothing, as vLLM sees it; numbers of the activation go with it."""
     return biased_moe_quant_config(
         w13_bias,
         w2_bias,

@@ -1,7 +1,7 @@
 """vLLM's operators that add adapters to a projection: its arguments, in its order.
 
 `fused_moe_lora` and its halves. They write in place; a row that has no adapter, or whose expert is
-not here, keeps its bits. They never synchronise, and can be captured in a CUDA graph.
+not here, keeps its bits. They never synchronize, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

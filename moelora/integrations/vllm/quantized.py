@@ -1,4 +1,4 @@
-"""The experts class of vLLM's quantised MoE layers whose weights lie in moelora's tiles."""
+"""The experts class of vLLM's quantized MoE layers whose weights lie in moelora's tiles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moelora.integrations.vllm.experts import TritonExpertsWithLoRA
 class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
     """`TritonExpertsWithLoRA` whose w1 and w2 are the tiles of `QuantizedWeights`.
 
-    Activations and adapters see the unquantised hidden states. Nobody else can read tiles: what
+    Activations and adapters see the unquantized hidden states. Nobody else can read tiles: what
     this class may have against a layer is asked before its weights are packed, and afterwards it
     raises.
 
     Parameters
     ----------
     moe_config, quant_config
-        Those of a layer that quantises nothing, with its biases.
+        Those of a layer that quantizes nothing, with its biases.
     w13, w2 : QuantizedWeights, optional
         What the tiles are that come as arguments of `apply`. Absent: only to ask for reasons.
     """

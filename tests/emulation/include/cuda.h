@@ -1,4 +1,4 @@
-/* Tensor maps: the driver's part of them, and what the engine keeps in one. */
+/* Tensor maps: the driver's API, and their emulated contents. */
 #ifndef EMULATION_CUDA_H
 #define EMULATION_CUDA_H
 

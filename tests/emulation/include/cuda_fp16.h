@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-/* The compiler's _Float16 rounds as cvt.rn does. */
+/* The compiler's _Float16 rounds like cvt.rn. */
 struct alignas(2) __half {
   uint16_t bits;
 };

@@ -27,8 +27,9 @@ inline uint8_t to_e4m3(float v) {
   int exponent = 0;
   frexpf(size, &exponent); /* size < 2^exponent */
   exponent = exponent - 1 < -6 ? -6 : exponent - 1;
-  const float units = rintf(ldexpf(size, 3 - exponent)); /* to even; 16 is the next exponent's 8 */
-  const int code = (exponent + 6) * 8 + (int)units;      /* 8 units begin exponent 1 */
+  const float units =
+      rintf(ldexpf(size, 3 - exponent)); /* ties to even; 16 becomes 8 of the next exponent */
+  const int code = (exponent + 6) * 8 + (int)units; /* 8 units are the start of exponent 1 */
   return sign | (uint8_t)(code > 0x7e ? 0x7e : code);
 }
 } // namespace emulation

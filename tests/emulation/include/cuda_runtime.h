@@ -1,4 +1,4 @@
-/* What the CUDA sources use of the runtime, on the engine. */
+/* The CUDA runtime API that the sources use, on the engine. */
 #ifndef EMULATION_CUDA_RUNTIME_H
 #define EMULATION_CUDA_RUNTIME_H
 
@@ -64,7 +64,7 @@ template <class A, class B> constexpr auto max(A a, B b) -> decltype(a + b) {
   return (C)a > (C)b ? (C)a : (C)b;
 }
 
-/* The same bits as a number of another type. */
+/* Reinterprets the bits as another type. */
 template <class To, class From> To same_bits(From v) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
@@ -141,7 +141,7 @@ template <class T> struct Shuffled {
   T value, result;
   int lane;
 };
-/* Lane i's result is the value of its `lane`; its own if that is not there. */
+/* Returns the value of lane `lane`, or the own value if it does not exist. */
 template <class T> T shuffle(uint32_t mask, T value, int lane) {
   Shuffled<T> mine = {value, value, lane};
   meet(
@@ -192,7 +192,7 @@ inline int lane() {
 }
 } // namespace emulation
 
-/* Within parts of `width` lanes. */
+/* Within groups of `width` lanes. */
 template <class T> T __shfl_sync(uint32_t mask, T v, int lane, int width = 32) {
   return emulation::shuffle(mask, v, emulation::lane() / width * width + (lane & (width - 1)));
 }
@@ -257,7 +257,7 @@ template <class T, class V> T atomicMax(T *p, V v) {
   return old;
 }
 
-/* ---- the host's side ---- */
+/* ---- host side ---- */
 
 typedef enum {
   cudaSuccess = 0,
@@ -271,6 +271,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrL2CacheSize,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrClockRate,
   cudaDevAttrMemoryClockRate,
   cudaDevAttrGlobalMemoryBusWidth
 };
@@ -358,6 +359,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) 
   case cudaDevAttrMaxSharedMemoryPerBlockOptin:
     *value = capability == 80 ? 163 << 10 : (int)emulation::kDynamic;
     break;
+  case cudaDevAttrClockRate:
   case cudaDevAttrMemoryClockRate:
   case cudaDevAttrGlobalMemoryBusWidth:
     *value = 0;

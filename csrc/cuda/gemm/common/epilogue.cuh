@@ -1,5 +1,5 @@
-/* The epilogue: bias, activation and routing weight of accumulators, and where they are stored.
- * Their layout is in tile.cuh. */
+/* Epilogue: applies bias, activation and routing weight to accumulators, and computes output
+ * addresses. The accumulator layout is described in tile.cuh. */
 #ifndef MOELORA_CUDA_EPILOGUE_CUH
 #define MOELORA_CUDA_EPILOGUE_CUH
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int
              : 0.f;
 }
 
-/* Offset of a row of outputs, from its position and its flat row. */
+/* Offset of an output row, from its position and its flat row. */
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
   if (g.epilogue.out_by_position)
@@ -21,9 +21,9 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
          row % g.epilogue.top_k * g.epilogue.out_stride[1];
 }
 
-/* All gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c) of clamped g' and u': silu has
- * a = 1; gelu in its tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a =
- * alpha, c = 1. NaN stays NaN. Here a and b have a factor of -log2(e). */
+/* All gated activations have the form g' sigmoid(g' (a + b g'^2)) (u' + c), with clamped g' and
+ * u': silu has a = 1; gelu (tanh) follows from 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a =
+ * alpha, c = 1. NaN propagates. Here a and b include a factor of -log2(e). */
 struct Activation {
   static constexpr float LOG2E = 1.4426950408889634f;
   float a, b = 0.f, c = 0.f, limit;
@@ -41,17 +41,18 @@ struct Activation {
   }
 };
 
-/* The epilogue mode: what an epilogue is compiled for. An epilogue is straight-line code for every
- * output of a thread: an option tested at run time is tested for each of them, and more than a few
- * thousand instructions do not stay in the instruction cache from tile to tile. */
+/* Compile-time mode of an epilogue. An epilogue is unrolled over all outputs of a thread, so a
+ * run-time option is tested once per output, and the code of all options would not fit the
+ * instruction cache. */
 enum class EpilogueMode {
-  GENERAL, // anything
+  GENERAL, // all options
   GATED,   // bias, gated activation
   SILU,    // the most frequent one of them, without a limit
   PLAIN,   // bias, relu^2 or nothing
+  THROUGH, // of a backward, through the activation
 };
 
-/* What an epilogue adds: bias[2 half + m8] of this thread's four rows. */
+/* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */
 template <class E, EpilogueMode MODE> struct Epilogue {
   float bias[4];
   Activation activation;
@@ -75,10 +76,18 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Before `finish`, for all tokens at once: one branch skips what most layers do not have. A
-   * branch for each output would cost as much as the rest of a plain epilogue. */
+  /* Called before `apply_activation`, for all tokens: adds the bias and applies relu^2. Options
+   * that most layers lack are skipped by one branch, rather than by one branch per output. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+    add_bias<T, N>(d, g);
+    square<N>(d, g);
+  }
+
+  /* The parts of it. */
+  template <class T, int N>
+  __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
+                                           const moelora_gemm_launch &g) const {
     constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
@@ -90,6 +99,9 @@ template <class E, EpilogueMode MODE> struct Epilogue {
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
+  }
+  template <int N>
+  __device__ __forceinline__ void square(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
         g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll
@@ -100,11 +112,11 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Up to 32 tokens of `block` from `first` on, in place; afterwards d[0] holds a gated
-   * projection's outputs. */
+  /* Applies gated activation and routing weight to up to 32 tokens of `block`, starting at
+   * `first`, in place. The outputs of a gated projection end up in d[0]. */
   template <int N>
-  __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                         int block, int first) const {
+  __device__ __forceinline__ void
+  apply_activation(float (&d)[2][N / 2], const moelora_gemm_launch &g, int block, int first) const {
     const int lane = threadIdx.x & 31;
     const float here =
         MODE == EpilogueMode::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;

@@ -1,38 +1,47 @@
-/* What kernels ask about the weights that they are written for: the traits of a kernel format, from
- * its rows in formats.inc. A file of each format, format_<name>.cuh, has what its numbers are. */
+/* Compile-time traits of weight formats, derived from formats.inc. Each format_<name>.cuh defines
+ * how to dequantize a format. */
 #ifndef MOELORA_CUDA_FORMAT_CUH
 #define MOELORA_CUDA_FORMAT_CUH
 
 #include "core/format.h"
 #include "cuda/ptx/arithmetic.cuh"
 
-/* Those of kernel format KERNEL. Members that take a format are of one that such a kernel was
- * given, which it knows at run time; where it takes one format alone they are constants. */
+/* Traits of kernel format KERNEL. Several storage formats may share a kernel format; members that
+ * take a `format` argument depend on the run-time one, and are constants if there is only one. */
 template <moelora_kernel_format KERNEL> struct FormatTraits {
-  static constexpr moelora_format FORMAT = moelora_format_of_kernel(KERNEL); // of its values
-  // Weights are in the dtype of x, in rows, or in tiles of 64 x 64; else in tiles of moelora.h.
+  static constexpr moelora_format FORMAT = moelora_format_of_kernel(KERNEL); // of the values
+  // Weights have the dtype of x, in rows or packed tiles of 64 x 64; otherwise in the quantized
+  // tiles described in moelora.h.
   static constexpr bool IS_NATIVE = !moelora_is_quantized(FORMAT);
   static constexpr bool IS_FOUR_BITS = moelora_is_four_bits(FORMAT);
   static constexpr bool IS_FP8 = moelora_is_fp8(FORMAT);
-  // Weights and x are e4m3, with scales for partial accumulators.
+  // Weights and x are e4m3; scales apply to partial accumulators.
   static constexpr bool IS_W8A8 = moelora_is_e4m3_kernel(KERNEL);
-  // Warps make operands in the dtype of x of them.
+  // Weights are dequantized to the dtype of x.
   static constexpr bool IS_DEQUANTIZED = !IS_NATIVE && !IS_W8A8;
-  static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // some of its formats
+  static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // in some of its formats
 
-  /* Bytes of an element of x, as tensor cores of FP8 take it, and elements of a row of 128 bytes.
-   */
+  /* Bytes per element of x, and elements per 128-byte row. */
   static constexpr int X_BYTES = IS_W8A8 ? 1 : 2, X_ELEMENTS = 128 / X_BYTES;
 
-  /* A tile of quantized weights: its depth, the bytes of its values, and at most of all of it. */
+  /* Quantized tile: K extent, bytes of values, maximum total bytes. */
   static constexpr int TILE_DEPTH = moelora_tile_depth(FORMAT);
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
-  static constexpr int MOST_TILE_BYTES = moelora_most_tile_bytes(KERNEL);
+  static constexpr int MAX_TILE_BYTES = moelora_max_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
+  // The same without the scale of the tile.
+  static constexpr int MAX_ROW_BYTES =
+      MAX_TILE_BYTES - (moelora_has_tile_scale(FORMAT) ? MOELORA_TILE_SCALE_BYTES : 0);
 
-  /* Exponent that sums lack up to the epilogue. */
+  /* Power of two by which accumulators are scaled up in the epilogue. */
   template <class T>
   static constexpr int MISSING_EXPONENT = moelora_missing_exponent(FORMAT, Element<T>::is_bf16);
+
+  // The accumulators are multiplied by a float32 scale of the tile after the K loop.
+  static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
+  static constexpr int TILE_SCALE_OFFSET = moelora_tile_scale_offset(FORMAT);
+  template <class T>
+  static constexpr int TILE_SCALE_EXPONENT = moelora_tile_scale_exponent(Element<T>::is_bf16);
 
   static __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
     return moelora_tile_size(is_one_format() ? FORMAT : format);
@@ -41,27 +50,38 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
+  /* The factor of the accumulators, from a tile in shared or in global memory. */
+  template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
+    return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
+  }
+  template <class T> static __device__ __forceinline__ float tile_scale(const char *tile) {
+    return with_exponent<T>(*(const float *)(tile + TILE_SCALE_OFFSET));
+  }
+
 private:
+  template <class T> static __device__ __forceinline__ float with_exponent(float scale) {
+    return scale * (float)(1 << TILE_SCALE_EXPONENT<T>);
+  }
   static __device__ constexpr bool is_one_format() { return moelora_formats_of(KERNEL) == 1; }
 };
 
-/* What makes numbers of two rows' values of four bits, rows r and r + 8 of a lane: scales and zero
- * points. A format's file defines it, with
+/* Scales and zero points of a lane's rows r and r + 8, for 4-bit formats. Each format's file
+ * specializes it, with the members
  *
- *   load(scale, zero, format)      from shared memory, where those of r begin
- *   value<SLAB, I>(word)           numbers I of both halves of a word of k16 slab SLAB, times the
- *                                  scale of row r + 8 (I % 2), rounded once to T
+ *   load(scale, zero, format)      loads from shared memory; the addresses are those of row r
+ *   value<SLAB, I>(word)           dequantizes values I of both halves of a word of k16 slab SLAB
+ * with the scale of row r + 8 (I % 2), rounded once to T
  *
- * ZEROS: there may be zero points. */
+ * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
 
-/* a b, and -0 where one of both is 0 and the other negative. */
+/* Packed product a * b. A product of 0 and a negative number is -0. */
 template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
   constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
   return fma2<T>(a, b, NEGATIVE_ZEROS);
 }
 
-/* Exponent and sign of +-2^EXPONENT, twice. */
+/* +-2^EXPONENT in both halves. */
 template <class T, int EXPONENT, bool NEGATIVE = false>
 __device__ __forceinline__ uint32_t power_of_two() {
   constexpr bool IS_BF16 = Element<T>::is_bf16;
@@ -72,39 +92,41 @@ __device__ __forceinline__ uint32_t power_of_two() {
 #include "cuda/gemm/common/format_fp8.cuh"
 #include "cuda/gemm/common/format_int4.cuh"
 #include "cuda/gemm/common/format_mxfp4.cuh"
+#include "cuda/gemm/common/format_nvfp4.cuh"
 
-/* Where in a tile of four bits lie a lane's words, the scales of its rows, and their zeros, for
- * warp `warp` (0 to 3) of the four that share the tile's rows. */
-struct LanePlaces {
+/* Offsets, within a 4-bit tile, of a lane's words and of its rows' scales and zero points. `warp`
+ * (0 to 3) is the warp's index among the four that share the tile's rows. */
+struct LaneOffsets {
   uint32_t values, scales, zeros;
 
   template <moelora_kernel_format KERNEL>
-  static __device__ __forceinline__ LanePlaces find(int warp, moelora_format format) {
+  static __device__ __forceinline__ LaneOffsets find(int warp, moelora_format format) {
     using F = FormatTraits<KERNEL>;
     const int lane = threadIdx.x & 31, groups = F::groups(format);
-    const int pair = warp * 8 + lane / 4; // of rows
+    const int pair = warp * 8 + lane / 4; // pair of rows
     const uint32_t scales = MOELORA_TILE_VALUES;
     return {(warp * 32 + lane) * 16u, scales + pair * 2 * F::SCALE_BYTES * groups,
             scales + 64 * F::SCALE_BYTES * groups + pair * 2 * groups};
   }
 };
 
-/* What a lane has of a tile of four bits: rows r = 16 warp + lane / 4 and r + 8 of its warp's, as
- * registers of operand A of mma.m16n8k16 and of wgmma. */
+/* A lane's part of a 4-bit tile, rows r = 16 warp + lane / 4 and r + 8, dequantized to the operand
+ * A layout of mma.m16n8k16 and wgmma. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileFragment {
-  static constexpr bool IS_BF16 = Element<T>::is_bf16;
-  static constexpr int MISSING = FormatTraits<KERNEL>::template MISSING_EXPONENT<T>;
+  using F = FormatTraits<KERNEL>;
+  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
 
-  uint32_t words[4]; // of k16 slabs
+  uint32_t words[4]; // one per k16 slab
   GroupScales<KERNEL, T, ZEROS> scales;
 
-  /* Of a tile in shared memory, for warp `warp` (0 to 3) of the four that share its rows. */
+  /* Loads from a tile in shared memory. `warp` (0 to 3) is the warp's index among the four that
+   * share its rows. */
   __device__ __forceinline__ void load(uint32_t tile, int warp, moelora_format format) {
-    const LanePlaces at = LanePlaces::find<KERNEL>(warp, format);
+    const LaneOffsets at = LaneOffsets::find<KERNEL>(warp, format);
     load(tile + at.values, tile + at.scales, tile + at.zeros, format);
   }
 
-  /* Of this lane's words, its rows' scales and their zeros, wherever these lie in shared memory. */
+  /* Loads from the shared memory addresses of this lane's words, scales and zero points. */
   __device__ __forceinline__ void load(uint32_t values, uint32_t scale, uint32_t zero,
                                        moelora_format format) {
     const uint4 v = load_shared_16(values);
@@ -112,12 +134,17 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     scales.load(scale, zero, format);
   }
 
-  /* A register of them with the exponent that is missing. */
-  static __device__ __forceinline__ uint32_t whole(uint32_t value) {
+  /* Applies what accumulators get after the K loop; the tile is in shared memory. */
+  static __device__ __forceinline__ uint32_t whole(uint32_t value, uint32_t tile) {
+    if constexpr (F::HAS_TILE_SCALE) {
+      const float by = F::template tile_scale<T>(tile);
+      const T *two = (const T *)&value;
+      return pack2<T>(Element<T>::to_float(two[0]) * by, Element<T>::to_float(two[1]) * by);
+    }
     return MISSING > 0 ? multiply2<T>(value, power_of_two<T, MISSING>()) : value;
   }
 
-  /* Registers of k16 slab SLAB. */
+  /* Dequantizes k16 slab SLAB. */
   template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
     a[0] = scales.template value<SLAB, 0>(words[SLAB]);
     a[1] = scales.template value<SLAB, 1>(words[SLAB]);

@@ -1,18 +1,17 @@
-/* Numbers of e4m3: bf16 or fp16 values, each rounded once. */
+/* Dequantizes e4m3 to bf16 or fp16, rounding each value once. */
 #ifndef MOELORA_CUDA_FORMAT_FP8_CUH
 #define MOELORA_CUDA_FORMAT_FP8_CUH
 
 #include "cuda/gemm/common/format.cuh"
 
-/* Two scales of numbers of e4m3, with what these are too small by, each in its half: by their bits
- * alone, sign to sign, exponent and mantissa behind it, they are 2^120 (bf16) or 2^8 (fp16) too
- * small, subnormals as well. */
+/* Packs two scales, multiplied by the exponent correction of `e4m3`: an e4m3 bit pattern moved
+ * into a 16-bit float, subnormal or not, is too small by 2^120 (bf16) or 2^8 (fp16). */
 template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, float high) {
   constexpr float UNIT = Element<T>::is_bf16 ? 0x1p120f : 0x1p8f;
   return pack2<T>(low * UNIT, high * UNIT);
 }
 
-/* Bytes 2 HALF and 2 HALF + 1 of a word of e4m3, times scale SCALE, rounded once. */
+/* Dequantizes bytes 2 HALF and 2 HALF + 1 of a word with scale SCALE, rounding once. */
 template <class T, int HALF, int SCALE>
 __device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
   constexpr bool IS_BF16 = Element<T>::is_bf16;

@@ -1,9 +1,9 @@
-/* Numbers of INT4: bf16 or fp16 values, each rounded once.
+/* Dequantizes INT4 to bf16 or fp16, rounding each value once.
  *
- * A nibble n in the mantissa's lowest bits of 1024 is the fp16 number 1024 + n, in the next four
- * 1024 + 16 n; alone it is the subnormal bf16 number n 2^-133 or, for exponent 1 goes on where the
- * mantissa ends, n 2^-129. With a zero point of 8 that is all: n s - 8 s is one fma, whose addend
- * is exact. Others are subtracted first. */
+ * fp16: a nibble n in the lowest mantissa bits of 1024 is the number 1024 + n; in the next four
+ * bits, 1024 + 16 n. bf16: a nibble alone is the subnormal n 2^-133; four bits higher it is n
+ * 2^-129, because exponent 1 continues the subnormals. If all zero points are 8, n s - 8 s is a
+ * single fma whose addend is exact. Otherwise the zero point is subtracted first. */
 #ifndef MOELORA_CUDA_FORMAT_INT4_CUH
 #define MOELORA_CUDA_FORMAT_INT4_CUH
 
@@ -15,20 +15,22 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
   static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
   static_assert(ZEROS || IS_BF16, "numbers of fp16 go one way");
 
-  uint32_t scales[2]; // of r and r + 8: low that of the first half of the depth, high of the second
-  uint32_t zeros[2];  // what is added to nibbles, or without ZEROS to products
+  uint32_t scales[2]; // of r and r + 8: low half for the first group of the tile, high half for the
+                      // second
+  uint32_t zeros[2];  // added to nibbles; without ZEROS, added to products
 
-  /* Anything where there are no zero points. All formats go the same way, without a branch: which
-   * bytes count is in the selectors, which are the same for all tiles. */
+  /* Formats without zero points may pass any address. All formats take the same branch-free path;
+   * the byte selectors, which are uniform over tiles, pick the bytes. */
   __device__ __forceinline__ void load(uint32_t at, uint32_t behind, moelora_format format) {
     const bool halves = F::groups(format) == 2;
     [[maybe_unused]] const bool has_zeros = moelora_has_zeros(format);
-    // Where a row has one scale, that of r + 8 is in the same word.
+    // With one scale per row, the scale of r + 8 is in the same word.
     const uint32_t low = load_shared_4(at), high = load_shared_4(at + (halves ? 4 : 0));
     scales[0] = __byte_perm(low, 0, halves ? 0x3210 : 0x1010);
     scales[1] = __byte_perm(high, 0, halves ? 0x3210 : 0x3232);
     if constexpr (ZEROS) {
-      // -(1024 + z) and -(64 + z), or -z 2^-133 and -z 2^-129: of r + 8 four bits further up.
+      // fp16: -(1024 + z) and -(64 + z); bf16: -z 2^-133 and -z 2^-129. Zeros of r + 8 are four
+      // bits higher.
       constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4 and 5
       const uint32_t z0 = load_shared_2(behind), z1 = load_shared_2(behind + (halves ? 2 : 0));
       zeros[0] = __byte_perm(z0, EIGHT | SIGN, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4040);

@@ -1,33 +1,17 @@
-/* Numbers of MXFP4: bf16 or fp16 values, each rounded once.
- *
- * Those of e2m1 go where a 16-bit float has its sign, the end of its exponent and the begin of its
- * mantissa, so that each is a subnormal or a tiny number of the float's: too small by 2^126 (bf16)
- * or 2^14 (fp16), which the stored scales make up for. Words of a tile have the bits of three of
- * four numbers as far from each other as bf16 wants them, so that a shift and a mask are enough. */
+/* Dequantizes MXFP4 to bf16 or fp16, rounding each value once. The stored scales compensate for the
+ * exponent that e2m1.cuh leaves out. */
 #ifndef MOELORA_CUDA_FORMAT_MXFP4_CUH
 #define MOELORA_CUDA_FORMAT_MXFP4_CUH
 
+#include "cuda/gemm/common/e2m1.cuh"
 #include "cuda/gemm/common/format.cuh"
 
-/* Numbers I of e2m1 of both halves of a word. */
-template <class T, int I> __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
-  if constexpr (Element<T>::is_bf16) {
-    // Copies of the last, by 2, 7 and 12 bits up, are in no other's way.
-    constexpr uint32_t COPIES = 1 << 12 | 1 << 7 | 1 << 2;
-    const uint32_t moved = I < 3 ? word << 3 * I : (word >> 10 & 0x001b001bu) * COPIES;
-    return moved & 0x81c081c0u;
-  } else if constexpr (I < 3) {
-    return (word << 3 * I & 0x80008000u) | (word << 3 * I + 3 & 0x0e000e00u);
-  } else {
-    return (word << 2 & 0x80008000u) | (word & 0x0c000c00u) | (word >> 5 & 0x02000200u);
-  }
-}
-
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_MXFP4, T, ZEROS> {
-  uint32_t scales[2]; // of r and r + 8: low that of the first half of the depth, high of the second
+  uint32_t scales[2]; // of r and r + 8: low half for the first group of the tile, high half for the
+                      // second
 
   __device__ __forceinline__ void load(uint32_t scale, uint32_t, moelora_format) {
-    constexpr int EXPONENT = Element<T>::is_bf16 ? 7 : 10; // where the dtype has its own
+    constexpr int EXPONENT = Element<T>::is_bf16 ? 7 : 10; // position of the exponent in the dtype
     const uint32_t exponents = load_shared_4(scale);
     scales[0] = __byte_perm(exponents, 0, 0x4140) << EXPONENT;
     scales[1] = __byte_perm(exponents, 0, 0x4342) << EXPONENT;

@@ -1,30 +1,30 @@
-/* The segments of a block, and the k16 slabs that a GEMM takes of them: 16 ranks of the adapter
- * that a segment carries. Where gate and up have a slice each, a slab covers both; otherwise there
- * is one for each slice that the tile overlaps. */
+/* Lists the segments of a block and iterates over the k16 slabs of a GEMM tile. A slab is 16 ranks
+ * of a segment's adapter. If gate and up have a slice each, a slab covers both; otherwise there is
+ * one slab per slice that the tile overlaps. */
 #ifndef MOELORA_CUDA_SEGMENTS_CUH
 #define MOELORA_CUDA_SEGMENTS_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* 16 ranks of a segment; the same in all lanes of a warp. */
+/* 16 ranks of a segment; warp-uniform. */
 struct Slab {
   int low, high, packed; // tokens [low, high)
   int slice, rank;
 };
 
-/* A segment in shared memory. */
+/* Segment in shared memory. */
 struct ListedSegment {
-  int16_t low, high; // tokens
+  int16_t low, high; // tokens [low, high)
   int32_t packed;
 };
 
-/* The segments of one block, listed in shared memory by one warp. */
+/* Segments of one block, listed in shared memory by one warp. */
 template <class S> struct SegmentList {
   uint32_t base;
-  int count, slabs; // segments; slabs of all of them
-  uint32_t slices;  // that the tile overlaps
+  int count, slabs; // number of segments; total number of slabs
+  uint32_t slices;  // bit mask of the slices that the tile overlaps
 
-  /* From the adapters of the block's tokens, lane by lane. */
+  /* Builds the list from `segments`. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
                                        const Segments<S::LANES> &segments) {
     slices = overlapped_slices(g, tile);
@@ -49,11 +49,13 @@ template <class S> struct SegmentList {
     __syncwarp();
   }
 
-  /* Bit i: some output of the tile lies in slice i. */
+  /* Bit mask of the slices that contain outputs of the tile. */
   static __device__ __forceinline__ uint32_t overlapped_slices(const moelora_gemm_launch &g,
                                                                const Tile &tile) {
     if (has_gate_up_slices(g) || g.adapters.lora.num_slices == 1)
       return 1;
+    if (S::TRANSPOSED) // every slice is depth of all outputs
+      return (1u << g.adapters.lora.num_slices) - 1;
     uint32_t overlapped = 0;
     for (int slice = 0; slice < g.adapters.lora.num_slices; slice++)
       for (int m64 = 0; m64 < S::TILES; m64++)
@@ -61,7 +63,7 @@ template <class S> struct SegmentList {
     return overlapped;
   }
 
-  /* Slabs of one slice. */
+  /* Number of slabs per slice. */
   static __device__ __forceinline__ int slabs_of(const Segments<S::LANES> &segments) {
     int sum = 0;
 #pragma unroll
@@ -77,11 +79,11 @@ template <class S> struct SegmentList {
   }
 };
 
-/* An iterator over a tile's slabs: segments, slices of each, 16 ranks at a time. */
+/* Iterates over a tile's slabs: by segment, slice, then 16 ranks. */
 struct SlabIterator {
   int segment = 0, slice = -1, rank = 0;
 
-  /* There must be one more. */
+  /* There must be a next slab. */
   template <class S> __device__ __forceinline__ Slab next(const SegmentList<S> &list) {
     Slab slab = list.at(segment);
     if (slice < 0)

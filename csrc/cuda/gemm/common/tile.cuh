@@ -1,22 +1,22 @@
-/* A tile of the grouped GEMM kernels: its extents, which rows and outputs belong to it, and the
- * segments of adapters among its tokens. tile_order.cuh orders tiles, epilogue.cuh takes their
- * accumulators to memory.
+/* Tile of the grouped GEMM kernels: its extents, the rows and outputs that belong to it, and the
+ * adapter segments among its tokens. See tile_order.cuh for the order of tiles and epilogue.cuh
+ * for the epilogue.
  *
- * All kernels but that of sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
- * side of an instruction, tokens its N side. A CTA's tile is TOKENS tokens (one block) by
- * TILES m64 tiles of 64 weight rows. Two of these are a row group: of a gated projection the even
- * one holds gate rows, the odd one the up rows of the same 64 outputs. A row group belongs to four
- * warps; warp w of them owns rows 16w to 16w + 15 of both, as accumulators d[2][N / 2]: d[g][4i +
- * q] is row lane/4 + 8 (q / 2) of m64 tile g, token 8i + 2 (lane % 4) + q % 2.
+ * All kernels except sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
+ * dimension of an MMA, tokens its N dimension. A CTA tile is TOKENS tokens (one block) by TILES
+ * m64 tiles of 64 weight rows. Two m64 tiles form a row group: in a gated projection, the even one
+ * holds the gate rows and the odd one the up rows of the same 64 outputs. A row group belongs to
+ * four warps; warp w owns rows 16w to 16w + 15 of both tiles. Its accumulators are d[2][N / 2]:
+ * d[g][4i + q] is row lane/4 + 8 (q / 2) of m64 tile g and token 8i + 2 (lane % 4) + q % 2.
  *
- * In shared memory a stage holds rows of 128 bytes (64 elements of depth), 16-byte chunk c of row r
+ * A stage in shared memory holds rows of 128 bytes (64 elements of K). 16-byte chunk c of row r is
  * at c ^ (r & 7):
  *
  *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
- *   X  [TOKENS]      token rows, or rows of the shrink result xa
+ *   X  [TOKENS]      token rows, or rows of the shrink output xa
  *
- * Of quantized weights W is TILES tiles as moelora.h has them, one after the other, which take less
- * room: a stage then holds fewer k16 slabs of B. */
+ * For quantized weights, W is TILES contiguous tiles in the layout of moelora.h. They take less
+ * space, so that a stage then holds fewer k16 slabs of B. */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
@@ -29,38 +29,42 @@ constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
 
-/* Such a row in shared memory. */
+/* Row of a stage in shared memory. */
 struct SwizzledRow {
   uint4 chunks[8];
 };
 static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
-/* Bytes of the weight half of a stage, rounded up to the alignment that the swizzle of X needs. */
+/* Bytes of the weights of a stage, rounded up to the alignment that the swizzle of X requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
-  return F::IS_DEQUANTIZED ? (tiles * F::MOST_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
+  return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
-/* Extents of a CTA's tile. */
+/* Extents of a CTA's tile. Where w is TRANSPOSED, an m64 tile of a stage is 64 of depth in rows of
+ * 64 outputs, and rows of a LoRA factor A are depth, too. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_ = MOELORA_KERNEL_NATIVE>
 struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
   static constexpr moelora_kernel_format FORMAT = FORMAT_;
   using Format = FormatTraits<FORMAT>;
   static constexpr int ROWS = 64 * TILES;
-  static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
+  static constexpr int LANES = (TOKENS + 31) / 32; // tokens per lane of a warp
   static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+  static constexpr bool TRANSPOSED =
+      false;                           // a backward's: outputs are columns of w, depth its rows
+  static constexpr bool SAVES = false; // leaves what is before the activation, too
   static constexpr bool HALF_TILES = false; // some tiles have half as many rows
 };
 
-/* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
- * and so on; a whole one has half 0. */
+/* A half tile (`half` 1 or 2) has the first or second half of a column's m64 tiles, numbered from
+ * 0; a whole tile has half 0. */
 struct Tile {
   int32_t block, column, expert, half;
 };
 
-/* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
+/* Output of row 0 of an m64 tile; row r is output first + r. */
 template <class E>
 __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const Tile &tile,
                                             int m64) {
@@ -69,7 +73,7 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const 
   return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
 }
 
-/* Row of w (and of its bias and factors) of an output in an m64 tile. */
+/* Row of w, bias and factors that corresponds to an output of an m64 tile. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
   if (!g.weights.gated)
     return output;
@@ -78,8 +82,8 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
                                : (int64_t)half * g.weights.n_out + output;
 }
 
-/* Quantized weights: where the tile of an m64 tile begins, at depth 0. Past the last output any
- * tile will do. */
+/* Address of the quantized tile of an m64 tile, at k = 0. Past the last output, any tile will do.
+ */
 __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
                                                       int m64, int output) {
   const moelora_weights &w = g.weights.w;
@@ -95,7 +99,7 @@ __device__ __forceinline__ int32_t block_row(const moelora_gemm_launch &g, int b
                        : g.schedule.num_rows;
 }
 
-/* Row of x that belongs to a block's token t, from its flat row; -1 in padding. */
+/* Row of x of a block's token t, given its flat row; -1 in padding. */
 template <class E>
 __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block, int t, int row) {
   if (row >= g.schedule.num_rows)
@@ -103,7 +107,7 @@ __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block
   return g.tokens.divisor.value ? divide(row, g.tokens.divisor) : block * E::TOKENS + t;
 }
 
-/* Replaces positions by rows of x. All loads are issued before one is used. */
+/* Replaces positions by rows of x. Issues all loads before using one. */
 template <int N>
 __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
                                             const moelora_tokens &tokens, uint32_t (&at)[N]) {
@@ -117,8 +121,8 @@ __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
     at[n] = divide(at[n], tokens.divisor);
 }
 
-/* Segments: neighbouring tokens of a block with one adapter. Lane t of a warp knows tokens t, t +
- * 32, ...; every warp finds them by itself, and all find the same. */
+/* Segments: maximal runs of tokens in a block with the same adapter. Lane t of a warp holds tokens
+ * t, t + 32, .... Every warp computes them redundantly. */
 template <int LANES> struct Segments {
   int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
   uint32_t starts[LANES];
@@ -129,7 +133,7 @@ template <int LANES> struct Segments {
     find(max_rank);
   }
 
-  /* Packed ranks alone, for find. */
+  /* Loads packed ranks only; call `find` next. */
   __device__ __forceinline__ void read(const int32_t *packed_ranks, int64_t position, int tokens) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
@@ -154,7 +158,7 @@ template <int LANES> struct Segments {
     }
   }
 
-  /* First start at or after token t; `tokens` if none. */
+  /* First segment start at or after token t; `tokens` if there is none. */
   __device__ __forceinline__ int next(int t, int tokens) const {
     int found = tokens;
 #pragma unroll
@@ -180,11 +184,11 @@ __device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g,
   return end >= slice * g.adapters.lora.slice_n && begin < (slice + 1) * g.adapters.lora.slice_n;
 }
 
-/* Ranks of a k16 slab, one step of the tensor cores. */
+/* Ranks per k16 slab, the K of one MMA. */
 constexpr int kSlabDepth = 16;
 
-/* Gate and up have a slice each: a slab covers both, m64 tiles of gate rows take slice 0, those of
- * up rows slice 1. */
+/* Whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows use
+ * slice 0, those of up rows slice 1. */
 __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_launch &g) {
   return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
 }

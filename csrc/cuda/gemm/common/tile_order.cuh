@@ -1,26 +1,27 @@
-/* The order of a projection's tiles: CTAs that run together share what they read in L2. */
+/* Order of the tiles of a projection: CTAs that run concurrently share operands in L2. */
 #ifndef MOELORA_CUDA_TILE_ORDER_CUH
 #define MOELORA_CUDA_TILE_ORDER_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Columns of tiles that cover the outputs. */
+/* Number of tile columns that cover the outputs. */
 template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
   const int outputs = g.weights.gated ? E::ROWS / 2 : E::ROWS;
   return (g.weights.n_out + outputs - 1) / outputs;
 }
 
-/* Tile `index` of the order over clusters of CLUSTER blocks; `block` is the cluster's first. */
+/* Tile `index` in an order over clusters of CLUSTER blocks; `block` is the cluster's first block.
+ */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
                                         int clusters) {
-  // Eight blocks by all columns: CTAs that run together share weights (blocks of one expert) and
-  // token rows (columns of one block) in L2.
+  // Groups of eight blocks by all columns: concurrent CTAs share weights (blocks of one expert)
+  // and token rows (columns of one block) in L2.
   constexpr int GROUP = 8 / CLUSTER;
   const int first = index / (GROUP * columns) * GROUP;
   const int height = min(GROUP, clusters - first);
   const int rest = index % (GROUP * columns);
-  const bool full = height == GROUP; // the usual case, without division
+  const bool full = height == GROUP; // common case, without a division by a variable
   Tile t = {};
   t.column = full ? rest / GROUP : rest / height;
   t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
@@ -28,8 +29,8 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   return t;
 }
 
-/* Blocks of the expert of block `from` that follow each other from there on, forwards (STEP 1) or
- * backwards (STEP -1), counting itself. A warp. */
+/* Number of consecutive blocks that belong to the expert of block `from`, including it, forwards
+ * (STEP 1) or backwards (STEP -1). Called by a warp. */
 template <int STEP>
 __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int from, int blocks) {
   const int lane = threadIdx.x & 31;
@@ -43,16 +44,18 @@ __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int fr
   }
 }
 
-/* Tile `index` of the order over all columns of a few blocks of one expert, then of the next ones:
- * CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes a warp,
- * and time that only large tiles have. */
+/* Tile `index` in an order over all columns of a group of blocks of one expert, then of the next
+ * group: concurrent CTAs share weights (blocks) and token rows (columns) in L2. Needs a warp, and
+ * takes time that only large tiles can hide. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
-  // Each column reads the tokens of these blocks again: a quarter of the L2 keeps them while
-  // weights stream by. Weights are read once for each such group of blocks.
+  // Each column reads the tokens of the group again, so the group is sized for its tokens to stay
+  // in L2 (a quarter of it) while weights stream through. Weights are read once per group.
   const int most = max(1, g.schedule.near_elements / (E::TOKENS * g.tokens.k));
-  const int block = index / columns; // one of the tile's group, for all have as many columns
+  const int block =
+      index /
+      columns; // some block of the tile's group, since each block has as many tiles as columns
   const int before = blocks_alike<-1>(g, block, blocks) - 1;
   const int count = before + blocks_alike<1>(g, block, blocks);
   const int groups = (count + most - 1) / most;

@@ -1,6 +1,5 @@
-/* From a variant's id to the kernel of one family and one weight format:
- * launch_variant<FAMILY, FORMAT, Launch> calls
- * Launch<FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, plan, exec). */
+/* Maps a variant id to a kernel of one family and weight format: launch_variant<FAMILY, FORMAT,
+ * Launch> calls Launch<FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, plan, exec). */
 #ifndef MOELORA_CUDA_VARIANTS_CUH
 #define MOELORA_CUDA_VARIANTS_CUH
 

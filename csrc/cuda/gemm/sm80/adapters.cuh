@@ -1,13 +1,14 @@
-/* Adapters of a tile for the portable GEMM: stages of its pipeline filled with k16 slabs, and their
- * products, subtile by subtile. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of the
- * rows of W, which are as long as W has room for. */
+/* Adapters of a tile in the portable GEMM: fills pipeline stages with k16 slabs and multiplies
+ * them, one subtile per slab. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of the
+ * rows of W, whose length depends on the size of W. */
 #ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
 #define MOELORA_CUDA_SM80_ADAPTERS_CUH
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
+#include "cuda/gemm/sm80/transposed.cuh"
 
-/* Rows of B in the weight half of a stage: four slabs beside each other as in X, two, or one. */
+/* Rows of B in the weight part of a stage: four (as in X), two or one slab side by side. */
 template <class E> struct FactorRows {
   static constexpr int SLABS = E::W_BYTES >= E::ROWS * kRowBytes       ? 4
                                : E::W_BYTES >= E::ROWS * kRowBytes / 2 ? 2
@@ -15,32 +16,31 @@ template <class E> struct FactorRows {
   static constexpr int BYTES = SLABS * 32, M64_BYTES = 64 * BYTES;
   static_assert(E::ROWS * BYTES <= E::W_BYTES, "a slab fits the weight half of a stage");
 
-  /* Chunk `chunk` of row `row`, so that no two of eight rows share banks. */
+  /* Offset of a chunk of a row. The swizzle avoids bank conflicts between eight rows. */
   static __device__ __forceinline__ uint32_t at(int row, int chunk) {
     return row * BYTES + ((chunk ^ row / (4 / SLABS) & 2 * SLABS - 1) << 4);
   }
 };
 
-/* Slabs in a stage. X has room for only two slabs that cover gate and up, but those of different
- * segments lie in different rows: four fit unless a segment has more than two. */
+/* Slabs per stage. X has room for two slabs that cover gate and up, but slabs of different
+ * segments use different rows: four fit unless a segment has more than two. */
 template <class E> __device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
   constexpr int MOST = FactorRows<E>::SLABS;
   return MOST > 2 && has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth ? 2 : MOST;
 }
 
-/* A subtile: the part of a tile that a slab adds to. */
+/* Part of a tile that a slab contributes to. */
 struct Subtile {
   int low, high; // tokens [low, high)
-  uint32_t m64s; // a bit each
+  uint32_t m64s; // bit mask of m64 tiles
 };
 
-/* What is known about a tile's adapters lies in shared memory, where it costs the main loop no
- * registers:
+/* Adapter state of a tile, kept in shared memory to save registers in the main loop:
  *
- *   { int32 slabs; uint32 slices, overlaps }  TILES bits of overlaps for each slice: its m64 tiles
- *   [STAGES] { int32 segment, slice, rank } where the iterator stands behind a stage's slabs
- *            [SLABS] { int16 low, high; uint32 m64s }  a subtile for each of them
- *   segments                                 as in segments.cuh */
+ *   { int32 slabs; uint32 slices, overlaps }  overlaps: TILES bits per slice, its m64 tiles
+ *   [STAGES] { int32 segment, slice, rank }   iterator state after the stage's slabs
+ *            [SLABS] { int16 low, high; uint32 m64s }  subtile of each slab
+ *   segments                                  as in segments.cuh */
 template <class E, int STAGES> struct TileAdapters {
   static constexpr int STAGE_BYTES = 16 + (8 * FactorRows<E>::SLABS + 15) / 16 * 16;
   static constexpr int BYTES = 16 + STAGES * STAGE_BYTES + 8 * E::TOKENS;
@@ -53,13 +53,13 @@ template <class E, int STAGES> struct TileAdapters {
     list.base = at + 16 + STAGES * STAGE_BYTES;
   }
 
-  /* By one warp, from the packed ranks of the block's tokens. */
+  /* Called by one warp, with the packed ranks of the block's tokens. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
                                        Segments<E::LANES> &segments) {
     segments.find(g.adapters.lora.max_rank);
     list.find(g, tile, segments);
     const int lane = threadIdx.x & 31, slice = lane / E::TILES;
-    const bool all = has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
+    const bool all = E::TRANSPOSED || has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
     overlaps =
         __ballot_sync(0xffffffffu, all || (slice < g.adapters.lora.num_slices &&
                                            m64_overlaps_slice<E>(g, tile, lane % E::TILES, slice)));
@@ -68,7 +68,7 @@ template <class E, int STAGES> struct TileAdapters {
           at, make_uint4((uint32_t)(list.slabs * __popc(list.slices)), list.slices, overlaps, 0));
   }
 
-  /* Reads what was found; slabs of the tile's adapter stage `stage`. */
+  /* Loads the state written by `find`. Returns the number of slabs in adapter stage `stage`. */
   __device__ __forceinline__ int slabs_at(const moelora_gemm_launch &g, int stage) {
     if (!g.schedule.blocks.packed_ranks)
       return 0;
@@ -101,19 +101,21 @@ template <class E, int STAGES> struct TileAdapters {
   }
 };
 
-/* First chunk of X that slab j of a stage takes: of two, or of four if it covers gate and up. */
+/* First chunk of X of slab j in a stage: a slab has two chunks, or four if it covers gate and up.
+ */
 __device__ __forceinline__ int first_chunk(bool gate_up, int j) {
   return gate_up ? j % 2 * 4 : j * 2;
 }
 
-/* The same value. What follows from it is not found before it is needed, nor kept in registers
- * through the main loop. */
+/* Returns `value`, opaque to the optimizer: expressions that depend on it are not hoisted out of
+ * the main loop, where they would occupy registers. */
 __device__ __forceinline__ int hidden(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-/* This thread's chunk of a stage's rows of B, zeros beyond the true rank and outside the slice. */
+/* Copies this thread's chunk of a stage's rows of B; zeros beyond the true rank and outside the
+ * slice. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const Tile &tile,
                                              const Slab &slab, int thread, uint32_t w) {
@@ -124,10 +126,9 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   const int chunk = thread & (CHUNKS - 1);
   const int row = HALVES == 1 ? thread / CHUNKS : thread / CHUNKS & (STEP - 1);
   const int column = slab.rank + chunk % 2 * 8, width = (int)g.adapters.lora.slice_n;
-  const int ranks = max(0, min(8, slab.packed % kRanks - column)); // of this chunk
-  const int step =
-      g.weights.gated && g.weights.interleaved ? 2 : 1;  // rows of B between two outputs
-  const int next_row_group = g.weights.gated ? 64 : 128; // outputs between row groups
+  const int ranks = max(0, min(8, slab.packed % kRanks - column));   // of this chunk
+  const int step = g.weights.gated && g.weights.interleaved ? 2 : 1; // rows of B per output
+  const int next_row_group = g.weights.gated ? 64 : 128;             // outputs between row groups
   w += Rows::at(row, chunk);
 #pragma unroll(VECTORS ? 2 : 1)
   for (int half = HALVES == 1 ? 0 : thread / CHUNKS / STEP; half < 2; half += HALVES) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
         const uint32_t n = first + ahead * step;
         const bool there = n < (uint32_t)width;
         const bool wanted =
-            output + ahead < g.weights.n_out; // nobody looks at rows behind the last
+            output + ahead < g.weights.n_out; // rows past the last output are unused
         const uint32_t to = w + (2 * row_group + half) * Rows::M64_BYTES + i * Rows::BYTES;
         const T *at = from + (there ? n : 0) * b.stride_i;
         if (VECTORS)
@@ -156,8 +157,8 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   }
 }
 
-/* Copies the `count` slabs of stage `step`: rows of B to `w`, and behind them rows of xa of the
- * tokens that carry the adapter. What lies in other rows does not matter. */
+/* Copies the `count` slabs of stage `step`: rows of B to `w`, followed by rows of xa for the
+ * tokens that carry the adapter. Other rows are left as they are. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const Tile &shown,
                                            const TileAdapters<E, STAGES> &adapters, int step,
@@ -165,7 +166,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
   const int thread = hidden(threadIdx.x);
   const Tile tile = {hidden(shown.block), hidden(shown.column), hidden(shown.expert)};
   const bool gate_up = has_gate_up_slices(g);
-  const int shift = gate_up ? 2 : 1; // of xa a slab has 1 << shift chunks
+  const int shift = gate_up ? 2 : 1; // a slab has 1 << shift chunks of xa
   const int chunk = thread & ((1 << shift) - 1), row = thread >> shift;
   const int stride = (int)g.adapters.xa_stride;
   const T *xa = (const T *)g.adapters.xa + (int64_t)tile.block * E::TOKENS * stride + chunk % 2 * 8;
@@ -185,9 +186,17 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
 #pragma unroll 1
     for (int t = slab.low + row; t < slab.high; t += WarpTile<E>::THREADS >> shift)
       copy_async_16(w + E::W_BYTES + t * kRowBytes + ((to ^ (t & 7)) << 4), from + t * stride, 16);
+    if constexpr (E::TRANSPOSED) {
+      if (g.weights.factors_vectors)
+        load_factor_depth<E, T, true>(g, tile, slab, thread, w + j * kSlabBytes);
+      else
+        load_factor_depth<E, T, false>(g, tile, slab, thread, w + j * kSlabBytes);
+    }
   }
   if (thread == 0)
     adapters.write(step, cursor);
+  if constexpr (E::TRANSPOSED)
+    return;
   if ((thread & (2 * FactorRows<E>::SLABS - 1)) / 2 >= count)
     return;
   if (g.weights.factors_vectors)
@@ -196,9 +205,9 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
     load_factors<E, T, false>(g, tile, mine, thread, w);
 }
 
-/* sum += B xa^T over slab `slot` of stage `step`, at `w`, as further depth. An n8 tile that only
- * partly belongs to the subtile is multiplied in a copy: what an adapter's factors hold, NaN
- * included, never reaches a token that does not carry it, and a base row keeps its bits. */
+/* sum += B xa^T for slab `slot` of stage `step`, at `w`. If an n8 tile belongs to the subtile only
+ * in part, it is multiplied into a copy: a factor's values, NaN included, never reach a token that
+ * does not carry the adapter, and base rows keep their bits. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
                                        const TileAdapters<E, STAGES> &adapters, int step, int slot,
@@ -208,18 +217,23 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
   const int row = warp * 16 + (lane & 15);
   uint32_t a[E::TILES][4];
 #pragma unroll
-  for (int m64 = 0; m64 < E::TILES; m64++)
-    load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
-                               FactorRows<E>::at(row, 2 * slot + (lane >> 4)));
+  for (int m64 = 0; m64 < E::TILES; m64++) {
+    if constexpr (E::TRANSPOSED)
+      load_matrix_x4_trans(a[m64], w + m64 * kM64Bytes + slot * kSlabBytes + transposed_offset());
+    else
+      load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
+                                 FactorRows<E>::at(row, 2 * slot + (lane >> 4)));
+  }
   const Subtile subtile = adapters.subtile(step, slot);
   // The second half of b is for m64 tiles of up rows.
   const int chunk = first_chunk(gate_up, slot) + (lane >> 3 & 1) + (gate_up ? lane >> 4 << 1 : 0);
   const uint32_t x =
       w + E::W_BYTES + (S::first_token() + (lane & 7)) * kRowBytes + ((chunk ^ lane & 7) << 4);
-  // From the segment's start on: to count from the block's would keep a register for each n8 tile.
+  // Count from the start of the segment: counting from the block would need a register per n8
+  // tile.
   const int begin = S::first_token() - subtile.low, length = subtile.high - subtile.low;
   const bool all = subtile.m64s == (1u << E::TILES) - 1;
-  const int whole = all ? length - 8 : -1; // where the last whole n8 tile may begin
+  const int whole = all ? length - 8 : -1; // last start of a whole n8 tile
 #pragma unroll
   for (int j = 0; j < S::N8_TILES; j++) {
     const int n8 = begin + j * S::NEXT;

@@ -1,4 +1,4 @@
-/* sm_80 and up: weights of the activations' dtype. */
+/* Portable GEMM: weights of the dtype of x. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_NATIVE(const moelora_gemm_launch *g,

@@ -1,13 +1,15 @@
-/* Grouped GEMM with LoRA inside, portable: cp.async, ldmatrix, mma.sync; sm_80 and up.
+/* Portable grouped GEMM with fused LoRA, for sm_80 and up: cp.async, ldmatrix, mma.sync.
  *
  *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * A CTA takes tiles in the order of tile_order.cuh. All its threads copy
- * ahead into a pipeline of STAGES stages and multiply behind; first the depth of the base product,
- * then the adapter stages. Results go from registers to memory while the first stages of the next
- * tile are on their way. The depth is summed in steps of 16 in order, whatever the tile, so that
- * all variants agree bit for bit. Without 16-byte alignment (VECTORS false) rows are copied element
- * by element. */
+ *   cp.async | step 0 | step 1 | step 2 | ... | adapter stages | step 0 of the next tile | ...
+ *   mma.sync          | step 0 | step 1 | ...          | B xa  | epilogue, overlaps the copies
+ *
+ * Persistent CTAs take tiles in the order of tile_order.cuh. All threads copy into a pipeline of
+ * STAGES stages and multiply; first the K loop, then the adapter stages. The epilogue runs while
+ * the first stages of the next tile are in flight. K is accumulated in k16 steps in order, for
+ * every tile size, so that all variants agree bit for bit. If rows are not aligned to 16 bytes
+ * (VECTORS false), they are copied element by element. */
 #ifndef MOELORA_CUDA_SM80_GEMM_CUH
 #define MOELORA_CUDA_SM80_GEMM_CUH
 
@@ -15,17 +17,17 @@
 #include "cuda/gemm/sm80/adapters.cuh"
 #include "cuda/gemm/sm80/operands.cuh"
 #include "cuda/gemm/sm80/promotion.cuh"
-#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/tile_order.cuh"
 #include "cuda/gemm/common/variants.cuh"
 
 namespace {
 
-/* Up to so many tokens a tile is copied element by element where nothing is aligned. Larger tiles
- * would spill; the plan does not ask it of them. */
-constexpr int kFewTokens = 32;
+/* Largest tile with element-wise copies of unaligned rows. Larger tiles would spill; the plan
+ * never selects them. */
+constexpr int kMaxUnalignedTokens = 32;
 
-/* The main loop: a tile's way through the stages of the pipeline. */
+/* K loop of a tile. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   using L = OperandLoader<E, T, VECTORS>;
   using F = Fragments<E, T>;
@@ -37,7 +39,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
-  /* Of scales, behind all stages. */
+  /* Slots of scales, after all stages. */
   __device__ __forceinline__ uint32_t slots() const { return base + STAGES * E::STAGE_BYTES; }
 
   __device__ __forceinline__ void wait() {
@@ -45,18 +47,18 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     __syncthreads();
   }
 
-  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH n8
-   * tiles of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
-   * on, if they are `wanted`. This is straight-line code: across branches the compiler could not
-   * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
-   * although nobody uses them. */
+  /* Multiplies stages [step, end) with the first WIDTH n8 tiles of each warp, and prefetches
+   * STAGES - 1 steps ahead if `wanted`. The caller has waited for the first stage; on return the
+   * stage after the last is ready. The body is branch-free, so that the compiler can interleave
+   * loads, copies and MMAs; this is also why it loads the fragments after the last stage, which
+   * are unused. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply(WarpTile<E> &sum, Partial<E> &partial, int step, int end,
                                            bool wanted) {
     const uint32_t a = F::offset(), b = F::offset_b();
     const auto to = L::place(g);
     const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
-    uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
+    uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` can be overwritten
     auto from = loader.source(g, step + STAGES - 1);
     F fragments;
     fragments.template load<0>(now, a, g.weights.w.format, step % 2);
@@ -66,7 +68,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
 #pragma unroll 1
     for (; step < end; step++) {
       const uint32_t next = now == top ? base : now + E::STAGE_BYTES;
-      // Not a loop, which the compiler unrolls too late to keep the fragments in registers.
+      // Not a loop: the compiler would unroll it too late to keep the fragments in registers.
       const auto multiply_slab = [&](auto slab) __attribute__((always_inline)) {
         constexpr int K = decltype(slab)::value, AHEAD = (K + 1) % 4;
         uint32_t stage = now;
@@ -90,11 +92,12 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     }
   }
 
-  /* The same, as wide as a block of `count` rows needs. */
+  /* Dispatches to `multiply` with the smallest WIDTH for `count` rows. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, Partial<E> &partial, int count,
                                                    int step, int end, bool wanted) {
-    // n8 tiles are loaded by two, but where fours share the tokens a single one is 16 tokens.
+    // n8 tiles are loaded in pairs. If two groups of warps share the tokens, one n8 tile each is
+    // 16 tokens.
     constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
       if (count > WIDTH * WarpTile<E>::SPLIT * 8)
@@ -104,8 +107,8 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   }
 };
 
-/* 64 outputs of an n8 tile, rounded. Transposed in registers, a lane holds two neighbouring outputs
- * of a token; `to` is where that token's outputs begin. */
+/* Rounds and stores 64 outputs of an n8 tile. After a transpose in registers, a lane holds two
+ * neighboring outputs of a token; `to` points to the outputs of this token. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
                                               int first, bool there) {
@@ -126,7 +129,7 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
   }
 }
 
-/* The results of a tile, finished and stored. To epilogue.cuh, an n8 tile is a block. */
+/* Epilogue of a tile. epilogue.cuh sees each n8 tile as a block. */
 template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
@@ -148,8 +151,16 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
     uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
-      epilogues[row_group].template begin<T, 8>(sum.d[row_group][j], g);
-      epilogues[row_group].template finish<8>(sum.d[row_group][j], g, block, 0);
+      if constexpr (E::SAVES) {
+        epilogues[row_group].template add_bias<T, 8>(sum.d[row_group][j], g);
+        save_before<E, T, VECTORS>(sum.d[row_group][j][0], sum.d[row_group][j][1], g, tile,
+                                   row_group, block_row<N8Extent>(g, block, lane / 4),
+                                   lane / 4 < left);
+        epilogues[row_group].template square<8>(sum.d[row_group][j], g);
+      } else {
+        epilogues[row_group].template begin<T, 8>(sum.d[row_group][j], g);
+      }
+      epilogues[row_group].template apply_activation<8>(sum.d[row_group][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == 1 && gated)
@@ -162,35 +173,73 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
   }
 }
 
+/* In the mode that a launch asks for. */
+template <class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_launch &g,
+                                          const Tile &tile, int count) {
+  if (g.epilogue.weighted)
+    store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, tile, count);
+  else if (g.weights.gated)
+    store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, tile, count);
+  else
+    store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
+}
+
+/* Of a backward: through the activation, or as it is. */
+template <class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
+                                          const Tile &tile, int count) {
+  using S = WarpTile<E>;
+  if (!g.through.dgu)
+    return store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
+#pragma unroll 1
+  for (int j = 0; j < S::N8_TILES; j++) {
+    const int token = S::first_token() + j * S::NEXT;
+    if (token >= count)
+      break;
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      float d[4]; // chosen without a branch: accumulators stay in registers
+#pragma unroll
+      for (int i = 0; i < S::N8_TILES; i++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          d[q] = i == 0 || i == j ? sum.d[m64 / 2][i][m64 % 2][q] : d[q];
+      store_through<T, VECTORS>(d, g, first_output<E>(g, tile, m64),
+                                (int64_t)tile.block * E::TOKENS + token, count - token);
+    }
+  }
+}
+
 template <class E, class T, int STAGES, bool VECTORS>
 __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
-    gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
+    gemm_sm80(const __grid_constant__ LaunchOf<E> g) {
   using S = WarpTile<E>;
   constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
-  __shared__ int next; // tile that this CTA takes after its present one
+  __shared__ int next; // next tile of this CTA
   wait_for_previous_kernel();
   start_next_kernel();
   const int columns = tile_columns<E>(g), blocks = *g.schedule.blocks.num_post / E::TOKENS;
   const int tiles = blocks * columns;
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
 
-  // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
+  // The shuffle keeps the address in a register; otherwise the compiler recomputes it per stage.
   MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
   S sum;
   Partial<E> partial;
   const uint32_t headers = main_loop.slots() + E::SLOTS * E::SLOT_BYTES;
   Tile tile, finished;
-  int count = 0, finished_count = 0; // rows of the block; none before the first tile
+  int count = 0, finished_count = 0; // rows of the block; 0 before the first tile
   for (int index = blockIdx.x;;) {
     const bool last = index >= tiles;
     if (!last) {
-      // CTAs that share weights or tokens take neighbouring tiles one after the other, and keep in
-      // step however fast each of them is: at fixed distances they drift apart until the L2 has
-      // forgotten what the first of them read.
-      int drawn = tiles;
+      // Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in
+      // time. With a static schedule they drift apart, and L2 evicts the shared data before it is
+      // reused.
+      int fetched = tiles;
       if (threadIdx.x == 32 && tiles > (int)gridDim.x)
-        drawn = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
+        fetched = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
@@ -214,23 +263,17 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
         adapters.find(g, tile, segments);
       }
       if (threadIdx.x == 32)
-        next = drawn;
+        next = fetched;
     }
     // While the first stages of a tile are on their way, the one before is stored.
-    if (finished_count > 0) {
-      if (g.epilogue.weighted)
-        store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
-      else if (g.weights.gated)
-        store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
-      else
-        store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
-    }
+    if (finished_count > 0)
+      store_any<E, T, VECTORS>(sum, g, finished, finished_count);
     if (last)
       break;
     sum.clear();
     partial.clear();
     main_loop.wait();
-    // Where the depth is short, the stages before the first of the adapters are empty.
+    // If the K loop is short, the stages before the first adapter stage are empty.
     const int first = max(depth_steps, STAGES - 1);
     TileAdapters<E, STAGES> adapters(headers);
     auto load_ahead = [&](int step) {
@@ -248,6 +291,8 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
       step = end;
     }
+    if constexpr (E::Format::HAS_TILE_SCALE)
+      scale_accumulators<E, T>(sum, g, tile);
 #pragma unroll 1
     for (;; step++) {
       load_ahead(step);
@@ -263,18 +308,15 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       main_loop.wait();
     }
     index = next;
-    __syncthreads(); // nobody reads the stages or `next` any more
+    __syncthreads(); // all threads are done with the stages and `next`
     finished = tile, finished_count = count;
   }
 }
 
-template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm80 {
-  static_assert(CLUSTER == 1, "portable");
-  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
-
+/* The kernel of extents E. */
+template <class E, class T, int STAGES> struct KernelSm80 {
   template <bool VECTORS>
-  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
+  static moelora_status run_as(const LaunchOf<E> *g, const moelora_exec *exec) {
     constexpr int SHARED =
         STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
@@ -286,12 +328,22 @@ struct LaunchSm80 {
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);
   }
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
-                            const moelora_exec *exec) {
-    if constexpr (BLOCK_M <= kFewTokens)
-      if (!plan->vectors)
+  static moelora_status run(const LaunchOf<E> *g, bool vectors, const moelora_exec *exec) {
+    if constexpr (E::TOKENS <= kMaxUnalignedTokens)
+      if (!vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);
+  }
+};
+
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchSm80 {
+  static_assert(CLUSTER == 1, "portable");
+  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
+
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                            const moelora_exec *exec) {
+    return KernelSm80<E, T, STAGES>::run(g, plan->vectors, exec);
   }
 };
 

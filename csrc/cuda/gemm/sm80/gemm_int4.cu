@@ -1,4 +1,4 @@
-/* sm_80 and up: weights of all formats of INT4. */
+/* Portable GEMM: INT4 weights of all formats. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_INT4(const moelora_gemm_launch *g,

@@ -1,4 +1,4 @@
-/* sm_80 and up: MXFP4 weights. */
+/* Portable GEMM: MXFP4 weights. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_MXFP4(const moelora_gemm_launch *g,

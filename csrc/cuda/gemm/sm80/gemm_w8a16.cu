@@ -1,4 +1,4 @@
-/* sm_80 and up: weights of all formats of FP8, and x as it is. */
+/* Portable GEMM: FP8 weights of all formats, 16-bit x. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_FP8(const moelora_gemm_launch *g,

@@ -1,4 +1,4 @@
-/* sm_80 and up: weights of all formats of FP8, and numbers of e4m3 as x. */
+/* Portable GEMM: FP8 weights of all formats, e4m3 x. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_W8A8(const moelora_gemm_launch *g,

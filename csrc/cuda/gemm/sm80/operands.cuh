@@ -1,35 +1,18 @@
-/* How the operands of the portable GEMM come to a stage: what each thread copies, and where to. */
+/* Loads the operands of the portable GEMM into pipeline stages. */
 #ifndef MOELORA_CUDA_SM80_OPERANDS_CUH
 #define MOELORA_CUDA_SM80_OPERANDS_CUH
 
-#include <type_traits>
-
+#include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/gemm/sm80/product.cuh"
+#include "cuda/gemm/sm80/transposed.cuh"
 
-/* Eight elements of a row, of which `left` are before its end, and zeros behind it.
- * No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
- */
-template <bool VECTORS, class T>
-__device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
-  if (VECTORS)
-    copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
-  else if (wanted)
-    copy_elements(to, from, max(0, min(8, left)));
-}
-
-/* A thread's chunk of rows, in a stage. */
-__device__ __forceinline__ uint32_t row_chunk() {
-  const int thread = threadIdx.x;
-  return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);
-}
-
-/* The weights of a tile, rows of them: a thread copies its chunk of every STEP-th. */
+/* Row-major or packed native weights: a thread copies its chunk of every STEP-th row. */
 template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> struct WeightLoader {
   static constexpr int STEP = WarpTile<E>::THREADS / 8;
   static constexpr int PIECES = E::ROWS / STEP;
   static_assert(64 % STEP == 0, "all threads copy as many rows");
 
-  // Offsets of weight rows, in vectors if there are vectors to spare registers.
+  // Offsets of weight rows; in units of 16 bytes if aligned, which saves registers.
   using Offset = std::conditional_t<VECTORS, uint32_t, int64_t>;
   static constexpr int OFFSET_ELEMENTS = VECTORS ? 8 : 1;
 
@@ -42,27 +25,27 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
     for (int i = 0; i < PIECES; i++) {
       const int m64 = i * STEP / 64, r = i * STEP % 64 + (int)threadIdx.x / 8;
       const int output = first_output<E>(g, tile, m64) + r;
-      // Nobody looks at outputs behind the last one: any row will do.
+      // Outputs past the last one are discarded: any row will do.
       const uint32_t n = (uint32_t)weight_row(g, m64, min(output, g.weights.n_out - 1));
       row[i] = (n / 64 * g.weights.w.stride_nt + n % 64 * g.weights.w.stride_n) / OFFSET_ELEMENTS;
     }
   }
 
-  /* This thread's chunk of row 0 at some step. */
+  /* This thread's chunk of row 0 at k step `step`. */
   using Source = const T *;
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
   }
-  /* From one step to the next. */
+  /* Advances by one step. */
   static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
     from += g.weights.w.stride_kt;
   }
-  /* Where nothing is read, some mapped address. */
+  /* A mapped address, even if nothing is read. */
   __device__ __forceinline__ Source readable(Source from, int left) const {
     return left > 0 ? from : weights;
   }
 
-  /* Where this thread writes in a stage. */
+  /* This thread's destination within a stage. */
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
@@ -74,20 +57,20 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   }
 };
 
-/* Quantised weights, tiles of them or halves of those of FP8: 128 threads copy a part of the
- * values, 16 bytes each, of which FP8 has two in half a tile. Warp w then copies what follows the
- * values of m64 tile w. */
+/* Quantized weights, in whole tiles or, for FP8, half tiles. 128 threads copy a part of the
+ * values, 16 bytes each; half an FP8 tile has two parts. Warp w then copies the scales and zeros
+ * of m64 tile w. */
 template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, false> {
-  static constexpr int PART_BYTES = 128 * 16, TILE_PARTS = E::VALUES / PART_BYTES; // of a tile
-  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128;                       // parts
+  static constexpr int PART_BYTES = 128 * 16, TILE_PARTS = E::VALUES / PART_BYTES; // parts per tile
+  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128; // parts copied concurrently
   static constexpr int VALUES = E::TILES * TILE_PARTS / AT_ONCE, PIECES = VALUES + 1;
-  static constexpr int SCALES_AT = E::Format::TILE_VALUES; // in a tile
+  static constexpr int SCALES_AT = E::Format::TILE_VALUES; // offset within a tile
   static_assert(E::TILES * TILE_PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
-                    E::Format::MOST_TILE_BYTES - SCALES_AT <= 32 * 16,
+                    E::Format::MAX_TILE_BYTES - SCALES_AT <= 32 * 16,
                 "a warp for the scales of each tile");
 
   const char *weights;     // of the expert
-  uint32_t chunks[PIECES]; // where this thread reads, in chunks of 16 bytes
+  uint32_t chunks[PIECES]; // offsets that this thread reads, in chunks of 16 bytes
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const char *const data = (const char *)g.weights.w.data;
@@ -102,13 +85,13 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     }
   }
 
-  /* Among the parts of all tiles. */
+  /* Index among the parts of all tiles. */
   static __device__ __forceinline__ int part_of_values(int piece) {
     return piece * AT_ONCE + (AT_ONCE > 1 ? (int)threadIdx.x / 128 : 0);
   }
   static __device__ __forceinline__ int tile_of_scales() { return threadIdx.x / 32; }
 
-  /* Which chunk of a tile this thread's of a part is; of FP8 in the first half of the depth. */
+  /* Chunk of a tile that this thread copies in a part; for FP8, in the first half of K. */
   static __device__ __forceinline__ int chunk_of_values(int part) {
     const int at = part * 128 + (threadIdx.x & 127);
     if constexpr (!E::Format::IS_FP8)
@@ -117,8 +100,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     return row * 8 + (chunk & 3 ^ row & 7);
   }
 
-  /* The first tile of the expert at some step; of FP8, how far the half of its depth is from the
-   * first one. */
+  /* The expert's first tile at a k step; for FP8, also the offset of the second half of K. */
   struct Source {
     const char *tile;
     int half;
@@ -136,12 +118,13 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
   __device__ __forceinline__ Source readable(Source from, int) const { return from; }
 
-  /* Chunks of a row lie by its last three bits, of which this thread's rows have the same. */
+  /* A row's chunks are swizzled by its last three bits, which are equal for all rows of this
+   * thread. */
   static __device__ __forceinline__ int second_half() { return threadIdx.x & 16 ? -64 : 64; }
 
   struct Place {
     uint32_t values, scales;
-    bool has_scales; // this thread copies some
+    bool has_scales; // this thread copies scales
   };
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &g) {
     const int thread = threadIdx.x, part = part_of_values(0), behind = (thread & 31) * 16;
@@ -156,7 +139,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
                                                         : moelora_tile_size(g.weights.w.format))};
   }
 
-  /* Scales go to `slot`. */
+  /* Scales are copied to `slot`. */
   __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage, uint32_t slot,
                                        const Place &place, bool wanted) const {
     const int part = piece * AT_ONCE;
@@ -168,10 +151,11 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
 };
 
-/* What a thread brings to each stage, in PARTS parts between the products of another: its pieces of
- * the weights, and a chunk of token rows. */
+/* Copies a thread's share of a stage, weights and token rows, in PARTS parts that are interleaved
+ * with MMAs. */
 template <class E, class T, bool VECTORS> struct OperandLoader {
-  using W = WeightLoader<E, T, VECTORS>;
+  using W = std::conditional_t<E::TRANSPOSED, TransposedLoader<E, T, VECTORS>,
+                               WeightLoader<E, T, VECTORS>>;
   static constexpr int STEP = WarpTile<E>::THREADS / 8; // rows between two rows of one thread
   static constexpr int X_ROWS = E::TOKENS / STEP;
   static_assert(E::TOKENS % STEP == 0, "all threads copy as many rows");
@@ -179,8 +163,8 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   static constexpr int PART_PIECES = (W::PIECES + X_ROWS + PARTS - 1) / PARTS;
 
   W weights;
-  int32_t token[X_ROWS]; // -1 in padding, which nobody copies
-  int32_t scaled;        // W8A8: the token whose scales this thread copies, likewise
+  int32_t token[X_ROWS]; // -1 in padding, which is not copied
+  int32_t scaled;        // W8A8: token whose scale this thread copies, or -1
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     weights.open(g, tile);
@@ -194,11 +178,11 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
       scaled = t < E::TOKENS ? x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t)) : -1;
   }
 
-  /* Where both operands are read at some step. */
+  /* Global addresses of both operands at a k step. */
   struct Source {
     typename W::Source w;
     const T *x; // this thread's chunk of row 0
-    int left;   // elements of a row from the chunk on
+    int left;   // elements from this chunk to the end of a row
     int step;
 
     __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
@@ -213,7 +197,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
             g.tokens.k - step * kDepth - chunk, step};
   }
 
-  /* Where this thread writes in a stage. */
+  /* This thread's destinations within a stage. */
   struct Place {
     typename W::Place w;
     uint32_t x;
@@ -222,14 +206,15 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     return {W::place(g), row_chunk()};
   }
 
-  /* One of PARTS parts of a stage, if it is `wanted`. W8A8: scales to a slot of those at `slots`.
-   */
+  /* Copies one of PARTS parts of a stage if `wanted`. W8A8: copies scales to their slot in
+   * `slots`. */
   template <int PART>
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from,
                                        uint32_t stage, uint32_t slots, const Place &to,
                                        bool wanted) const {
     const uint32_t slot = E::Format::IS_W8A8 ? slots + from.step % E::SLOTS * E::SLOT_BYTES : stage;
-    // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
+    // Past the end of a row, cp.async writes zeros and reads nothing, but the address must be
+    // mapped.
     const auto w = weights.readable(from.w, from.left);
     const T *x = from.left > 0 ? from.x : (const T *)g.tokens.x;
 #pragma unroll

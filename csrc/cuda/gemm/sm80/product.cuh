@@ -1,33 +1,35 @@
-/* What a warp of the portable GEMM multiplies and sums up.
+/* Warp-level products and accumulators of the portable GEMM.
  *
- * Four warps cover a tile's weight rows: warp w of them owns rows 16w to 16w + 15 of all m64 tiles,
- * so that gate and up of an output are in one thread. Tiles of more than 64 tokens have a second
- * four; tokens are dealt out in n8 tiles, every other one to each, so that a block that is not full
- * leaves both the same work. The tile of 128 tokens by 256 weight rows gives a warp 64 x 64: of all
- * that fits the registers this reads the least shared memory for a product, 4 KB for 32 of them. At
- * 128 bytes a clock that is 32 clocks, and 12 more for the copies, where the tensor cores of sm_80
- * take 64, and Hopper's about 51.
+ * Four warps cover a tile's weight rows: warp w owns rows 16w to 16w + 15 of all m64 tiles, so
+ * that gate and up of an output are in the same thread. Tiles of more than 64 tokens have two
+ * groups of four warps. The groups alternate over n8 tiles, which balances their work in partially
+ * filled blocks.
  *
- * While 16 of depth are multiplied the next 16 are loaded: weight rows into a second set of
- * registers, for all tokens need them; tokens, two n8 tiles at a time, in place of the multiplied.
- * Of quantised weights the 64 of depth of a stage are loaded at once, and each 16 of them become
- * the same operands in time. */
+ * The tile of 128 tokens by 256 weight rows gives each warp 64 x 64. Among the shapes that fit the
+ * registers it reads the least shared memory per product: 4 KB for 32 MMAs, which is 32 cycles at
+ * 128 bytes per cycle, plus 12 for the copies, while the MMAs take 64 cycles on sm_80 and about 51
+ * on Hopper.
+ *
+ * Fragments are double-buffered: while one k16 slab is multiplied the next is loaded. Weights use
+ * a second set of registers, because all tokens need them; tokens are replaced two n8 tiles at a
+ * time. Quantized weights are loaded for a whole stage (64 elements of K) and dequantized slab by
+ * slab. */
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
-#include "cuda/gemm/common/tile.cuh"
+#include "cuda/gemm/common/transposed.cuh"
 
-/* Room for the scales of an FP8 tile. */
+/* Bytes reserved for the scales of an FP8 tile. */
 constexpr int kFp8Scales = 256;
 
-/* Extents of a tile here. Of FP8 tiles a stage has half the depth:
+/* Extents of a tile in the portable GEMM. An FP8 stage holds half of the K extent of a tile:
  *
  *   values [TILES][64 rows][4] 16 bytes   chunk c, columns 16 c to 16 c + 15 of the half, at
  *                                         c ^ (r / 2 & 3)
- *   scales [TILES] 256 bytes              all that a tile has
+ *   scales [TILES] 256 bytes              all scales of the tile
  *
- * The scales of W8A8, and behind them float32 [TOKENS] those of the tokens, are wanted longer than
- * the values: they have SLOTS slots of their own behind all stages. */
+ * W8A8 uses its scales, followed by float32 [TOKENS] token scales, longer than the values: they
+ * have SLOTS slots of their own after all stages. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_>
 struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   using E = Extent<TOKENS_, TILES_, FORMAT_>;
@@ -35,7 +37,7 @@ struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   static constexpr int VALUES = F::TILE_VALUES / (F::TILE_DEPTH / kDepth);
   static constexpr int TILE_BYTES = F::IS_NATIVE ? kM64Bytes
                                     : F::IS_FP8  ? VALUES
-                                                 : F::MOST_TILE_BYTES;
+                                                 : F::MAX_TILE_BYTES;
   static constexpr int ALL_VALUES = TILES_ * VALUES, ALL_SCALES = TILES_ * kFp8Scales;
   static constexpr int W_BYTES = F::IS_W8A8  ? ALL_VALUES
                                  : F::IS_FP8 ? ALL_VALUES + ALL_SCALES
@@ -46,14 +48,14 @@ struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
 
 /* Accumulators of a warp. */
 template <class E> struct WarpTile {
-  static constexpr int SPLIT = E::TOKENS > 64 ? 2 : 1; // fours of warps that share the tokens
+  static constexpr int SPLIT = E::TOKENS > 64 ? 2 : 1; // groups of four warps that share the tokens
   static constexpr int THREADS = 128 * SPLIT;
   static constexpr int ROW_GROUPS = E::TILES / 2;
   static constexpr int N8_TILES = E::TOKENS / 8 / SPLIT;
 
-  float d[ROW_GROUPS][N8_TILES][2][4]; // as in tile.cuh, but for n8 tiles apart
+  float d[ROW_GROUPS][N8_TILES][2][4]; // as in tile.cuh, with a separate dimension for n8 tiles
 
-  static constexpr int NEXT = 8 * SPLIT; // tokens from one of a warp's n8 tiles to the next
+  static constexpr int NEXT = 8 * SPLIT; // distance in tokens between a warp's n8 tiles
 
   /* First token, within the block, of a warp's first n8 tile. */
   static __device__ __forceinline__ int first_token() {
@@ -67,25 +69,54 @@ template <class E> struct WarpTile {
   }
 };
 
-/* The weights of 16 of depth: 16 rows of each m64 tile. One set is multiplied while the other is
- * made. */
+/* After the K loop: multiplies accumulators by the scale of the tensor, which every tile holds. */
+template <class E, class T>
+__device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
+                                                   const Tile &tile) {
+#pragma unroll
+  for (int m64 = 0; m64 < E::TILES; m64++) {
+    const float scale = E::Format::template tile_scale<T>(
+        quantized_tile(g, tile.expert, m64, first_output<E>(g, tile, m64)));
+#pragma unroll
+    for (int j = 0; j < WarpTile<E>::N8_TILES; j++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        sum.d[m64 / 2][j][m64 % 2][q] *= scale;
+  }
+}
+
+/* Weight fragments of a k16 slab: 16 rows of each m64 tile, double-buffered. */
 template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct WeightFragments;
 
 template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
-  /* Where in a stage this lane reads the first 16 of depth; the k-th are at `^ k << 5`. */
+  /* Offset in a stage from which this lane reads the first k16 slab; slab k is at `^ k << 5`. */
   static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
   }
 
-  /* The K-th 16 of depth of a stage, to set K % 2. */
+  /* Loads k16 slab K of a stage into buffer K % 2. */
   template <int K>
   __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
       load_matrix_x4(a[K % 2][m64], (stage + offset ^ K << 5) + m64 * kM64Bytes);
+  }
+};
+
+/* Of weights that lie transposed: ldmatrix brings outputs to rows. */
+template <class E, class T> struct TransposedFragments {
+  uint32_t a[2][E::TILES][4];
+
+  static __device__ __forceinline__ uint32_t offset() { return transposed_offset(); }
+
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      load_matrix_x4_trans(a[K % 2][m64], stage + offset + K * kSlabBytes + m64 * kM64Bytes);
   }
 };
 
@@ -109,7 +140,7 @@ template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments
   }
 };
 
-/* Of a tile's scales a lane's, of its rows r and r + 8, in half `half` of the depth. */
+/* Scales of a lane's rows r and r + 8, for half `half` of a tile's K extent. */
 __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_format format,
                                                   int half) {
   const bool rows = moelora_has_row_scales(format);
@@ -118,12 +149,12 @@ __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_forma
   return {__uint_as_float(load_shared_4(at)), __uint_as_float(load_shared_4(at + (rows ? 32 : 0)))};
 }
 
-/* Of FP8 weights. Words come two k16 slabs at a time: those of r and of r + 8, then those of the
- * second slab. Those of W8A8 stay without their scales. */
+/* FP8 weights. One load brings two k16 slabs: words of r and r + 8 of the first slab, then of the
+ * second. W8A8 does not apply scales here. */
 template <class E, class T> struct Fp8Fragments {
   uint32_t a[2][E::TILES][4];
   uint32_t words[E::TILES][4];
-  uint32_t scales[E::TILES]; // of r, and of r + 8
+  uint32_t scales[E::TILES]; // packed: of r and of r + 8
 
   static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
@@ -159,10 +190,14 @@ struct WeightFragments<E, T, MOELORA_KERNEL_FP8> : Fp8Fragments<E, T> {};
 template <class E, class T>
 struct WeightFragments<E, T, MOELORA_KERNEL_W8A8> : Fp8Fragments<E, T> {};
 
+template <class E, class T>
+using FragmentsOf =
+    std::conditional_t<E::TRANSPOSED, TransposedFragments<E, T>, WeightFragments<E, T>>;
+
 /* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
-template <class E, class T> struct Fragments : WeightFragments<E, T> {
+template <class E, class T> struct Fragments : FragmentsOf<E, T> {
   using S = WarpTile<E>;
-  using WeightFragments<E, T>::a;
+  using FragmentsOf<E, T>::a;
   uint32_t b[(S::N8_TILES + 1) / 2][4];
 
   static __device__ __forceinline__ uint32_t offset_b() {
@@ -171,7 +206,7 @@ template <class E, class T> struct Fragments : WeightFragments<E, T> {
            (((lane >> 3 & 1) ^ lane & 7) << 4);
   }
 
-  /* n8 tiles j and j + 1, if there are two below WIDTH. */
+  /* Loads n8 tiles j and j + 1, or only j if it is the last below WIDTH. */
   template <int WIDTH> __device__ __forceinline__ void load_b(int j, uint32_t at) {
     at += j * S::NEXT * kRowBytes;
     if (j + 1 < WIDTH) {
@@ -183,7 +218,7 @@ template <class E, class T> struct Fragments : WeightFragments<E, T> {
     }
   }
 
-  /* Multiplies set `set` of a, and loads what b holds next. */
+  /* Multiplies with weight buffer `set`, and replaces b by the next slab's tokens. */
   template <int WIDTH> __device__ __forceinline__ void multiply(S &sum, int set, uint32_t next_b) {
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 2) {

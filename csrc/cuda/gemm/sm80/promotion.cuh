@@ -1,17 +1,17 @@
-/* Partial sums of the portable GEMM for FP8 weights and FP8 tokens. Both operands are numbers of
- * e4m3 in the elements of T, whose products are exact; what 128 of depth (64 of G64) add up to goes
- * to the sum times the scales of its row and its token:
+/* Promotion of partial accumulators in the portable GEMM, for FP8 weights and FP8 tokens. Operands
+ * are e4m3 values converted to T, whose products are exact. Every 128 elements of K (64 for G64),
+ * the partial accumulators are multiplied by the scales of their row and token and added to the
+ * accumulators:
  *
  *   sum += partial (s_w s_x)
  *
- * in float32, in the order of depth, whatever the tile. Other formats sum at once, and have none of
- * this. */
+ * in float32 and in order of K, for every tile size. Other formats accumulate directly. */
 #ifndef MOELORA_CUDA_SM80_PROMOTION_CUH
 #define MOELORA_CUDA_SM80_PROMOTION_CUH
 
 #include "cuda/gemm/sm80/product.cuh"
 
-/* Where products go. */
+/* Accumulators that MMAs write to. */
 template <class E, bool IS_W8A8 = E::Format::IS_W8A8> struct Partial {
   __device__ __forceinline__ WarpTile<E> &of(WarpTile<E> &sum) { return sum; }
   __device__ __forceinline__ void clear() {}
@@ -26,8 +26,8 @@ template <class E> struct Partial<E, true> : WarpTile<E> {
 
   __device__ __forceinline__ S &of(S &) { return *this; }
 
-  /* Behind step `step`, to the first WIDTH n8 tiles of the sum, if a group of the depth ends there.
-   * Its slot of those at `slots` is filled anew a barrier later than its stage. */
+  /* Called after step `step`: promotes the first WIDTH n8 tiles if a scale group ends there. The
+   * step's slot in `slots` is overwritten one barrier later than its stage. */
   template <int WIDTH>
   __device__ __forceinline__ void promote(S &sum, const moelora_gemm_launch &g, uint32_t slots,
                                           int step) {

@@ -1,13 +1,13 @@
-/* Where an adapter stage has its operands. Adapters are more depth of a tile: after its K columns
- * of weights come k16 slabs, 16 ranks of a segment each, a few to a stage:
+/* Shared memory layout of an adapter stage. LoRA extends the K loop of a tile: after the K columns
+ * of the weights come k16 slabs, each 16 ranks of one segment, several slabs per stage:
  *
- *   sW  rows of B, [slab][TILES][64] rows of 32 bytes in the 32-byte swizzle,
- *       or [TILES][64] rows of 64 or 128 bytes in the swizzle of as many
+ *   sW  rows of B: [slab][TILES][64] rows of 32 bytes, 32-byte swizzle,
+ *       or [TILES][64] rows of 64 or 128 bytes, 64- or 128-byte swizzle ("wide")
  *   sX  [TOKENS] rows of xa, 128 bytes; zeros for tokens that do not carry the slab's adapter
  *
- * TMA is slow with narrow rows: a stage that is full with the ranks of one segment has wide ones.
- * Of a gated projection rows of gate come before those of up. Slab j of xa is in chunks 2j and
- * 2j + 1; where a slab covers gate and up, its two slices are in chunks 4j to 4j + 3. */
+ * TMA boxes with narrow rows are slow, so a stage that holds ranks of a single segment only uses
+ * wide rows. In a gated projection the gate rows precede the up rows. Slab j of xa occupies chunks
+ * 2j and 2j + 1; if a slab covers both gate and up, its two slices occupy chunks 4j to 4j + 3. */
 #ifndef MOELORA_CUDA_SM90_ADAPTER_LAYOUT_CUH
 #define MOELORA_CUDA_SM90_ADAPTER_LAYOUT_CUH
 
@@ -16,7 +16,7 @@
 
 constexpr int kSlabM64Bytes = 64 * 32;
 
-/* Slabs of a stage: as many as both sW and sX hold. */
+/* Slabs per stage, limited by the sizes of sW and sX. */
 template <class S>
 __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MOST = sizeof(S::Stage::sW) / (S::TILES * kSlabM64Bytes);
@@ -24,16 +24,16 @@ __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launc
   return has_gate_up_slices(g) || MOST < 4 ? 2 : 4;
 }
 
-/* Place of an m64 tile in a slab. */
+/* Index of an m64 tile within a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
   return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
 
-/* Rows of B in sW. */
+/* Layout of the rows of B in sW. */
 template <class S> struct SlabLayout {
-  int width; // slabs side by side in a row: 1, or all of the stage
+  int width; // slabs that share a row: 1, or all slabs of the stage
 
-  /* Offset of an m64 tile, by its place in a slab, and of a slab of it. */
+  /* Offset of an m64 tile, given its index within a slab, and offset of a slab. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabM64Bytes * width; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabM64Bytes : 32);
@@ -43,9 +43,9 @@ template <class S> struct SlabLayout {
   }
 };
 
-/* Chunks of xa in sX. */
+/* Layout of the rows of xa in sX, in chunks of 16 bytes. */
 struct XaLayout {
-  int slab, up; // from a slab to the next; from the slice of gate to that of up
+  int slab, up; // stride between slabs; offset of the up slice from the gate slice
 
   __device__ __forceinline__ explicit XaLayout(const moelora_gemm_launch &g)
       : slab(has_gate_up_slices(g) ? 4 : 2), up(has_gate_up_slices(g) ? 2 : 0) {}

@@ -1,13 +1,14 @@
-/* Adapter stages, the producers' side: which there are, rows of B by TMA, rows of xa by cp.async.
- * Every producer warp lists a tile's segments itself. */
+/* Producer side of the adapter stages: lists the segments of a tile, loads rows of B by TMA and
+ * rows of xa by cp.async. Each producer warp builds its own list of segments. */
 #ifndef MOELORA_CUDA_SM90_ADAPTER_LOADS_CUH
 #define MOELORA_CUDA_SM90_ADAPTER_LOADS_CUH
 
+#include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
-/* Whether the next `slabs` are the ranks of one segment, and all that a stage holds. */
+/* Whether the next `slabs` slabs belong to one segment and fill a stage. */
 template <class S>
 __device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int slabs, SlabIterator cursor) {
@@ -17,8 +18,8 @@ __device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const Segm
   return first.packed % kRanks - first.rank > (slabs - 1) * kSlabDepth;
 }
 
-/* Lists the segments of this CTA's block. Returns the adapter stages of the tile: as many as the
- * block of the cluster's other CTA needs, too. */
+/* Lists the segments of this CTA's block. Returns the number of adapter stages of the tile: the
+ * maximum over both CTAs of the cluster, because their pipelines advance together. */
 template <class S>
 __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const ClusterTile &tile,
                                              SegmentList<S> &list) {
@@ -28,16 +29,16 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   const auto read = [&](Segments<S::LANES> &segments, int block) {
     segments.read(g.schedule.blocks.packed_ranks, (int64_t)block * S::TOKENS, S::TOKENS);
   };
-  Segments<S::LANES> segments, beside;
+  Segments<S::LANES> segments, peer;
   read(segments, tile.block);
   int most = 0;
   if (S::CLUSTER > 1) {
-    read(beside, tile.beside);
-    beside.find(g.adapters.lora.max_rank);
-    most = list.slabs_of(beside);
+    read(peer, tile.peer_block);
+    peer.find(g.adapters.lora.max_rank);
+    most = list.slabs_of(peer);
   }
   segments.find(g.adapters.lora.max_rank);
-  __syncwarp(); // all lanes have read the list of the last tile
+  __syncwarp(); // all lanes have read the list of the previous tile
   list.find(g, tile, segments);
   const int slices = __popc(list.slices), per_stage = slabs_per_stage<S>(g);
   most = max(most, list.slabs) * slices;
@@ -45,12 +46,12 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   return (most + per_stage - 1) / per_stage;
 }
 
-/* What the consumers have to know of a tile with `tokens` in use; a warp. */
+/* Builds the adapters header of a tile with `tokens` valid tokens. Called by a whole warp. */
 template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
-  if (stages == 0)
-    return {0, false, false};
+  if (stages == 0 || S::TRANSPOSED) // there products leave tokens and ranks out
+    return {stages, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
 #pragma unroll 1
@@ -60,7 +61,7 @@ __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &
           __any_sync(0xffffffffu, ragged) != 0};
 }
 
-/* Slabs of a tile's adapter stage `stage`. */
+/* Number of slabs in adapter stage `stage` of a tile. */
 template <class S>
 __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int stage) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const Segm
   return max(0, min(per_stage, list.slabs - stage * per_stage));
 }
 
-/* A stage's rows of B by TMA; the elected lane. */
+/* Issues the TMA loads of a stage's rows of B. Called by the elected lane. */
 template <class S>
 __device__ __forceinline__ void
 load_factors(const FactorMaps *maps, const moelora_gemm_launch &g, const Tile &tile,
@@ -83,7 +84,7 @@ load_factors(const FactorMaps *maps, const moelora_gemm_launch &g, const Tile &t
   for (int j = 0; j < header.slabs; j++) {
     const Slab slab = cursor.next(list);
     if ((j & (header.width - 1)) != 0)
-      continue; // a wide row holds it
+      continue; // already loaded as part of a wide row
 #pragma unroll 1
     for (int half = 0; half < boxes; half++) {
       const int slice = gate_up ? half : slab.slice;
@@ -96,7 +97,8 @@ load_factors(const FactorMaps *maps, const moelora_gemm_launch &g, const Tile &t
   }
 }
 
-/* The same element by element, for factors that no tensor map covers; the gather warps. */
+/* Copies rows of B element by element, for factors that no tensor map can describe. Called by the
+ * gather warps. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void
 copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &list, int slabs,
@@ -119,7 +121,49 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
                     gB, exists ? ranks : 0);
     }
   }
-  __threadfence_block(); // cp.async.mbarrier.arrive orders asynchronous copies only
+  __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
+}
+
+/* Rows of factors A, 16 of depth in each slab: zeros beyond the true rank and behind the last
+ * output; the gather warps. */
+template <class S, class T, bool VECTORS, int THREADS>
+__device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
+                                                  const SegmentList<S> &list, int slabs,
+                                                  SlabIterator cursor, const SharedMemory<S> &smem,
+                                                  int stage, int thread) {
+  static_assert(THREADS % 8 == 0, "a thread has the same chunk of all rows");
+  const int chunk = thread & 7;
+  for (int j = 0; j < slabs; j++) {
+    const Slab slab = cursor.next(list);
+    const moelora_factor &a = g.adapters.lora.a[slab.slice];
+    const T *gA = factor_row<T>(a, slab.packed / kRanks, tile.expert, slab.rank);
+    const int ranks = slab.packed % kRanks - slab.rank;
+    const uint32_t sA = smem.sW(stage) + j * kSlabBytes;
+#pragma unroll 2
+    for (int i = thread / 8; i < S::TILES * kSlabDepth; i += THREADS / 8) {
+      const int m64 = i / kSlabDepth, r = i % kSlabDepth;
+      const int output = first_output<S>(g, tile, m64) + chunk * 8;
+      const int count = r < ranks ? g.weights.n_out - output : 0;
+      const T *from = count > 0 ? gA + r * a.stride_i + output : gA;
+      const uint32_t to = sA + m64 * kM64Bytes + r * kRowBytes + ((chunk ^ r & 7) << 4);
+      if (VECTORS)
+        copy_async_16(to, from, count > 0 ? 16 : 0);
+      else
+        copy_elements(to, from, max(0, min(8, count)));
+    }
+  }
+  if (!VECTORS)
+    __threadfence_block(); // cp.async.mbarrier.arrive orders asynchronous copies only
+}
+
+/* What consumers that leave tokens out have to know of a stage; one lane. */
+template <class S>
+__device__ __forceinline__ void write_slab_tokens(const SegmentList<S> &list, int slabs,
+                                                  SlabIterator &cursor, uint32_t header) {
+  for (int j = 0; j < slabs; j++) {
+    const Slab slab = cursor.next(list);
+    SlabTokens{slab.low, slab.high}.write(header, j);
+  }
 }
 
 /* A stage's rows of xa, of the first `tokens`, by THREADS threads. */
@@ -148,7 +192,7 @@ copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &li
   const uint32_t at[2] = {row + ((chunk ^ (first & 7)) << 4),
                           row + ((chunk ^ ((first + STEP) & 7)) << 4)};
   int low = mine.low - first, left = tokens - first;
-  asm volatile("" : "+l"(gXa), "+r"(low), "+r"(left)); // kept in registers across the rows
+  asm volatile("" : "+l"(gXa), "+r"(low), "+r"(left)); // keep these in registers across the rows
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     if (i * STEP >= left)

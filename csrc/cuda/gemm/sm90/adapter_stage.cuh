@@ -1,5 +1,5 @@
-/* Adapter stages, the consumers' side: the products of rows of B with rows of xa, in the same
- * accumulators, after the last k step of a tile. See adapter_layout.cuh and adapter_loads.cuh. */
+/* Consumer side of the adapter stages: after the last k step of a tile, accumulates B xa into the
+ * same accumulators. See adapter_layout.cuh and adapter_loads.cuh. */
 #ifndef MOELORA_CUDA_SM90_ADAPTER_STAGE_CUH
 #define MOELORA_CUDA_SM90_ADAPTER_STAGE_CUH
 
@@ -9,21 +9,22 @@
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* Where a lane reads n8 tiles of 16 of depth in sX, two by one ldmatrix: slab K at `^ K << 5`. */
+/* Offset in sX from which a lane loads a pair of n8 tiles of a k16 slab with one ldmatrix. Slab K
+ * is at `^ K << 5`. */
 __device__ __forceinline__ uint32_t token_offset() {
   const int lane = threadIdx.x & 31, row = lane & 7;
   return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
 }
 
-/* An adapter stage that is full, and this consumer's rows of B in it. */
+/* A full adapter stage, and this consumer's rows of B in it. */
 template <class S, class T> struct AdapterStage {
   SlabsHeader header;
   SlabLayout<S> layout;
-  uint32_t sB; // of the consumer's first m64 tile
-  int next;    // bytes from there to the second; 0 in a half tile
+  uint32_t sB; // rows of B of the consumer's first m64 tile
+  int next;    // byte offset from the first m64 tile to the second; 0 in a half tile
   bool nonfinite;
 
-  /* Waits for the stage. clears: B may hold what is not finite where products must be zero. */
+  /* Waits for the stage. clears: zero the non-finite elements of B first (see fixup.cuh). */
   static __device__ __forceinline__ AdapterStage wait(const moelora_gemm_launch &g,
                                                       const WarpContext<S> &warp, bool half,
                                                       bool clears) {
@@ -39,8 +40,8 @@ template <class S, class T> struct AdapterStage {
   }
 };
 
-/* Products of an adapter stage with N <= 32 tokens by mma.sync: of so few, wgmma is mostly latency.
- * Both round alike. */
+/* Multiplies an adapter stage with mma.sync, for N <= 32 tokens, where the latency of wgmma
+ * dominates. mma.sync and wgmma round identically. */
 template <class S, class T, int N>
 __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
                                           const moelora_gemm_launch &g, const WarpContext<S> &warp,
@@ -48,7 +49,7 @@ __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
   const SlabLayout<S> layout = {header.width};
   const int stage = warp.pipeline.stage;
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
-  // The swizzle: a row of `width` slabs begins in chunk `first`, and has twice as many of them.
+  // Swizzle: a row has 2 * width chunks; logical chunk c is at c ^ first.
   const int first = row >> (2 - header.width / 2) & (2 * header.width - 1);
   const uint32_t sB = warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
   const uint32_t sXa = warp.smem.sX(stage) + token_offset();
@@ -71,29 +72,29 @@ __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
   }
 }
 
-/* Adapter stages where weight rows are operand A. */
+/* Adapter stages of the weight-major (swap_ab) kernels. */
 template <class S, class T> struct WeightMajorAdapters {
-  /* Adds the stage at hand, and releases stage `previous`. Returns true if something in B was
-   * cleared. */
+  /* Accumulates the current adapter stage and releases stage `previous`. Returns whether elements
+   * of B were cleared. */
   template <int N>
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
             const WarpContext<S> &warp, const TileHeader &, int previous, bool clears) {
-    // Two CTAs of an SM fill each other's gaps: there stages rather become free early.
+    // With two CTAs per SM, release the stage early: the other CTA covers the wait.
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
 
     const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, false, clears);
 
-    // Up to 32 tokens: mma.sync.
+    // Up to 32 tokens: use mma.sync.
     if constexpr (S::TOKENS <= 32) {
       mma_slabs<S, T, N>(rAcc, g, warp, stage.header);
       __syncwarp(); // all lanes have read the stage
       return stage.nonfinite;
     }
 
-    // The last products have read stage `previous`.
-    fence_async_proxy(); // cp.async, or `clear`, wrote through the generic proxy
+    // Release stage `previous` once its wgmmas have completed.
+    fence_async_proxy(); // make writes by cp.async and by `clear` visible to wgmma
     if (S::RESIDENT == 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
 
@@ -110,27 +111,27 @@ template <class S, class T> struct WeightMajorAdapters {
                                                   b + xa.slab * j + xa.up);
       wgmma_commit();
       if (S::Format::IS_W8A8)
-        wgmma_wait<0>(); // promotion has written the accumulators: no product may be in flight
+        wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
     }
     return stage.nonfinite;
   }
 
-  /* Whether each row of a tile has a finite accumulator among the two tokens of the tile's first
-   * that a thread holds. Only lanes of the first column answer: their tokens are not padding. */
+  /* Checks the tile's first two tokens: whether each row has a finite accumulator for at least one
+   * of them. Only lanes that hold column 0 take part, because these tokens are never padding. */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
     float most = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float *two = &rAcc[i / 2][i % 2 * 2];
-      const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
+      const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one, if any
       most = max_nan(most, least);
     }
     return (threadIdx.x & 3) != 0 || most < __builtin_inff();
   }
 };
 
-/* Adds all adapter stages of a tile whose last k step was in stage `last`, and ends the tile's
- * products. Adapters: WeightMajorAdapters, or those of fp8_token_major.cuh. */
+/* Accumulates all adapter stages of a tile and completes its wgmmas. `last` is the stage of the
+ * last k step. Adapters is WeightMajorAdapters or Fp8TokenMajorMainloop. */
 template <class Adapters, int N, class S>
 __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS / 2],
                                                      const moelora_gemm_launch &g,

@@ -1,15 +1,15 @@
-/* Grouped GEMM for Hopper with weights of four bits: bulk copies, dequantization in registers,
- * wgmma with operand A in registers.
+/* Grouped GEMM for Hopper with 4-bit weights, more than 16 tokens: bulk copies, dequantization in
+ * registers, wgmma with operand A in registers.
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
  *   gather warps    X(0)  X(1)  ...                token rows of step i
  *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    k16 slabs of step i
- *                                | wgmma 0      | wgmma 1      | ...    in flight meanwhile
+ *                                | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
  *
- * A k16 slab of operand A is dequantized into one of two sets of registers while wgmma reads the
- * other. Up to 96 tokens the two m64 tiles of a consumer are multiplied together, which gives a
- * slab's latency two accumulators; accumulators of more tokens leave no registers for that. A step
- * is 128 of depth. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
+ * Operand A is double-buffered in registers: a k16 slab is dequantized into one buffer while wgmma
+ * reads the other. Up to 96 tokens, the two m64 tiles of a consumer are in flight together; larger
+ * accumulators leave no registers for that. A k step covers 128 elements of K. Accumulators
+ * rAcc[2][TOKENS / 2], see tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_DEQUANTIZE_CUH
 #define MOELORA_CUDA_SM90_DEQUANTIZE_CUH
 
@@ -21,8 +21,8 @@
 
 template <class S, class T> struct DequantizeMainloop;
 
-/* Dequantization needs registers beside the accumulators, which producers give; what they know of a
- * tile they may spill. */
+/* Dequantization needs registers besides the accumulators. Producers give up theirs and may spill
+ * per-tile state. */
 constexpr int dequantize_producer_registers(int tokens, int consumers) {
   if (consumers == 1)
     return tokens > 32 ? 96 : 88;
@@ -33,7 +33,7 @@ template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, 
 struct DequantizeShape
     : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
       RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
-  static constexpr bool ZEROS = ZEROS_; // there may be zero points
+  static constexpr bool ZEROS = ZEROS_; // formats with zero points
   static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
@@ -53,8 +53,8 @@ template <class S, class T> struct DequantizeMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 
-  /* Adds k16 slab K of TILES m64 tiles: dequantizes it into rA, whose last products but one are
-   * done, while the last ones are in flight. */
+  /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. The wgmmas that last
+   * read rA have completed; those that read the other buffer are still in flight. */
   template <int K, int N>
   static __device__ __forceinline__ void wgmma_slab(float (*rAcc)[S::TOKENS / 2],
                                                     uint32_t (&rA)[TILES][4], const Fragment *rW,
@@ -70,7 +70,7 @@ template <class S, class T> struct DequantizeMainloop {
     wgmma_commit();
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -78,7 +78,7 @@ template <class S, class T> struct DequantizeMainloop {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format);
-    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
     uint32_t rA[2][TILES][4];
 #pragma unroll 1
@@ -86,9 +86,9 @@ template <class S, class T> struct DequantizeMainloop {
       // Wait for the stage.
       pipeline.wait_full();
       if (g.tokens.divisor.value)
-        fence_async_proxy(); // cp.async wrote sX through the generic proxy
+        fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
-      // The outputs of the last tile have been stored by now.
+      // By now TMA has stored the outputs of the previous tile.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
@@ -107,20 +107,24 @@ template <class S, class T> struct DequantizeMainloop {
             rW[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
           }
 
-          // Dequantize a slab, issue its wgmmas.
+          // Dequantize each slab and issue its wgmmas.
           const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);
           wgmma_slab<0, N>(rAcc + first, rA[0], rW, tokens);
           wgmma_slab<1, N>(rAcc + first, rA[1], rW, tokens);
           wgmma_slab<2, N>(rAcc + first, rA[0], rW, tokens);
           wgmma_slab<3, N>(rAcc + first, rA[1], rW, tokens);
 
-          // The wgmmas of the step before were awaited by slab 1: release its stage.
+          // Slab 1 has waited for the wgmmas of the previous step: release its stage.
           if (step > 0 && span == 0 && first == 0)
             pipeline.release(previous);
         }
       }
       previous = pipeline.stage;
       pipeline.advance();
+    }
+    if constexpr (S::Format::HAS_TILE_SCALE) {
+      wgmma_wait<0>();
+      scale_accumulators<S, T, N>(rAcc, warp, previous);
     }
     return previous;
   }

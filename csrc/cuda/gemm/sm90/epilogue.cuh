@@ -1,16 +1,18 @@
-/* The epilogue where weight rows are operand A: from accumulators through epilogue tiles to global
- * memory, 32 tokens at a time. Where outputs lie by position TMA stores whole boxes, which end
- * within the block, while the next tile is multiplied. */
+/* Epilogue of the weight-major kernels: converts accumulators, stages them in epilogue tiles in
+ * shared memory and stores them to global memory, 32 tokens at a time. Outputs that are ordered by
+ * position are stored by TMA in whole boxes, which never cross the end of the block; these stores
+ * overlap the next tile's main loop. */
 #ifndef MOELORA_CUDA_SM90_EPILOGUE_CUH
 #define MOELORA_CUDA_SM90_EPILOGUE_CUH
 
 #include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/gate_up.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/epilogue_e4m3.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 
-/* Rounds an m64 tile's outputs of up to 32 tokens from c on and transposes them into an epilogue
- * tile: a token's 64 outputs are a swizzled row of 128 bytes. */
+/* Rounds the outputs of up to 32 tokens of an m64 tile, starting at token c, and transposes them
+ * into an epilogue tile: each token's 64 outputs form a swizzled row of 128 bytes. */
 template <class T, int N>
 __device__ __forceinline__ void write_epilogue_tile(const float (&rAcc)[N / 2], int c,
                                                     uint32_t sOut) {
@@ -32,7 +34,7 @@ __device__ __forceinline__ void write_epilogue_tile(const float (&rAcc)[N / 2], 
   }
 }
 
-/* Stores an epilogue tile by flat row: a warp writes whole 128-byte lines. */
+/* Stores an epilogue tile to flat rows. Each warp writes whole 128-byte lines. */
 template <class S, class T>
 __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
                                            const TileHeader &header, int32_t rows, uint32_t sOut) {
@@ -44,6 +46,22 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
     if (c + token < header.count && first + chunk * 8 < g.weights.n_out)
       *(uint4 *)((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8) =
           load_shared_16(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+  }
+}
+
+/* What a consumer's accumulators hold before the activation, to flat rows. */
+template <class S, class T>
+__device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
+                                          const moelora_gemm_launch &g, const TileHeader &header,
+                                          int consumer) {
+  const int token = (threadIdx.x & 31) / 4;
+#pragma unroll
+  for (int j = 0; j < S::TOKENS / 8; j++) {
+    if (8 * j >= header.count)
+      break;
+    const bool there = 8 * j + token < header.count;
+    const int32_t row = there ? block_row<S>(g, header.tile.block, 8 * j + token) : 0;
+    save_before<S, T, true>(&rAcc[0][4 * j], &rAcc[1][4 * j], g, header.tile, consumer, row, there);
   }
 }
 
@@ -64,9 +82,15 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     const bool by_position = !GENERAL || g.epilogue.out_by_position;
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
-    // Bias, and what all tokens have in common.
+    // Add the bias, and apply what needs no per-token data.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
-    epilogue.template begin<T, N>(rAcc, g);
+    if constexpr (S::SAVES) {
+      epilogue.template add_bias<T, N>(rAcc, g);
+      save_tile<S, T>(rAcc, g, header, warp.consumer);
+      epilogue.template square<N>(rAcc, g);
+    } else {
+      epilogue.template begin<T, N>(rAcc, g);
+    }
     if (WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
 
@@ -75,18 +99,19 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       if (c > 0 && c >= header.count)
         break;
 
-      // Activation and routing weight.
-      epilogue.template finish<N>(rAcc, g, header.tile.block, c);
+      // Apply the activation and the routing weight.
+      epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
       const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
 
-      // Wait for epilogue buffers: the aliased stage, or a store from an own buffer.
+      // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
+      // stores.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
       if (buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
-        warp.sync_all(); // all have multiplied the stage
+        warp.sync_all(); // both consumers have finished reading the stage
       if (end > BUFFERS)
         warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();
 
-      // To shared memory.
+      // Write the outputs to shared memory.
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == halves)
@@ -94,7 +119,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
       }
 
-      // From shared memory to global memory: the warps take turns to issue the TMA stores.
+      // Store from shared memory to global memory. The warps take turns at issuing the TMA stores.
       fence_async_proxy();
       warp.sync();
 #pragma unroll
@@ -107,18 +132,18 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
           store_rows<S, T>(g, first, c, header, rows, sOut);
         else if (threadIdx.x % 128 == (buffer + half) % 4 * 32 &&
                  !(STORES_E4M3 && g.epilogue.out_unread))
-          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
-                       header.tile.block * S::TOKENS + c, sOut);
+          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->box : &out_maps->rest_box,
+                       first, header.tile.block * S::TOKENS + c, sOut);
       }
     }
 
-    // The same outputs in e4m3: each consumer has half of a group.
+    // Store the same outputs in e4m3. Each consumer holds half of a scale group.
     if constexpr (STORES_E4M3)
       if (g.epilogue.e4m3.values) {
         warp.sync_all();
         store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count,
                                              [&](int half, int i) { return warp.sOut(half, i); });
-        warp.sync_all(); // before buffers are reused, or outputs fixed up
+        warp.sync_all(); // before buffers are reused or outputs are fixed up
       }
   }
 };

@@ -1,14 +1,15 @@
-/* Grouped GEMM for Hopper of up to 16 tokens with weights of four bits: bulk copies, dequantization
- * in registers, mma.sync.
+/* Grouped GEMM for Hopper with 4-bit weights, up to 16 tokens: bulk copies, dequantization in
+ * registers, mma.sync.
  *
  *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i
  *   gather warp     X(0) X(1) X(2)  ...   token rows of step i
  *   consumer             0    1     ...   per k16 slab: dequantize operand A, then mma.sync
  *
- * With so few tokens dequantization is the bound, not memory. wgmma would take its latency for each
- * k16 slab, and its registers could not be written meanwhile; mma.sync has many products in flight,
- * among which the compiler schedules the dequantization. Both round alike. Three CTAs of six warps
- * share an SM and hide each other's latency. A step is 128 of depth. */
+ * For so few tokens the kernel is bound by dequantization, not by memory. Each k16 slab would pay
+ * the full latency of a wgmma, whose source registers must not be overwritten until it completes;
+ * several mma.sync can be in flight, and the compiler interleaves them with the dequantization.
+ * mma.sync and wgmma round identically. Three CTAs of six warps share an SM and hide each other's
+ * latency. A k step covers 128 elements of K. */
 #ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
 #define MOELORA_CUDA_SM90_FEW_ROWS_CUH
 
@@ -20,12 +21,13 @@
 
 template <class S, class T> struct FewRowsMainloop;
 
-/* Two producer warps are enough for few tokens; all warps keep the registers of the launch. */
+/* Two producer warps suffice for so few tokens. Registers are not reallocated between warpgroups.
+ */
 template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
-  static constexpr bool ZEROS = ZEROS_; // there may be zero points
-  static constexpr int RESIDENT = 3;
+  static constexpr bool ZEROS = ZEROS_; // formats with zero points
+  static constexpr int RESIDENT = 3;    // per warp, dequantization takes longer than loading
   static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
 
@@ -43,7 +45,7 @@ template <class S, class T> struct FewRowsMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Adds k16 slab K of both m64 tiles, with N tokens at sX. */
+  /* Accumulates k16 slab K of both m64 tiles, for the N tokens at sX. */
   template <int K, int N>
   static __device__ __forceinline__ void mma_slab(float (&rAcc)[2][S::TOKENS / 2],
                                                   const Fragment (&rW)[2], uint32_t sX) {
@@ -62,7 +64,7 @@ template <class S, class T> struct FewRowsMainloop {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -70,7 +72,7 @@ template <class S, class T> struct FewRowsMainloop {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
-    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous;
     for (int step = 1;; step++) {
       // Wait for the stage.
@@ -87,7 +89,7 @@ template <class S, class T> struct FewRowsMainloop {
           rW[t].load(sW + at.values, sW + at.scales, sW + at.zeros, format);
         }
 
-        // Dequantize and multiply, slab by slab.
+        // Dequantize and multiply slab by slab.
         const uint32_t sX = warp.smem.sX(pipeline.stage, span) + offset;
         mma_slab<0, N>(rAcc, rW, sX);
         mma_slab<1, N>(rAcc, rW, sX);
@@ -95,14 +97,16 @@ template <class S, class T> struct FewRowsMainloop {
         mma_slab<3, N>(rAcc, rW, sX);
       }
 
-      // Release the stage; the last one after the adapter stages.
+      // Release the stage. The last one is released after the adapter stages.
       previous = pipeline.stage;
       pipeline.advance();
       if (step == k_steps)
         break;
-      __syncwarp(); // all lanes have read it
+      __syncwarp(); // all lanes have read the stage
       pipeline.release(previous);
     }
+    if constexpr (S::Format::HAS_TILE_SCALE)
+      scale_accumulators<S, T, N>(rAcc, warp, previous);
     return previous;
   }
 };

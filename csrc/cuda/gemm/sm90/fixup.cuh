@@ -1,14 +1,14 @@
-/* The non-finite fix-up pass, for infinities and NaNs in a factor B.
+/* Non-finite fix-up pass, for infinities and NaNs in a LoRA factor B.
  *
- * An adapter stage multiplies all tokens of a block, with zeros for those that do not carry the
- * adapter. Zero times a finite number adds exactly nothing, but a row of B that is not finite makes
- * the accumulators of all tokens NaN. To look for such rows in every stage would be slow, so
- * consumers check the accumulators of two tokens of each tile. If neither is finite, the CTA goes
- * over its tiles once more, in the fix-up pass: there consumers clear what is not finite in B
- * before they multiply, and afterwards write NaN to the outputs of those rows, for the tokens that
- * carry the adapter and for no others.
+ * An adapter stage multiplies all tokens of a block; tokens that do not carry the adapter have
+ * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B turns
+ * the accumulators of all tokens into NaN. Checking B in every stage would be slow, so consumers
+ * check the accumulators of two tokens per tile instead. If neither is finite, the CTA processes
+ * all of its tiles again in a fix-up pass: consumers zero the non-finite elements of B before
+ * multiplying, and then write NaN to the outputs of those rows, only for tokens that carry the
+ * adapter.
  *
- * At ranks that an adapter does not have B may hold anything: such stages are cleared at once. */
+ * Beyond an adapter's true rank, B may hold anything: such stages are cleared in the first pass. */
 #ifndef MOELORA_CUDA_SM90_FIXUP_CUH
 #define MOELORA_CUDA_SM90_FIXUP_CUH
 
@@ -17,22 +17,22 @@
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 
-/* Whether there is a fix-up pass, and whether this is it. */
+/* State of the fix-up pass of a CTA. */
 template <class S> struct FixupPass {
   static constexpr uint32_t STATE = offsetof(SharedStorage<S>, fixup.state),
                             BARRIER = offsetof(SharedStorage<S>, fixup.barrier);
-  static constexpr uint32_t REQUESTED = 1, RUNNING = 2; // states; 0: neither
+  static constexpr uint32_t REQUESTED = 1, RUNNING = 2; // values of the state; 0: neither
   uint32_t base;
 
   __device__ __forceinline__ explicit FixupPass(const SharedMemory<S> &smem) : base(smem.base) {}
 
-  /* One thread. */
+  /* Called by one thread. */
   __device__ __forceinline__ void init() const {
     store_shared_4(base + STATE, 0);
     barrier_init(base + BARRIER, kArrivals * S::THREADS / 32);
     barrier_init_visible();
   }
-  /* A consumer has found a tile without finite accumulators. */
+  /* Called by a consumer that found a tile with non-finite accumulators. */
   __device__ __forceinline__ void request() const {
     if constexpr (S::CLUSTER == 1)
       store_shared_4(base + STATE, REQUESTED);
@@ -42,8 +42,8 @@ template <class S> struct FixupPass {
   __device__ __forceinline__ bool is_running() const {
     return uniform(load_shared_4(base + STATE)) == RUNNING;
   }
-  /* All threads of the cluster, after the last tile. True if the pass was requested: then it is
-   * running, and the warp is at the first stage again. */
+  /* Called by all threads of the cluster after the last tile. If the pass was requested, starts it
+   * at the first stage and returns true. */
   __device__ __forceinline__ bool start(WarpContext<S> &warp) const {
     sync(0);
     if (uniform(load_shared_4(base + STATE)) == 0)
@@ -59,7 +59,7 @@ template <class S> struct FixupPass {
   }
 
 private:
-  /* Producers and consumers arrive from different code, for which __syncthreads() is undefined. */
+  /* Producers and consumers arrive from different code, where __syncthreads() is undefined. */
   __device__ __forceinline__ void sync(uint32_t parity) const {
     __syncwarp();
     if constexpr (S::CLUSTER > 1) {
@@ -73,18 +73,19 @@ private:
   }
 };
 
-/* The pending check: what a tile's products leave to be done. */
+/* What remains to be done for a tile after its adapter stages. */
 enum class PendingCheck {
   NOTHING,
-  CHECK_ACCUMULATORS, // B was not looked at
-  FIX_UP,             // B held something that was cleared
+  CHECK_ACCUMULATORS, // B has not been checked
+  FIX_UP,             // elements of B were cleared
 };
 
 template <class S, class T> struct NonFinite {
   static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
   static constexpr uint32_t EXPONENT_ONE = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
 
-  /* Sign bits of those of two elements that are not finite: an exponent of all ones carries. */
+  /* Sets the sign bit of each of two elements that is non-finite: adding one to an exponent of all
+   * ones carries into it. */
   static __device__ __forceinline__ uint32_t signs(uint32_t v) {
     return (v & EXPONENT) + EXPONENT_ONE & 0x80008000u;
   }
@@ -92,18 +93,19 @@ template <class S, class T> struct NonFinite {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* This thread's part of chunk i of a consumer's rows of B in a stage, those of two m64 tiles
-   * `next` bytes apart, in either layout of slabs. */
+  /* Address of this thread's part of chunk i of a consumer's rows of B. The rows belong to two m64
+   * tiles that are `next` bytes apart. */
   static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
     return sB + i / 2 * (width == 1 ? S::TILES * kSlabM64Bytes : kSlabM64Bytes) + (i & 1) * next +
            (threadIdx.x & 127) * 16;
   }
 
-  /* Clears what is not finite in the consumer's rows of B in a stage; true if something was. */
+  /* Zeros the non-finite elements of the consumer's rows of B in a stage. Returns whether there
+   * were any. */
   static __device__ __forceinline__ bool clear(uint32_t sB, int next, int consumer,
                                                const SlabsHeader &header) {
     const int slabs = header.slabs, width = header.width;
-    uint32_t zeros[2] = {0, 0}; // plus 0 B: stays zero while B is finite
+    uint32_t zeros[2] = {0, 0}; // accumulates 0 * B: stays zero while B is finite
 #pragma unroll 2
     for (int i = 0; i < 2 * slabs; i++) {
       const uint4 v = load_shared_16(chunk(sB, next, i, width));
@@ -125,13 +127,13 @@ template <class S, class T> struct NonFinite {
     return true;
   }
 
-  /* Writes NaN to the outputs of rows of B that are not finite, for the tokens that carry the
-   * adapter. Thread i of the consumer has row i of its m64 tiles. */
+  /* Writes NaN to the outputs of non-finite rows of B, for tokens that carry the adapter. Thread i
+   * of the consumer handles row i of its m64 tiles. */
   static __device__ __forceinline__ void poison_outputs(const moelora_gemm_launch &g,
                                                         const TileHeader &header, int consumer) {
-    tma_store_wait(); // the finite outputs come first
+    tma_store_wait(); // NaN must overwrite outputs already stored
     if (!S::SWAP_AB)
-      WarpContext<S>::sync_all(); // those of all tokens
+      WarpContext<S>::sync_all(); // stores of both consumers have completed
     else
       warpgroup_sync(kConsumerBarrier + consumer);
     const bool half = is_half<S>(header.tile);
@@ -162,9 +164,12 @@ template <class S, class T> struct NonFinite {
                         g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
       ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
-      const moelora_e4m3_rows &e4m3 = g.epilogue.e4m3;
+      if constexpr (S::SAVES)
+        ((T *)g.before.rows)[g.schedule.blocks.sorted_ids[position] * g.before.stride + row] =
+            Element<T>::round(__int_as_float(0x7fffffff));
+      const moelora_quantized_rows &e4m3 = g.epilogue.e4m3;
       if (S::Format::IS_W8A8 && e4m3.values)
-        ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_place(output)] = kNanE4m3;
+        ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_position(output)] = kNanE4m3;
     }
   }
 };

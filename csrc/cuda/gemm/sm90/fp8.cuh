@@ -1,12 +1,12 @@
-/* Weights and tokens in e4m3: what the weight-major and the token-major kernel have in common.
+/* Weights and tokens in e4m3: common parts of the weight-major and the token-major kernel.
  *
- * wgmma accumulates products of e4m3 with fewer bits than float32 has, so that long sums would lose
- * accuracy (DeepSeek-V3 Technical Report, 2024, section 3.3.2). Every 128 of depth therefore go to
- * an accumulator of their own, rPartial, which is promoted: multiplied by the scales of weights and
- * tokens and added to rAcc in float32.
+ * wgmma accumulates e4m3 products with fewer mantissa bits than float32, so that long sums lose
+ * accuracy (DeepSeek-V3 Technical Report, 2024, section 3.3.2). Each 128 elements of K are
+ * therefore accumulated separately in rPartial, which is then promoted: multiplied by the scales
+ * of weights and tokens and added to rAcc in float32.
  *
- * Weights are tiles as moelora.h has them, tokens rows of e4m3 in the same order of columns: 128 of
- * depth are a row of 128 bytes of a stage, as 64 are of other formats. */
+ * Weights are stored in the tiles described in moelora.h, token rows in the same column order. A
+ * row of a stage is 128 bytes, which is 128 elements of K instead of the 64 of 16-bit formats. */
 #ifndef MOELORA_CUDA_SM90_FP8_CUH
 #define MOELORA_CUDA_SM90_FP8_CUH
 
@@ -15,14 +15,14 @@
 #include "cuda/gemm/sm90/weight_tiles.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* Operands of a stage, both in rows of 128 e4m3. */
+/* Operands of a stage, both as rows of 128 e4m3 elements. */
 template <int TOKENS, int TILES> struct Fp8Stage {
   SwizzledRow sW[TILES][64]; // m64 tiles of weight rows
   SwizzledRow sX[1][TOKENS]; // token rows
 };
 
-/* And their scales. Formats with one scale per tile use the first of 64. Of 16 tokens, the four
- * that a thread's accumulators belong to are side by side: 2q, 2q + 1, 2q + 8, 2q + 9. */
+/* Scales of a stage. Formats with one scale per tile use the first of 64. Within 16 tokens, the
+ * four scales that one thread needs are adjacent: tokens 2q, 2q + 1, 2q + 8, 2q + 9. */
 template <int TOKENS, int TILES> struct Fp8Scales {
   float sWScale[TILES][64], sXScale[TOKENS];
 };
@@ -30,7 +30,7 @@ template <class S> using ScalesOf = Fp8Scales<S::TOKENS, S::TILES>;
 
 constexpr int kM64ScaleBytes = 64 * 4;
 
-/* Addresses of scales: the kernel's Storage has them as member `scales`, one for each stage. */
+/* Addresses of scales: member `scales[stage]` of the kernel's Storage. */
 template <class S>
 __device__ __forceinline__ uint32_t sWScale(const SharedMemory<S> &smem, int stage, int m64) {
   return smem.base + (uint32_t)offsetof(typename S::template Storage<S>, scales) +
@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t sXScale(const SharedMemory<S> &smem, int sta
   return sWScale<S>(smem, stage, S::TILES);
 }
 
-/* Address of the stage at hand, uniform in a warp by votes, which take less time than a shuffle. */
+/* Address of the current stage. Votes make it warp-uniform with less latency than a shuffle. */
 template <class S>
 __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
                                                   const GemmPipeline<S> &pipeline) {
@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
   return at;
 }
 
-/* Producer: the weights of a k step and their scales. The CTAs of a cluster load a share of the m64
- * tiles each and multicast it, unless they have the same block and a column each. */
+/* Producer of the weights of a k step and their scales. Each CTA of a cluster loads a share of the
+ * m64 tiles and multicasts it, unless the CTAs process different columns of the same block. */
 template <class S> struct Fp8Loads : WeightTiles<S> {
   static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
     return weight_tile_bytes<S>(g, tile);
@@ -82,22 +82,22 @@ template <class S> struct Fp8Loads : WeightTiles<S> {
   }
 };
 
-/* Producer: scales of a block's tokens, by the gather warps. A thread has the rows of x of tokens
- * `thread` + kGatherers i, which are found while the tile before streams. */
+/* Producer of token scales, in the gather warps. A thread copies the scales of tokens `thread` +
+ * kGatherers i. Their rows of x are looked up while the previous tile streams. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
   static_assert(kGatherers % 16 == 0, "a thread's tokens have the same place among 16");
 
   uint32_t row[EACH], next[EACH];
   uint32_t to;          // offset of the first token's scale
-  const float *gXScale; // of the next k step
+  const float *gXScale; // scales of the next k step
 
   __device__ __forceinline__ explicit TokenScales(int thread)
-      : to((uint32_t)(quad_place(thread) * 4)) {
-    asm volatile("" : "+r"(to)); // kept in a register
+      : to((uint32_t)(quad_position(thread) * 4)) {
+    asm volatile("" : "+r"(to)); // keep it in a register
   }
 
-  /* Finds the rows of the next tile. */
+  /* Looks up the rows of the next tile. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
                                        int thread) {
 #pragma unroll
@@ -109,14 +109,14 @@ template <class S> struct TokenScales {
       if (thread + i * kGatherers >= count)
         next[i] = kNoRow;
   }
-  /* From here on `copy` is about the rows that were found, from k step `first` on. */
+  /* Switches `copy` to the rows that `find` looked up. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       row[i] = next[i];
     gXScale = g.tokens.scales;
   }
-  /* Those of the next k step. */
+  /* Copies the scales of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
                                        int stage) {
     const uint32_t at = sXScale<S>(smem, stage) + to;
@@ -128,10 +128,10 @@ template <class S> struct TokenScales {
   }
 };
 
-/* Consumer: issues the wgmmas of a stage's 128 of depth into rPartial, from zero. */
+/* Consumer: issues the wgmmas of a stage, 128 elements of K, into a zeroed rPartial. */
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float *rPartial, uint64_t a, uint64_t b) {
-  settle<N / 2>(rPartial);
+  fence_accumulators<N / 2>(rPartial);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++)

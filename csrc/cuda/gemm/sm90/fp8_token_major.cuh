@@ -1,5 +1,5 @@
-/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, tokens as operand A: for tiles of 128
- * tokens. Bulk copies, wgmma of e4m3, promotion to float32.
+/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, tokens as operand A, for tiles of 128
+ * tokens: bulk copies, wgmma of e4m3, promotion to float32.
  *
  *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales, multicast
  *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
@@ -7,15 +7,15 @@
  *   consumer 1           | wgmma 0a | promote 0a | wgmma 0b | ...                    64 tokens
  *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
  *
- * A thread needs the scales of two tokens, where with weight rows as operand A it needs those of a
- * quarter of the tile; and shared memory delivers less per product: with 128 tokens by 256 rows its
- * bandwidth is the bound.
+ * With tokens as operand A, a thread needs the scales of two tokens; with weights as operand A it
+ * needs those of a quarter of the tile. The kernel also reads less shared memory per product,
+ * which matters because a tile of 128 tokens by 256 rows is bound by shared memory bandwidth.
  *
- * Accumulators rAcc[2][64]: rAcc[h][4i + q] is token 64 * consumer + 16 * warp + lane/4 + 8 (q / 2)
- * and row 8i + 2 (lane % 4) + q % 2 of m64 tiles 2h and 2h + 1, one after the other. Of a gated
- * projection rAcc[h][j] is gate, rAcc[h][j + 32] up.
+ * Accumulators rAcc[2][64]: rAcc[h][4i + q] is token 64 * consumer + 16 * warp + lane/4 + 8 (q /
+ * 2) and row 8i + 2 (lane % 4) + q % 2 of the concatenated m64 tiles 2h and 2h + 1. In a gated
+ * projection rAcc[h][j] is gate and rAcc[h][j + 32] is up.
  *
- * A consumer without tokens keeps up with the pipeline and multiplies nothing. */
+ * A consumer without tokens advances with the pipeline and skips the wgmmas. */
 #ifndef MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
 
@@ -27,7 +27,7 @@
 
 template <class S, class T> struct Fp8TokenMajorMainloop;
 
-/* The rows of x of a block, in shared memory: producers have no registers for them. */
+/* Shared memory. `rows` lists the rows of x of a block, for which producers have no registers. */
 constexpr int kListedAtOnce = kGatherers / 4; // rows that the gather warps copy at once
 template <class S> struct Fp8TokenMajorStorage {
   SharedStorage<S> gemm;
@@ -46,14 +46,14 @@ struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOEL
   template <class S, class T> using Mainloop = Fp8TokenMajorMainloop<S, T>;
 };
 
-/* The shape whose last tiles are halves, for projections that are not gated. */
+/* Shape with half tiles at the end of the schedule, for projections that are not gated. */
 template <class S> struct WithHalfTiles : S {
   static_assert(!S::SWAP_AB, "m64 tiles are multiplied pair by pair");
   static constexpr bool HALF_TILES = true;
 };
 
-/* Producer: token rows by cp.async. Threads have found rows for the scales that they copy; they
- * list them for those that copy the rows. */
+/* Producer of token rows, by cp.async. Each thread has looked up the rows whose scales it copies;
+ * the threads exchange these rows through a list in shared memory. */
 template <class S> struct ListedTokenRows {
   using Rows = GatherShare<S::TOKENS, 4, kGatherers, S::Format::X_ELEMENTS / 8>;
   static constexpr int LIST_BYTES = sizeof(Fp8TokenMajorStorage<S>::rows);
@@ -82,10 +82,11 @@ template <class S> struct ListedTokenRows {
   }
 
 private:
-  /* Writes where the row of each token begins, in units of 16 bytes, or kNoRow; all threads. */
+  /* Writes the offset of each token's row, in units of 16 bytes, or kNoRow. Called by all gather
+   * threads. */
   static __device__ __forceinline__ void
   list(const moelora_tokens &tokens, const TokenScales<S> &scales, uint32_t sRows, int thread) {
-    warpgroup_sync<kGatherers>(kGatherBarrier); // all have read the list of the last tile
+    warpgroup_sync<kGatherers>(kGatherBarrier); // all have read the list of the previous tile
 #pragma unroll
     for (int i = 0; i < TokenScales<S>::EACH; i++) {
       const int t = thread + i * kGatherers;
@@ -99,7 +100,7 @@ private:
   }
 };
 
-/* A thread's place in a tile. */
+/* Position of a thread's accumulators within a tile. */
 struct ThreadPlace {
   int token, row; // of its first accumulator
 
@@ -118,7 +119,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile. Returns the last stage, not yet released. */
+  /* K loop of a consumer. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -128,31 +129,31 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                                      : multiply_k_steps<false>(rAcc, g, warp);
   }
 
-  /* Whether a consumer has tokens to multiply. */
+  /* Whether this consumer has tokens to multiply. */
   static __device__ __forceinline__ bool is_active(const WarpContext<S> &warp,
                                                    const TileHeader &header) {
     return warp.consumer * 64 < header.multiplied;
   }
 
-  /* The k steps of a whole or half tile. Returns the last stage, which is not released. */
+  /* K loop over a whole or a half tile. Returns the last stage, which is not yet released. */
   template <bool HALF, bool BY_ROW>
   static __device__ __forceinline__ int
   multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
-    constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
+    constexpr int PAIRS = HALF ? 1 : 2; // pairs of m64 tiles
     GemmPipeline<S> &pipeline = warp.pipeline;
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
     const ThreadPlace thread(warp.consumer);
-    const uint32_t token_scale = quad_place(thread.token) * 4;
+    const uint32_t token_scale = quad_position(thread.token) * 4;
     int previous = 0;
     float rPartial[64], tokens[2];
-    bool full = false; // the next stage, as far as is known
+    bool full = false; // whether the next stage is known to be full
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
       const uint32_t stage = uniform_stage(warp.smem, pipeline);
       if (!full)
         pipeline.wait_full();
-      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
       const uint64_t a = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX) +
                                           warp.consumer * kM64Bytes);
       const uint32_t token_scales = sXScale<S>(warp.smem, pipeline.stage) + token_scale;
@@ -170,7 +171,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
         // Issue the wgmmas of a pair of m64 tiles.
         wgmma_e4m3<128>(rPartial, a, wgmma_descriptor(stage + 2 * h * kM64Bytes));
 
-        // In their latency, load the scales and look whether the next stage is full.
+        // While they run, load the scales and test whether the next stage is full.
         const uint32_t scales = weight_scales + 2 * h * kM64ScaleBytes;
         if (h == 0)
 #pragma unroll
@@ -181,9 +182,10 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
         if (h == PAIRS - 1)
           full = pipeline.is_full();
 
-        // Promote. Scales by row are read meanwhile, so that the stage is released afterwards.
+        // Promote. Row scales are read from the stage during promotion, so it is released
+        // afterwards.
         wgmma_wait<0>();
-        settle<64>(rPartial);
+        fence_accumulators<64>(rPartial);
         if (h == PAIRS - 1 && !BY_ROW)
           release();
         promote<BY_ROW>(rAcc[h], rPartial, tokens, weights, scales + thread.row * 4);
@@ -191,8 +193,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       if (BY_ROW)
         release();
     }
-    settle<64>(rAcc[0]);
-    settle<64>(rAcc[1]);
+    fence_accumulators<64>(rAcc[0]);
+    fence_accumulators<64>(rAcc[1]);
     return previous;
   }
   template <bool HALF>
@@ -203,7 +205,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                : multiply_k_steps<HALF, false>(rAcc, g, warp);
   }
 
-  /* The k steps of a consumer without tokens. Returns the last stage, which is not released. */
+  /* K loop of a consumer without tokens. Returns the last stage, which is not yet released. */
   static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
                                                      GemmPipeline<S> &pipeline) {
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
@@ -219,8 +221,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return previous;
   }
 
-  /* rAcc += rPartial times the scales of two tokens and of the weights of two m64 tiles: one per
-   * tile, or BY_ROW one per row, which are at `rows`. */
+  /* rAcc += rPartial * token scales * weight scales of two m64 tiles. There is one weight scale
+   * per tile, or with BY_ROW one per row, read from shared memory at `rows`. */
   template <bool BY_ROW>
   static __device__ __forceinline__ void promote(float (&rAcc)[64], const float *rPartial,
                                                  const float (&tokens)[2],
@@ -239,8 +241,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     }
   }
 
-  /* Adds the adapter stage at hand, and releases stage `previous`. Returns true if something in B
-   * was cleared. */
+  /* Accumulates the current adapter stage and releases stage `previous`. Returns whether elements
+   * of B were cleared. */
   template <int N>
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
@@ -248,9 +250,9 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     const bool active = is_active(warp, header), half = is_half<S>(header.tile);
     const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, half, clears);
     bool nonfinite = stage.nonfinite;
-    if (clears) // each consumer multiplies what both have cleared
+    if (clears) // each consumer multiplies the rows that both have cleared
       nonfinite = warpgroup_any<128 * S::CONSUMERS>(kAllConsumersBarrier, nonfinite);
-    fence_async_proxy(); // cp.async, or `clear`, wrote through the generic proxy
+    fence_async_proxy(); // make writes by cp.async and by `clear` visible to wgmma
     wgmma_wait<0>(), warp.pipeline.release(previous);
     if (active && half)
       add_slabs<S::HALF_TILES>(rAcc, g, warp, stage.header);
@@ -259,7 +261,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return nonfinite;
   }
 
-  /* The slabs of a stage, two at once. */
+  /* Multiplies the slabs of a stage, two at a time. */
   template <bool HALF>
   static __device__ __forceinline__ void
   add_slabs(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
@@ -290,10 +292,11 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
             rAcc[m64 / 2] + m64 % 2 * 32, a + xa.slab * j + m64 % 2 * xa.up,
             b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
     wgmma_commit();
-    wgmma_wait<0>(); // promotion has written the accumulators: no product may be in flight
+    wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
   }
 
-  /* Whether each row has a finite accumulator among two tokens of a tile's first. */
+  /* Checks the tile's first tokens: whether each row has a finite accumulator for at least one of
+   * two. */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
     if (ThreadPlace(consumer).token != 0)
       return true;
@@ -322,8 +325,9 @@ __device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g,
   }
 }
 
-/* The epilogue: from accumulators through epilogue tiles to global memory, 64 outputs at a time. A
- * warp puts its 16 tokens beside those of its neighbor into an epilogue tile of 32. */
+/* Epilogue: converts accumulators, stages them in epilogue tiles in shared memory and stores them
+ * by TMA, 64 outputs at a time. Two neighboring warps, 16 tokens each, share an epilogue tile of
+ * 32 tokens. */
 template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
   static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
 
@@ -341,11 +345,11 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
       if (is_half<S>(header.tile) && i == 2)
         break;
       if (i == 1)        // from here on buffers alias the last stage:
-        warp.sync_all(); // all have multiplied it
+        warp.sync_all(); // wait until both consumers have read it
       if (from >= header.count)
         continue;
 
-      // Bias and activation.
+      // Apply bias and activation.
       if (g.weights.w.bias)
         add_bias<T>(v, g, header.tile.expert, m64, first);
       if (GATED && g.weights.w.bias)
@@ -361,7 +365,7 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
           v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
       }
 
-      // To shared memory.
+      // Write to shared memory.
       const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
 #pragma unroll
       for (int n8 = 0; n8 < 8; n8 += 2) {
@@ -372,15 +376,15 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
                         pack2<T>(u[6], u[7]));
       }
 
-      // From there to global memory by TMA.
+      // Store to global memory by TMA.
       fence_async_proxy();
       warp.sync();
       const int half = warp_id / 2 * 32;
       if (threadIdx.x % 64 == 0 && from + half < header.count && !(GATED && g.epilogue.out_unread))
-        tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
+        tma_store_2d(&out_maps->box, first, header.tile.block * S::TOKENS + from + half, sOut);
     }
 
-    // The same outputs in e4m3.
+    // Store the same outputs in e4m3.
     if (GATED && g.epilogue.e4m3.values)
       store_e4m3<S, T, 128>(
           g, header.tile, from, min(header.count, from + 64),

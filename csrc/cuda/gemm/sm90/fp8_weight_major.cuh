@@ -1,15 +1,15 @@
-/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, weight rows as operand A (swap_ab): bulk
+/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, weights as operand A (swap_ab): bulk
  * copies, wgmma of e4m3, promotion to float32.
  *
  *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales
  *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
  *   consumer 0      wgmma 0 | promote 0 | wgmma 1 | promote 1 | ...
- *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...     one keeps the tensor cores busy
- *                                                                  while the other promotes
+ *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...     one consumer uses the tensor
+ * cores while the other promotes
  *
- * Up to 64 tokens a consumer has both of its m64 tiles in flight at once; of more tokens there are
- * no registers for a second rPartial. A step is 128 of depth. Accumulators rAcc[2][TOKENS / 2], see
- * tile.cuh. */
+ * Up to 64 tokens, both m64 tiles of a consumer are in flight at once; with more tokens there are
+ * no registers for a second rPartial. A k step covers 128 elements of K. Accumulators
+ * rAcc[2][TOKENS / 2], see tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 
@@ -20,8 +20,8 @@
 
 template <class S, class T> struct Fp8WeightMajorMainloop;
 
-/* rPartial needs registers beside the accumulators, which producers give; what they know of a tile
- * they may spill. */
+/* rPartial needs registers besides the accumulators. Producers give up theirs and may spill
+ * per-tile state. */
 constexpr int fp8_weight_major_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 104 : tokens > 32 ? 80 : 88;
 }
@@ -54,15 +54,15 @@ template <int N> struct ThreadScales {
     for (int i = 0; i < (N + 15) / 16; i++)
       v[i] = load_shared_16(sScale + i * 64);
   }
-  /* Of n8 tile i. */
+  /* Scales of the two tokens that n8 tile i has for this thread. */
   __device__ __forceinline__ float2 operator[](int i) const {
     const uint4 four = v[i / 2];
     return {__uint_as_float(i % 2 ? four.z : four.x), __uint_as_float(i % 2 ? four.w : four.y)};
   }
 };
 
-/* rAcc += rPartial times the scales of a thread's two rows, `low` and `high` (BY_ROW; else `low`
- * for both), and of its tokens. */
+/* rAcc += rPartial * weight scales * token scales. A thread's two rows have scales `low` and
+ * `high` if BY_ROW, otherwise both have `low`. */
 template <bool BY_ROW, int N>
 __device__ __forceinline__ void promote(float *rAcc, const float *rPartial, float low, float high,
                                         const ThreadScales<N> &tokens) {
@@ -86,7 +86,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -97,7 +97,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
     const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
     int previous = 0;
     float rPartial[TILES][N / 2];
-    bool full = false; // the next stage, as far as is known
+    bool full = false; // whether the next stage is known to be full
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
@@ -105,7 +105,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
       const uint32_t sW = stage + 2 * warp.consumer * kM64Bytes;
       if (!full)
         pipeline.wait_full();
-      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
       const uint64_t b = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX));
       const uint32_t token_scales_at = sXScale<S>(warp.smem, pipeline.stage);
       const uint32_t weight_scales =
@@ -121,7 +121,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
         for (int t = 0; t < TILES; t++)
           wgmma_e4m3<N>(rPartial[t], wgmma_descriptor(sW + (first + t) * kM64Bytes), b);
 
-        // In their latency, load the scales and look whether the next stage is full.
+        // While they run, load the scales and test whether the next stage is full.
         float low[TILES], high[TILES];
         if (first == 0)
           token_scales.load(token_scales_at);
@@ -134,14 +134,14 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
         if (first == 2 - TILES)
           full = pipeline.is_full();
 
-        // Promote each tile as its wgmmas are done.
+        // Promote each tile as soon as its wgmmas complete.
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           if (t + 1 < TILES)
             wgmma_wait<1>();
           else
             wgmma_wait<0>();
-          settle<N / 2>(rPartial[t]);
+          fence_accumulators<N / 2>(rPartial[t]);
           if (by_row)
             promote<true, N>(rAcc[first + t], rPartial[t], low[t], high[t], token_scales);
           else
@@ -149,13 +149,13 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
         }
       }
 
-      // Release the stage; the last one after the adapter stages.
+      // Release the stage. The last one is released after the adapter stages.
       __syncwarp(); // all lanes have read the scales
       if (step + 1 < k_steps)
         pipeline.release(previous);
     }
-    settle<N / 2>(rAcc[0]);
-    settle<N / 2>(rAcc[1]);
+    fence_accumulators<N / 2>(rAcc[0]);
+    fence_accumulators<N / 2>(rAcc[1]);
     return previous;
   }
 };

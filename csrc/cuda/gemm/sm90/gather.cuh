@@ -1,30 +1,32 @@
-/* Gathers rows of x into the stages of a Hopper kernel, wherever they lie: by cp.async of the
- * producer warps that issue no TMA, 128 bytes of each at a time. */
+/* Gathers rows of x into pipeline stages by cp.async, 128 bytes of each row at a time. Runs in the
+ * producer warps that do not issue TMA. */
 #ifndef MOELORA_CUDA_SM90_GATHER_CUH
 #define MOELORA_CUDA_SM90_GATHER_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-constexpr int kProducers = 128, kGatherers = 96; // threads of a producer warpgroup; that gather
+constexpr int kProducers = 128,
+              kGatherers = 96; // threads of the producer warpgroup; those that gather
 
-constexpr uint32_t kNoRow = 0xffffffffu; // of a token past the end of its block
+constexpr uint32_t kNoRow = 0xffffffffu; // token past the end of its block
 
-/* Elements of x in the 16 bytes of a copy. */
+/* Elements of x per 16-byte copy. */
 constexpr int kChunkElements = 8;
 
-/* A thread's share of a stage, where LANES threads copy a row: chunks `lane`, `lane` + LANES, ...
- * of token rows thread / LANES + STEP i, for lane = thread % LANES. Eight lanes read whole lines;
- * with four a thread has twice the chunks of half the rows, and computes half the addresses. */
+/* Share of a stage that one thread copies. LANES threads copy a row: for lane = thread % LANES,
+ * this thread copies chunks `lane`, `lane` + LANES, ... of token rows thread / LANES + STEP i.
+ * Eight lanes read whole lines; with four, a thread copies twice the chunks of half the rows and
+ * computes half as many addresses. */
 template <int TOKENS, int LANES, int GATHERERS = kGatherers, int CHUNK = kChunkElements>
 struct GatherShare {
   static constexpr int STEP = GATHERERS / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr int CHUNKS = 8 / LANES, PLACES = STEP % 8 == 0 ? 1 : 2;
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
-  uint32_t token[ROWS]; // where rows of x begin, in units of 16 bytes
+  uint32_t token[ROWS]; // offsets of the rows in x, in units of 16 bytes
   uint32_t to[PLACES];  // offset in sX of the first chunk of row i % PLACES
-  int left;             // depth left from the first chunk on
-  const uint16_t *gX;   // x at this depth
+  int left;             // elements of K left, from the first chunk on
+  const uint16_t *gX;   // x at the current k
 
   __device__ __forceinline__ explicit GatherShare(int thread) {
     const int first = thread / LANES, lane = thread % LANES;
@@ -32,13 +34,13 @@ struct GatherShare {
     for (int i = 0; i < PLACES; i++)
       to[i] = (uint32_t)(first * kRowBytes + ((lane ^ ((first + STEP * i) & 7)) << 4));
   }
-  /* From here on `copy` is about the rows in `token`. */
+  /* Switches `copy` to the rows in `token`. */
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
     const int lane = thread % LANES;
     left = tokens.k - lane * CHUNK;
     gX = (const uint16_t *)tokens.x + (left > 0 ? lane * 8 : 0); // never past the end of x
   }
-  /* Copies the next 128 bytes of each row; zeros past the end of the depth. */
+  /* Copies the next 128 bytes of each row. Elements past the end of K are zero-filled. */
   __device__ __forceinline__ void copy(uint32_t sX) {
     uint32_t at[CHUNKS][PLACES];
 #pragma unroll
@@ -46,7 +48,7 @@ struct GatherShare {
 #pragma unroll
       for (int i = 0; i < PLACES; i++) {
         at[j][i] = sX + (to[i] ^ j * LANES << 4);
-        asm volatile("" : "+r"(at[j][i])); // kept in a register across the rows
+        asm volatile("" : "+r"(at[j][i])); // keep it in a register across the rows
       }
     asm volatile("" : "+l"(gX));
 #pragma unroll
@@ -63,7 +65,8 @@ struct GatherShare {
   }
 };
 
-/* The same, with the rows of the next block in registers: they are found while stages are full. */
+/* GatherShare with prefetched rows: the rows of the next block are looked up while stages are
+ * full. */
 template <int TOKENS, int LANES = 8, int GATHERERS = kGatherers, int CHUNK = kChunkElements>
 struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
   using Share = GatherShare<TOKENS, LANES, GATHERERS, CHUNK>;
@@ -73,7 +76,7 @@ struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
 
   using Share::Share;
 
-  /* Finds the rows of `count` tokens at position_of(token). */
+  /* Looks up the rows of `count` tokens; token t is at position_of(t). */
   template <class PositionOf>
   __device__ __forceinline__ void find(const moelora_blocks &blocks, const moelora_tokens &tokens,
                                        int count, int thread, PositionOf position_of) {
@@ -88,7 +91,7 @@ struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
           first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / CHUNK) : kNoRow;
   }
 
-  /* From here on `copy` is about the rows that were found. */
+  /* Switches `copy` to the rows that `find` looked up. */
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)

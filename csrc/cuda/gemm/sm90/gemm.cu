@@ -1,4 +1,4 @@
-/* Hopper: weights of the activations' dtype. */
+/* Hopper GEMM: weights of the dtype of x. */
 #include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_SM90_NATIVE(const moelora_gemm_launch *g,

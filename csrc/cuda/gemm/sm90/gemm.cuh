@@ -1,33 +1,35 @@
-/* Grouped GEMM with LoRA inside, for Hopper: TMA, wgmma, warp specialization.
+/* Grouped GEMM with fused LoRA, for Hopper: TMA, wgmma, warp specialization.
  *
  *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * A CTA goes over the tiles of its tile scheduler. Producer warps fill a pipeline of stages; one or
- * two consumer warpgroups multiply them, add the adapter stages, and store the outputs:
+ * A persistent CTA loops over the tiles of its tile scheduler. Producer warps fill a pipeline of
+ * stages; one or two consumer warpgroups multiply them, accumulate the adapter stages, and run the
+ * epilogue:
  *
  *   producers   | k step | k step | ... | adapter stage | k step of the next tile | ...
  *   consumers            | wgmma  | wgmma | ...  | B xa | epilogue | wgmma | ...
  *
- * This file has the kernel, which all formats share, and says which main loop a format has:
+ * This file contains the kernel, which is common to all formats, and selects the main loop:
  *
  *   native.cuh             weights of the dtype of x
- *   few_rows.cuh           four bits, up to 16 tokens
- *   dequantize.cuh         four bits, more tokens
- *   fp8_weight_major.cuh   FP8 weights and tokens, weight rows as operand A
+ *   few_rows.cuh           4-bit weights, up to 16 tokens
+ *   dequantize.cuh         4-bit weights, more than 16 tokens
+ *   fp8_weight_major.cuh   FP8 weights and tokens, weights as operand A
  *   fp8_token_major.cuh    FP8 weights and tokens, tokens as operand A
  *
  * They share the types in tile_scheduler.cuh, pipeline.cuh, shared_storage.cuh, warp_context.cuh,
- * producer.cuh, adapter_stage.cuh, epilogue.cuh and fixup.cuh. A main loop has
+ * producer.cuh, adapter_stage.cuh, epilogue.cuh and fixup.cuh. A main loop defines
  *
  *   WeightLoads    producer, TMA warp: begin(tile), bytes(), load(k step) of weights
  *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x
- *   main_loop<N>   consumer: the k steps of a tile
+ *   main_loop<N>   consumer: the K loop of a tile
  *   Adapters       consumer: add_stage<N>(), and are_finite() of the accumulators
  *   Epilogue<MODE> consumer: store()
- *   RELEASES_ALIASED_STAGE  whether main_loop does, in its second step; see warp_context.cuh */
+ *   RELEASES_ALIASED_STAGE  main_loop calls release_aliased_stage(); see warp_context.cuh */
 #ifndef MOELORA_CUDA_SM90_GEMM_CUH
 #define MOELORA_CUDA_SM90_GEMM_CUH
 
+#include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/dequantize.cuh"
 #include "cuda/gemm/sm90/few_rows.cuh"
 #include "cuda/gemm/sm90/fp8_token_major.cuh"
@@ -38,14 +40,14 @@
 
 namespace {
 
-/* The shape, and with it the main loop, of a weight format, a tile and a cluster. */
+/* Selects the shape, and with it the main loop, from weight format, tile and cluster size. */
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
           bool ZEROS>
 constexpr auto select_shape() {
   using Format = FormatTraits<FORMAT>;
   if constexpr (Format::IS_NATIVE)
     return NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (moelora_tokens_first(FORMAT, TOKENS))
+  else if constexpr (moelora_is_token_major(FORMAT, TOKENS))
     return Fp8TokenMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
   else if constexpr (Format::IS_W8A8)
     return Fp8WeightMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
@@ -58,7 +60,7 @@ template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_for
           bool ZEROS>
 using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
-/* The products of a tile with N tokens. Accumulators past N belong to padding. */
+/* Main loop and adapter stages of a tile, for N tokens. Accumulators past N belong to padding. */
 template <class Mainloop, int N, class S>
 __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -66,7 +68,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
   constexpr bool ALIASES = WarpContext<S>::ALIASED_BUFFERS > 0;
   const int k_steps = k_steps_of<S>(g);
 
-  // The outputs of the last tile, unless the main loop waits for them in its second step.
+  // Wait for the output stores of the previous tile, unless the main loop does so in its second
+  // step.
   if (ALIASES && !Mainloop::RELEASES_ALIASED_STAGE)
     warp.release_aliased_stage();
 
@@ -75,16 +78,16 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
   for (int i = 0; i < N / 2; i++)
     rAcc[0][i] = rAcc[1][i] = 0.f;
 
-  // The k steps.
+  // K loop.
   const int last = Mainloop::template main_loop<N>(rAcc, g, warp, header, k_steps);
   if (ALIASES && Mainloop::RELEASES_ALIASED_STAGE)
-    warp.release_aliased_stage(); // of a tile of one step
+    warp.release_aliased_stage(); // the tile had a single k step
 
-  // The adapter stages.
+  // Adapter stages.
   return add_adapters<typename Mainloop::Adapters, N>(rAcc, g, warp, header, last);
 }
 
-/* The same with the narrowest N from N on that holds its tokens. */
+/* Dispatches to `multiply` with the smallest N that holds the tile's tokens. */
 template <class Mainloop, class S, int N>
 __device__ __forceinline__ PendingCheck multiply_fitting(float (&rAcc)[2][S::TOKENS / 2],
                                                          const moelora_gemm_launch &g,
@@ -99,9 +102,9 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&rAcc)[2][S::TOK
   return multiply<Mainloop, N>(rAcc, g, warp, header);
 }
 
-/* A consumer warpgroup. */
+/* Consumer warpgroup. */
 template <class Mainloop, EpilogueMode MODE, class S, class T>
-__device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
+__device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<S> &g,
                                         WarpContext<S> &warp) {
   const int lane = threadIdx.x & 31;
   for (;;) {
@@ -111,7 +114,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     if (header.tile.block < 0)
       break;
 
-    // Prefetch what the epilogue reads: accumulators leave no registers to load it.
+    // Prefetch the inputs of the epilogue: accumulators leave no registers to load them into.
 #pragma unroll
     for (int i = 0; i < S::LANES; i++) {
       const int64_t position = (int64_t)header.tile.block * S::TOKENS + i * 32 + lane;
@@ -120,17 +123,21 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
       if (g.epilogue.weighted && i * 32 + lane < header.count)
         prefetch(&g.schedule.blocks.weights[position]);
     }
+    if constexpr (MODE == EpilogueMode::THROUGH)
+      Mainloop::template Epilogue<MODE>::prefetch_rows(g, header, warp);
 
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
     const PendingCheck pending = multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
-    const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // it has tokens
+    const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // this consumer has tokens
     if (pending == PendingCheck::CHECK_ACCUMULATORS && used &&
         !Mainloop::Adapters::are_finite(rAcc, warp.consumer))
       FixupPass<S>(warp.smem).request();
 
     // Epilogue.
-    if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
+    if constexpr (MODE == EpilogueMode::THROUGH)
+      Mainloop::template Epilogue<MODE>::store(rAcc, g, header, warp);
+    else if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, warp);
     else
       Mainloop::template Epilogue<MODE>::store(rAcc, out_maps, g, header, warp);
@@ -140,7 +147,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
   tma_store_wait();
 }
 
-/* After the last tile: whether the CTA goes over its tiles once more, in the fix-up pass. */
+/* Called after the last tile: whether the CTA processes its tiles again in the fix-up pass. */
 template <class S>
 __device__ __forceinline__ bool has_another_pass(const moelora_gemm_launch &g,
                                                  WarpContext<S> &warp) {
@@ -152,7 +159,7 @@ template <class S, class T, EpilogueMode MODE>
 __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
               const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
-              const __grid_constant__ moelora_gemm_launch g) {
+              const __grid_constant__ LaunchOf<S> g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Mainloop = typename S::template Mainloop<S, T>;
 
@@ -166,8 +173,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   else
     __syncthreads();
 
-  // With adapters the kernel before is the shrink, which let this one start after it had itself
-  // waited for all kernels before: here nothing but its own results is missing.
+  // With adapters, the previous kernel is the shrink. It waited for all earlier kernels before it
+  // let this one start, so only its own results may be missing; the gather warps wait for those.
   if (!g.schedule.blocks.packed_ranks)
     wait_for_previous_kernel();
   start_next_kernel();
@@ -177,7 +184,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == PRODUCER) {
     if constexpr (S::REALLOCATES)
-      give_registers<S::PRODUCER_REGISTERS>();
+      warpgroup_reg_dealloc<S::PRODUCER_REGISTERS>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == S::FIRST_PRODUCER / 32) {
 #pragma unroll 1
       do {
@@ -191,7 +198,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     }
   } else {
     if constexpr (S::REALLOCATES)
-      take_registers<S::CONSUMER_REGISTERS>();
+      warpgroup_reg_alloc<S::CONSUMER_REGISTERS>();
     warp.consumer = warpgroup - FIRST_CONSUMER;
 #pragma unroll 1
     do {
@@ -199,9 +206,10 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     } while (has_another_pass(g, warp));
   }
 
-  // PDL is not transitive: who waits for this kernel relies on the one before as well.
+  // PDL is not transitive: kernels that wait for this one rely on all earlier ones having
+  // completed.
   wait_for_previous_kernel();
-  // No CTA exits while the other may still access its shared memory.
+  // A CTA must not exit while the other may still access its shared memory.
   if constexpr (S::CLUSTER > 1)
     cluster_sync();
 #endif

@@ -1,4 +1,4 @@
-/* Hopper: weights of all formats of INT4. */
+/* Hopper GEMM: INT4 weights of all formats. */
 #include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_SM90_INT4(const moelora_gemm_launch *g,

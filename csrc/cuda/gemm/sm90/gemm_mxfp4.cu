@@ -1,4 +1,4 @@
-/* Hopper: MXFP4 weights. */
+/* Hopper GEMM: MXFP4 weights. */
 #include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_SM90_MXFP4(const moelora_gemm_launch *g,

@@ -1,4 +1,4 @@
-/* Hopper: FP8 weights and FP8 tokens. */
+/* Hopper GEMM: FP8 weights and FP8 tokens. */
 #include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_SM90_W8A8(const moelora_gemm_launch *g,

@@ -1,4 +1,5 @@
-/* From a variant's shape and a problem to a Hopper GEMM kernel, its tensor maps and its grid. */
+/* Launches a Hopper GEMM: selects the kernel of a variant, encodes the tensor maps, sets the grid.
+ */
 #ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
 #define MOELORA_CUDA_SM90_LAUNCH_CUH
 
@@ -11,18 +12,18 @@ namespace {
 
 template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchSm90 {
-  // bf16 numbers without zero points take fewer instructions to make. For both ways in one kernel
-  // the compiler finds no registers.
+  // Without zero points, bf16 dequantization takes fewer instructions. One kernel for both cases
+  // would spill.
   template <bool ZEROS>
   using Shape = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT, ZEROS>;
   static constexpr bool HAS_ZEROS = FormatTraits<FORMAT>::HAS_ZEROS, BF16 = Element<T>::is_bf16;
 
-  // What the plan knows of the kernel.
+  // The plan repeats these traits.
   using AnyShape = Shape<HAS_ZEROS>;
-  static_assert(moelora_has_few_rows(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
+  static_assert(moelora_uses_mma_sync(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
                     moelora_shares_sm(BLOCK_N) == (AnyShape::RESIDENT > 1) &&
                     moelora_has_dynamic_schedule(BLOCK_N) == AnyShape::DYNAMIC_SCHEDULE &&
-                    moelora_tokens_first(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
+                    moelora_is_token_major(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
                 "the plan launches another kernel");
 
   static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
@@ -37,7 +38,7 @@ struct LaunchSm90 {
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                const moelora_exec *exec) {
-    // Boxes are of 16-bit elements, or of pairs of e4m3.
+    // Boxes count 16-bit elements, or pairs of e4m3 elements.
     constexpr int PAIR = 2 / FormatTraits<FORMAT>::X_BYTES;
     GemmMaps maps = {};
     if (FormatTraits<FORMAT>::IS_NATIVE)
@@ -67,7 +68,7 @@ struct LaunchSm90 {
     return moelora_no_kernel("gemm_sm90", "has no such epilogue");
   }
 
-  /* parts: into which a tile may be cut. */
+  /* parts: number of parts that a tile may be split into. */
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                int parts, const GemmMaps &maps, const moelora_exec *exec) {

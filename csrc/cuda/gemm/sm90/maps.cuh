@@ -1,4 +1,4 @@
-/* The tensor maps of a Hopper GEMM, which the host encodes for each launch. */
+/* Tensor maps of a Hopper GEMM, encoded by the host for each launch. */
 #ifndef MOELORA_CUDA_SM90_MAPS_CUH
 #define MOELORA_CUDA_SM90_MAPS_CUH
 
@@ -13,9 +13,9 @@ struct GemmMaps {
   FactorMaps b;
 };
 
-/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
- * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
- * past the end read as zeros. */
+/* Boxes of 64 rows by 64 columns of weights. Row-major weights are [E, half, n, K], where `half`
+ * selects gate or up, whether concatenated or interleaved; packed weights are [E * N/64, K/64, 64,
+ * 64]. Out-of-bounds elements read as zero. */
 moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
   const moelora_weights *w = &g->weights.w;
   const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
@@ -35,21 +35,24 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
   return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
 }
 
-/* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
+/* Boxes of 64 columns by `box` or `rest_box` rows of a matrix that is ordered by position. */
 moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
-                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
+                             int64_t columns, int64_t stride, int box, int rest_box,
+                             RowMaps *maps) {
   const cuuint64_t sizes[2] = {
       (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
-  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
-  MOELORA_TRY(moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box));
-  return moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
+  const cuuint32_t box_size[2] = {64, (cuuint32_t)box},
+                   rest_box_size[2] = {64, (cuuint32_t)rest_box};
+  MOELORA_TRY(moelora_encode_map(&maps->box, is_bf16, 2, data, sizes, strides, box_size));
+  return moelora_encode_map(&maps->rest_box, is_bf16, 2, data, sizes, strides, rest_box_size);
 }
 
-/* Boxes of 16 ranks, and of those of a whole stage, by a tile's rows, of a gated projection half of
- * them, of each slice of B [max_loras, E, half, n, ranks]. Of a gated projection with one slice
- * `half` tells gate from up, as in map_weights; so it does where two slices cut across rows that
- * alternate. What lies beside a box may be beyond the true rank: little of it is fetched along. */
+/* Boxes of rows of B [max_loras, E, half, n, ranks], for each slice: 16 ranks wide, and as wide as
+ * a whole stage. A box has the rows of a tile, or half of them in a gated projection. In a gated
+ * projection with one slice, `half` selects gate or up as in map_weights; likewise if two slices
+ * cut across interleaved rows. Ranks beyond a box may exceed the true rank, so L2 promotion is
+ * small. */
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->adapters.lora;

@@ -1,13 +1,13 @@
 /* Grouped GEMM for Hopper with weights of the dtype of x: TMA, wgmma with both operands in shared
  * memory, warp specialization.
  *
- *   TMA warp        W(0) W(1) W(2) W(3)  ...   weights of step i: an m64 tile per box
+ *   TMA warp        W(0) W(1) W(2) W(3)  ...   weights of step i: one box per m64 tile
  *   gather warps    X(0) X(1) X(2) X(3)  ...   token rows of step i
- *   consumers            mma0 mma1 mma2  ...   wgmma of step i, in flight beside the one before,
- *                             rel0 rel1  ...   whose stage is released when it is done
+ *   consumers            mma0 mma1 mma2  ...   wgmma of step i, overlaps the previous step,
+ *                             rel0 rel1  ...   whose stage is released when it completes
  *
- * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the narrowest that
- * holds the tokens of the tile. A step is 64 of depth. Accumulators rAcc[2][TOKENS / 2], see
+ * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the smallest size that
+ * holds the tile's tokens. A k step covers 64 elements of K. Accumulators rAcc[2][TOKENS / 2], see
  * tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_NATIVE_CUH
 #define MOELORA_CUDA_SM90_NATIVE_CUH
@@ -19,8 +19,8 @@
 
 template <class S, class T> struct NativeMainloop;
 
-/* Producers keep the rows of x that they gather in registers. Tiles of up to 32 tokens need no more
- * registers than the launch gives. */
+/* Producers keep the rows of x that they gather in registers. With up to 32 tokens, consumers need
+ * no more registers than the launch allocates. */
 constexpr int native_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 136 : tokens > 32 ? 96 : 128;
 }
@@ -28,7 +28,7 @@ constexpr int native_producer_registers(int tokens, int consumers) {
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
 struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_NATIVE>,
                      RegisterBudget<native_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
-  static constexpr int GATHER_LANES = 8; // of a row of x
+  static constexpr int GATHER_LANES = 8; // threads per row of x
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1;
 
   struct Stage {
@@ -46,8 +46,8 @@ template <class S, class T> struct NativeMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 
-  /* Producer: the weights of a k step. The CTAs of a cluster load an equal share of the m64 tiles
-   * each and multicast it to both. */
+  /* Producer of the weights of a k step. Each CTA of a cluster loads an equal share of the m64
+   * tiles and multicasts it to both. */
   struct WeightLoads {
     __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &) {}
 
@@ -75,7 +75,7 @@ template <class S, class T> struct NativeMainloop {
     }
   };
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -86,7 +86,7 @@ template <class S, class T> struct NativeMainloop {
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
       pipeline.wait_full();
-      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
       // Issue the wgmmas of the consumer's two m64 tiles.
       wgmma_fence();
@@ -100,11 +100,11 @@ template <class S, class T> struct NativeMainloop {
       }
       wgmma_commit();
 
-      // The outputs of the last tile have been stored by now.
+      // By now TMA has stored the outputs of the previous tile.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
-      // The wgmmas of the step before are done: release its stage.
+      // The wgmmas of the previous step have completed: release its stage.
       wgmma_wait<1>();
       if (step > 0)
         pipeline.release(previous);

@@ -1,13 +1,13 @@
-/* The pipeline of a Hopper kernel: a ring of stages with two mbarriers each.
+/* Pipeline of a Hopper kernel: a ring of stages with two mbarriers each.
  *
  *   producer                                   consumer
  *     wait_empty                                 wait_full
  *     fill the stage, arrive on full()           read the stage
  *     advance                                    release, advance
  *
- * These are the barriers alone: what a stage holds is in the kernel's SharedStorage. The CTAs of a
- * cluster multicast weights to each other, so that a stage is empty once the consumers of all of
- * them have released it: the pipelines of a cluster advance together. */
+ * This type only holds the barriers; the data of a stage is in the kernel's SharedStorage. The
+ * CTAs of a cluster multicast weights to each other, so a stage is empty only when the consumers
+ * of all CTAs have released it: the pipelines of a cluster advance together. */
 #ifndef MOELORA_CUDA_SM90_PIPELINE_CUH
 #define MOELORA_CUDA_SM90_PIPELINE_CUH
 
@@ -17,9 +17,9 @@
 #include "cuda/ptx/hopper.cuh"
 #include "cuda/ptx/mma.cuh"
 
-/* Lanes of a consumer warp that arrive on an empty barrier. One is enough: what the others read has
- * reached registers, as a shuffle or a barrier has used it. compute-sanitizer's racecheck follows
- * each thread separately and needs all of them to arrive. */
+/* Lanes of a consumer warp that arrive on an empty barrier. One suffices: the other lanes' reads
+ * have completed, since a shuffle or barrier has consumed them. The racecheck tool of
+ * compute-sanitizer tracks each thread separately and needs all lanes to arrive. */
 #ifdef MOELORA_RACECHECK
 constexpr int kArrivals = 32;
 #else
@@ -32,8 +32,8 @@ template <int STAGES_> struct PipelineBarriers {
   uint64_t full[STAGES], empty[STAGES];
 };
 
-/* Storage: the kernel's SharedStorage, at shared address `base`. Addresses of barriers are `base`
- * plus constants, so that they take no register of their own. */
+/* Storage is the kernel's SharedStorage, at shared address `base`. Barrier addresses are `base`
+ * plus constants and take no registers. */
 template <class Storage, int CLUSTER = 1> struct Pipeline {
   static constexpr int STAGES = decltype(Storage::barriers)::STAGES;
   static constexpr uint32_t FULL = offsetof(Storage, barriers), EMPTY = FULL + 8 * STAGES;
@@ -43,7 +43,8 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
 
   __device__ __forceinline__ explicit Pipeline(uint32_t shared) : base(shared) {}
 
-  /* One thread. producer_arrivals: on a full barrier, beside the bytes that TMA loads announce. */
+  /* Called by one thread. producer_arrivals: arrivals on a full barrier, besides the transaction
+   * bytes. */
   __device__ __forceinline__ void init(int producer_arrivals, int consumer_warps) const {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(base + FULL + 8 * i, producer_arrivals);
@@ -53,27 +54,28 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
   }
   __device__ __forceinline__ void invalidate() const {
     for (int i = 0; i < 2 * STAGES; i++)
-      barrier_end(base + FULL + 8 * i);
+      barrier_invalidate(base + FULL + 8 * i);
   }
 
   __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
-  /* Whether wait_full() would return at once; the same in all lanes. Tested ahead of time, it hides
-   * the latency of the barrier. */
+  /* Whether wait_full() would return immediately; warp-uniform. Testing ahead of time hides the
+   * latency of the barrier. */
   __device__ __forceinline__ bool is_full() const {
     return __all_sync(0xffffffffu, barrier_test(full(), phase));
   }
   __device__ __forceinline__ void wait_empty() const {
     barrier_wait(base + EMPTY + 8 * stage, phase ^ 1);
   }
-  /* A consumer warp has read stage `which`: tells the producers of all CTAs of the cluster. */
+  /* Called by a consumer warp that has read stage `which`: signals the producers of all CTAs of
+   * the cluster. */
   __device__ __forceinline__ void release(int which) const {
     const int lane = threadIdx.x & 31;
     if (CLUSTER == 1 && lane < kArrivals)
       barrier_arrive(base + EMPTY + 8 * which);
     for (int rank = 0; CLUSTER > 1 && rank < CLUSTER; rank++)
       if (kArrivals > 1 || lane == rank)
-        barrier_arrive_at(base + EMPTY + 8 * which, rank);
+        barrier_arrive_cluster(base + EMPTY + 8 * which, rank);
   }
 
   __device__ __forceinline__ void advance() {
@@ -84,7 +86,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
     const int times = (stage + stages) / STAGES;
     stage += stages - times * STAGES, phase ^= times & 1;
   }
-  /* To the first stage again, after init(). */
+  /* Returns to the first stage, after init(). */
   __device__ __forceinline__ void restart() { stage = 0, phase = 0; }
 };
 

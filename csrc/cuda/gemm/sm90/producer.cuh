@@ -1,15 +1,16 @@
-/* The producer warps of a Hopper GEMM.
+/* Producer warps of a Hopper GEMM.
  *
- *                  of each k step                      of each adapter stage
- *   TMA warp       weights; x where it is by position  rows of B
- *   gather warps   x by routing; its scales in FP8     rows of xa
+ *                  in each k step                      in each adapter stage
+ *   TMA warp       weights; x ordered by position      rows of B
+ *   gather warps   x gathered by routing; FP8 scales   rows of xa
  *
- * Both walk the same tiles and stages. Every stage's full barrier expects one arrival of the TMA
- * warp, with the bytes that it loads, and one of each gathering thread, after its cp.async.
+ * All producer warps iterate over the same tiles and stages. A full barrier expects one arrival
+ * from the TMA warp, with the transaction bytes, and one from each gather thread, after its
+ * cp.async.
  *
- * A producer has some hundred cycles per stage. So the loop over k steps does nothing but loads;
- * what a tile needs to know (its adapters, the next tile and that one's rows) is found between
- * parts of that loop, where it costs the loop no registers. */
+ * A producer has a few hundred cycles per stage, so its K loop only issues loads. Per-tile work
+ * (finding the adapters, the next tile and the rows of the next tile) is done between parts of the
+ * K loop, where it does not raise the loop's register pressure. */
 #ifndef MOELORA_CUDA_SM90_PRODUCER_CUH
 #define MOELORA_CUDA_SM90_PRODUCER_CUH
 
@@ -18,7 +19,7 @@
 #include "cuda/gemm/sm90/fixup.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
-/* The TMA boxes that load a block's `count` rows of x: `boxes` of S::BOX rows, `rest` of
+/* TMA boxes that load the `count` rows of a block: `boxes` of S::BOX rows and `rest` of
  * S::REST_BOX. */
 template <class S> struct TokenBoxes {
   int boxes, rest;
@@ -38,59 +39,60 @@ template <class S> struct TokenBoxes {
       const uint32_t sX = smem.sX(pipeline.stage, span);
 #pragma unroll 1
       for (int i = 0; i < boxes; i++)
-        tma_load_2d(sX + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX, pipeline.full());
+        tma_load_2d(sX + i * S::BOX * kRowBytes, &maps->box, k, row + i * S::BOX, pipeline.full());
 #pragma unroll 1
       for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
-        tma_load_2d(sX + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
+        tma_load_2d(sX + at * kRowBytes, &maps->rest_box, k, row + at, pipeline.full());
     }
   }
 };
 
-/* The parts of a tile's k steps, after which producers look for the adapters of the tile, for the
- * next tile, and for the rows of that. Where consumers alias a stage, producers wait longest for
- * it and find all of that before; elsewhere a part is a step. */
+/* Splits the K loop into parts, between which producers find the tile's adapters, the next tile,
+ * and the rows of the next tile. If the epilogue aliases a stage, producers wait longest for that
+ * stage and do all of it before; otherwise a part is one k step. */
 template <class S> struct TileParts {
   static constexpr bool AT_ONCE = WarpContext<S>::ALIASED_BUFFERS > 0;
   static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
 
-  /* The step after a part, the last of which is number `last`. */
+  /* End of a part. `last` is the index of the last part. */
   static __device__ __forceinline__ int end(int part, int last, int k_steps) {
     return part < last ? min(AT_ONCE ? S::STAGES - 1 : 1 + part, k_steps - 1) : k_steps;
   }
 };
 
-/* Tiles that nearly always hold all tokens of an expert read its weights and factors once, and have
- * L2 evict them first: both or neither, for factors that stay in L2 take the place of other data.
- * So do the largest tiles of quantized weights; native weights are read again by other blocks. */
+/* Cache policy of weights and factors. A tile that usually holds all tokens of an expert reads
+ * them once, so L2 evicts them first; both, because factors that stay in L2 would displace other
+ * data. The largest tiles of quantized weights do so as well. Native weights are read again by
+ * other blocks. */
 template <class S> constexpr bool kEvictFirst = S::TOKENS <= 128 || S::CLUSTER == 1;
 
-/* Rows of a tile that consumers multiply. Where tokens are operand A each consumer takes 64, and
- * one without tokens leaves the tensor cores to the other; but where both CTAs of a cluster have
- * the same tokens it is faster for it to multiply what is in its half of the stage. */
+/* Rows of a tile that consumers multiply. With tokens as operand A, each consumer multiplies 64
+ * tokens, and one without tokens leaves the tensor cores to the other. If both CTAs of a cluster
+ * process the same block, it is faster to multiply the whole stage. */
 template <class S>
 __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int count) {
   return S::UNPAIRED_BLOCKS && tile.is_shared() ? S::TOKENS : count;
 }
 
-/* Token rows by cp.async of the gather warps. */
+/* Producer of token rows, by cp.async of the gather warps. */
 template <class S> struct TokenRows {
   Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS, S::Format::X_ELEMENTS / 8> rows;
 
   __device__ __forceinline__ explicit TokenRows(int thread) : rows(thread) {}
 
-  /* Finds the rows of the next tile. */
+  /* Looks up the rows of the next tile. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
                                        int thread) {
     rows.find(g.schedule.blocks, g.tokens, count, thread,
               [&](int t) { return tile.block * S::TOKENS + t; });
   }
-  /* From here on `copy` is about the rows that were found. */
+  /* Switches `copy` to the rows that `find` looked up. */
   template <class Scales>
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Scales &, int thread,
                                         const SharedMemory<S> &) {
     rows.begin(g.tokens, thread);
   }
-  /* Those of the next k step. */
+  /* Copies the rows of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
                                        int stage) {
     if (g.tokens.divisor.value)
@@ -100,7 +102,7 @@ template <class S> struct TokenRows {
   }
 };
 
-/* Tokens that are no FP8 have no scales; see TokenScales in fp8.cuh. */
+/* Tokens that are not FP8 have no scales; see TokenScales in fp8.cuh. */
 template <class S> struct NoTokenScales {
   __device__ __forceinline__ explicit NoTokenScales(int) {}
   __device__ __forceinline__ void find(const moelora_gemm_launch &, const Tile &, int, int) {}
@@ -108,7 +110,7 @@ template <class S> struct NoTokenScales {
   __device__ __forceinline__ void copy(const moelora_gemm_launch &, const SharedMemory<S> &, int) {}
 };
 
-/* The TMA warp: weights, factors B, and x where it lies by position. */
+/* TMA warp: loads weights, B, and x if it is ordered by position. */
 template <class Mainloop, class S>
 __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps,
                                                const FactorMaps *b_maps,
@@ -118,7 +120,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   using Parts = TileParts<S>;
   const int k_steps = k_steps_of<S>(g);
   const uint64_t policy = kEvictFirst<S> ? evict_first_policy() : evict_normal_policy();
-  const bool in_fixup = FixupPass<S>(smem).is_running(); // all lanes
+  const bool in_fixup = FixupPass<S>(smem).is_running(); // read by all lanes
   const bool fetches =
       !in_fixup && threadIdx.x == S::FIRST_PRODUCER && (S::CLUSTER == 1 || cluster_rank() == 0);
   TileScheduler<S> next(g, fetches);
@@ -133,11 +135,11 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     list.base = smem.segments();
     AdaptersHeader adapters = {};
 
-    // The k steps, in parts.
+    // K loop, in parts.
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
       const int end = Parts::end(part, Parts::TILE + 1, k_steps);
-      if (is_elected()) { // the same lane every time
+      if (elect_one()) { // the same lane every time
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
         for (int i = step; i < end; i++, at.advance()) {
@@ -151,7 +153,8 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
             adapters.write(smem.header(at.stage));
 
           // Issue the TMA loads.
-          barrier_expect(at.full(), weights.bytes(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
+          barrier_arrive_expect_tx(at.full(),
+                                   weights.bytes(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
           weights.load(w_map, g, tile, i, smem, at, policy);
           boxes.load(x_maps, i, tile.block * S::TOKENS, smem, at);
         }
@@ -160,40 +163,42 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       pipeline.advance(end - step);
       step = end;
 
-      // Between parts: the adapters of this tile, and the next tile.
+      // Between parts, find the adapters of this tile and the next tile.
       if (part == Parts::ADAPTERS)
         adapters = adapters_header(list, count, find_adapters(g, tile, list));
       if (part == Parts::TILE)
         next.advance(g);
     }
 
-    // The adapter stages: rows of B.
+    // Adapter stages: load rows of B.
     SlabIterator cursor;
     for (int i = 0; i < adapters.stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (is_elected()) {
+      if (elect_one()) {
         const bool wide = g.weights.factors_boxes && is_wide(g, list, slabs, cursor);
         const SlabsHeader header = {slabs, wide ? slabs : 1};
         header.write(smem.header(pipeline.stage));
-        barrier_expect(pipeline.full(),
-                       g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
-        if (g.weights.factors_boxes)
+        barrier_arrive_expect_tx(pipeline.full(),
+                                 g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
+        if constexpr (S::TRANSPOSED)
+          write_slab_tokens(list, slabs, cursor, smem.header(pipeline.stage));
+        else if (g.weights.factors_boxes)
           load_factors<S>(b_maps, g, tile, list, header, cursor, smem, pipeline, policy);
       }
       __syncwarp();
     }
   }
 
-  // The stage after the last tile.
+  // Signal the end with a stage whose block is -1.
   pipeline.wait_empty();
-  if (is_elected()) {
+  if (elect_one()) {
     TileHeader{{-1, 0, 0, 0}, 0, 0}.write(smem.header(pipeline.stage));
     barrier_arrive(pipeline.full());
   }
 }
 
-/* The gather warps: x where it does not lie by position, scales of x, and xa. */
+/* Gather warps: copy x if it is gathered, its scales, and xa. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
                                                   WarpContext<S> &warp) {
@@ -221,21 +226,22 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
     list.base = smem.segments();
     int adapter_stages = 0;
 
-    // The k steps, in parts.
+    // K loop, in parts.
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
       const int end = Parts::end(part, Parts::ROWS + 1, k_steps);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {
-        // Wait until consumers have released the stage, and start the copies; their end arrives.
+        // Wait until consumers have released the stage, then issue the copies. The barrier is
+        // signaled when they complete.
         pipeline.wait_empty();
         rows.copy(g, smem, pipeline.stage);
         scales.copy(g, smem, pipeline.stage);
-        barrier_arrive_after_copies(pipeline.full());
+        barrier_arrive_cp_async(pipeline.full());
       }
 
-      // Between parts: the adapters of this tile, the next tile, and its rows.
+      // Between parts, find the adapters of this tile, the next tile, and its rows.
       if (part == Parts::ADAPTERS)
         adapter_stages = find_adapters(g, tile, list);
       if (part == Parts::TILE)
@@ -244,25 +250,32 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
         find_rows();
     }
 
-    // The adapter stages: rows of xa, and of B where no tensor map covers it.
+    // Adapter stages: copy rows of xa, and of B if no tensor map covers it.
     if (adapter_stages > 0)
-      wait_for_previous_kernel(); // the shrink
+      wait_for_previous_kernel(); // wait for the shrink
     SlabIterator cursor;
     for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (!g.weights.factors_boxes)
+      if constexpr (S::TRANSPOSED) {
+        if (g.weights.factors_vectors)
+          copy_factor_depth<S, T, true, S::GATHERERS>(g, tile, list, slabs, cursor, smem,
+                                                      pipeline.stage, thread);
+        else
+          copy_factor_depth<S, T, false, S::GATHERERS>(g, tile, list, slabs, cursor, smem,
+                                                       pipeline.stage, thread);
+      } else if (!g.weights.factors_boxes)
         copy_factors<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, smem, pipeline.stage,
                                          thread);
       copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, smem, pipeline.stage,
                                   thread);
-      barrier_arrive_after_copies(pipeline.full());
+      barrier_arrive_cp_async(pipeline.full());
     }
   }
 
-  // The stage after the last tile.
+  // Arrive on the stage that signals the end.
   pipeline.wait_empty();
-  barrier_arrive_after_copies(pipeline.full());
+  barrier_arrive_cp_async(pipeline.full());
 }
 
 #endif

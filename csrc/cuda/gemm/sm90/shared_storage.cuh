@@ -1,7 +1,7 @@
-/* Shared memory of a Hopper GEMM: a struct with a member for each thing, and their addresses.
+/* Shared memory of a Hopper GEMM: a struct, and the addresses of its members.
  *
- * Addresses are 32-bit, in the shared window: SharedMemory<S> is the address of the struct, and
- * adds the offset of a member. */
+ * Addresses are 32-bit, in the shared window: SharedMemory<S> holds the address of the struct and
+ * adds member offsets. */
 #ifndef MOELORA_CUDA_SM90_SHARED_STORAGE_CUH
 #define MOELORA_CUDA_SM90_SHARED_STORAGE_CUH
 
@@ -10,14 +10,14 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/stage_header.cuh"
 
-/* Of the fix-up pass, see fixup.cuh. */
+/* State of the fix-up pass, see fixup.cuh. */
 struct FixupState {
   uint32_t state;
   uint64_t barrier;
 };
 
-/* S::Stage has members sW, the weights in the layout of the kernel, and sX[SPANS][TOKENS], rows of
- * tokens. In an adapter stage sW holds rows of B and sX rows of xa, see adapter_stage.cuh. */
+/* S::Stage has the members sW, weights in the layout of the kernel, and sX[SPANS][TOKENS], token
+ * rows. In an adapter stage sW holds rows of B and sX rows of xa, see adapter_layout.cuh. */
 template <class S> struct SharedStorage {
   static constexpr int OUT_ROWS = S::TOKENS < kEpilogueTokens ? S::TOKENS : kEpilogueTokens;
 
@@ -25,7 +25,7 @@ template <class S> struct SharedStorage {
   SwizzledRow sOut[S::CONSUMERS][S::OWN_BUFFERS][OUT_ROWS]; // epilogue tiles
   StageHeader headers[S::STAGES];
   PipelineBarriers<S::STAGES> barriers;
-  ListedSegment segments[S::PRODUCERS / 32][S::TOKENS]; // of each producer warp
+  ListedSegment segments[S::PRODUCERS / 32][S::TOKENS]; // one list per producer warp
   FixupState fixup;
 
   static_assert(sizeof(typename S::Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
@@ -33,7 +33,7 @@ template <class S> struct SharedStorage {
 
 template <class S> using GemmPipeline = Pipeline<SharedStorage<S>, S::CLUSTER>;
 
-/* Dynamic shared memory of a launch: its start is aligned for the swizzle. */
+/* Dynamic shared memory of a launch, with room to align the start for the swizzle. */
 template <class S> constexpr int kSharedBytes = 1024 + (int)sizeof(typename S::template Storage<S>);
 
 template <class S> struct SharedMemory {
@@ -53,7 +53,7 @@ template <class S> struct SharedMemory {
   __device__ __forceinline__ uint32_t header(int stage) const {
     return base + (uint32_t)offsetof(Storage, headers) + stage * (int)sizeof(StageHeader);
   }
-  /* The list of this producer warp. */
+  /* Segment list of this producer warp. */
   __device__ __forceinline__ uint32_t segments() const {
     return base + (uint32_t)offsetof(Storage, segments) +
            ((threadIdx.x - S::FIRST_PRODUCER) >> 5) * (int)(S::TOKENS * sizeof(ListedSegment));

@@ -1,20 +1,21 @@
-/* Stage headers: what a producer tells the consumers with a stage. They are written before the
- * arrival on the stage's full barrier and read after the wait for it. */
+/* Stage headers: metadata that the producer passes to the consumers with a stage. Written before
+ * the arrival on the full barrier and read after the wait for it. */
 #ifndef MOELORA_CUDA_SM90_STAGE_HEADER_CUH
 #define MOELORA_CUDA_SM90_STAGE_HEADER_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/launch/warp.cuh"
 
-/* The header of a stage in shared memory. */
+/* Header of a stage in shared memory. */
 struct StageHeader {
   uint4 tile;        // TileHeader
   uint32_t adapters; // AdaptersHeader or SlabsHeader
   uint32_t unused[3];
 };
 
-/* In the first stage of a tile: the tile, its rows in use, and the rows that consumers multiply,
- * some of which may hold anything. After the last tile comes a stage with block -1. */
+/* In the first stage of a tile: the tile, its number of valid tokens, and the number of tokens
+ * that consumers multiply, which may include padding. A stage with block -1 follows the last tile.
+ */
 struct TileHeader {
   Tile tile;
   int count, multiplied;
@@ -32,9 +33,9 @@ struct TileHeader {
   }
 };
 
-/* In the last k step of a tile: how many adapter stages follow, and whether some of their products
- * must be zero whatever B holds: those of tokens that do not carry a slab's adapter (`shared`), or
- * of ranks that the adapter does not have (`ragged`). */
+/* In the last k step of a tile: the number of adapter stages that follow, and whether non-finite
+ * elements of B need care: `shared` if some tokens do not carry a slab's adapter, `ragged` if a
+ * slab extends beyond an adapter's true rank. */
 struct AdaptersHeader {
   int stages;
   bool shared, ragged;
@@ -48,7 +49,7 @@ struct AdaptersHeader {
   }
 };
 
-/* In an adapter stage: its k16 slabs, and how many of them share a row of B. */
+/* In an adapter stage: the number of k16 slabs, and how many of them share a row of B. */
 struct SlabsHeader {
   int slabs, width;
 
@@ -57,6 +58,20 @@ struct SlabsHeader {
   }
   static __device__ __forceinline__ SlabsHeader read(uint32_t at) {
     const uint32_t v = uniform(load_shared_4(at + 16));
+    return {(int)(v & 0xffff), (int)(v >> 16)};
+  }
+};
+
+/* In an adapter stage whose consumers leave tokens out: those of slab `slab`, in place of the tile.
+ */
+struct SlabTokens {
+  int low, high;
+
+  __device__ __forceinline__ void write(uint32_t at, int slab) const {
+    store_shared_4(at + 4 * slab, low | high << 16);
+  }
+  static __device__ __forceinline__ SlabTokens read(uint32_t at, int slab) {
+    const uint32_t v = uniform(load_shared_4(at + 4 * slab));
     return {(int)(v & 0xffff), (int)(v >> 16)};
   }
 };

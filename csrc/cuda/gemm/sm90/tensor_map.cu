@@ -7,9 +7,9 @@ typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, 
                                 const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* The driver's encoder, found at run time so that nothing links against libcuda. */
+/* Looks up the driver's encoder at run time, so that libcuda is not a link dependency. */
 EncodeTiled find_encoder() {
-  static EncodeTiled encode; // races write the same value
+  static EncodeTiled encode; // concurrent calls write the same value
   if (!encode) {
     void *found = nullptr;
     cudaDriverEntryPointQueryResult result;

@@ -1,4 +1,4 @@
-/* Tensor maps, the descriptors of TMA. */
+/* Tensor maps (TMA descriptors). */
 #ifndef MOELORA_CUDA_TENSOR_MAP_H
 #define MOELORA_CUDA_TENSOR_MAP_H
 
@@ -8,12 +8,13 @@
 
 #include "core/backend.h"
 
-/* The last dimensions, experts and adapters, of the tensor maps of a stack's slices. What the
- * experts or the adapters of a slice share is a dimension of 1. */
+/* The outer dimensions, experts and adapters, of the tensor maps of a stack's slices. A dimension
+ * whose stride is 0 has extent 1. */
 struct StackDims {
-  uint32_t experts, adapters; // bit of each slice where they are apart
+  uint32_t experts, adapters; // bit i: slice i has a nonzero stride there
 
-  /* Of `slice`; `row`: its smallest stride, which a dimension of 1 gets, too. */
+  /* Fills in the dimensions of `slice`. row: its smallest stride, used for dimensions of extent 1.
+   */
   void describe(int slice, const moelora_factor &f, int32_t num_experts, int32_t max_loras,
                 cuuint64_t row, cuuint64_t *sizes, cuuint64_t *strides) {
     experts |= (uint32_t)(f.stride_e != 0) << slice;
@@ -31,21 +32,21 @@ struct StackDims {
   }
 };
 
-/* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */
+/* Tensor maps of a matrix that is ordered by position, with two box heights. */
 struct RowMaps {
-  CUtensorMap many, few;
+  CUtensorMap box, rest_box;
 };
 
-/* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], in boxes of one slab and of
- * those of a whole stage; see map_factors. */
+/* Tensor maps of the slices of B [max_loras, E, halves, rows, ranks], with boxes of one slab and
+ * of a whole stage; see map_factors. */
 struct FactorMaps {
   CUtensorMap slice[MOELORA_MAX_SLICES], wide[MOELORA_MAX_SLICES];
   StackDims dims;
 };
 
-/* Describes a tensor of `rank` dimensions of bf16 or fp16, innermost first: `sizes` and `box` count
- * elements, `strides`, of all but the innermost, bytes. What a box has outside reads as zeros.
- * DEVICE_ERROR if the driver refuses. */
+/* Encodes a map of a bf16 or fp16 tensor with `rank` dimensions, innermost first. `sizes` and
+ * `box` are in elements; `strides`, of all but the innermost dimension, in bytes. Out-of-bounds
+ * elements read as zero. Fails with DEVICE_ERROR if the driver rejects the map. */
 moelora_status
 moelora_encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *data,
                    const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,

@@ -1,16 +1,15 @@
-/* The tile scheduler of the Hopper GEMM: the tiles of a CTA, one after the other, and the k steps
- * that a tile has.
+/* Tile scheduler of the Hopper GEMM: the sequence of tiles of a CTA, and the k steps of each tile.
  *
- * Small tiles have a static schedule: cluster i has tiles i, i + clusters, ... of the order in
- * tile_order.cuh. Large tiles have a dynamic one: only the first is static, the others come from an
- * atomic counter. All producers of a cluster need the same tile, and in the fix-up pass the same
- * once more, so one lane fetches and writes what it got to global memory:
+ * Small tiles use a static schedule: cluster i processes tiles i, i + clusters, ... in the order
+ * of tile_order.cuh. Large tiles use a dynamic schedule: the first tile of a cluster is static,
+ * the others come from an atomic counter. All producers of a cluster must see the same sequence,
+ * also in the fix-up pass, so one lane fetches each tile and publishes it in global memory:
  *
  *   tile_counter [0]      tiles fetched so far
  *                [1 + i]  the tile that follows tile i in its cluster; 0: not fetched yet
  *
- * A tile is fetched when the one before begins. Fetched earlier, it would go to the clusters that
- * start first, whether or not they have time for it. */
+ * A tile is fetched when the previous one begins. Fetching earlier would assign tiles to the
+ * clusters that start first rather than to those that have time. */
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
@@ -18,22 +17,22 @@
 #include "cuda/gemm/sm90/kernel_shape.cuh"
 #include "cuda/ptx/hopper.cuh"
 
-/* A tile of one CTA of a cluster, and the block of the other CTA: the same block where the two
- * have a column each and share no weights. */
+/* Tile of one CTA of a cluster. `peer_block` is the block of the other CTA: the same block if the
+ * two CTAs process different columns of it and share no weights. */
 struct ClusterTile : Tile {
-  int32_t beside;
+  int32_t peer_block;
 
-  __device__ __forceinline__ bool is_shared() const { return beside == block; }
+  __device__ __forceinline__ bool is_shared() const { return peer_block == block; }
 };
 
-/* Unpaired blocks: a cluster has a pair of blocks for half of the columns, or a block without a
- * pair for all of them, two at a time. So every block has as many tiles. */
+/* Unpaired blocks: a cluster processes a pair of blocks over half of the columns, or an unpaired
+ * block over all columns, two at a time. Every block then has the same number of tiles. */
 __host__ __device__ inline int columns_each(int columns) {
   return (columns + 1) / 2;
 }
 
-/* Tile `index` of CTA `rank` of a cluster of two, and its rows in use, over blocks of which some
- * are pairs. Its column may be past the last one. */
+/* Tile `index` of CTA `rank` in a cluster of two, and its number of valid tokens, if some blocks
+ * are paired. Its column may be past the last one. */
 template <class S>
 __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, int index,
                                                     int columns, int blocks, int rank, int *count) {
@@ -41,7 +40,7 @@ __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g
   const Tile t = tile_at<S>(g, index, each, blocks);
   const int pair = g.schedule.blocks.pairs[t.block];
   *count = g.schedule.blocks.counts[t.block];
-  if (pair == 0) // of an odd number of columns both CTAs have the last one, and the same results
+  if (pair == 0) // with an odd number of columns, both CTAs compute the last one
     return {{t.block, min(2 * t.column + rank, columns - 1), t.expert, 0}, t.block};
   const int second = pair < 0, first = t.block - second;
   if (rank != second)
@@ -56,16 +55,16 @@ template <class S> __device__ __forceinline__ int k_steps_of(const moelora_gemm_
 
 template <class S> struct TileScheduler {
   int index;
-  ClusterTile tile; // block -1 after the last
-  int count;        // rows in use
-  bool fetches;     // this lane does
+  ClusterTile tile; // block is -1 after the last tile
+  int count;        // valid tokens
+  bool fetches;     // whether this lane fetches tiles
 
   __device__ __forceinline__ TileScheduler(const moelora_gemm_launch &g, bool fetches_)
       : index(blockIdx.x / S::CLUSTER), fetches(fetches_) {
     find(g);
   }
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
-  /* Fetches the tile after this one, except that the first tile starts its loads before: there
+  /* Fetches the next tile, except during the first tile, which should issue its loads first: there
    * `advance` fetches. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
     if (index >= clusters())
@@ -96,17 +95,17 @@ private:
       index = *next;
     while (index == 0);
   }
-  /* The tile at `index`, or the first one after it that exists. */
+  /* Sets `tile` to tile `index`, or the first valid one after it. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
     const int all =
         S::UNPAIRED_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
-    // The last tiles become halves: as many as keep all clusters busy for half of a tile's time.
-    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MOST_HALVED) : 0;
+    // Split the last tiles into halves: enough to keep all clusters busy for half a tile's time.
+    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MAX_HALF_TILES) : 0;
     for (; index < all + halved; follow(g)) {
-      const int past = index - (all - halved); // tiles that are whole
+      const int past = index - (all - halved); // index relative to the end of the whole tiles
       const int at = !S::HALF_TILES || past < 0 ? index : index - (past + 1) / 2;
       if constexpr (S::UNPAIRED_BLOCKS) {
         tile = tile_of_pair<S>(g, at, columns, blocks, rank, &count);
@@ -118,9 +117,10 @@ private:
       if constexpr (S::HALF_TILES) {
         tile.half = past < 0 ? 0 : 1 + past % 2;
         if (past < 0 && first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)
-          tile.half = 1; // there are no outputs in its second half
+          tile.half = 1; // its second half has no outputs
       }
-      // CTAs that have a column each advance together, even where one has no outputs.
+      // CTAs that process different columns of a block advance together, even if one has no
+      // outputs.
       const bool exists = tile.is_shared() || first_output<S>(g, tile, 0) < g.weights.n_out;
       if ((!S::UNPAIRED_BLOCKS || tile.column < columns) && (!S::HALF_TILES || exists))
         return;

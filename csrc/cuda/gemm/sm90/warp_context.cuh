@@ -1,10 +1,9 @@
-/* What a warp of a Hopper GEMM knows of its CTA: shared memory, its place in the pipeline, and, in
- * a consumer, the epilogue buffers that it fills. Producers and consumers each have a copy that
- * moves on by itself.
+/* Per-warp state of a Hopper GEMM: shared memory, position in the pipeline, and in consumers the
+ * epilogue buffers. Each warp has its own copy.
  *
- * An epilogue tile is 64 outputs of 32 tokens. A consumer has two buffers of its own; the others
- * alias its part of the last stage of the tile, which returns to the pipeline once TMA stores have
- * read it. Tiles of up to 32 tokens need no aliased buffers. */
+ * An epilogue tile holds 64 outputs of 32 tokens. A consumer has two dedicated buffers; the others
+ * alias its part of the tile's last stage, which returns to the pipeline once TMA stores have read
+ * it. Tiles of up to 32 tokens need no aliased buffers. */
 #ifndef MOELORA_CUDA_SM90_WARP_CONTEXT_CUH
 #define MOELORA_CUDA_SM90_WARP_CONTEXT_CUH
 
@@ -18,8 +17,7 @@ template <class S> struct WarpContext {
   static constexpr int OWN_BUFFERS = S::OWN_BUFFERS;
   static constexpr int OWN_BYTES = sizeof(SharedStorage<S>::sOut[0][0]);
   static constexpr int ALIASED_BUFFERS =
-      S::TOKENS <= kEpilogueTokens ? 0
-                                   : (int)sizeof(typename S::Stage) / S::CONSUMERS / kEpilogueBytes;
+      S::ALIASES ? (int)sizeof(typename S::Stage) / S::CONSUMERS / kEpilogueBytes : 0;
   static constexpr int BUFFERS = OWN_BUFFERS + ALIASED_BUFFERS;
 
   SharedMemory<S> smem;
@@ -30,20 +28,20 @@ template <class S> struct WarpContext {
   __device__ __forceinline__ explicit WarpContext(const void *dynamic)
       : smem(dynamic), pipeline(smem.base) {}
 
-  /* To the first stage again, for another pass over the tiles. */
+  /* Returns to the first stage, for another pass over the tiles. */
   __device__ __forceinline__ void restart() {
     pipeline.restart();
     aliased = -1;
   }
 
-  /* ---- of consumers ---- */
+  /* ---- consumers only ---- */
 
   __device__ __forceinline__ void sync() const { warpgroup_sync(kConsumerBarrier + consumer); }
   static __device__ __forceinline__ void sync_all() {
     warpgroup_sync<128 * S::CONSUMERS>(kAllConsumersBarrier);
   }
 
-  /* Epilogue buffer `buffer` of consumer `owner`. */
+  /* Address of epilogue buffer `buffer` of consumer `owner`. */
   __device__ __forceinline__ uint32_t sOut(int owner, int buffer) const {
     const int more = buffer - OWN_BUFFERS;
     if (more >= 0 && more < ALIASED_BUFFERS)
@@ -52,8 +50,8 @@ template <class S> struct WarpContext {
            (owner * OWN_BUFFERS + (more & 1)) * OWN_BYTES;
   }
 
-  /* Waits until TMA has read what the warps of this consumer stored, except for the last PENDING
-   * stores of each. */
+  /* Waits until TMA has read the buffers that the warps of this consumer stored, except for the
+   * last PENDING stores of each warp. */
   template <int PENDING = 0> __device__ __forceinline__ void wait_stores_read() const {
     if ((threadIdx.x & 31) == 0)
       tma_store_wait_read<PENDING>();
@@ -69,7 +67,8 @@ template <class S> struct WarpContext {
     aliased = -1;
   }
 
-  /* A tile is multiplied: its last stage becomes epilogue buffers, or is released. */
+  /* Called after the main loop of a tile: the last stage becomes epilogue buffers, or is released.
+   */
   __device__ __forceinline__ void take_last_stage(int last) {
     if (ALIASED_BUFFERS > 0)
       aliased = last;

@@ -1,6 +1,6 @@
-/* The producer's view of quantized weights: where this CTA's share of a tile's m64 tiles lies in
- * global memory, at the next k step. One lane has to issue copies of 2 to 8 KB as fast as memory
- * delivers them. */
+/* Producer's iterator over quantized weights: the global address of this CTA's share of a tile's
+ * m64 tiles at the next k step. One lane must issue copies of 2 to 8 KB as fast as memory delivers
+ * them, so the state per step is minimal. */
 #ifndef MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 #define MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 
@@ -10,10 +10,10 @@
 template <class S> struct WeightTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
   const char *gW[MOST];
-  int count;    // of the share
-  bool are_all; // the share is the whole tile: nothing comes from the cluster's other CTA
+  int count;    // m64 tiles in the share
+  bool are_all; // the share is the whole tile: no multicast from the other CTA
 
-  /* From the first k step of a tile on. */
+  /* Starts at the first k step of a tile. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
     are_all = S::CLUSTER == 1 || (S::UNPAIRED_BLOCKS && tile.is_shared());
     count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
@@ -31,7 +31,7 @@ template <class S> struct WeightTiles {
   }
 };
 
-/* Bytes of weights, with their scales, that a k step brings to this CTA. */
+/* Bytes of weights, including scales, that this CTA receives per k step. */
 template <class S>
 __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g,
                                                       const Tile &tile) {

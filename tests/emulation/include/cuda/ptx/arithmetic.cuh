@@ -20,6 +20,9 @@ inline float min_nan(float a, float b) {
   return a != a || b != b ? NAN : a < b ? a : b;
 }
 
+inline float sigmoid_of_power(float x) {
+  return 1.f / (exp2f(x) + 1.f);
+}
 inline float gated_activation(float gate, float up, float a, float b, float c, float limit) {
   const float g = min_nan(gate, limit), u = max_nan(min_nan(up, limit), -limit) + c;
   const float t = 1.f / (exp2f(fmaf(g * g, b, a) * g) + 1.f);

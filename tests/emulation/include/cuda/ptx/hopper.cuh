@@ -13,21 +13,21 @@ inline uint64_t *barrier_at(uint32_t barrier) {
 inline void barrier_init(uint32_t barrier, int arrivals) {
   emulation::mbarrier_init(barrier_at(barrier), arrivals);
 }
-inline void barrier_end(uint32_t barrier) {
-  emulation::mbarrier_end(barrier_at(barrier));
+inline void barrier_invalidate(uint32_t barrier) {
+  emulation::mbarrier_invalidate(barrier_at(barrier));
 }
 inline void barrier_init_visible() {}
 inline void barrier_arrive(uint32_t barrier) {
   emulation::mbarrier_arrive(barrier_at(barrier), 0);
 }
-inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+inline void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   emulation::mbarrier_arrive(barrier_at(barrier), bytes);
 }
-inline void barrier_arrive_after_copies(uint32_t barrier) {
+inline void barrier_arrive_cp_async(uint32_t barrier) {
   uint64_t *at = barrier_at(barrier);
   emulation::after_copies([at] { emulation::mbarrier_arrive(at, 0); });
 }
-inline bool is_elected() {
+inline bool elect_one() {
   return threadIdx.x % 32 == 0;
 }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -36,7 +36,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 inline bool barrier_test(uint32_t barrier, uint32_t parity) {
   return emulation::mbarrier_test(barrier_at(barrier), parity);
 }
-inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   barrier_at(barrier);
   emulation::mbarrier_arrive((uint64_t *)(emulation::window_of(rank) + barrier), 0);
 }
@@ -107,7 +107,7 @@ template <int PENDING> void wgmma_wait() {
   emulation::meet(
       ~0u, [](void *const(&)[32], uint32_t) { emulation::wait_products(PENDING); }, nullptr);
 }
-template <int COUNT> void settle(float *) {}
+template <int COUNT> void fence_accumulators(float *) {}
 inline uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
@@ -119,8 +119,8 @@ inline uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
 inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
   return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
-template <int REGISTERS> void give_registers() {}
-template <int REGISTERS> void take_registers() {}
+template <int REGISTERS> void warpgroup_reg_dealloc() {}
+template <int REGISTERS> void warpgroup_reg_alloc() {}
 
 inline void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t v[4] = {a, b, c, d};

@@ -131,6 +131,9 @@ template <int WORDS> void load_alone(uint32_t (&v)[WORDS], const void *from) {
 inline void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
   emulation::load_matrices(v, 4, at);
 }
+inline void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
+  emulation::load_matrices_transposed(v, 4, at);
+}
 inline void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
   emulation::load_matrices(v, 2, at);
 }

@@ -1,4 +1,4 @@
-/* Grids run one after the other. */
+/* Grids run sequentially. */
 #ifndef MOELORA_CUDA_PTX_PDL_CUH
 #define MOELORA_CUDA_PTX_PDL_CUH
 

@@ -11,6 +11,9 @@ template <int N> struct Wgmma {
   template <bool IS_BF16> static void mma(float *d, uint64_t a, uint64_t b) {
     emulation::wgmma(IS_BF16 ? emulation::BF16 : emulation::F16, N, d, nullptr, a, b, true);
   }
+  template <bool IS_BF16> static void mma_transposed(float *d, uint64_t a, uint64_t b) {
+    emulation::wgmma(IS_BF16 ? emulation::BF16 : emulation::F16, N, d, nullptr, a, b, true, true);
+  }
   template <bool IS_BF16> static void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
     emulation::wgmma(IS_BF16 ? emulation::BF16 : emulation::F16, N, d, a, 0, b, true);
   }

@@ -1,0 +1,254 @@
+"""A training step of a layer on a GPU: what <card>-training.json is written by.
+
+    python -m benchmarks.training --out benchmarks/results/h100-training.json --peers .peers/train
+    python -m benchmarks.training --shapes qwen3 --tokens 4096 --ranks 16 --profile
+
+Forward and backward through autograd, frozen weights and adapters in bfloat16, one tenant or
+`--tenants`, random routing: softmax of normal logits, top-k, renormalised. Microseconds are medians
+of 11 by CUDA events, L2 overwritten before each, the host ahead of the GPU. MiB are what a step
+needs above weights, adapters, inputs and dout: the peak, and what autograd keeps.
+
+`bound_us` is the larger of bytes over `--bandwidth` and operations over `--flops`: base forward and
+dX, LoRA forward, dX, dA and dB; weights twice, LoRA three times, x, out, dout and dx, and
+pre-activations out and in. `max_err_ratio`: the largest error of a gradient over that of the same
+layer in torch, both against float64, of a small layer.
+
+`--peers DIR` has bench_train.py, which measures other projects' kernels in the same way.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import moelora
+from moelora import _C
+from moelora.bench import results
+from moelora.reference import naive_fused_experts_lora_backward
+from moelora.reference.backward import TRAINED
+
+SHAPES = {  # experts, experts of a token, hidden, intermediate
+    "qwen3": (128, 8, 2048, 768),
+    "gptoss": (32, 4, 2880, 2880),
+    "glm45air": (128, 8, 4096, 1408),
+    "mixtral": (8, 2, 4096, 14336),
+}
+TOKENS = {"qwen3": (1024, 4096, 16384)}  # others: without the first
+CHECKED = (16, 4, 512, 352)
+CHECKED_TOKENS = 384
+BANDWIDTH, FLOPS = 4.3e12, 790e12
+REPEATS, WARM_UP = 11, 3
+
+
+def draw(shape, tokens, rank, tenants, device="cuda", seed=0):
+    """(arguments of the layer, dout)"""
+    experts, top_k, hidden, inter = shape
+    make = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size, std=1.0, dtype=torch.bfloat16):
+        empty = torch.empty(size, dtype=dtype, device=device)
+        return empty.normal_(0, std, generator=make)
+
+    weights, ids = normal(tokens, experts, dtype=torch.float32).softmax(-1).topk(top_k)
+    at = (tenants, experts)
+    arguments = {
+        "hidden_states": normal(tokens, hidden),
+        "w13": normal(experts, 2 * inter, hidden, std=hidden**-0.5),
+        "w2": normal(experts, hidden, inter, std=inter**-0.5),
+        "topk_weights": weights / weights.sum(-1, keepdim=True),
+        "topk_ids": ids,
+        "token_lora_mapping": torch.randint(tenants, (tokens,), device=device, generator=make),
+        "w13_lora_a": normal(*at, rank, hidden, std=hidden**-0.5),
+        "w13_lora_b": normal(*at, 2 * inter, rank, std=rank**-0.5),
+        "w2_lora_a": normal(*at, rank, inter, std=inter**-0.5),
+        "w2_lora_b": normal(*at, hidden, rank, std=rank**-0.5),
+        "lora_scalings": torch.full((tenants,), 0.5, device=device),
+    }
+    return arguments, normal(tokens, hidden)
+
+
+def bound(shape, tokens, rank, tenants, bandwidth, flops):
+    """Least microseconds of a forward and a backward."""
+    experts, top_k, hidden, inter = shape
+    rows = tokens * top_k
+    of_rank = 2 * hidden + 3 * inter
+    weights = min(experts, rows) * 3 * hidden * inter * 2
+    lora = min(experts * tenants, rows) * rank * of_rank * 2
+    moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
+    done = 2 * rows * (2 * 3 * hidden * inter + 3 * rank * of_rank)
+    return 1e6 * max(moved / bandwidth, done / flops)
+
+
+class Step:
+    def __init__(self, arguments, dout):
+        trained = {n: arguments[n].requires_grad_() for n in TRAINED if n in arguments}
+        self.arguments, self.dout, self.leaves = arguments, dout, list(trained.values())
+
+    def forward(self):
+        return moelora.fused_experts_lora(**self.arguments)
+
+    def run(self):
+        for leaf in self.leaves:
+            leaf.grad = None
+        out = self.forward()
+        out.backward(self.dout)
+
+
+def measure_memory(step):
+    """(peak, what autograd keeps) in MiB above what is there before."""
+    resident = {v.untyped_storage().data_ptr() for v in step.arguments.values()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for leaf in step.leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = step.forward()
+    out.backward(step.dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak / 2**20, sum(kept.values()) / 2**20
+
+
+def measure(call, flush):
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        torch.cuda._sleep(8_000_000)  # about 5 ms: the host queues the step meanwhile
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def error_ratio(rank, tenants, device="cuda"):
+    """The largest error of a gradient of ours over that of torch in bfloat16."""
+    arguments, dout = draw(CHECKED, CHECKED_TOKENS, rank, tenants, device)
+    ours = Step({n: v.clone() for n, v in arguments.items()}, dout)
+    ours.run()
+    found = {n: ours.arguments[n].grad for n in TRAINED if n in arguments}
+    wide = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
+    wide["topk_weights"] = arguments["topk_weights"]
+    exact = naive_fused_experts_lora_backward(dout.double(), **wide)
+    naive = naive_fused_experts_lora_backward(dout, **arguments)
+    ratios = []
+    for name, got in found.items():
+        want, other = exact[name], naive[name]
+        want, other = (v[0] if isinstance(v, list) else v for v in (want, other))
+        off, allowed = ((v.double() - want.double()).abs().max().item() for v in (got, other))
+        ratios.append(off / allowed if allowed else math.inf)
+    return max(ratios)
+
+
+def profile(step):
+    """Microseconds of each kernel of a step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as record:
+        step.run()
+        torch.cuda.synchronize()
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        print(f"    {event.device_time_total:9.1f} us  {event.name[:110]}", flush=True)
+
+
+def run_peers(directory, args):
+    """Rows of bench_train.py, by (shape, tokens, rank, tenants)."""
+    out = Path(directory) / "moelora"
+    words = [sys.executable, "bench_train.py", "--out", str(out.resolve()), "--name", "peers.json"]
+    words += ["--shapes", args.shapes, "--ranks", args.ranks, "--budget-s", str(args.peers_s)]
+    words += ["--tokens", args.tokens] if args.tokens else []
+    words += ["--peers", args.peer_names] if args.peer_names else []
+    subprocess.run(words, cwd=directory, check=False, timeout=args.peers_s + 120)
+    rows = {}
+    for case in json.loads((out / "peers.json").read_text())["cases"]:
+        if case.get("ok") and not case["mx"]:
+            key = (case["shape"], case["tokens"], case["rank"], case["tenants"])
+            names = ("fwd_us", "fwdbwd_us", "peak_mib", "saved_mib")
+            rows.setdefault(key, {})[case["peer"]] = {name: case[name] for name in names}
+    return rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="")
+    parser.add_argument("--ranks", default="16,64")
+    parser.add_argument("--tenants", default=1, type=int)
+    parser.add_argument("--bandwidth", default=BANDWIDTH, type=float, help="bytes in a second")
+    parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
+    parser.add_argument("--variant", help="force these kernel variants")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--peers", help="a folder with bench_train.py")
+    parser.add_argument("--peer-names", default="", help="some of them")
+    parser.add_argument("--peers-s", default=500.0, type=float, help="seconds for them")
+    parser.add_argument("--out", help="result file to write")
+    args = parser.parse_args(argv)
+    ranks = [int(rank) for rank in args.ranks.split(",")]
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    rows = []
+    for rank in ranks:
+        ratio = error_ratio(rank, args.tenants)
+        for name in args.shapes.split(","):
+            shape = SHAPES[name]
+            tokens_of = [int(t) for t in args.tokens.split(",")] if args.tokens else None
+            for tokens in tokens_of or TOKENS.get(name, (4096, 16384)):
+                _C.force_variant(args.variant)
+                step = Step(*draw(shape, tokens, rank, args.tenants))
+                for _ in range(WARM_UP):
+                    step.run()
+                peak, saved = measure_memory(step)
+                limit = bound(shape, tokens, rank, args.tenants, args.bandwidth, args.flops)
+                both = measure(step.run, flush)
+                plan = _C.last_plan()
+                row = {
+                    "shape": name,
+                    "tokens": tokens,
+                    "rank": rank,
+                    "tenants": args.tenants,
+                    "format": "bf16",
+                    "ours_us": round(both, 1),
+                    "ours_fwd_us": round(measure(step.forward, flush), 1),
+                    "bound_us": round(limit, 1),
+                    "share": round(limit / both, 3),
+                    "peak_mib": round(peak, 1),
+                    "saved_mib": round(saved, 1),
+                    "max_err_ratio": round(ratio, 3),
+                    "plan": plan,
+                    "peers": {},
+                }
+                print(json.dumps(row), flush=True)
+                if args.profile:
+                    profile(step)
+                rows.append(row)
+                del step
+                torch.cuda.empty_cache()
+    _C.force_variant(None)
+    if args.peers:
+        del flush
+        torch.cuda.empty_cache()
+        found = run_peers(args.peers, args)
+        for row in rows:
+            key = (row["shape"], row["tokens"], row["rank"], row["tenants"])
+            row["peers"] = found.get(key, {})
+    if args.out:
+        results.write(args.out, rows, command=sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

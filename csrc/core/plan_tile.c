@@ -1,0 +1,265 @@
+/* Which row of the table a projection or a layer runs. All rows are candidates, and every one but
+ * the one to run has a reason against it:
+ *
+ *   it cannot run the problem, or not on this device                     misfit
+ *   one launch for the whole layer is faster, or several are             keep_layer
+ *   the instructions of the device's own family serve                    keep_newest
+ *   on a GPU that was measured, another tile was the fastest there       keep_measured
+ *   on others a model of the device finds another one faster             keep_fastest
+ *
+ * None of it depends on adapters: a base row must meet the same kernel whatever the batch carries.
+ */
+#include "core/plan_tile.h"
+
+#include <math.h>
+#include <stdio.h>
+
+#include "core/format.h"
+#include "core/log.h"
+
+/* ---- what was measured on an H200, for it and the GPUs of the same chip ---- */
+
+/* The shape of a CUDA kernel that suits a load. */
+typedef struct shape {
+  int32_t block, cluster;
+} shape;
+
+/* A shape for up to so many rows of an expert on average. */
+typedef struct shape_bound {
+  int64_t rows;
+  shape shape;
+} shape_bound;
+
+/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, needs room
+ * above the average to keep nearly every expert together, so that its weights are read once. The
+ * bounds are where the times of two neighbours cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B,
+ * DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
+static const shape_bound native_shapes[] = {
+    {8, {16, 1}},          /* nothing but weights moves */
+    {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
+    {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
+    {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
+    {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
+    {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
+};
+
+/* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
+ * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144
+ * tokens nearly every expert of 128 rows on average has one block, and one of 256 has two. */
+static const shape_bound quantised_shapes[] = {
+    {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
+    {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
+};
+
+/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
+ * accumulator and scales leave no room for more than 96 tokens. Where these are operand A, 128 take
+ * a fifth less time, but come 64 at a time and leave more to be done behind a tile's depth: that
+ * pays where one tile holds most experts, whatever few rows others have beyond, or two tiles of 96
+ * no longer hold nearly every expert. Where they do, they share what they read of its weights. Of
+ * 32 tokens an expert on average some have more. */
+static const shape_bound w8a8_shapes[] = {
+    {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
+    {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
+};
+
+static shape measured_shape(int64_t rows, const moelora_access *access) {
+  const bool native =
+      moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
+  const shape_bound *bound = native                                   ? native_shapes
+                             : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
+                                                                      : quantised_shapes;
+  while (rows > bound->rows)
+    bound++;
+  return bound->shape;
+}
+
+/* Nearest to the wanted block, a larger one before a smaller one; of these the wanted cluster. */
+static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
+  const int32_t candidate = v->block_m, known = best->block_m;
+  if (candidate == known)
+    return v->cluster == want.cluster && best->cluster != want.cluster;
+  if ((candidate >= want.block) != (known >= want.block))
+    return candidate >= want.block;
+  return candidate >= want.block ? candidate < known : candidate > known;
+}
+
+/* ---- what a row can run ---- */
+
+const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
+                                              moelora_kernel_format format,
+                                              const moelora_device_info *device) {
+  const moelora_variant *other;
+  if (v->device == MOELORA_CPU || v->format == format)
+    return v;
+  for (int32_t i = 0; (other = moelora_variant_at(i)); i++)
+    if (other->role == v->role && other->format == format && other->dtype == v->dtype &&
+        other->needs == v->needs && other->block_m == v->block_m && other->cluster == v->cluster &&
+        moelora_variant_runs_on(other, device))
+      return other;
+  return NULL;
+}
+
+/* Results of a layer lie as its kernels like them. The largest of Hopper know no others: those that
+ * share weights in a cluster, and those that make weights in registers. */
+static bool takes_any_output(const moelora_variant *v) {
+  return v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128);
+}
+
+/* Hopper's kernels count all 16 bytes of an x that they gather in 32 bits, portable ones the
+ * elements from row to row. */
+static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
+  const bool sm90 = v->needs == MOELORA_SM90;
+  int64_t stride = access->x_stride;
+  if (moelora_is_e4m3_kernel(v->format))
+    stride = moelora_divide_up(access->k, 128) * (sm90 ? 64 : 128);
+  return sm90 ? access->x_rows * (stride / 8) <= UINT32_MAX : stride <= INT32_MAX;
+}
+
+const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *access,
+                                const moelora_device_info *device) {
+  if (v->device == MOELORA_CPU)
+    return NULL;
+  if (v->format != access->format)
+    return "it is for weights of another format";
+  if (access->layer && !moelora_tile_of_format(v, access->second, device))
+    return "no row like it is for the format of w2";
+  if (v->role == MOELORA_ROLE_LAYER)
+    return access->decode ? NULL : "it takes a few tokens of a whole layer in rows or tiles alone";
+  if (!reaches_rows(v, access))
+    return "its offsets do not reach all rows of x";
+  if (v->needs == MOELORA_SM90) {
+    if (!access->tma)
+      return "no tensor map covers the weights, or something allows no 16-byte accesses";
+    if (access->halves)
+      return "it takes no FP8 scales of 64 columns";
+    return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
+  }
+  /* Element by element, larger tiles would spill registers. */
+  return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS
+             ? NULL
+             : "something allows no 16-byte accesses";
+}
+
+/* ---- which of those that can ---- */
+
+typedef struct tile_list {
+  moelora_tile *tiles;
+  int32_t count;
+} tile_list;
+
+/* Strikes out all but `best`. */
+static void keep(tile_list list, const moelora_tile *best, const char *why_not) {
+  for (moelora_tile *t = list.tiles; best && t < list.tiles + list.count; t++)
+    if (!t->why_not && t != best)
+      t->why_not = why_not;
+}
+
+/* For few tokens the whole layer, as the first row says that takes it. */
+static void keep_layer(tile_list list, bool few) {
+  const moelora_tile *layer = NULL;
+  for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
+    if (t->why_not || t->variant->role != MOELORA_ROLE_LAYER)
+      continue;
+    if (!few)
+      t->why_not = "several launches are faster";
+    else if (!layer)
+      layer = t;
+  }
+  keep(list, layer, "one launch for the whole layer is faster");
+}
+
+/* The newest instruction set, or the GPU's own family. */
+static void keep_newest(tile_list list) {
+  int32_t newest = -1;
+  for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
+    if (!t->why_not && t->variant->needs > newest)
+      newest = t->variant->needs;
+  for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
+    if (!t->why_not && t->variant->needs < newest)
+      t->why_not = "newer instructions of the device serve";
+}
+
+static void keep_measured(tile_list list, shape want) {
+  const moelora_tile *best = NULL;
+  for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
+    if (!t->why_not && (!best || is_nearer(t->variant, best->variant, want)))
+      best = t;
+  keep(list, best, "another tile was measured to be faster");
+}
+
+/* Of tiles whose times are so near to each other the model says nothing. The smallest one that
+ * holds an average expert leaves registers and the fewest products with padding; beyond, the
+ * largest reads the least. */
+#define ALIKE 1.01
+
+static void keep_fastest(tile_list list, int64_t rows) {
+  double least = INFINITY;
+  const moelora_tile *best = NULL;
+  for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
+    if (!t->why_not && t->ns < least)
+      least = t->ns;
+  for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
+    if (t->why_not || t->ns > ALIKE * least)
+      continue;
+    const shape average = {rows <= INT32_MAX ? (int32_t)rows : INT32_MAX, 0};
+    if (!best || is_nearer(t->variant, best->variant, average))
+      best = t;
+  }
+  keep(list, best, "the model of the device finds another tile faster");
+}
+
+/* Of a layer, as long as w2 takes on average beside w13. */
+static double model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
+                       const moelora_device_info *device) {
+  if (v->device == MOELORA_CPU || v->role != MOELORA_ROLE_GEMM)
+    return 0;
+  const double ns = moelora_tile_ns(v, (double)rows, device);
+  if (!access->layer)
+    return ns;
+  const moelora_variant *w2 = moelora_tile_of_format(v, access->second, device);
+  return (ns + moelora_tile_ns(w2, (double)rows, device)) / 2;
+}
+
+int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
+                           const moelora_device_info *device,
+                           moelora_tile tiles[MOELORA_MOST_TILES]) {
+  tile_list list = {tiles, 0};
+  const moelora_variant *v;
+  for (int32_t i = 0; (v = moelora_variant_at(i)) && list.count < MOELORA_MOST_TILES; i++) {
+    if (v->dtype != dtype || v->device != device->device ||
+        (v->role != MOELORA_ROLE_LAYER && v->role != MOELORA_ROLE_GEMM))
+      continue;
+    moelora_tile *t = &tiles[list.count++];
+    *t = (moelora_tile){.variant = v,
+                        .why_not = moelora_variant_runs_on(v, device)
+                                       ? moelora_tile_misfit(v, access, device)
+                                       : "it does not run on this device"};
+    if (!t->why_not)
+      t->ns = model_ns(v, rows, access, device);
+  }
+  keep_layer(list, access->few);
+  keep_newest(list);
+  if (device->device == MOELORA_CPU)
+    return list.count; /* a row for each instruction set */
+  if (moelora_is_measured(device))
+    keep_measured(list, measured_shape(rows, access));
+  else
+    keep_fastest(list, rows);
+  return list.count;
+}
+
+const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
+                                           const moelora_access *access,
+                                           const moelora_device_info *device) {
+  moelora_tile tiles[MOELORA_MOST_TILES];
+  const int32_t count = moelora_list_tiles(rows, dtype, access, device, tiles);
+  const moelora_variant *chosen = NULL;
+  for (int32_t i = 0; i < count; i++) {
+    if (!tiles[i].why_not)
+      chosen = tiles[i].variant;
+    if (tiles[i].ns > 0 && !moelora_is_measured(device) && moelora_log() >= MOELORA_LOG_PLAN)
+      fprintf(stderr, "moelora:   tile %s: %.4f ns for 1000 weights%s%s\n", tiles[i].variant->name,
+              tiles[i].ns, tiles[i].why_not ? ", " : "", tiles[i].why_not ? tiles[i].why_not : "");
+  }
+  return chosen;
+}

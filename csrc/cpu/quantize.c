@@ -1,0 +1,105 @@
+/* Quantizes rows of x to e4m3 for FP8 weights (see moelora_x_format in moelora.h):
+ *
+ *   s = scale of a K group, of a row, or given
+ *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s)); stored as
+ * operands, which represent e4m3 exactly scales [rows, groups]  = s, repeated if groups share it
+ *
+ * The result of a row does not depend on the rest of the batch. */
+#include <math.h>
+#include <string.h>
+
+#include "core/format.h"
+#include "cpu/cpu.h"
+#include "cpu/e4m3.h"
+
+enum { LANES = 8, GROUP = 128 };
+
+moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
+                                                   const moelora_weights *w, int64_t rows,
+                                                   moelora_arena *arena) {
+  if (w->x == MOELORA_X_NATIVE)
+    return (moelora_quantized_rows){0};
+  const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
+  return (moelora_quantized_rows){
+      .values = moelora_take(arena, moelora_operands_bytes(variant, rows, w->k)),
+      .scales =
+          moelora_take_array(arena, moelora_times((size_t)rows, (size_t)groups), sizeof(float)),
+      .groups = groups,
+  };
+}
+
+typedef struct quantize_tasks {
+  const moelora_cpu_kernels *kernels;
+  const moelora_weights *w;
+  const char *x;
+  int64_t x_stride;
+  const moelora_quantized_rows *out;
+} quantize_tasks;
+
+/* Loads columns [k, k + count) of an operand row. */
+static void read_columns(const moelora_cpu_kernels *kernels, const char *row, int64_t k,
+                         int64_t count, float *to) {
+  const char *from = row + (size_t)k * kernels->operand_bytes;
+  if (kernels->operand_bytes == sizeof(float))
+    memcpy(to, from, (size_t)count * sizeof(float));
+  else
+    kernels->load(from, to, count);
+}
+
+/* Maximum of `least` and all magnitudes; ignores NaN. */
+static float largest(const float *line, int64_t count, float least) {
+  float most[LANES];
+  for (int lane = 0; lane < LANES; lane++)
+    most[lane] = least;
+  for (int64_t i = 0; i < count; i += LANES)
+    for (int lane = 0; lane < LANES && i + lane < count; lane++) {
+      const float size = fabsf(line[i + lane]);
+      most[lane] = size > most[lane] ? size : most[lane];
+    }
+  for (int lane = 1; lane < LANES; lane++)
+    most[0] = most[lane] > most[0] ? most[lane] : most[0];
+  return most[0];
+}
+
+static float token_scale(const quantize_tasks *tasks, const char *row) {
+  float line[GROUP], most = 0;
+  for (int64_t k = 0; k < tasks->w->k; k += GROUP) {
+    const int64_t count = moelora_min(GROUP, tasks->w->k - k);
+    read_columns(tasks->kernels, row, k, count, line);
+    most = largest(line, count, most);
+  }
+  const float scale = most / MOELORA_E4M3_MAX, least = 1.0f / (MOELORA_E4M3_MAX * 512.0f);
+  return scale > least ? scale : least;
+}
+
+static void quantize_row(void *context, int64_t index, int32_t worker) {
+  (void)worker;
+  const quantize_tasks *tasks = context;
+  const moelora_weights *w = tasks->w;
+  const moelora_cpu_kernels *kernels = tasks->kernels;
+  const int64_t group = moelora_x_group(w->format);
+  const char *row = tasks->x + (size_t)(index * tasks->x_stride) * kernels->operand_bytes;
+  char *to = (char *)tasks->out->values + (size_t)(index * w->k) * kernels->operand_bytes;
+  float *scales = tasks->out->scales + index * tasks->out->groups;
+  float line[GROUP], scale = w->x == MOELORA_X_TOKEN ? token_scale(tasks, row) : w->x_scale;
+  for (int64_t k = 0; k < w->k; k += group) {
+    const int64_t count = moelora_min(group, w->k - k);
+    read_columns(kernels, row, k, count, line);
+    if (w->x == MOELORA_X_GROUP)
+      scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
+    /* engines divide by per-token scales, and multiply by the inverse of others */
+    const float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < count; i++)
+      line[i] = moelora_round_e4m3(w->x == MOELORA_X_TOKEN ? line[i] / scale : line[i] * inverse);
+    kernels->round(line, to + (size_t)k * kernels->operand_bytes, count);
+    *scales++ = scale;
+  }
+}
+
+void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
+                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
+                          const moelora_exec *exec) {
+  quantize_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
+  if (out->values)
+    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantize_row, &tasks);
+}

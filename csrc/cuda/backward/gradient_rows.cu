@@ -1,0 +1,245 @@
+/* Lists the rows that each gradient of a factor sums over, and cuts them into parts.
+ *
+ *   search_segments   where the sort has not listed the segments of (expert, adapter): a thread
+ *                     finds each by binary search
+ *   find_parts        one CTA: rows before each (adapter, expert), parts of pairs and of adapters
+ *   list_rows         the rows themselves, by (adapter, expert, flat row)
+ *
+ * The rows of an adapter follow each other in the list, and in them those of each expert, so that a
+ * gradient of either kind sums over a range of it. */
+#include "cuda/align/align.cuh"
+#include "cuda/backward/gradients.h"
+#include "cuda/launch/kernel_launch.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+struct ListLaunch {
+  moelora_gradient_rows list;
+  moelora_blocks blocks;
+  const int32_t *adapters; // [M] resolved
+  const int32_t *ranks;    // [max_loras] or NULL
+  const float *weights;
+  int64_t weights_stride[2];
+  int32_t num_rows, num_experts, max_loras;
+  moelora_divisor top_k;
+};
+
+__device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s, int adapter,
+                                                             int expert) {
+  return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
+}
+
+/* First number in [0, count) that is not less, or count. */
+template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (less(middle))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+/* The position of row `at` of those that begin with block `block`, `share` of them to each. */
+__device__ __forceinline__ int position_of(const moelora_blocks &blocks, int block, int share,
+                                           int at) {
+  return (block + at / share) * blocks.rows + at % share;
+}
+
+__global__ void __launch_bounds__(kThreads) search_segments(const __grid_constant__ ListLaunch s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int ways = s.max_loras + 1;
+  const int64_t keys = (int64_t)s.num_experts * ways;
+  const int used = *s.blocks.num_post / s.blocks.rows;
+  for (int64_t key = (int64_t)blockIdx.x * kThreads + threadIdx.x; key < keys;
+       key += (int64_t)gridDim.x * kThreads) {
+    const int expert = (int)(key / ways), adapter = (int)(key % ways) - 1;
+    const int block = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] < expert; });
+    const int end = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] <= expert; });
+    moelora_segment segment = {-1, 0, 0, 0};
+    if (end > block) {
+      // Rows of the expert, some of which at the end are padding.
+      const int share = s.blocks.counts[block], rows = (end - block) * share;
+      const auto first_of = [&](int wanted) {
+        return lower_bound(rows, [&](int at) {
+          const int row = s.blocks.sorted_ids[position_of(s.blocks, block, share, at)];
+          return row < s.num_rows && s.adapters[divide((uint32_t)row, s.top_k)] < wanted;
+        });
+      };
+      const int first = first_of(adapter);
+      segment.count = first_of(adapter + 1) - first;
+      if (segment.count > 0) {
+        segment.position = position_of(s.blocks, block, share, first);
+        segment.share = share;
+        segment.packed = s.blocks.packed_ranks[segment.position];
+      }
+    }
+    s.list.segments[key] = segment;
+  }
+}
+
+/* Parts of `groups` groups of rows, each of them `experts` neighbouring pairs. */
+__device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_parts &parts,
+                                    int groups, int experts, int32_t *warp_sum) {
+  const int per_thread = (groups + ALIGN_THREADS - 1) / ALIGN_THREADS;
+  const int low = min((int)threadIdx.x * per_thread, groups), high = min(low + per_thread, groups);
+  const auto rows_of = [&](int group) {
+    return s.list.begin[(int64_t)(group + 1) * experts] - s.list.begin[(int64_t)group * experts];
+  };
+  const auto parts_of = [&](int rows) {
+    return rows > 0 ? (rows + MOELORA_GRADIENT_ROWS - 1) / MOELORA_GRADIENT_ROWS
+                    : (int)s.list.zeroes;
+  };
+  int own_parts = 0, own_splits = 0, own_slots = 0, all_parts, all_splits, all_slots;
+  for (int group = low; group < high; group++) {
+    const int count = parts_of(rows_of(group));
+    own_parts += count;
+    if (count > 1)
+      own_splits++, own_slots += count;
+  }
+  int part = block_sum_before(own_parts, warp_sum, &all_parts);
+  __syncthreads();
+  int split = block_sum_before(own_splits, warp_sum, &all_splits);
+  __syncthreads();
+  int slot = block_sum_before(own_slots, warp_sum, &all_slots);
+  __syncthreads();
+  for (int group = low; group < high; group++) {
+    const int rows = rows_of(group), count = parts_of(rows);
+    const int adapter = experts == 1 ? group / s.num_experts : group;
+    const int expert = experts == 1 ? group % s.num_experts : 0;
+    const int rank = s.ranks ? max(s.ranks[adapter], 0) : INT32_MAX;
+    const int first = s.list.begin[(int64_t)group * experts];
+    if (count > 1)
+      parts.split[split++] = {adapter, expert, rank, slot, count};
+    for (int i = 0; i < count; i++) {
+      const int done = i * MOELORA_GRADIENT_ROWS;
+      parts.part[part++] = {adapter,
+                            expert,
+                            rank,
+                            first + done,
+                            min(rows - done, MOELORA_GRADIENT_ROWS),
+                            count > 1 ? slot++ : -1};
+    }
+  }
+  if (threadIdx.x == 0)
+    parts.count[0] = all_parts, parts.count[1] = all_splits;
+}
+
+__global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constant__ ListLaunch s) {
+  __shared__ int32_t warp_sum[ALIGN_WARPS];
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int pairs = s.max_loras * s.num_experts;
+  const int per_thread = (pairs + ALIGN_THREADS - 1) / ALIGN_THREADS;
+  const int low = min((int)threadIdx.x * per_thread, pairs), high = min(low + per_thread, pairs);
+  int own = 0, all;
+  for (int pair = low; pair < high; pair++)
+    own += segment_of(s, pair / s.num_experts, pair % s.num_experts).count;
+  int begin = block_sum_before(own, warp_sum, &all);
+  for (int pair = low; pair < high; pair++) {
+    s.list.begin[pair] = begin;
+    begin += segment_of(s, pair / s.num_experts, pair % s.num_experts).count;
+  }
+  if (threadIdx.x == 0)
+    s.list.begin[pairs] = all;
+  __syncthreads();
+  cut(s, s.list.pairs, pairs, 1, warp_sum);
+  if (s.list.adapters.part)
+    cut(s, s.list.adapters, s.max_loras, s.num_experts, warp_sum);
+}
+
+__global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ ListLaunch s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int parts = s.list.pairs.count[0];
+  for (int p = blockIdx.x; p < parts; p += (int)gridDim.x) {
+    const moelora_gradient_part part = s.list.pairs.part[p];
+    const moelora_segment segment = segment_of(s, part.adapter, part.expert);
+    const int block = segment.position / s.blocks.rows;
+    const int done = part.first - s.list.begin[part.adapter * s.num_experts + part.expert];
+    const int from = segment.position - block * s.blocks.rows + done;
+    for (int i = threadIdx.x; i < part.count; i += kThreads) {
+      const int position = position_of(s.blocks, block, segment.share, from + i);
+      const int row = s.blocks.sorted_ids[position];
+      s.list.position[part.first + i] = position;
+      s.list.row[part.first + i] = row;
+      if (s.list.weight) {
+        const int token = (int)divide((uint32_t)row, s.top_k);
+        s.list.weight[part.first + i] =
+            s.weights[token * s.weights_stride[0] +
+                      (row - token * (int)s.top_k.value) * s.weights_stride[1]];
+      }
+    }
+  }
+}
+
+/* What `groups` groups can be cut into. */
+moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moelora_arena *arena) {
+  const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
+  moelora_gradient_parts parts = {};
+  parts.most_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
+  parts.most_splits = splits;
+  parts.most_slots = splits ? 2 * splits + 1 : 0;
+  parts.part = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_parts,
+                                                           sizeof(moelora_gradient_part));
+  parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
+                                                             sizeof(moelora_gradient_split));
+  parts.count = (int32_t *)moelora_take(arena, 2 * sizeof(int32_t));
+  return parts;
+}
+
+} // namespace
+
+extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
+                                                                 bool shared, bool weighted,
+                                                                 bool zeroes,
+                                                                 moelora_arena *arena) {
+  moelora_gradient_rows list = {};
+  const size_t rows = (size_t)routes->num_rows;
+  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+  list.zeroes = zeroes;
+  list.position = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
+  list.row = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
+  if (weighted)
+    list.weight = (float *)moelora_take_array(arena, rows, sizeof(float));
+  list.segments = (moelora_segment *)moelora_take_array(
+      arena, (size_t)(pairs + routes->num_experts), sizeof(moelora_segment));
+  list.begin = (int32_t *)moelora_take_array(arena, (size_t)pairs + 1, sizeof(int32_t));
+  list.pairs = take_parts(pairs, routes->num_rows, zeroes, arena);
+  if (shared)
+    list.adapters = take_parts(routes->max_loras, routes->num_rows, zeroes, arena);
+  return list;
+}
+
+extern "C" moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list,
+                                                          const moelora_routes *routes,
+                                                          const moelora_blocks *blocks,
+                                                          const moelora_exec *exec) {
+  ListLaunch s = {};
+  s.list = *list;
+  s.blocks = *blocks;
+  s.adapters = (const int32_t *)routes->token_lora_mapping.data;
+  s.ranks = routes->lora_ranks;
+  s.weights = routes->topk_weights;
+  s.weights_stride[0] = routes->topk_weights_stride[0];
+  s.weights_stride[1] = routes->topk_weights_stride[1];
+  s.num_rows = (int32_t)routes->num_rows;
+  s.num_experts = routes->num_experts;
+  s.max_loras = routes->max_loras;
+  s.top_k = moelora_divisor_of((uint32_t)routes->top_k);
+  if (blocks->segments) {
+    s.list.segments = blocks->segments;
+  } else {
+    const int64_t keys = (int64_t)s.num_experts * (s.max_loras + 1);
+    MOELORA_TRY((launch_kernel<search_segments>("search_segments", (keys + kThreads - 1) / kThreads,
+                                                kThreads, 0, exec, s)));
+  }
+  MOELORA_TRY((launch_blocks<find_parts>("find_gradient_parts", 1, ALIGN_THREADS, 0, exec, s)));
+  return launch_kernel<list_rows>("list_gradient_rows", list->pairs.most_parts, kThreads, 0, exec,
+                                  s);
+}

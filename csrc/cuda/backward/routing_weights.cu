@@ -1,0 +1,63 @@
+/* Gradients of routing weights, a warp per flat row:
+ *
+ *   dt[p] = sum over the parts of <v, h> + <dout[m], b2[e]>      and with weights on the input
+ *   dt[p] = <dz[p], x[m]>
+ *
+ * and 0 for rows that are skipped. Lanes add every 32nd number, and then each other's sums, so that
+ * the order follows from sizes alone. */
+#include "cuda/backward/backward.h"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+/* What this lane adds of the product of two rows. */
+template <class T>
+__device__ __forceinline__ float lane_product(const void *a, const void *b, int64_t count) {
+  float sum = 0.f;
+  for (int64_t i = threadIdx.x % 32; i < count; i += 32)
+    sum += Element<T>::to_float(((const T *)a)[i]) * Element<T>::to_float(((const T *)b)[i]);
+  return sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    weight_gradients(const __grid_constant__ moelora_weight_gradients s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int lane = threadIdx.x % 32;
+  for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.num_rows;
+       p += (int64_t)gridDim.x * kWarps) {
+    const int64_t position = s.positions[p], m = p / s.top_k;
+    float sum = 0.f;
+    if (position >= 0 && s.dz) {
+      sum = lane_product<T>((const T *)s.dz + position * s.hidden, (const T *)s.x + m * s.x_stride,
+                            s.hidden);
+    } else if (position >= 0) {
+      for (int i = lane; i < s.parts; i += 32)
+        sum += s.dt[position * s.parts + i];
+      if (s.bias)
+        sum += lane_product<T>((const T *)s.dout + m * s.dout_stride,
+                               (const T *)s.bias + s.experts[p] * s.bias_stride_e, s.hidden);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (lane == 0)
+      s.out[m * s.out_stride[0] + p % s.top_k * s.out_stride[1]] = sum;
+  }
+}
+
+} // namespace
+
+extern "C" moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s,
+                                                        moelora_dtype dtype,
+                                                        const moelora_exec *exec) {
+  const int64_t work = (s->num_rows + kWarps - 1) / kWarps;
+  return dtype == MOELORA_BF16 ? launch_kernel<weight_gradients<__nv_bfloat16>>(
+                                     "weight_gradients", work, kThreads, 0, exec, *s)
+                               : launch_kernel<weight_gradients<__half>>("weight_gradients", work,
+                                                                         kThreads, 0, exec, *s);
+}

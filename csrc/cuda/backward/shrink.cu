@@ -1,0 +1,214 @@
+/* The shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n,
+ * r])
+ *
+ * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16. B lies
+ * with its ranks side by side: operand A of a product has them as rows, and ldmatrix transposes.
+ *
+ * A work unit is up to 64 rows of a block, a slice, and up to RANKS ranks. A CTA goes over the
+ * segments among its rows, for each over the depth in a pipeline of cp.async:
+ *
+ *   X [64 rows][64 of depth]    those of the segment
+ *   B [64 of depth][RANKS]      zeros behind the depth
+ *
+ * Depth is summed in steps of 16 in order: no bit of a row depends on other rows. */
+#include "cuda/backward/products.h"
+#include "cuda/gemm/common/tile.cuh"
+#include "cuda/gemm/sm80/copies.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+
+namespace {
+
+constexpr int kThreads = 128, kTokens = 64, kStages = 4;
+
+struct Stage {
+  SwizzledRow sX[kTokens], sB[kDepth];
+};
+constexpr int kSharedStages = kStages * (int)sizeof(Stage);
+static_assert(kSharedStages <= (int)kPortableShared, "a CTA's shared memory");
+
+struct BackShrinkParams {
+  moelora_gemm_launch g;
+  const float *scalings; // [max_loras] or NULL
+  void *yb;
+  int32_t parts, chunks; // of a block's rows; of its ranks
+};
+
+/* A segment's rows [low, high) of a part. */
+struct PartSegment {
+  int low, high, packed;
+};
+
+/* One segment of a part: 16 TILES ranks. */
+template <class T, bool VECTORS, int TILES> struct BackShrink {
+  static constexpr int RANKS = 16 * TILES;
+  const BackShrinkParams &p;
+  uint32_t base;
+  int64_t position; // of the part's first row
+  int slice, chunk, expert;
+  uint32_t row[kTokens / 16]; // of y, of token threadIdx.x / 8 + 16 i
+
+  /* The rows of a part with `count` of them. */
+  __device__ __forceinline__ void find_rows(int count) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; i++)
+      row[i] = (uint32_t)position + min((int)threadIdx.x / 8 + 16 * i, count - 1);
+    find_x_rows(p.g.schedule.blocks, p.g.tokens, row);
+  }
+
+  __device__ __forceinline__ uint32_t sX(int step) const {
+    return base + step % kStages * (int)sizeof(Stage);
+  }
+  __device__ __forceinline__ uint32_t sB(int step) const {
+    return sX(step) + (uint32_t)offsetof(Stage, sB);
+  }
+
+  __device__ __forceinline__ void load(const PartSegment &segment, int step) const {
+    const moelora_factors &lora = p.g.adapters.lora;
+    const int depth = (int)lora.slice_n, lane = threadIdx.x & 7, at = step * kDepth;
+    const T *y = (const T *)p.g.tokens.x + slice * lora.slice_n;
+    const int left = depth - at - lane * 8;
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; i++) {
+      const int t = (int)threadIdx.x / 8 + 16 * i;
+      copy_chunk<VECTORS>(sX(step) + t * kRowBytes + ((lane ^ t & 7) << 4),
+                          y + (int64_t)row[i] * p.g.tokens.stride + (left > 0 ? at + lane * 8 : 0),
+                          left, t >= segment.low && t < segment.high);
+    }
+    const moelora_factor &b = lora.b[slice];
+    const T *factor = factor_row<T>(b, segment.packed / kRanks, expert, 0) + chunk * RANKS;
+    const int ranks = segment.packed % kRanks - chunk * RANKS;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kDepth * 2 * TILES; i += kThreads) {
+      const int n = i / (2 * TILES), c = i % (2 * TILES);
+      const int count = at + n < depth ? ranks - c * 8 : 0;
+      copy_chunk<VECTORS>(sB(step) + n * kRowBytes + ((c ^ n & 7) << 4),
+                          count > 0 ? factor + (at + n) * b.stride_i + c * 8 : factor, count, true);
+    }
+  }
+
+  __device__ __forceinline__ void run(const PartSegment &segment) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = warp * 16;
+    const int steps = ((int)p.g.adapters.lora.slice_n + kDepth - 1) / kDepth;
+    const bool mine = first < segment.high && first + 16 > segment.low;
+    // Where this lane reads the first 16 of depth: of B transposed, of X two n8 tiles.
+    const int depth_row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
+    const uint32_t b_row = depth_row * kRowBytes, x_row = (first + depth_row) * kRowBytes;
+    float d[TILES][2][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < kStages - 1; step++) {
+      if (step < steps)
+        load(segment, step);
+      copy_async_commit();
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      copy_async_wait<kStages - 2>();
+      __syncthreads();
+      if (step + kStages - 1 < steps)
+        load(segment, step + kStages - 1);
+      copy_async_commit();
+      if (!mine)
+        continue;
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; k++) {
+        uint32_t x[4], a[TILES][4];
+        load_matrix_x4(x, sX(step) + x_row + ((2 * k + half ^ lane & 7) << 4));
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+          load_matrix_x4_trans(a[m], sB(step) + k * 16 * kRowBytes + b_row +
+                                         ((2 * m + half ^ lane & 7) << 4));
+#pragma unroll
+          for (int n = 0; n < 2; n++)
+            mma_16816<T>(d[m][n], a[m], x + 2 * n);
+        }
+      }
+    }
+    __syncthreads(); // nobody reads the stages any more
+    if (mine)
+      store(segment, d);
+  }
+
+  /* Scaled, rounded, and turned: a lane stores two ranks of a token. */
+  __device__ __forceinline__ void store(const PartSegment &segment,
+                                        const float (&d)[TILES][2][4]) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int rank = segment.packed % kRanks - chunk * RANKS, padded = moelora_padded_rank(rank);
+    const float scaling = p.scalings ? p.scalings[segment.packed / kRanks] : 1.f;
+    T *const yb = (T *)p.yb + slice * p.g.adapters.xa_slice + chunk * RANKS;
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int m8 = 0; m8 < 2; m8++) {
+          const bool exists = m * 16 + m8 * 8 + lane / 4 < rank;
+          const float *two = &d[m][n][2 * m8];
+          const uint32_t v = transpose_8x8(
+              pack2<T>(exists ? scaling * two[0] : 0.f, exists ? scaling * two[1] : 0.f));
+          const int t = warp * 16 + n * 8 + lane / 4, r = m * 16 + m8 * 8 + 2 * (lane & 3);
+          if (t >= segment.low && t < segment.high && r < padded)
+            *(uint32_t *)(yb + (position + t) * p.g.adapters.xa_stride + r) = v;
+        }
+  }
+};
+
+template <class T, bool VECTORS, int TILES>
+__global__ void __launch_bounds__(kThreads, 3)
+    back_shrink(const __grid_constant__ BackShrinkParams p) {
+  extern __shared__ __align__(128) char shared[];
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const moelora_blocks &blocks = p.g.schedule.blocks;
+  const int slices = p.g.adapters.lora.num_slices, most = p.g.adapters.lora.max_rank;
+  const int units = *blocks.num_post / blocks.rows * p.parts * slices * p.chunks;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int chunk = unit % p.chunks, slice = unit / p.chunks % slices;
+    const int part = unit / p.chunks / slices % p.parts, block = unit / p.chunks / slices / p.parts;
+    const int count = min(kTokens, blocks.counts[block] - part * kTokens);
+    if (count <= 0)
+      continue;
+    const int64_t position = (int64_t)block * blocks.rows + part * kTokens;
+    Segments<kTokens / 32> segments;
+    segments.load(blocks, most, position, count);
+    BackShrink<T, VECTORS, TILES> shrink = {p,     shared_address(shared),   position, slice,
+                                            chunk, blocks.expert_ids[block], {}};
+    shrink.find_rows(count);
+    for (int low = 0, high; low < count; low = high) {
+      high = segments.next(low + 1, count);
+      const int packed =
+          __shfl_sync(0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[1], low % 32);
+      if (packed >= 0 && packed % kRanks > chunk * 16 * TILES)
+        shrink.run({low, high, packed});
+    }
+  }
+}
+
+template <class T, bool VECTORS, int TILES>
+moelora_status launch(BackShrinkParams p, const moelora_exec *exec) {
+  const moelora_blocks &blocks = p.g.schedule.blocks;
+  p.parts = (blocks.rows + kTokens - 1) / kTokens;
+  p.chunks = (p.g.adapters.lora.max_rank + 16 * TILES - 1) / (16 * TILES);
+  return launch_kernel<back_shrink<T, VECTORS, TILES>>(
+      "back_shrink", blocks.max_blocks * p.parts * p.chunks * p.g.adapters.lora.num_slices,
+      kThreads, kSharedStages, exec, p);
+}
+
+template <class T>
+moelora_status launch_any(const BackShrinkParams &p, bool vectors, const moelora_exec *exec) {
+  const int rank = p.g.adapters.lora.max_rank;
+  if (!vectors)
+    return launch<T, false, 1>(p, exec);
+  return rank <= 16   ? launch<T, true, 1>(p, exec)
+         : rank <= 32 ? launch<T, true, 2>(p, exec)
+                      : launch<T, true, 4>(p, exec);
+}
+
+} // namespace
+
+extern "C" moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g,
+                                                   const float *scalings, void *yb, bool vectors,
+                                                   moelora_dtype dtype, const moelora_exec *exec) {
+  const BackShrinkParams p = {*g, scalings, yb, 0, 0};
+  return dtype == MOELORA_BF16 ? launch_any<__nv_bfloat16>(p, vectors, exec)
+                               : launch_any<__half>(p, vectors, exec);
+}

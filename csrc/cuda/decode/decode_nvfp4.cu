@@ -1,0 +1,11 @@
+/* The layer of a few tokens: NVFP4 weights. */
+#include "cuda/decode/tiles.cuh"
+
+namespace decode {
+
+moelora_status launch_NVFP4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+                            bool *fits) {
+  return launch_tiles<MOELORA_KERNEL_NVFP4>(params, work, exec, fits);
+}
+
+} // namespace decode

@@ -1,0 +1,129 @@
+/* The epilogue of a backward's first product, v = dout W2 + yb2 A2: through the activation.
+ *
+ *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[p, i] = sum over 16 outputs of v h
+ *
+ * Rows are read and written as gate_up.cuh does. */
+#ifndef MOELORA_CUDA_BACK_EPILOGUE_CUH
+#define MOELORA_CUDA_BACK_EPILOGUE_CUH
+
+#include "cuda/backward/products.h"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/gate_up.cuh"
+
+/* h; gate and up become their gradients. */
+__device__ __forceinline__ float back_through(const moelora_activation_gradient &p, float &gate,
+                                              float &up, float dh) {
+  if (!p.gated) {
+    const float g = gate < 0.f ? 0.f : gate;
+    gate = 2.f * g * dh;
+    return g * g;
+  }
+  const float g = min_nan(gate, p.limit);
+  const float u = max_nan(min_nan(up, p.limit), -p.limit) + p.c;
+  const float q = sigmoid_of_power(-Activation::LOG2E * g * fmaf(p.b * g, g, p.a));
+  const float r = max_nan(min_nan(g, p.saturated), -p.saturated), s = g * q;
+  const float slope = r * fmaf(3.f * p.b * r, r, p.a);
+  const float dg = q * fmaf(slope, 1.f - q, 1.f) * u * dh;
+  gate = gate > p.limit ? 0.f : dg;
+  up = fabsf(up) > p.limit ? 0.f : s * dh;
+  return s * u;
+}
+
+/* An element of a pair. */
+template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
+  const uint16_t bits = (uint16_t)(pair >> 16 * HALF);
+  T value;
+  memcpy(&value, &bits, sizeof value);
+  return Element<T>::to_float(value);
+}
+
+/* A lane's token of eight, as memory has it. */
+struct BackRow {
+  const uint16_t *gate_up;
+  uint16_t *h, *dgu;
+  bool there;
+
+  __device__ __forceinline__ BackRow(const moelora_back_launch &g, int64_t position, bool there_)
+      : there(there_) {
+    const moelora_through_activation &to = g.through;
+    const int64_t row = there ? g.schedule.blocks.sorted_ids[position] : 0;
+    gate_up = (const uint16_t *)to.gate_up + row * to.gate_up_stride;
+    h = (uint16_t *)to.h + position * g.weights.n_out;
+    dgu = (uint16_t *)to.dgu + position * g.epilogue.out_stride[0];
+  }
+};
+
+/* 16 outputs of eight tokens, from the warp's `first` on: v[4] is the accumulator of an m16n8 tile.
+ * `weight` are those of this lane's two tokens. Returns their parts of dt, in all lanes. */
+template <class T, bool VECTORS> struct BackTile {
+  GateUpPair<VECTORS> pairs[2]; // of outputs 0 to 7, 8 to 15
+
+  __device__ __forceinline__ void load(const BackRow &row, GateUp form, int first, int inter) {
+    const int column = first + 2 * (threadIdx.x & 3);
+    pairs[0].load(row.gate_up, form, column, inter, row.there);
+    pairs[1].load(row.gate_up, form, column + 8, inter, row.there);
+  }
+
+  __device__ __forceinline__ float2 finish(const float *v,
+                                           const moelora_activation_gradient &activation,
+                                           const BackRow &row, GateUp form, int first, int inter,
+                                           float2 weight, bool wants_h) {
+    float dt[2] = {0.f, 0.f};
+#pragma unroll
+    for (int m8 = 0; m8 < 2; m8++) {
+      const uint32_t gates = transpose_8x8(pairs[m8].gate);
+      const uint32_t ups = form == GateUp::ONE ? 0 : transpose_8x8(pairs[m8].up);
+      float gate[2] = {element_of<T, 0>(gates), element_of<T, 1>(gates)};
+      float up[2] = {element_of<T, 0>(ups), element_of<T, 1>(ups)}, h[2];
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        const float of = v[2 * m8 + q];
+        h[q] = back_through(activation, gate[q], up[q], (q ? weight.y : weight.x) * of);
+        h[q] = Element<T>::to_float(Element<T>::round(h[q]));
+        dt[q] += of * h[q];
+      }
+      const int column = first + 8 * m8 + 2 * (threadIdx.x & 3);
+      GateUpPair<VECTORS> gradient;
+      gradient.gate = transpose_8x8(pack2<T>(gate[0], gate[1]));
+      gradient.up = form == GateUp::ONE ? 0 : transpose_8x8(pack2<T>(up[0], up[1]));
+      gradient.store(row.dgu, form, column, inter, row.there);
+      if (wants_h)
+        store_two<VECTORS>(row.h, column, inter, row.there, transpose_8x8(pack2<T>(h[0], h[1])));
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+      for (int q = 0; q < 2; q++)
+        dt[q] += __shfl_xor_sync(0xffffffffu, dt[q], lanes);
+    return {dt[0], dt[1]};
+  }
+};
+
+/* An m64 tile's accumulators d of eight tokens from `position` on, `count` of which there are. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
+                                              int first, int64_t position, int count) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, inter = g.weights.n_out;
+  const int output = first + warp * 16, mine = 2 * (lane & 3);
+  if (output >= inter)
+    return;
+  const BackRow row(g, position + lane / 4, lane / 4 < count);
+  const GateUp form = gate_up_form(g.epilogue.activation);
+  const float *weights = g.schedule.blocks.weights;
+  float2 weight = {1.f, 1.f};
+  if (weights && mine < count)
+    weight.x = weights[position + mine];
+  if (weights && mine + 1 < count)
+    weight.y = weights[position + mine + 1];
+  BackTile<T, VECTORS> tile;
+  tile.load(row, form, output, inter);
+  const float2 dt = tile.finish(d, g.through.activation, row, form, output, inter, weight,
+                                g.through.h != nullptr);
+  float *to = g.through.dt + position * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
+  if (lane < 4 && mine < count)
+    to[mine * g.through.dt_parts] = dt.x;
+  if (lane < 4 && mine + 1 < count)
+    to[(mine + 1) * g.through.dt_parts] = dt.y;
+}
+
+#endif

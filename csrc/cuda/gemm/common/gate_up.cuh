@@ -1,0 +1,98 @@
+/* Rows of w13's outputs from before the activation, which a forward saves and its backward reads:
+ * gate and up, by flat row. Memory has a row's outputs side by side, accumulators those of a token
+ * in different lanes: movmatrix turns 8 x 8 tiles on their way, of which a lane then has token lane
+ * / 4, outputs 2 (lane % 4) and the next. */
+#ifndef MOELORA_CUDA_GATE_UP_CUH
+#define MOELORA_CUDA_GATE_UP_CUH
+
+#include "cuda/gemm/common/tile.cuh"
+
+/* Of which form the rows are: all gates and then all ups, in turns, or of one projection. */
+enum class GateUp { HALVES, INTERLEAVED, ONE };
+
+__device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem &p) {
+  return p.kind == MOELORA_RELU2       ? GateUp::ONE
+         : p.kind == MOELORA_SWIGLUOAI ? GateUp::INTERLEAVED
+                                       : GateUp::HALVES;
+}
+
+/* Two neighbouring elements of a row of `columns`. */
+template <bool VECTORS>
+__device__ __forceinline__ uint32_t load_two(const uint16_t *row, int column, int columns,
+                                             bool there) {
+  if (VECTORS)
+    return load_4(row + column, there && column < columns);
+  uint32_t v = there && column < columns ? row[column] : 0;
+  if (there && column + 1 < columns)
+    v |= (uint32_t)row[column + 1] << 16;
+  return v;
+}
+template <bool VECTORS>
+__device__ __forceinline__ void store_two(uint16_t *row, int column, int columns, bool there,
+                                          uint32_t v) {
+  if (!there || column >= columns)
+    return;
+  if (VECTORS) {
+    *(uint32_t *)(row + column) = v;
+  } else {
+    row[column] = (uint16_t)v;
+    if (column + 1 < columns)
+      row[column + 1] = (uint16_t)(v >> 16);
+  }
+}
+
+/* Outputs `column` and the next of a row's `inter`, of gate and of up. */
+template <bool VECTORS> struct GateUpPair {
+  uint32_t gate, up;
+
+  __device__ __forceinline__ void load(const uint16_t *row, GateUp form, int column, int inter,
+                                       bool there) {
+    if (form == GateUp::INTERLEAVED) {
+      const uint32_t first = load_two<VECTORS>(row, 2 * column, 2 * inter, there);
+      const uint32_t second = load_two<VECTORS>(row, 2 * column + 2, 2 * inter, there);
+      gate = __byte_perm(first, second, 0x5410);
+      up = __byte_perm(first, second, 0x7632);
+      return;
+    }
+    gate = load_two<VECTORS>(row, column, inter, there);
+    up = form == GateUp::HALVES ? load_two<VECTORS>(row + inter, column, inter, there) : 0;
+  }
+  __device__ __forceinline__ void store(uint16_t *row, GateUp form, int column, int inter,
+                                        bool there) const {
+    if (form == GateUp::INTERLEAVED) {
+      store_two<VECTORS>(row, 2 * column, 2 * inter, there, __byte_perm(gate, up, 0x5410));
+      store_two<VECTORS>(row, 2 * column + 2, 2 * inter, there, __byte_perm(gate, up, 0x7632));
+      return;
+    }
+    store_two<VECTORS>(row, column, inter, there, gate);
+    if (form == GateUp::HALVES)
+      store_two<VECTORS>(row + inter, column, inter, there, up);
+  }
+};
+
+/* Saves what accumulators hold before the activation: of eight tokens, `row` the flat row of this
+ * lane's, the outputs of m64 tiles 2 row_group (d0) and the next (d1). */
+template <class E, class T, bool VECTORS>
+__device__ __forceinline__ void save_before(const float *d0, const float *d1,
+                                            const moelora_gemm_launch &g, const Tile &tile,
+                                            int row_group, int32_t row, bool there) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, inter = g.weights.n_out;
+  uint16_t *const to = (uint16_t *)g.before.rows + (int64_t)row * g.before.stride;
+#pragma unroll
+  for (int m8 = 0; m8 < 2; m8++) {
+    const GateUpPair<VECTORS> pair = {transpose_8x8(pack2<T>(d0[2 * m8], d0[2 * m8 + 1])),
+                                      transpose_8x8(pack2<T>(d1[2 * m8], d1[2 * m8 + 1]))};
+    const int ahead = warp * 16 + 8 * m8 + 2 * (lane & 3);
+    const int column = first_output<E>(g, tile, 2 * row_group) + ahead;
+    if (g.weights.gated) {
+      pair.store(to, g.weights.interleaved ? GateUp::INTERLEAVED : GateUp::HALVES, column, inter,
+                 there);
+      continue;
+    }
+    store_two<VECTORS>(to, column, inter, there, pair.gate);
+    store_two<VECTORS>(to, first_output<E>(g, tile, 2 * row_group + 1) + ahead, inter, there,
+                       pair.up);
+  }
+}
+
+#endif

@@ -1,0 +1,205 @@
+/* Grouped products of a backward for Hopper, y W with W as it lies: the kernel of native.cuh with
+ * weights as an MN-major operand. Rows of W are depth, its columns outputs, operand A:
+ *
+ *   sW [TILES][64 of depth]          a TMA box for an m64 tile: rows of 64 outputs, 128-byte
+ * swizzle sX [TOKENS]                      rows of y, 64 of depth
+ *
+ * In an adapter stage sW holds rows of factors A, [TILES][4 slabs][16 ranks] of 64 outputs, and sX
+ * rows of yb. Its products are mma.sync: accumulators are in registers by then, where tokens that
+ * do not carry a slab's adapter can be left out, whatever A holds. Both round alike. */
+#ifndef MOELORA_CUDA_SM90_TRANSPOSED_CUH
+#define MOELORA_CUDA_SM90_TRANSPOSED_CUH
+
+#include "cuda/gemm/common/back_epilogue.cuh"
+#include "cuda/gemm/common/transposed.cuh"
+#include "cuda/gemm/sm90/native.cuh"
+
+template <class S, class T> struct TransposedMainloop;
+
+/* THROUGH_: its epilogue goes through the activation, without epilogue tiles. */
+template <int TOKENS, int CONSUMERS, int STAGES, bool THROUGH_>
+struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, 1> {
+  using Native = NativeShape<TOKENS, CONSUMERS, STAGES, 1>;
+  static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
+  static constexpr bool ALIASES = Native::ALIASES && !THROUGH_;
+  template <class S, class T> using Mainloop = TransposedMainloop<S, T>;
+};
+
+/* Adapter stages. */
+template <class S, class T> struct TransposedAdapters {
+  /* Adds the stage at hand, and releases stage `previous`. Nothing is ever cleared. */
+  template <int N>
+  static __device__ __forceinline__ bool
+  add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+            const WarpContext<S> &warp, const TileHeader &, int previous, bool) {
+    wgmma_wait<0>(); // accumulators are read from here on
+    warp.pipeline.release(previous);
+    warp.pipeline.wait_full();
+    const int stage = warp.pipeline.stage;
+    const uint32_t header = warp.smem.header(stage);
+    const int slabs = SlabsHeader::read(header).slabs;
+    const uint32_t sA = warp.smem.sW(stage) + 2 * warp.consumer * kM64Bytes + transposed_offset();
+    const uint32_t sYb = warp.smem.sX(stage) + token_offset();
+#pragma unroll 1
+    for (int j = 0; j < slabs; j++) {
+      const SlabTokens tokens = SlabTokens::read(header, j);
+      // From the slab's first token to the first of this lane's two, and to the end.
+      int ahead = 2 * (int)(threadIdx.x & 3) - tokens.low;
+      const uint32_t length = tokens.high - tokens.low;
+      uint32_t rA[2][4];
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+        load_matrix_x4_trans(rA[t], sA + t * kM64Bytes + j * kSlabBytes);
+#pragma unroll
+      for (int i = 0; i < (N + 8) / 16; i++, ahead += 16) {
+        asm volatile("" : "+r"(ahead)); // nothing that follows from it is found ahead of time
+        if (16 * i >= tokens.high || 16 * i + 16 <= tokens.low)
+          continue;
+        uint32_t rYb[4];
+        load_matrix_x4(rYb, (sYb ^ j << 5) + i * 16 * kRowBytes);
+#pragma unroll
+        for (int half = 0; half < 2 && 16 * i + 8 * half < N; half++) {
+          const bool carries[2] = {(uint32_t)(ahead + 8 * half) < length,
+                                   (uint32_t)(ahead + 8 * half + 1) < length};
+#pragma unroll
+          for (int t = 0; t < 2; t++) {
+            float *d = &rAcc[t][8 * i + 4 * half];
+            float more[4] = {d[0], d[1], d[2], d[3]};
+            mma_16816<T>(more, rA[t], rYb + 2 * half);
+#pragma unroll
+            for (int q = 0; q < 4; q++)
+              d[q] = carries[q % 2] ? more[q] : d[q];
+          }
+        }
+      }
+    }
+    __syncwarp(); // all lanes have read the stage
+    return false;
+  }
+
+  static __device__ __forceinline__ bool are_finite(const float (&)[2][S::TOKENS / 2], int) {
+    return true;
+  }
+};
+
+/* Through the activation, straight from accumulators. */
+template <class S, class T> struct ThroughEpilogue {
+  /* Brings what it reads of gate_up to L2, while the tile is multiplied: a consumer's 128 outputs
+   * of each row, from one place or two. */
+  static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
+                                                       const TileHeader &header,
+                                                       const WarpContext<S> &warp) {
+    const GateUp form = gate_up_form(g.epilogue.activation);
+    const int first = first_output<S>(g, header.tile, 2 * warp.consumer), inter = g.weights.n_out;
+    const int line = threadIdx.x & 1, columns = form == GateUp::INTERLEAVED ? 2 : 1;
+    for (int t = (threadIdx.x & 127) / 2; t < header.count; t += 64) {
+      const int64_t row = block_row<S>(g, header.tile.block, t);
+      const uint16_t *gate_up =
+          (const uint16_t *)g.through.gate_up + row * g.through.gate_up_stride;
+      for (int half = 0; half < (form == GateUp::ONE ? 1 : 2); half++) {
+        const int column = first + line * 64 + (columns == 2 ? half * 32 : 0);
+        if (column < inter)
+          prefetch_l2(gate_up + columns * column + (columns == 1 ? half * inter : 0));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store(float (&rAcc)[2][S::TOKENS / 2],
+                                               const moelora_back_launch &g,
+                                               const TileHeader &header,
+                                               const WarpContext<S> &warp) {
+    const int64_t position = (int64_t)header.tile.block * S::TOKENS;
+    // One body for all eights of tokens: more code would not fit the instruction cache.
+#pragma unroll 1
+    for (int j = 0; j < S::TOKENS / 8; j++) {
+      if (8 * j >= header.count)
+        break;
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        float d[4]; // chosen without a branch: accumulators stay in registers
+#pragma unroll
+        for (int i = 0; i < S::TOKENS / 8; i++)
+#pragma unroll
+          for (int q = 0; q < 4; q++)
+            d[q] = i == 0 || i == j ? rAcc[t][4 * i + q] : d[q];
+        store_through<T, true>(d, g, first_output<S>(g, header.tile, 2 * warp.consumer + t),
+                               position + 8 * j, header.count - 8 * j);
+      }
+    }
+  }
+};
+
+template <class S, class T> struct TransposedMainloop {
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  using Adapters = TransposedAdapters<S, T>;
+  template <EpilogueMode MODE>
+  using Epilogue = std::conditional_t<MODE == EpilogueMode::THROUGH, ThroughEpilogue<S, T>,
+                                      WeightMajorEpilogue<S, T, MODE>>;
+  static constexpr bool RELEASES_ALIASED_STAGE = true;
+
+  /* Producer: the weights of a k step, a box of 64 of depth by 64 outputs for each m64 tile. */
+  struct WeightLoads {
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
+
+    static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
+      return sizeof(S::Stage::sW);
+    }
+    __device__ __forceinline__ void load(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                         const Tile &tile, int step, const SharedMemory<S> &smem,
+                                         const GemmPipeline<S> &pipeline, uint64_t policy) {
+      for (int m64 = 0; m64 < S::TILES; m64++) {
+        const int output = first_output<S>(g, tile, m64);
+        const uint32_t sW = smem.sW(pipeline.stage) + m64 * kM64Bytes;
+        if (g.weights.w.packed)
+          tma_load_4d(sW, map, 0, 0, output / 64, tile.expert * (g.tokens.k / 64) + step,
+                      pipeline.full(), policy);
+        else
+          tma_load_4d(sW, map, output, step * kDepth, 0, tile.expert, pipeline.full(), policy);
+      }
+    }
+  };
+
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  template <int N>
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &, WarpContext<S> &warp,
+                                                  const TileHeader &, int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
+    int previous = 0;
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      pipeline.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+      // Issue the wgmmas of the consumer's two m64 tiles.
+      wgmma_fence();
+      const uint64_t a =
+          wgmma_descriptor(warp.smem.sW(pipeline.stage) + warp.consumer * 2 * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(warp.smem.sX(pipeline.stage));
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint64_t slab = a + k * kSlabBytes / 16;
+        Wgmma<N>::template mma_transposed<Element<T>::is_bf16>(rAcc[0], slab, b + 2 * k);
+        Wgmma<N>::template mma_transposed<Element<T>::is_bf16>(rAcc[1], slab + kM64Bytes / 16,
+                                                               b + 2 * k);
+      }
+      wgmma_commit();
+
+      // The outputs of the last tile have been stored by now.
+      if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
+        warp.release_aliased_stage();
+
+      // The wgmmas of the step before are done: release its stage.
+      wgmma_wait<1>();
+      if (step > 0)
+        pipeline.release(previous);
+      previous = pipeline.stage;
+      pipeline.advance();
+    }
+    return previous;
+  }
+};
+
+#endif

@@ -1,0 +1,67 @@
+/* The alignment of a layer's rows, forward or backward, in its workspace. */
+#ifndef MOELORA_CUDA_ALIGNMENT_CUH
+#define MOELORA_CUDA_ALIGNMENT_CUH
+
+#include "cuda/launch/launch.h"
+
+namespace {
+
+struct Alignment {
+  moelora_routes routes; // resolved
+  moelora_blocks blocks;
+  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
+  moelora_sort_scratch scratch;
+};
+
+/* Allocates the blocks of `variant`, for `count` projections whose tile schedulers need `counters`
+ * counters each. summed: with positions; weighted: with weights. */
+inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
+                                const moelora_variant *variant, int64_t counters, int count,
+                                const moelora_align_plan *plan, bool summed, bool weighted) {
+  Alignment a;
+  a.routes = moelora_cuda_take_routes(from, false, arena);
+  const moelora_routes *routes = &a.routes;
+  moelora_blocks *blocks = &a.blocks;
+  blocks->rows = variant->block_m;
+  blocks->cluster = (int16_t)moelora_blocks_together(variant);
+  blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
+  blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
+  const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
+  blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
+  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * most);
+  blocks->counts = (int32_t *)moelora_take(arena, 4 * most);
+  blocks->pairs =
+      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * most) : nullptr;
+  blocks->packed_ranks =
+      routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->positions =
+      summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
+  blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  blocks->num_counters = (int64_t)moelora_times((size_t)count, (size_t)counters);
+  blocks->tile_counters = (int32_t *)moelora_take_array(arena, (size_t)blocks->num_counters, 4);
+  for (int i = 0; i < count; i++)
+    a.tile_counters[i] = blocks->tile_counters + i * counters;
+  const size_t segments = (size_t)plan->segments;
+  blocks->segments =
+      segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
+               : nullptr;
+  a.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
+  return a;
+}
+
+/* The first launch waits for all previous work (no PDL): otherwise the kernels that follow would
+ * start while another layer still occupies some SMs, and would be spread unevenly. */
+inline moelora_status align(const Alignment *a, const moelora_routes *from,
+                            const moelora_align_plan *plan, const moelora_exec *exec) {
+  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
+}
+
+/* Rows of a buffer that is ordered by position. */
+inline size_t positions(const Alignment *a) {
+  return (size_t)a->blocks.max_blocks * a->blocks.rows;
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,40 @@
+/* Small kernels over rows of a layer: what they read and write fits no projection. */
+#ifndef MOELORA_CUDA_ROWS_H
+#define MOELORA_CUDA_ROWS_H
+
+#include "cuda/launch/launch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* out[m] = round(weight[m, 0] x[m]), rows of `k` elements side by side. */
+moelora_status moelora_cuda_scale_rows(const void *x, int64_t x_stride,
+                                       const moelora_routes *routes, int64_t k, moelora_dtype dtype,
+                                       void *out, const moelora_exec *exec);
+
+/* Shrink results of a projection, from where they lie by position to flat rows. */
+typedef struct moelora_saved_shrink {
+  int32_t slices, max_rank;
+  const void *xa; /* [position, slices, xa_slice] */
+  int64_t xa_slice;
+  void *to; /* [P, slices, max_rank]; NULL: none */
+  int64_t stride[2];
+} moelora_saved_shrink;
+
+/* What a forward saves beside w13's outputs: shrink results, zeros where a row has none or its
+ * adapter no such rank; and zeros for all of rows that are skipped. */
+typedef struct moelora_save_launch {
+  moelora_blocks blocks; /* positions, packed_ranks */
+  int64_t num_rows;      /* P */
+  moelora_before_activation gate_up;
+  int64_t columns; /* of gate_up */
+  moelora_saved_shrink projection[2];
+} moelora_save_launch;
+
+moelora_status moelora_cuda_save_rows(const moelora_save_launch *s, const moelora_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,169 @@
+"""vLLM's layers of quantized experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
+
+Looked for in $MOELORA_PEERS, where `vk/vq_layer.py` drives vLLM's own kernels in vLLM's order, on
+the very values that we read. Of gpt-oss they leave out the biases and, but for triton_kernels
+without adapters, its activation: they take SiLU of the first half of the rows instead, which is
+less work. What they compute is compared with float64 of the same.
+"""
+
+import functools
+import os
+import pathlib
+import sys
+import tarfile
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moelora.bench.baselines import Options, require
+from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
+from moelora.bench.timing import Run, Runs
+from moelora.ops import Activation
+
+TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # packed files name it
+
+
+@functools.cache
+def load() -> Any:
+    """The copy's module of layers."""
+    root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_quant")).resolve()
+    require((root / "vk" / "vq_layer.py").exists(), "$MOELORA_PEERS has no vk/vq_layer.py")
+    use_compiled(root / "bin" / "triton_cache.tar.xz")
+    os.environ.setdefault("VK_MODE", "cuda")
+    sys.path.insert(0, str(root / "vk"))
+    import vq_layer
+
+    require(vq_layer.load_cuda(), f"the peer's CUDA operators: {vq_layer.CUDA_NOTE}")
+    return vq_layer
+
+
+def use_compiled(packed: pathlib.Path) -> None:
+    """Lets Triton find the kernels that were compiled before, if there are any."""
+    mark = TRITON_CACHE / ".vq_unpacked"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(TRITON_CACHE))
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    if packed.exists() and not mark.exists():
+        TRITON_CACHE.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(packed) as files:
+            files.extractall(TRITON_CACHE, filter="data")
+        mark.touch()
+
+
+def grown(t: Tensor, rows: int, columns: int) -> Tensor:
+    """`t` with zeros behind, up to so many rows and columns."""
+    more = columns - t.shape[-1], rows - t.shape[-2]
+    return pad(t, (0, more[0], 0, more[1])) if any(more) else t
+
+
+def computed(layer: Layer, activation: Activation) -> Layer | None:
+    """The layer that they compute, None if it is `layer`."""
+    if layer.model.activation == activation and not layer.model.bias:
+        return None
+    other = copy(layer)
+    other.model = replace(layer.model, activation=activation, bias=False)
+    other.b13 = other.b2 = None
+    return other
+
+
+class Marlin:
+    """MarlinExperts: what vLLM takes for four-bit experts on Hopper once LoRA is on."""
+
+    name = "vllm"
+    schemes = {"mxfp4": "mxfp4", "int4": "int4"}
+    base_activation: Activation = "silu"
+
+    def __init__(self, layer: Layer, options: Options):
+        model, format = layer.model, layer.model.format
+        require(layer.device.type == "cuda", "its kernels are for GPUs")
+        require(layer.dtype == "bf16", "driven here in bf16 only")
+        require(format in self.schemes, f"driven here for {' and '.join(self.schemes)} only")
+        require(model.activation in ("silu", "swigluoai"), "driven here with silu only")
+        self.vq, self.layer = load(), layer
+        self.check()
+        assert format
+        self.weights = self.packed(self.schemes[format])
+        columns, rows = self.weights.Hp, self.weights.Ip
+        self.loras = {
+            rank: self.vq.L.Lora(
+                [grown(a, rank, columns) for a in f.a13],
+                [grown(b, rows, rank) for b in f.b13],
+                grown(f.a2, rank, rows),
+                grown(f.b2, columns, rank),
+                layer.device,
+            )
+            for rank, f in layer.stacks.items()
+        }
+
+    def check(self) -> None:
+        require(self.vq.HAVE_MARLIN, f"the peer has no Marlin: {self.vq.CUDA_NOTE}")
+
+    def packed(self, scheme: str) -> Any:
+        """Their weights of our checkpoint, padded as vLLM pads them."""
+        model, checkpoint = self.layer.model, self.layer.checkpoint
+
+        class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
+            def quantized(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
+                values, scales = (t[expert] for t in checkpoint[projection])
+                if (self.Hp, self.Ip) != (self.H, self.I):  # of [N, K / so many columns]
+                    values, scales = (self.padded(t, projection) for t in (values, scales))
+                return values, scales, None
+
+            def padded(self, t: Tensor, projection: str) -> Tensor:
+                if projection == "w2":
+                    return grown(t, self.Hp, t.shape[1] * self.Ip // self.I)
+                halves = t.view(2, self.I, -1)
+                return grown(halves, self.Ip, t.shape[1] * self.Hp // self.H).flatten(0, 1)
+
+        sizes = model.experts, model.hidden, model.intermediate
+        padded = self.vq.pad_dims(scheme, *sizes[1:])
+        require(model.format == "mxfp4" or padded == sizes[1:], f"padded to {padded} by vLLM")
+        return Drawn(scheme, *sizes, None, self.layer.device)
+
+    def runs(self, batches: Sequence[Batch]) -> Runs:
+        model, vq, width = self.layer.model, self.vq, self.weights.Hp
+        tokens = len(batches[0].x)
+        theirs = vq.make_layer(self.weights, tokens, model.top_k, self.layer.device)
+        sets = [
+            vq.L.TokenSet(
+                grown(b.x, tokens, width),
+                *(b.topk_ids, b.topk_weights, b.mapping.to(torch.int64), self.layer.adapters),
+            )
+            for b in batches
+        ]
+
+        def run(i: int, lora: Any = None) -> Tensor:
+            return theirs.run(sets[i], lora)[:, : model.hidden]
+
+        base, adapted = (computed(self.layer, a) for a in (self.base_activation, "silu"))
+        runs = {(f"{self.name}_base", 0): Run(run, of=base)}
+        for rank, lora in self.loras.items():
+            runs[f"{self.name}_lora", rank] = Run(partial(run, lora=lora), of=adapted)
+        return runs
+
+
+class TritonKernels(Marlin):
+    """OAITritonExperts, vLLM's choice for gpt-oss without LoRA; with it UnfusedOAITritonExperts,
+    which has to be asked for."""
+
+    name = "tk"
+    schemes = {"mxfp4": "mxfp4tk"}
+    base_activation = "swigluoai"
+
+    def check(self) -> None:
+        require(self.layer.model.activation == "swigluoai", "taken for gpt-oss only")
+
+
+class TritonFP8(Marlin):
+    """TritonExperts: what vLLM takes for FP8 blocks on Hopper once LoRA is on."""
+
+    schemes = {"fp8_block": "fp8"}
+
+    def check(self) -> None:
+        require(self.layer.model.activation == "silu", "driven here with silu only")

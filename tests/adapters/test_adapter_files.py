@@ -1,0 +1,139 @@
+"""The files of an adapter: shards, torch's, and weights of the model beside the factors."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+from adapter_cases import CONFIG, rand
+from linear_cases import EXPERTS, HEAD, LINEARS, PREFIX, K, Q, R, assert_pair, pair, read
+from safetensors.torch import save_file
+
+from moelora.adapters import load, peek
+
+# ---- weights beside factors ----
+
+
+def embeddings(weight):
+    """PEFT saves the weights of embeddings that have factors."""
+    state, _ = pair(HEAD, K, 20)
+    return state | {f"{PREFIX}lm_head.base_layer.weight": weight}
+
+
+def test_saved_weights_must_be_those_of_the_model():
+    own = rand(20, K).bfloat16()
+    for saved in (own, own.float()):
+        assert read(embeddings(saved), own={HEAD: own}.get).linears[HEAD]
+    assert read(embeddings(own), own={HEAD: own.float()}.get).linears[HEAD]
+    with pytest.raises(ValueError, match=r"trained with another weight of lm_head"):
+        read(embeddings(own + 1), own={HEAD: own}.get)
+    with pytest.raises(ValueError, match=r"is not at hand to compare.*save_embedding_layers=False"):
+        read(embeddings(own))
+    with pytest.raises(ValueError, match=r"with a weight \(22, 8\), that of lm_head is \(20, 8\)"):
+        read(embeddings(rand(22, K)), own={HEAD: own}.get)
+    state, _ = pair(Q, K, 10)
+    table = {f"{PREFIX}model.embed_tokens.weight": own}
+    assert read(state | table, own={"model.embed_tokens": own}.get).linears[Q]
+
+
+# ---- files ----
+
+
+def shards(folder, state, ending=".safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
+    index = {}
+    for number, keys in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
+        name = f"adapter_model-{number:05}-of-00002{ending}"
+        part = {key: state[key] for key in keys}
+        save_file(part, folder / name) if ending != ".bin" else torch.save(part, folder / name)
+        index |= dict.fromkeys(keys, name)
+    return folder, index
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".bin"])
+@pytest.mark.parametrize("with_index", [False, True])
+def test_shards(tmp_path, ending, with_index):
+    state, q = pair(Q, K, 10)
+    folder, index = shards(tmp_path, state, ending)
+    if with_index:
+        text = json.dumps({"weight_map": index})
+        (folder / f"adapter_model{ending}.index.json").write_text(text)
+    assert_pair(load(folder, None, EXPERTS, LINEARS).linears[Q], q)
+    assert peek(folder, EXPERTS, LINEARS).linear_ranks == {Q: R}
+    (folder / f"adapter_model-00002-of-00002{ending}").unlink()
+    with pytest.raises(ValueError, match=r"has (no file|the shards) .*adapter_model-0000"):
+        load(folder, None, EXPERTS, LINEARS)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"weight_map": {"a": "../other"}}', r"names '../other', wanted a file of its folder"),
+        ('{"weight_map": {"a": 3}}', r"names 3, wanted a file of its folder"),
+        ('{"weight_map": {}}', "names no files"),
+    ],
+)
+def test_an_index_that_leads_elsewhere(tmp_path, index, message):
+    folder, _ = shards(tmp_path, pair(Q, K, 10)[0])
+    (folder / "adapter_model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        load(folder, None, EXPERTS, LINEARS)
+
+
+def test_an_index_with_a_key_that_its_shard_has_not(tmp_path):
+    """As of a shard that was written anew: a factor must not be lost."""
+    state, _ = pair(Q, K, 10)
+    folder, index = shards(tmp_path, state)
+    gone = f"{PREFIX}model.layers.0.self_attn.o_proj.lora_A.weight"
+    text = json.dumps({"weight_map": index | {gone: "adapter_model-00002-of-00002.safetensors"}})
+    (folder / "adapter_model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"00002-of-00002.safetensors has no .*o_proj.lora_A.wei"):
+        load(folder, None, EXPERTS, LINEARS)
+
+
+def test_a_key_in_two_shards(tmp_path):
+    state, _ = pair(Q, K, 10)
+    folder, _ = shards(tmp_path, state)
+    save_file(state, folder / "adapter_model-00002-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"lora_A.weight is in .*00002-of.* and in another shard"):
+        load(folder, None, EXPERTS, LINEARS)
+
+
+class Trap:
+    """What a pickle may do that tensors do not."""
+
+    def __reduce__(self):
+        return print, ("unpickled",)
+
+
+def test_torch_files_hold_tensors_alone(tmp_path, capsys):
+    state, q = pair(Q, K, 10)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    torch.save(state, tmp_path / "adapter_model.bin")
+    assert_pair(load(tmp_path, None, EXPERTS, LINEARS).linears[Q], q)
+    for content, message in (
+        (state | {"trap": Trap()}, r"tensors alone .*: .*GLOBAL (builtins\.)?print(?!.* Please)"),
+        ([state], "holds a list, wanted a dictionary of tensors"),
+        ({"state_dict": state}, "state_dict is a dict, wanted a tensor"),
+    ):
+        torch.save(content, tmp_path / "adapter_model.bin")
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, None, EXPERTS, LINEARS)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_torch_file_takes_no_more_memory_than_it_is_long(tmp_path):
+    state, _ = pair(Q, K, 10)
+    state |= {name: torch.zeros(1 << 20)[: t.numel()].view(t.shape) for name, t in state.items()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    torch.save(state, tmp_path / "plain.bin")
+    with zipfile.ZipFile(tmp_path / "plain.bin") as plain:
+        path = tmp_path / "adapter_model.bin"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
+            for record in plain.infolist():
+                small.writestr(record.filename, plain.read(record))
+    torch.load(path, weights_only=True)  # torch reads it
+    with pytest.raises(ValueError, match=r"its records have 8\d{6} bytes, the file has \d{4,5}$"):
+        load(tmp_path, None, EXPERTS, LINEARS)

@@ -1,0 +1,184 @@
+"""Tensors whose storage was freed or shrunk, as FSDP and offloading leave them.
+
+torch gives such a tensor its shape still, and the address 0 or one that is not its own. Every
+operator refuses it by name, before anything is written. The C interface: tests/c/test_freed.c.
+"""
+
+import copy
+
+import pytest
+import torch
+from cases import same_bits
+from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator
+
+import moelora
+from moelora import trace
+
+REFUSED = "has elements up to byte .* of a storage of .* bytes: it was freed or shrunk"
+# Elements before the first one, and what is left of the storage's bytes.
+STORAGES = {
+    "freed": (0, lambda nbytes: 0),
+    "freed, with an offset": (3, lambda nbytes: 0),
+    "one byte short": (0, lambda nbytes: nbytes - 1),
+    "as long as its elements, with an offset": (1, None),
+}
+
+
+def without_storage(t, kind="freed"):
+    """A tensor like `t` whose storage does not hold its elements any more."""
+    offset, left = STORAGES[kind]
+    flat = torch.zeros(offset + t.numel(), dtype=t.dtype, device=t.device)
+    result = flat[offset:].view(t.shape)
+    storage = result.untyped_storage()
+    storage.resize_(left(storage.nbytes()) if left else t.numel() * t.element_size())
+    return result
+
+
+def listed(value):
+    return value if isinstance(value, list) else [value]
+
+
+def with_one_replaced(args, replace):
+    """(place, index in a list or None, arguments) for each tensor that has elements."""
+    for at, value in enumerate(args):
+        for i, t in enumerate(listed(value)):
+            if isinstance(t, torch.Tensor) and t.numel():
+                new = replace(t)
+                if isinstance(value, list):
+                    yield at, i, (*args[:at], [*value[:i], new, *value[i + 1 :]], *args[at + 1 :])
+                else:
+                    yield at, None, (*args[:at], new, *args[at + 1 :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_every_operator_refuses_every_argument(device, kind):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    for name, args in op_calls(device, dtype):
+        arguments = operator(name)._schema.arguments
+        written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        before = copy.deepcopy({i: args[i] for i in written})
+        for at, index, wrong in with_one_replaced(args, lambda t: without_storage(t, kind)):
+            entry = arguments[at].name + ("" if index is None else rf"\[{index}\]")
+            with pytest.raises(RuntimeError, match=f"{entry} {REFUSED}"):
+                operator(name)(*wrong)
+            for i in set(written) - {at}:
+                for now, then in zip(listed(args[i]), listed(before[i]), strict=True):
+                    assert same_bits(now, then), f"{name}: {arguments[i].name} was written"
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "lora_ranks", "lora_scalings", "adapter_enabled"])
+def test_a_table_of_another_dtype(name):
+    """torch's own cast would read what is not there."""
+    given = inputs()
+    other = torch.int64 if name in ("lora_ranks", "adapter_enabled") else torch.float16
+    given[name] = without_storage(given[name].to(other))
+    with pytest.raises(ValueError, match=name):
+        moelora.fused_experts_lora(**given)
+
+
+def test_weights_in_tiles():
+    given = inputs(dtype=torch.bfloat16)
+    tiles = moelora.prepack_weights(given["w13"])
+    tiles.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"w13 {REFUSED}"):
+        moelora.fused_experts_lora(**{**given, "w13": tiles})
+
+
+def drawn(low, high, *shape, dtype=torch.int32):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def checkpoint(name):
+    """The tensors of two experts of 64 x 64, by the arguments of a constructor."""
+    words, ones = drawn(0, 1 << 30, 2, 64, 8), torch.ones(2, 64, 1)
+    fp8 = drawn(0, 100, 2, 64, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        "from_mxfp4": {
+            "blocks": drawn(0, 256, 2, 64, 32, dtype=torch.uint8),
+            "scales": torch.full((2, 64, 2), 120, dtype=torch.uint8),
+        },
+        "from_gptq": {
+            "qweight": words.transpose(1, 2).contiguous(),
+            "scales": torch.ones(2, 1, 64),
+            "qzeros": words[:, :1].clone(),
+            "g_idx": torch.zeros(2, 64, dtype=torch.int32),
+        },
+        "from_awq": {
+            "qweight": words,
+            "scales": torch.ones(2, 1, 64),
+            "qzeros": words[:, :1].clone(),
+        },
+        "from_compressed_tensors": {"weight_packed": words, "weight_scale": ones},
+        "from_fp8_block": {"weight": fp8, "weight_scale_inv": torch.ones(2, 1, 1)},
+        "from_fp8_channel": {"weight": fp8, "weight_scale": ones},
+        "from_fp8_tensor": {
+            "weight": fp8,
+            "weight_scale": torch.ones(2),
+            "input_scale": torch.ones(2),
+        },
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("from_mxfp4", "from_gptq", "from_awq", "from_compressed_tensors"),
+        *("from_fp8_block", "from_fp8_channel", "from_fp8_tensor"),
+    ],
+)
+def test_quantized_checkpoints(name):
+    """Whole, and one of a list of experts: torch's own operators would read what is not there."""
+    make, given = getattr(moelora.QuantizedWeights, name), checkpoint(name)
+    make(**given)
+    for argument, value in given.items():
+        with pytest.raises(ValueError, match=f"{argument} {REFUSED}"):
+            make(**given | {argument: without_storage(value)})
+        with pytest.raises(ValueError, match=rf"{argument}\[1\] {REFUSED}"):
+            make(**given | {argument: [value[0], without_storage(value[1])]})
+    state = make(**given).state_dict()
+    for key, value in state.items():
+        with pytest.raises(ValueError, match=f"{key} {REFUSED}"):
+            moelora.QuantizedWeights.from_state_dict(state | {key: without_storage(value)})
+
+
+def test_factors_of_an_adapter():
+    layer = moelora.MoELayer("mlp.experts", num_experts=E, hidden_size=K, intermediate_size=I)
+    pool = moelora.AdapterPool([layer], 1, R, dtype=torch.float32)
+    a, b = torch.ones(E, R, I), torch.ones(E, K, R)
+    keys = [f"base_model.model.mlp.experts.down_proj.lora_{side}.weight" for side in "AB"]
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": R}
+    for key, factors in zip(keys, ((without_storage(a), b), (a, without_storage(b))), strict=True):
+        with pytest.raises(ValueError, match=f"adapter 'x': {key} {REFUSED}"):
+            pool.add("x", dict(zip(keys, factors, strict=True)), config=config)
+    assert not pool.names()
+    pool.add("x", dict(zip(keys, (a, b), strict=True)), config=config)
+
+
+def test_the_meta_device_has_no_storage_to_free():
+    given = inputs(device="meta")
+    given["w13"] = without_storage(given["w13"])
+    assert moelora.fused_experts_lora(**given).is_meta
+
+
+def test_the_rest_of_a_storage_may_be_gone():
+    """A view needs what it addresses, not what lies behind it."""
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    wide = torch.cat([given["w13"], torch.ones(1, 2 * I, K)])
+    given["w13"] = wide[:E]
+    wide.untyped_storage().resize_(E * 2 * I * K * 4)
+    assert same_bits(moelora.fused_experts_lora(**given), want)
+
+
+def test_a_dump_of_a_freed_tensor(monkeypatch, tmp_path, capsys):
+    """The call raises what it raises; nothing reads the tensor."""
+    monkeypatch.setattr(trace, "settings", trace.Settings(dump=str(tmp_path)))
+    monkeypatch.setattr(trace, "active", True)
+    monkeypatch.setattr(trace, "_dumps", iter([0]))
+    given = inputs()
+    given["w2"] = without_storage(given["w2"])
+    with pytest.raises(ValueError, match=f"w2 {REFUSED}"):
+        moelora.fused_experts_lora(**given)
+    assert not list(tmp_path.iterdir())
+    assert "the storage of a tensor of shape (4, 64, 64) was freed" in capsys.readouterr().err

@@ -1,0 +1,450 @@
+"""The boundary between Python, torch and C: errors, ownership, threads, drift of the C ABI."""
+
+import inspect
+import re
+import resource
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from glue_cases import DEVICES, LORAS, TOP_K, E, I, K, M, inputs, op_calls, operator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moelora
+from moelora import _C, fake, ops
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+LAYOUTS = ("w", "w13", "w2")  # weights whose layout an operator takes, of QuantizedWeights
+PARTS = ("format", "order", "rows", "x_format", "x_scale")
+
+
+def call(**changes):
+    return moelora.fused_experts_lora(**{**inputs(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"activation": "tanh"}, ValueError, "activation is 'tanh', must be one of 'silu'"),
+        ({"w2_lora_b": None}, ValueError, "w2_lora_a has 1 slices, w2_lora_b has 0"),
+        (
+            {"hidden_states": torch.zeros(M, K).double()},
+            ValueError,
+            "hidden_states has dtype float64, expected float32, bfloat16 or float16$",
+        ),
+        ({"hidden_states": torch.zeros(M, K - 1)}, ValueError, "hidden_states"),
+        ({"hidden_states": torch.zeros(M)}, ValueError, "hidden_states"),
+        ({"hidden_states": torch.zeros(*[1] * 6)}, ValueError, "hidden_states has 6 dimensions"),
+        ({"w13": torch.zeros(E, 2 * I, K).to_sparse()}, NotImplementedError, "SparseCPU"),
+        ({"w13_lora_a": [torch.zeros(1, 1, 1, K)] * 6}, ValueError, "w13_lora_a has 6 slices"),
+        ({"topk_ids": torch.zeros(M, TOP_K)}, ValueError, "topk_ids"),
+        (
+            {"topk_ids": torch.zeros(M, TOP_K).short()},
+            ValueError,
+            "topk_ids has dtype int16, expected int32 or int64$",
+        ),
+        ({"token_lora_mapping": torch.zeros(M + 1).int()}, ValueError, "token_lora_mapping"),
+    ],
+)
+def test_bad_arguments_name_themselves(changes, error, message):
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_the_operator_itself_raises_runtime_error():
+    name, args = next(c for c in op_calls() if c[0] == "fused_experts_lora")
+    with pytest.raises(RuntimeError, match=r"fused_experts_lora: activation is 99"):
+        operator(name)(*args[:15], 99, *args[16:])
+    status, text = _C.last_error()
+    assert status == 1
+    assert text.startswith("fused_experts_lora: activation is 99")
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_integers_beyond_int32(value):
+    with pytest.raises(ValueError, match=f"block_size is {value}, which is outside int32"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], value, E)
+
+
+@pytest.mark.parametrize(("block_size", "num_experts"), [(0, E), (-4, E), (4, 0), (4, -1)])
+def test_alignment_refuses_sizes(block_size, num_experts):
+    with pytest.raises(ValueError, match="block_size" if block_size < 1 else "num_experts"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], block_size, num_experts)
+
+
+@pytest.mark.parametrize("block_size", [2**31 - 1, 2**30])
+def test_alignment_refuses_more_rows_than_int32_counts(block_size):
+    """Before it allocates them."""
+    with pytest.raises(ValueError, match=f"blocks of block_size, which is {block_size}, are"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], block_size, E)
+
+
+def test_alignment_refuses_modes():
+    ids, mapping = inputs()["topk_ids"], inputs()["token_lora_mapping"]
+    with pytest.raises(ValueError, match="mode is 'base', must be one of 'uniform', 'segmented'"):
+        moelora.moe_lora_align_block_size(ids, mapping, E, 4, LORAS, mode="base")
+    absent = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"mode is 0, must be 1 \(uniform\) or 2 \(segmented\)"):
+        operator("moe_lora_align_block_size")(ids, mapping, E, 4, LORAS, 0, absent, absent)
+
+
+def test_none_is_no_tensor():
+    name, args = next(c for c in op_calls() if c[0] == "fused_experts_lora")
+    with pytest.raises(RuntimeError, match="fused_experts_lora: w2 is None, expected a tensor"):
+        operator(name)(*args[:2], None, *args[3:])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.complex64]
+)
+def test_dtypes_are_named(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"w13 has dtype {name}, expected float32"):
+        call(w13=torch.zeros(E, 2 * I, K).to(dtype))
+
+
+def test_an_error_writes_nothing():
+    out = torch.full((M, K), 7.0)
+    with pytest.raises(ValueError, match="w2"):
+        call(w2=torch.zeros(E, K, I + 64), out=out)
+    assert (out == 7).all()
+
+
+def broken(tensor):
+    """What an operator is likely to refuse in place of a tensor."""
+    shape = tuple(tensor.shape)
+    for dim in range(tensor.dim()):
+        yield tensor.new_zeros(*shape[:dim], shape[dim] + 1, *shape[dim + 1 :])
+    yield tensor.unsqueeze(0)
+    yield tensor.to(torch.int32 if tensor.is_floating_point() else torch.float32)
+    yield tensor.to(torch.float64)
+    yield tensor.new_zeros(()).expand(shape)
+    yield tensor.new_zeros(2 * tensor.numel())[::2].view(shape)
+
+
+def with_one_broken(args):
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            yield from ((*args[:at], other, *args[at + 1 :]) for other in broken(value))
+        elif isinstance(value, list):
+            yield from ((*args[:at], items, *args[at + 1 :]) for items in with_one_broken(value))
+
+
+# An argument in a message: before what is said about it, or behind what it is compared with.
+TOLD = re.compile(
+    r"\w+(?=(?:\[\d\])?(?: has dtype|\.size\(|\.stride\())|(?<=memory with )\w+|(?<= as )\w+$"
+)
+
+
+@pytest.mark.parametrize("case", op_calls(), ids=lambda case: case[0])
+def test_messages_use_the_names_of_the_operator(case):
+    """Nobody is told about an argument that the operator he calls does not have."""
+    name, args = case
+    known = {argument.name for argument in operator(name)._schema.arguments}
+    messages = []
+    for wrong in with_one_broken(args):
+        wrong = [list(a) if isinstance(a, tuple) else a for a in wrong]
+        try:
+            operator(name)(*wrong)
+        except RuntimeError as error:
+            messages.append(str(error))
+            assert set(TOLD.findall(messages[-1])) <= known, messages[-1]
+    assert any(map(TOLD.search, messages))
+
+
+def test_names_of_empty_lists_are_known():
+    name, args = next(c for c in op_calls() if c[0] == "fused_moe_lora_shrink")
+    with pytest.raises(RuntimeError, match="lora_a_stacked has 0 slices, expected 1 to 4"):
+        operator(name)(*args[:2], [], *args[3:])
+
+
+class Refuses(TorchDispatchMode):
+    """Raises what it is told, instead of calling anything."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise RuntimeError(self.text)
+
+
+def test_an_error_that_quotes_ours_is_not_ours():
+    """What was raised is told by its number, not by its text."""
+    with pytest.raises(ValueError, match="hidden_states") as ours:
+        call(hidden_states=torch.zeros(M))
+    status, text = _C.last_error()
+    assert (status, text) == (1, str(ours.value))
+    number, given = _C.error_number(), inputs()
+    with Refuses(f"again: {text}"), pytest.raises(RuntimeError, match="again: fused") as other:
+        moelora.fused_experts_lora(**given)
+    assert type(other.value) is RuntimeError
+    assert _C.error_number() == number
+
+
+def test_errors_are_counted_in_their_thread():
+    counts = []
+
+    def work():
+        counts.append(_C.error_number())
+        for _ in range(3):
+            with pytest.raises(ValueError, match="hidden_states"):
+                call(hidden_states=torch.zeros(M))
+        counts.append(_C.error_number())
+
+    before = _C.error_number()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counts == [0, 3]
+    assert _C.error_number() == before
+
+
+def test_a_stale_error_is_not_blamed():
+    with pytest.raises(ValueError, match="hidden_states"):
+        call(hidden_states=torch.zeros(M))
+    with pytest.raises(RuntimeError, match="Expected a value of type"):
+        operator("prepack_weights")("not a tensor")
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_tensors_on_two_devices(device):
+    with pytest.raises(ValueError, match=r"w2 is on cuda \(index 0\), the first tensor is on cpu"):
+        call(w2=inputs(device)["w2"])
+
+
+def test_casts_and_none():
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    given["topk_ids"] = given["topk_ids"].long()
+    given["token_lora_mapping"] = given["token_lora_mapping"].long()
+    given["topk_weights"] = given["topk_weights"].double()
+    given["lora_ranks"] = given["lora_ranks"].long()
+    given["lora_scalings"] = given["lora_scalings"].double()
+    given["adapter_enabled"] = given["adapter_enabled"].long()
+    assert torch.equal(moelora.fused_experts_lora(**given), want)
+
+
+def test_a_list_of_one_is_a_tensor():
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    given["w2_lora_a"] = [given["w2_lora_a"]]
+    given["w2_lora_b"] = (given["w2_lora_b"],)
+    assert torch.equal(moelora.fused_experts_lora(**given), want)
+
+
+def test_empty_batch():
+    out = moelora.fused_experts_lora(**inputs(tokens=0))
+    assert out.shape == (0, K)
+
+
+def test_out_is_returned():
+    out = torch.empty(M, K)
+    assert call(out=out) is out
+    assert torch.equal(out, call())
+
+
+def test_packed_weights_describe_themselves():
+    w = inputs(dtype=torch.bfloat16)["w13"]
+    packed = moelora.prepack_weights(w)
+    assert packed.shape == w.shape
+    assert (packed.dtype, packed.device) == (w.dtype, w.device)
+    assert torch.equal(packed.unpack(), w)
+    assert torch.equal(packed.data[1, 1, 0], w[1, 64:, :64])
+    assert packed.to("cpu").shape == w.shape
+    with pytest.raises(ValueError, match="64"):
+        moelora.prepack_weights(torch.zeros(2, 64, 65))
+
+
+def test_shape_functions_agree_with_the_library():
+    """max_blocks in Python is moelora_align_max_blocks in C."""
+    for tokens in (0, 1, 3, 40):
+        ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)
+        mapping = torch.zeros(tokens, dtype=torch.int32)
+        weights = torch.zeros(tokens, TOP_K)
+        for experts in (1, 5, 64):
+            for size in (1, 4, 64):
+                got = [
+                    moelora.moe_align_block_size(ids, size, experts)[1],
+                    moelora.moe_lora_align_block_size(ids, mapping, experts, size, 3)[1],
+                    moelora.moe_lora_align_block_size(
+                        ids, mapping, experts, size, 3, mode="segmented"
+                    )[1],
+                    moelora.moe_sorting(ids, weights, experts, size)[2],
+                ]
+                want = [fake.max_blocks(mode, ids.numel(), experts, 3, size) for mode in range(4)]
+                assert [len(blocks) for blocks in got] == want
+
+
+def tensors_of(given):
+    for value in given.values():
+        yield from value if isinstance(value, list) else [value]
+
+
+def test_calls_and_failures_give_every_tensor_back():
+    good = inputs()
+    good["out"] = torch.empty(M, K)
+    bad = {**good, "w2": torch.zeros(E, K, I + 64)}
+    many = {**good, "w13_lora_a": [torch.zeros(1, 1, 1, K) for _ in range(9)]}
+    watched = [t for given in (good, bad, many) for t in tensors_of(given)]
+    before = [t._use_count() for t in watched]
+    for _ in range(3):
+        moelora.fused_experts_lora(**good)
+        with pytest.raises(ValueError, match="w2"):
+            moelora.fused_experts_lora(**bad)
+        with pytest.raises(ValueError, match="w13_lora_a has 9 slices"):
+            moelora.fused_experts_lora(**many)
+    assert [t._use_count() for t in watched] == before
+
+
+def address_space():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def test_failures_give_their_output_back():
+    given = {**inputs(tokens=2**15), "w2": torch.zeros(E, K, I + 64)}
+    size = given["hidden_states"].nbytes
+
+    def fail():
+        with pytest.raises(ValueError, match="w2"):
+            moelora.fused_experts_lora(**given)
+
+    fail()
+    before = address_space()
+    for _ in range(40):
+        fail()
+    assert address_space() - before < 10 * size
+
+
+def test_threads():
+    """Two threads at once, each with its own errors and its own results."""
+    want, failures = call(), []
+
+    def work(index):
+        try:
+            for _ in range(30):
+                if not torch.equal(call(), want):
+                    failures.append("different result")
+                with pytest.raises(ValueError, match=f"block_size is {2**31 + index}"):
+                    moelora.moe_align_block_size(inputs()["topk_ids"], 2**31 + index, E)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_torch_threads_do_not_change_the_result():
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_module_functions():
+    assert _C.version() == moelora.__version__
+    variants, usable = _C.variants(), _C.usable()
+    assert variants
+    assert set(usable) <= set(variants)
+    assert len(set(variants)) == len(variants)
+    assert isinstance(_C.cpu_features(), str)
+    assert isinstance(_C.has_cuda(), bool)
+    call()
+    assert any(name in _C.last_plan() for name in usable)
+
+
+def test_force_variant():
+    call()
+    chosen = _C.last_plan()
+    try:
+        names = [n for n in _C.usable() if "f32" in n and "scalar" in n]
+        assert names
+        _C.force_variant(names[0])
+        call()
+        assert names[0] in _C.last_plan()
+        with pytest.raises(ValueError, match="no_such_variant"):
+            _C.force_variant("no_such_variant")
+        with pytest.raises(TypeError):
+            _C.force_variant(3)
+    finally:
+        _C.force_variant(None)
+    call()
+    assert _C.last_plan() == chosen
+
+
+def test_limit_capability():
+    call()
+    chosen = _C.last_plan()
+    try:
+        _C.limit_capability(80)
+        assert not [name for name in _C.usable() if "_sm" in name and not name.endswith("_sm80")]
+        call()
+        assert _C.last_plan() == chosen, "a CPU has no compute capability"
+        for wrong in (79, 8, -80, 1000):
+            with pytest.raises(ValueError, match=f"compute_capability is {wrong}, expected 80"):
+                _C.limit_capability(wrong)
+    finally:
+        _C.limit_capability(0)
+
+
+def test_wrappers_take_the_arguments_of_the_operators():
+    """A parameter of a schema that no wrapper sets would be unreachable."""
+    inside = {f"{w}_{what}" for w in LAYOUTS for what in PARTS} | set(moelora.Saved._fields)
+    for name in moelora.__all__:
+        if not hasattr(torch.ops.moelora, name):
+            continue
+        schema = {a.name for a in operator(name)._schema.arguments}
+        assert schema - inside <= set(inspect.signature(getattr(moelora, name)).parameters)
+
+
+def test_every_public_function_is_documented():
+    for name in ops.__dict__.keys() & set(moelora.__all__):
+        documented = getattr(moelora, name).__doc__
+        assert "Parameters" in documented or name in ("PackedWeights", "QuantizedWeights")
+
+
+def compile_conformance(include):
+    torch_include = Path(torch.__file__).parent / "include"
+    command = ["c++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{torch_include}"]
+    source = ROOT / "tests/c/abi_conformance.cpp"
+    return subprocess.run([*command, str(source)], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+def test_conformance_unit_notices_drift(tmp_path):
+    assert compile_conformance(ROOT / "csrc").returncode == 0
+    header = (ROOT / "csrc/glue/abi.h").read_text()
+    changed = re.sub(r"aoti_torch_get_dim\(AtenTensorHandle tensor, int64_t", "\\g<0>_t", header)
+    changed = changed.replace("int64_t_t", "int32_t")
+    assert changed != header
+    (tmp_path / "glue").mkdir()
+    (tmp_path / "glue/abi.h").write_text(changed)
+    failed = compile_conformance(tmp_path)
+    assert failed.returncode != 0
+    assert "aoti_torch_get_dim" in failed.stderr
+
+
+def test_conformance_covers_every_function():
+    """What the extension takes from torch is what abi.h declares, no more."""
+    if not shutil.which("nm"):
+        pytest.skip("no nm")
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    used = set(re.findall(r"\b((?:aoti_)?torch_\w+)", symbols))
+    declared = set(re.findall(r"\b((?:aoti_)?torch_\w+)\(", (ROOT / "csrc/glue/abi.h").read_text()))
+    assert used == declared

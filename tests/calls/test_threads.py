@@ -1,0 +1,294 @@
+"""Operators in many Python threads while others load, replace, disable and evict adapters."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cases import same_bits
+
+import moelora
+from moelora import _C, AdapterPool, MoELayer
+
+E, K, I, R, TOP_K = 4, 72, 40, 3, 2
+LAYER = MoELayer("model.layers.0.mlp.experts", E, K, I)
+CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 2 * R}
+NAMES = [f"adapter{n}" for n in range(6)]
+THREADS, ROUNDS = 8, 25
+
+
+def run_threads(work, count=THREADS):
+    """Runs work(0), work(1), ... at once; raises what the first of them raised."""
+    errors, start = [], threading.Barrier(count)
+
+    def body(number):
+        start.wait()
+        try:
+            work(number)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=240)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def checkpoint(number):
+    """A state dict in which every expert has its own factors."""
+    generator = torch.Generator().manual_seed(number)
+    state = {}
+    for name, wide, tall in (("gate_proj", K, I), ("up_proj", K, I), ("down_proj", I, K)):
+        for e in range(E):
+            key = f"base_model.model.{LAYER.name}.{e}.{name}"
+            state[f"{key}.lora_A.weight"] = torch.randn(R, wide, generator=generator)
+            state[f"{key}.lora_B.weight"] = torch.randn(tall, R, generator=generator)
+    return state
+
+
+class Layer:
+    """One base layer, its pool, and what each adapter makes of one batch."""
+
+    def __init__(self, device, dtype, slots):
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator).to(device, dtype) * shape[-1] ** -0.5
+
+        self.x, self.w13, self.w2 = draw(9, K), draw(E, 2 * I, K), draw(E, K, I)
+        weights, ids = torch.randn(9, E, generator=generator).softmax(-1).topk(TOP_K)
+        self.topk_weights, self.topk_ids = weights.to(device), ids.to(device)
+        self.device, self.states = device, {name: checkpoint(n) for n, name in enumerate(NAMES)}
+        self.pool = AdapterPool([LAYER], slots, 8, dtype=dtype, device=device)
+        self.base = self.run([None] * 9)
+        self.want = {}
+        for name in NAMES:
+            self.pool.add(name, self.states[name], config=CONFIG)
+            self.want[name] = self.run([name] * 9)
+            self.pool.remove(name)
+        assert not same_bits(self.want[NAMES[0]], self.want[NAMES[1]])
+
+    def run(self, names):
+        return moelora.fused_experts_lora(
+            *(self.x, self.w13, self.w2, self.topk_weights, self.topk_ids),
+            token_lora_mapping=self.pool.mapping(names),
+            **self.pool.layer(LAYER.name),
+        )
+
+
+@pytest.mark.parametrize("slots", [THREADS, 3], ids=["roomy", "crowded"])
+def test_whoever_holds_an_adapter_computes_with_it(device, slots):
+    layer = Layer(device, torch.float32 if device == "cpu" else torch.bfloat16, slots)
+    pool, served = layer.pool, []
+
+    def load(rng):
+        name = rng.choice(NAMES)
+        try:
+            pool.add(name, layer.states[name], config=CONFIG, replace=rng.random() < 0.3)
+        except (ValueError, RuntimeError) as error:
+            assert any(w in str(error) for w in ("already loaded", "no slot", "in use"))
+        if rng.random() < 0.2:
+            try:
+                pool.remove(rng.choice(NAMES))
+            except (KeyError, RuntimeError) as error:
+                assert "no adapter" in str(error) or "in use" in str(error)
+
+    def serve(rng):
+        name = rng.choice(NAMES)
+        try:
+            with pool.hold([name]):
+                out = layer.run([name, None] * 4 + [name])
+                if device == "cuda":
+                    torch.cuda.synchronize()
+        except KeyError as error:
+            assert "no adapter" in str(error)
+            return
+        assert same_bits(out[0::2], layer.want[name][0::2]), name
+        assert same_bits(out[1::2], layer.base[1::2]), "a base row depends on its neighbours"
+        served.append(name)
+
+    def work(number):
+        rng = random.Random(number)
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            for _ in range(ROUNDS):
+                (load if number % 2 else serve)(rng)
+
+    for name in NAMES[:slots]:
+        pool.add(name, layer.states[name], config=CONFIG)
+    run_threads(work)
+    assert len(served) > ROUNDS
+    assert set(pool.names()) <= set(NAMES)
+
+
+def test_errors_belong_to_their_thread(device):
+    dtype = torch.bfloat16
+
+    def work(number):
+        columns = 100 + number
+        x = torch.zeros(2, 64, dtype=dtype, device=device)
+        w = torch.zeros(E, 8, columns, dtype=dtype, device=device)
+        ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        for _ in range(ROUNDS):
+            with pytest.raises(ValueError, match=rf"w\.size\(2\) is {columns}|is {columns}"):
+                moelora.fused_moe_lora_gemm(x, w, torch.ones(2, 1, device=device), ids)
+
+    run_threads(work)
+
+
+def test_sorts_of_all_sizes_at_once(device):
+    """Those of many keys need more shared memory than a launch gets unasked."""
+    sizes = (3800, 1950, 2700, 32)  # of experts, with two keys each
+    calls = ROUNDS if device == "cpu" else 200 * ROUNDS
+
+    def draw(experts):
+        generator = torch.Generator().manual_seed(experts)
+        ids = torch.rand(200, experts, generator=generator).topk(8).indices
+        mapping = torch.randint(-1, 1, (200,), generator=generator)
+        return ids.to(device), mapping.to(device), experts, 16, 1
+
+    arguments = {experts: draw(experts) for experts in sizes}
+
+    def sort(experts):
+        return moelora.moe_lora_align_block_size(*arguments[experts], mode="segmented")
+
+    want = {experts: [t.cpu() for t in sort(experts)] for experts in sizes}
+
+    def work(number):
+        experts = sizes[number % len(sizes)]
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            for _ in range(calls):  # without a pause between two
+                got = sort(experts)
+            assert all(torch.equal(t.cpu(), w) for t, w in zip(got, want[experts], strict=True))
+
+    run_threads(work)
+
+
+def test_the_last_plan_belongs_to_its_thread():
+    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+    def work(number):
+        short, dtype = list(dtypes.items())[number % 3]
+        x, w = torch.ones(3, 64, dtype=dtype), torch.ones(E, 8, 64, dtype=dtype)
+        ids = torch.zeros(3, 1, dtype=torch.int32)
+        for _ in range(ROUNDS):
+            out = moelora.fused_moe_lora_gemm(x, w, torch.ones(3, 1), ids)
+            assert out.eq(64).all()
+            assert f"gemm_{short}_" in _C.last_plan()
+
+    run_threads(work)
+
+
+def test_plans_may_be_added_while_layers_run():
+    layer = Layer("cpu", torch.float32, 2)
+    variants = [name for name in _C.usable() if name.startswith("gemm_f32")]
+
+    def work(number):
+        for i in range(ROUNDS):
+            if number == 0:
+                name = variants[i % len(variants)]
+                _C.add_tuned_plan(0, 0, 0, 0, E, TOP_K, K, I, i + 1, name)
+            else:
+                torch.testing.assert_close(layer.run([None] * 9), layer.base)
+
+    try:
+        run_threads(work, 4)
+    finally:
+        _C.clear_tuned_plans()
+
+
+# ---- tables that other threads write to during a call ----
+
+
+def write_while_calls_run(tokens, seconds):
+    """Calls on a CPU while two threads turn adapters on and off and write to every table.
+
+    Runs in a process of its own, which a wild address would end.
+    """
+    layer = Layer("cpu", torch.float32, len(NAMES))
+    pool, slots = layer.pool, len(NAMES)
+    for name in NAMES:
+        pool.add(name, layer.states[name], config=CONFIG)
+    adapters = pool.layer(LAYER.name)
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, K, generator=generator)
+    weights, ids = torch.rand(tokens, E, generator=generator).topk(TOP_K)
+    mapping = torch.randint(-1, slots, (tokens,), dtype=torch.int32, generator=generator)
+    expert_map, ranks = torch.arange(E, dtype=torch.int32), adapters["lora_ranks"].clone()
+    adapters["lora_ranks"] = ranks
+    tables = {
+        ids: (-1, E + 1),
+        mapping: (-1, slots + 1),
+        expert_map: (-1, E + 1),
+        ranks: (0, R + 2),
+    }
+    before, stop = [table.clone() for table in tables], threading.Event()
+
+    def switch():
+        while not stop.is_set():
+            for change in (pool.disable, pool.enable):
+                for name in NAMES:
+                    change(name)
+
+    def write():
+        while not stop.is_set():
+            for table, (low, high) in tables.items():
+                table.random_(low, high)
+
+    def run():
+        return moelora.fused_experts_lora(
+            *(x, layer.w13, layer.w2, weights, ids),
+            token_lora_mapping=mapping,
+            expert_map=expert_map,
+            **adapters,
+        )
+
+    def call():
+        end, switches = time.monotonic() + seconds, adapters["adapter_enabled"]
+        while time.monotonic() < end:
+            run()
+            for mode in ("uniform", "segmented"):
+                moelora.moe_lora_align_block_size(
+                    *(ids, mapping, E, 16, slots),
+                    adapter_enabled=switches,
+                    expert_map=expert_map,
+                    mode=mode,
+                )
+            moelora.moe_sorting(ids, weights, E, 16, expert_map=expert_map)
+
+    def call_and_stop():
+        try:
+            call()
+        finally:
+            stop.set()
+
+    want = run()
+    run_threads(lambda number: (call_and_stop, switch, write)[number](), 3)
+    for table, values in zip(tables, before, strict=True):
+        table.copy_(values)
+    assert same_bits(run(), want), "tables that hold still again give another result"
+
+
+@pytest.mark.parametrize("tokens", [64, 20_000])
+def test_tables_may_be_written_while_calls_run(tokens):
+    code = f"import test_threads; test_threads.write_while_calls_run({tokens}, 3)"
+    where = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=where,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"

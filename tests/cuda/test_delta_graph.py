@@ -1,0 +1,161 @@
+"""The delta in CUDA graphs and under torch.compile: one capture serves any routing and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Problem, Spec, same_bits
+from conftest import on_gpu
+from delta_cases import Lists, delta_kwargs, delta_operator
+from glue_cases import DEVICES
+from test_graph import SLOTS, Captured, layer_problem, overwrite, variations
+
+import moelora
+from moelora.integrations.sglang import ops as sglang_ops
+
+BASE = 0.25  # what the captured calls add to
+BLOCK = 16
+
+
+def filled(p: Problem, *shape: int) -> torch.Tensor:
+    return torch.full(shape, BASE, dtype=p.spec.dtype, device=p.topk_ids.device)
+
+
+# Each makes what does not change, and returns the call to capture: its outputs are filled on the
+# way, and added to.
+
+
+def routed(p: Problem):
+    """Both deltas from routing and mapping."""
+
+    def run():
+        rows = p.topk_ids.shape
+        gate_up = filled(p, *rows, 2 * p.spec.inter)
+        down = filled(p, *rows, p.spec.hidden)
+        moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"), out=gate_up)
+        moelora.moe_lora_down_delta(**delta_kwargs(p, "w2", mul_routed_weight=True), out=down)
+        return gate_up, down, moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"))
+
+    return run
+
+
+def vllm(p: Problem):
+    """Alignment and `fused_moe_lora` by lists, and by nothing but the mapping."""
+    rows, experts = p.topk_ids.numel(), p.w13.size(0)
+    width = rows + min(rows, experts) * (BLOCK - 1)
+    blocks = -(-width // BLOCK)
+    listed, naive = (Lists(p, "w13", naive=True, block_size=BLOCK) for _ in range(2))
+    listed.sorted_token_ids, listed.expert_ids, listed.num_tokens_post_padded = made = [
+        torch.zeros(shape, dtype=torch.int32, device=p.topk_ids.device)
+        for shape in ((SLOTS, width), (SLOTS, blocks), (SLOTS,))
+    ]
+
+    def run():
+        moelora.moe_lora_align_block_size(
+            *(p.topk_ids, p.token_lora_mapping, experts, BLOCK, SLOTS, width, blocks, *made),
+            *(p.adapter_enabled, listed.lora_ids),
+        )
+        outputs = [filled(p, *p.topk_ids.shape, 2 * p.spec.inter) for _ in range(2)]
+        listed.fused(outputs[0])
+        naive.fused(outputs[1])
+        return tuple(outputs)
+
+    return run
+
+
+def sglang(p: Problem, fused: bool):
+    """`run_moe_lora` by one of its kernels."""
+    batch = moelora.MoELoRABatchInfo(
+        p.token_lora_mapping, p.lora_ranks, p.lora_scalings, p.adapter_enabled
+    )
+
+    def run():
+        output = filled(p, *p.hidden_states.shape)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_ops, "should_use_fused_kernel", lambda tokens, top_k: fused)
+            moelora.run_moe_lora(
+                *(p.hidden_states, p.topk_ids, p.topk_weights, batch),
+                *(p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b, output),
+            )
+        return (output,)
+
+    return run
+
+
+RUNS = {
+    "routed": routed,
+    "vllm": vllm,
+    "sglang, staged": lambda p: sglang(p, False),
+    "sglang, fused": lambda p: sglang(p, True),
+}
+
+
+def problem_for(name: str, tokens: int) -> Problem:
+    p = layer_problem(tokens, torch.bfloat16)
+    if name.startswith("sglang"):
+        p.w13_lora_a, p.w13_lora_b = p.w13_lora_a[0], torch.cat(p.w13_lora_b, dim=2)
+    return p
+
+
+@pytest.mark.parametrize("device", [on_gpu("cuda")])
+@pytest.mark.parametrize("tokens", [1, 7, 33, 300])
+@pytest.mark.parametrize("name", RUNS)
+def test_replays(name, tokens, device):
+    first = problem_for(name, tokens)
+    there = first.to(device)
+    captured = Captured(RUNS[name](there))
+    for change, p in variations(first):
+        overwrite(there, p)
+        want = RUNS[name](p.to(device))()
+        for i, (got, eager) in enumerate(zip(captured.replay(), want, strict=True)):
+            assert same_bits(got, eager), f"{change}: output {i}"
+
+
+@pytest.mark.parametrize("device", [on_gpu("cuda")])
+def test_calls_do_not_synchronize(device):
+    runs = [make(problem_for(name, 33).to(device)) for name, make in RUNS.items()]
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    for run in runs:
+        run()
+    assert not busy.query(), "a call waited for the stream"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("projection", ["w13", "w2"])
+def test_compile(projection, device):
+    spec = Spec(tokens=6, ranks=(4, 8), dtype=torch.bfloat16)
+    p = spec.build().to(device)
+    operator = delta_operator(projection)
+    lists = Lists(replace(p, lora_ranks=None), projection, naive=False)
+
+    def deltas(out, h, arguments):
+        fresh = operator(**arguments)
+        operator(**arguments, out=out)
+        lists.fused(out)
+        lists.shrink(h, lists.a)
+        lists.expand(out, h, lists.b)
+        return fresh, out * 2
+
+    def start():
+        arguments = delta_kwargs(p, projection)
+        columns = 64
+        rank = lists.a[0].size(2)
+        h = torch.zeros(len(lists.a), 6, 2, rank, dtype=torch.bfloat16, device=device)
+        return filled(p, 6, 2, columns), h, arguments
+
+    for values in (p.w13_lora_a, p.w13_lora_b, [p.w2_lora_a], [p.w2_lora_b]):
+        for t in values:
+            t.nan_to_num_(0)  # vLLM's form works on all of R
+    compiled = torch.compile(deltas, fullgraph=True, backend="aot_eager")
+    got_args, want_args = start(), start()
+    got, want = compiled(*got_args), deltas(*want_args)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert same_bits(got_args[0], want_args[0])

@@ -1,0 +1,196 @@
+/* A training step of a layer: what the forward saves, and gradients, against those of the CPU; the
+ * bits of serving; and of a part of the tokens, with another kernel. */
+#ifndef EMULATION_TRAINING_H
+#define EMULATION_TRAINING_H
+
+#include "problems.h"
+
+RUN(experts_backward)
+
+static inline moelora_tensor gradient_of(const moelora_tensor *value, moelora_dtype dtype) {
+  if (!value->data || random_in(0, 7) == 0)
+    return absent;
+  return random_tensor(dtype, 1, value->ndim, value->size);
+}
+
+static inline moelora_lora gradients_of_lora(const moelora_lora *lora, moelora_dtype dtype) {
+  moelora_lora grads = {.num_slices = lora->num_slices};
+  for (int32_t i = 0; i < lora->num_slices; i++) {
+    grads.a[i] = gradient_of(&lora->a[i], maybe() ? dtype : MOELORA_F32);
+    grads.b[i] = gradient_of(&lora->b[i], maybe() ? dtype : MOELORA_F32);
+  }
+  return grads;
+}
+
+/* All gradients of a call, for a loop. */
+enum { MOST_GRADIENTS = 10 };
+static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
+                                 const char **names) {
+  int count = 0;
+#define GRADIENT(FIELD) names[count] = #FIELD, all[count++] = &g->FIELD
+  GRADIENT(hidden_states);
+  GRADIENT(topk_weights);
+  GRADIENT(w13_lora.a[0]);
+  GRADIENT(w13_lora.a[1]);
+  GRADIENT(w13_lora.b[0]);
+  GRADIENT(w13_lora.b[1]);
+  GRADIENT(w2_lora.a[0]);
+  GRADIENT(w2_lora.b[0]);
+  GRADIENT(w13_bias);
+  GRADIENT(w2_bias);
+#undef GRADIENT
+  return count;
+}
+
+static inline moelora_experts_grads copy_of(const moelora_experts_grads *from) {
+  moelora_experts_grads copy = *from;
+  moelora_tensor *all[MOST_GRADIENTS];
+  const char *names[MOST_GRADIENTS];
+  const int count = list_gradients(&copy, all, names);
+  for (int i = 0; i < count; i++)
+    if (all[i]->data)
+      *all[i] = like(all[i]);
+  return copy;
+}
+
+static inline moelora_saved new_saved(moelora_dtype dtype, const moelora_experts_args *args) {
+  const int64_t rows = args->routing.topk_ids.size[0] * args->routing.topk_ids.size[1];
+  const moelora_lora *w13 = &args->w13_lora, *w2 = &args->w2_lora;
+  const bool packed = args->w13.ndim == 5, adapters = args->adapters.token_lora_mapping.data;
+  moelora_saved saved = {.gate_up =
+                             new_tensor(dtype, SIZES(rows, args->w13.size[1] * (packed ? 64 : 1)))};
+  if (adapters && w13->num_slices)
+    saved.w13_shrink = new_tensor(dtype, SIZES(rows, w13->num_slices, w13->a[0].size[2]));
+  if (adapters && w2->num_slices)
+    saved.w2_shrink = new_tensor(dtype, SIZES(rows, w2->a[0].size[2]));
+  return saved;
+}
+
+static inline void compare_if(const char *what, const moelora_tensor *got,
+                              const moelora_tensor *want, double slack) {
+  if (got->data && count_of(got) > 0)
+    compare(what, got, want, slack);
+}
+
+static void test_training(uint64_t number) {
+  seed(number + 8000);
+  sizes s = draw_sizes(ONE_OF(1, 8, 64, 64));
+  const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
+  const moelora_dtype of_factors = random_in(0, 3) ? dtype : MOELORA_F32;
+  const moelora_activation activation = (moelora_activation)random_in(0, 4);
+  const bool gated = activation != MOELORA_RELU2;
+  const int64_t n13 = s.inner * (gated ? 2 : 1);
+  moelora_layout layout = {0};
+  if (random_in(0, 3) == 0)
+    s.top_k = 1;
+  moelora_experts_backward_args args = {
+      .forward =
+          {
+              .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
+              .w13 = draw_weights(dtype, s, n13, s.hidden, &layout),
+              .w2 = draw_weights(dtype, s, s.hidden, s.inner, &layout),
+              .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
+              .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
+              .routing = random_routing(s),
+              .adapters = draw_adapters(s, 130),
+              .w13_lora = random_in(0, 5)
+                              ? draw_lora(s, of_factors, gated && maybe() ? 2 : 1, n13, s.hidden)
+                              : (moelora_lora){0},
+              .w2_lora = random_in(0, 5) ? draw_lora(s, of_factors, 1, s.hidden, s.inner)
+                                         : (moelora_lora){0},
+              .activation = activation,
+              .apply_router_weight_on_input = s.top_k == 1 && maybe(),
+              .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
+          },
+      .dout = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
+      .accumulate = maybe(),
+  };
+  moelora_experts_args *forward = &args.forward;
+  if (maybe() && (activation == MOELORA_SILU || activation == MOELORA_SWIGLUOAI))
+    forward->activation_limit = 0.5;
+  if (random_in(0, 7) == 0)
+    forward->adapters.token_lora_mapping = absent;
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d ranks=%lld,%lld of %s%s%s%s",
+           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
+           (long long)s.experts, (long long)s.hidden, (long long)s.inner, activation,
+           (long long)(forward->w13_lora.num_slices ? forward->w13_lora.a[0].size[2] : 0),
+           (long long)(forward->w2_lora.num_slices ? forward->w2_lora.a[0].size[2] : 0),
+           dtype_name(of_factors), forward->w13.ndim == 5 ? " packed" : "",
+           forward->apply_router_weight_on_input ? " early" : "",
+           args.accumulate ? " accumulate" : "");
+
+  /* The forward: the outputs of serving, and what it saves. */
+  moelora_experts_args want = *forward, serving = *forward;
+  want.out = like(&forward->out);
+  want.saved = new_saved(dtype, forward);
+  moelora_force_variant(NULL);
+  run_experts(&want, serial);
+  force_any(dtype, &layout);
+  serving.out = like(&forward->out);
+  run_experts(&serving, gpu());
+  forward->saved = new_saved(dtype, forward);
+  run_experts(forward, gpu());
+  if (!same_bytes(&forward->out, &serving.out))
+    FAIL("training%s: outputs are not those of serving (%s)", drawn, moelora_last_plan());
+  compare("gate_up", &forward->saved.gate_up, &want.saved.gate_up, 2);
+  compare_if("w13_shrink", &forward->saved.w13_shrink, &want.saved.w13_shrink, 2);
+  compare_if("w2_shrink", &forward->saved.w2_shrink, &want.saved.w2_shrink, 4);
+  hash_tensor(&forward->saved.gate_up);
+
+  /* The backward, of the same saved tensors. */
+  forward->saved = want.saved;
+  args.grads = (moelora_experts_grads){
+      .hidden_states = gradient_of(&forward->hidden_states, dtype),
+      .topk_weights = gradient_of(&forward->routing.topk_weights, MOELORA_F32),
+      .w13_lora = gradients_of_lora(&forward->w13_lora, dtype),
+      .w2_lora = gradients_of_lora(&forward->w2_lora, dtype),
+      .w13_bias = gradient_of(&forward->w13_bias, maybe() ? dtype : MOELORA_F32),
+      .w2_bias = gradient_of(&forward->w2_bias, maybe() ? dtype : MOELORA_F32),
+  };
+  moelora_experts_backward_args on_cpu = args;
+  on_cpu.grads = copy_of(&args.grads);
+  moelora_force_variant(NULL);
+  run_experts_backward(&on_cpu, serial);
+  force_any(dtype, &layout);
+  run_experts_backward(&args, gpu());
+  moelora_tensor *got[MOST_GRADIENTS], *expected[MOST_GRADIENTS];
+  const char *names[MOST_GRADIENTS];
+  const int count = list_gradients(&args.grads, got, names);
+  list_gradients(&on_cpu.grads, expected, names);
+  for (int i = 0; i < count; i++) {
+    compare_if(names[i], got[i], expected[i], 6);
+    if (got[i]->data)
+      hash_tensor(got[i]);
+  }
+
+  /* A part of the tokens, by another kernel: its rows have the same bits. */
+  const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
+  moelora_experts_backward_args less = args;
+  less.forward.hidden_states = part(&forward->hidden_states, first, some);
+  less.forward.routing.topk_ids = part(&forward->routing.topk_ids, first, some);
+  less.forward.routing.topk_weights = part(&forward->routing.topk_weights, first, some);
+  less.forward.adapters.token_lora_mapping =
+      part(&forward->adapters.token_lora_mapping, first, some);
+  less.forward.saved.gate_up = part(&want.saved.gate_up, first * s.top_k, some * s.top_k);
+  less.forward.saved.w13_shrink = part(&want.saved.w13_shrink, first * s.top_k, some * s.top_k);
+  less.forward.saved.w2_shrink = part(&want.saved.w2_shrink, first * s.top_k, some * s.top_k);
+  less.forward.out = new_tensor(dtype, SIZES(some, s.hidden));
+  less.dout = part(&args.dout, first, some);
+  less.grads = (moelora_experts_grads){
+      .hidden_states = new_tensor(dtype, SIZES(some, s.hidden)),
+      .topk_weights = new_tensor(MOELORA_F32, SIZES(some, s.top_k)),
+  };
+  DESCRIBE(", %lld tokens from %lld", (long long)some, (long long)first);
+  char plan[512];
+  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  force_any(dtype, &layout);
+  run_experts_backward(&less, gpu());
+  if (args.grads.hidden_states.data)
+    same_rows(&less.grads.hidden_states, &args.grads.hidden_states, first, plan);
+  if (args.grads.topk_weights.data)
+    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, first, plan);
+  release_all();
+}
+
+#endif

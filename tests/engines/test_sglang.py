@@ -1,0 +1,505 @@
+"""moelora behind SGLang's interfaces, whose names and signatures are recorded here."""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import tomllib
+import torch
+from cases import Spec
+from checks import assert_close_to_ref
+
+import moelora
+import moelora.integrations.sglang as moelora_sglang
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+# What moelora is called by and calls, from sglang/srt of SGLang: legacy from 0.5.13 on, the runner
+# of `triton_v2` from 0.5.23 on.
+LEGACY = {
+    "layers.moe.moe_runner.runner.MoeRunner.run": (
+        "(self, dispatch_output, quant_info, lora_info=None)"
+    ),
+    "layers.moe.token_dispatcher.standard.StandardCombineInput": "(hidden_states)",
+    "plugins.hook_registry.HookRegistry.register": (
+        "(target, hook, hook_type=<HookType.AFTER: 'after'>, *, source=None)"
+    ),
+}
+SIGNATURES = LEGACY | {
+    "lora.moe.runner.MoeLoraRunner.from_layer": (
+        "(base_layer, *, workspace=None, is_shared_outer, physical_rank)"
+    ),
+    "lora.moe.runner.MoeLoraRunner.run": "(self, dispatch_output, batch)",
+    "lora.layers.FusedMoEWithLoRA.__init__": (
+        "(self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None)"
+    ),
+}
+
+
+def signature(function) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+# ---- as much of SGLang as moelora meets ----
+
+
+class StandardDispatcher:
+    skip_local_expert_mapping = False
+
+
+class StandardCombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class MoeLoraBatch:
+    gate_up_lora_a: torch.Tensor
+    gate_up_lora_b: torch.Tensor
+    down_lora_a: torch.Tensor
+    down_lora_b: torch.Tensor
+    token_lora_mapping: torch.Tensor
+    use_cuda_graph: bool = False
+    is_prefill: bool = False
+
+
+@dataclass(kw_only=True)
+class LoRAInfo:
+    gate_up_lora_a_weights: torch.Tensor
+    gate_up_lora_b_weights: torch.Tensor
+    down_lora_a_weights: torch.Tensor
+    down_lora_b_weights: torch.Tensor
+    lora_ranks: torch.Tensor | None
+    token_lora_mapping: torch.Tensor | None
+    has_active_lora: bool = True
+
+
+class MoeRunnerBackend(Enum):
+    TRITON = "triton"
+    MARLIN = "marlin"
+
+    def is_triton(self):
+        return self is MoeRunnerBackend.TRITON
+
+
+class MoeRunner:
+    def __init__(self, runner_backend):
+        self.runner_backend = runner_backend
+
+    def run(self, dispatch_output, quant_info, lora_info=None):
+        return "SGLang's own"
+
+
+class LoRABatchLayout(Enum):
+    DP_LOCAL = "dp_local"
+    TP_GLOBAL = "tp_global"
+
+
+class HookType(Enum):
+    AFTER = "after"
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: list[tuple[str, Any, HookType]] = []
+
+    @classmethod
+    def register(cls, target, hook, hook_type=HookType.AFTER, *, source=None):
+        cls.hooks.append((target, hook, hook_type))
+
+    @classmethod
+    def apply_hooks(cls):
+        for target, hook, hook_type in cls.hooks:
+            module, owner, name = target.rsplit(".", 2)
+            owner = getattr(importlib.import_module(module), owner)
+            method = inspect.getattr_static(owner, name)
+            bound = isinstance(method, classmethod)
+            wrapped = cls.wrap(method.__func__ if bound else method, hook, hook_type)
+            setattr(owner, name, classmethod(wrapped) if bound else wrapped)
+
+    @staticmethod
+    def wrap(original, hook, hook_type):
+        def around(*args, **kwargs):
+            return hook(original, *args, **kwargs)
+
+        def after(*args, **kwargs):
+            result = original(*args, **kwargs)
+            changed = hook(result, *args, **kwargs)
+            return result if changed is None else changed
+
+        return {HookType.AROUND: around, HookType.AFTER: after}[hook_type]
+
+
+def make_runner():
+    class MoeLoraRunner:
+        @classmethod
+        def from_layer(cls, base_layer, *, workspace=None, is_shared_outer, physical_rank):
+            return cls()
+
+        def run(self, dispatch_output, batch):
+            return "SGLang's own"
+
+    return MoeLoraRunner
+
+
+def make_layer():
+    class FusedMoEWithLoRA:
+        def __init__(
+            self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None
+        ):
+            from sglang.srt.lora.moe.runner import MoeLoraRunner
+
+            self.base_layer, self.lora_backend = base_layer, lora_backend
+            if lora_backend.name != "triton_v2":
+                self._lora_runner = MoeRunner(MoeRunnerBackend(lora_backend.runner))
+                return
+            self._moe_lora_runner = MoeLoraRunner.from_layer(
+                base_layer,
+                workspace=object(),
+                is_shared_outer=experts_shared_outer_loras,
+                physical_rank=max_lora_rank,
+            )
+
+    return FusedMoEWithLoRA
+
+
+@pytest.fixture
+def hook_registry(monkeypatch):
+    """What the module of this name has; tests against sources have SGLang's own."""
+    monkeypatch.setattr(HookRegistry, "hooks", [])
+    return {"HookRegistry": HookRegistry, "HookType": HookType}
+
+
+@pytest.fixture
+def sglang(monkeypatch, hook_registry):
+    """Stand-ins for SGLang's modules, with the plugin registered and its hooks applied."""
+    contents = {
+        "sglang.srt.layers.moe.token_dispatcher.standard": {
+            "StandardCombineInput": StandardCombineInput
+        },
+        "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
+        "sglang.srt.lora.moe.runner": {"MoeLoraRunner": make_runner()},
+        "sglang.srt.runtime_context": {"LoRABatchLayout": LoRABatchLayout},
+        "sglang.srt.plugins.hook_registry": hook_registry,
+    }
+    for path in contents:
+        parts = path.split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if name not in sys.modules:
+                module = ModuleType(name)
+                module.__spec__, module.__path__ = ModuleSpec(name, None), []
+                monkeypatch.setitem(sys.modules, name, module)
+        vars(sys.modules[path]).update(contents[path])
+    moelora_sglang._say.cache_clear()
+    moelora_sglang._announce.cache_clear()
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    moelora_sglang.register()
+    hook_registry["HookRegistry"].apply_hooks()
+    return SimpleNamespace(**{name: value for c in contents.values() for name, value in c.items()})
+
+
+def test_signatures(sglang):
+    """Those of the stand-ins, by which the other tests call, and of moelora's runner."""
+    ours = {
+        "lora.moe.runner.MoeLoraRunner.from_layer": moelora_sglang.MoeLoraRunner.from_layer,
+        "lora.moe.runner.MoeLoraRunner.run": moelora_sglang.MoeLoraRunner.run,
+        "lora.layers.FusedMoEWithLoRA.__init__": make_layer().__init__,
+        "layers.moe.moe_runner.runner.MoeRunner.run": moelora_sglang.LegacyRunner.run,
+        "layers.moe.token_dispatcher.standard.StandardCombineInput": StandardCombineInput,
+        "plugins.hook_registry.HookRegistry.register": HookRegistry.register,
+    }
+    assert {name: signature(f) for name, f in ours.items()} == SIGNATURES
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang")
+def test_signatures_of_sglang():
+    for name, wanted in SIGNATURES.items():
+        path = f"sglang.srt.{name}".split(".")
+        first = next(n for n, part in enumerate(path) if part[0].isupper())
+        found = importlib.import_module(".".join(path[:first]))
+        for part in path[first:]:
+            found = getattr(found, part)
+        assert signature(found) == wanted, name
+
+
+def test_legacy_layers_of_other_runners_are_left_alone(sglang, caplog):
+    layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv", runner="marlin"))
+    assert type(layer._lora_runner) is MoeRunner and not hasattr(layer, "_moe_lora_runner")
+    assert "its runner is marlin" in caplog.text
+
+
+def test_true_ranks_are_those_of_all_tokens(sglang):
+    runner = moelora_sglang.MoeLoraRunner(make_base_layer(Spec().build()))
+    assert runner.true_ranks() is None
+    runner.lora_backend = make_lora_backend(lora_ranks="these")
+    assert runner.true_ranks() == "these"
+    runner.lora_backend.get_batch_info = lambda layout: None
+    assert runner.true_ranks() is None
+    del sys.modules["sglang.srt.runtime_context"]  # a release without layouts
+    runner.lora_backend.batch_info = SimpleNamespace(lora_ranks="its")
+    assert runner.true_ranks() == "its"
+
+
+def test_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    target = project["project"]["entry-points"]["sglang.srt.plugins"]["moelora"]
+    module, name = target.split(":")
+    assert getattr(importlib.import_module(module), name) is moelora_sglang.register
+
+
+# ---- layers ----
+
+
+def make_batch(p, zeros=True) -> MoeLoraBatch:
+    """The adapters of a problem as SGLang's memory pool has them: slices below each other."""
+
+    def stack(factors):
+        factors = torch.cat(factors, dim=2) if isinstance(factors, list) else factors
+        return factors.nan_to_num(0.0) if zeros else factors
+
+    return MoeLoraBatch(
+        gate_up_lora_a=stack(p.w13_lora_a),
+        gate_up_lora_b=stack(p.w13_lora_b),
+        down_lora_a=stack(p.w2_lora_a),
+        down_lora_b=stack(p.w2_lora_b),
+        token_lora_mapping=p.token_lora_mapping,
+    )
+
+
+def make_base_layer(p, **config):
+    defaults = {
+        "activation": p.spec.activation,
+        "is_gated": p.spec.activation != "relu2",
+        "top_k": p.spec.top_k,
+        "routed_scaling_factor": None,
+        "apply_router_weight_on_input": p.spec.weight_on_input,
+        "gemm1_alpha": None,
+        "gemm1_clamp_limit": None,
+        "swiglu_limit": None,
+        "no_combine": False,
+        "num_fused_shared_experts": 0,
+    }
+    return SimpleNamespace(
+        w13_weight=p.w13,
+        w2_weight=p.w2,
+        dispatcher=StandardDispatcher(),
+        should_fuse_routed_scaling_factor_in_topk=False,
+        with_bias=False,
+        moe_runner_config=SimpleNamespace(**defaults | config),
+    )
+
+
+def make_lora_backend(lora_ranks=None, name="triton_v2", runner="triton", use_cuda_graph=False):
+    """Of the tokens of all ranks it knows the slots' ranks, of those of this one other ones."""
+    local = SimpleNamespace(lora_ranks="not these", use_cuda_graph=use_cuda_graph)
+    infos = {
+        LoRABatchLayout.TP_GLOBAL: SimpleNamespace(lora_ranks=lora_ranks),
+        LoRABatchLayout.DP_LOCAL: local,
+    }
+    return SimpleNamespace(name=name, runner=runner, batch_info=local, get_batch_info=infos.get)
+
+
+def make_info(batch, lora_ranks=None, **others) -> LoRAInfo:
+    """The same adapters as legacy backends hand them over."""
+    factors = {
+        f"{name}_weights": getattr(batch, name)
+        for name in ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+    }
+    mapping = {"token_lora_mapping": batch.token_lora_mapping}
+    return LoRAInfo(**factors | mapping | others, lora_ranks=lora_ranks)
+
+
+def dispatched(p):
+    topk = SimpleNamespace(topk_weights=p.topk_weights, topk_ids=p.topk_ids, router_logits=None)
+    return SimpleNamespace(hidden_states=p.hidden_states, topk_output=topk)
+
+
+def run(sglang, p, zeros, name="triton_v2", **config):
+    """What SGLang's layer would do with a problem; without zeros beyond them ranks are needed."""
+    lora_ranks = None if zeros else p.lora_ranks
+    layer = sglang.FusedMoEWithLoRA(
+        make_base_layer(p, **config),
+        make_lora_backend(lora_ranks, name),
+        experts_shared_outer_loras=p.spec.sharing == "outer",
+        max_lora_rank=p.w2_lora_a.size(2),
+    )
+    batch = make_batch(p, zeros)
+    if name == "triton_v2":
+        return layer._moe_lora_runner.run(dispatched(p), batch)
+    return layer._lora_runner.run(dispatched(p), None, lora_info=make_info(batch, lora_ranks))
+
+
+SPECS = {
+    "mixed_ranks": Spec(ranks=(1, 33, 16, 64), spare_rank=3),
+    "shared_outer": Spec(sharing="outer", ranks=(3, 16)),
+    "base_only": Spec(mix="none"),
+    "one_token": Spec(mix="one", routing="random"),
+    "relu2": Spec(activation="relu2", slices=1),
+    "weight_on_input": Spec(top_k=1, weight_on_input=True),
+    "experts_of_other_ranks": Spec(routing="out_of_range"),
+}
+
+
+@pytest.mark.parametrize("backend", ["triton_v2", "csgmv"])
+@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "true_ranks"])
+@pytest.mark.parametrize("name", SPECS)
+def test_layer(name, zeros, backend, sglang, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(
+        SPECS[name], dtype=dtype, scalings=False, tokens=1 if name == "one_token" else 29
+    )
+    p = spec.build()
+    there = p.to(device)
+    combined = run(sglang, there, zeros, backend)
+    assert isinstance(combined, StandardCombineInput)
+    naive = naive_fused_experts_lora(**there.kwargs())
+    assert_close_to_ref(combined.hidden_states, fused_experts_lora_ref(**p.kwargs()), naive, dtype)
+
+
+def test_routed_scaling_factor(sglang):
+    """Once: here, unless the router has done it."""
+    p = Spec(tokens=9, scalings=False).build()
+    plain = run(sglang, p, False).hidden_states
+    scaled = run(sglang, p, False, routed_scaling_factor=2.5).hidden_states
+    torch.testing.assert_close(scaled, 2.5 * plain)
+    base_layer = make_base_layer(p, routed_scaling_factor=2.5)
+    base_layer.should_fuse_routed_scaling_factor_in_topk = True
+    runner = moelora_sglang.MoeLoraRunner.from_layer(
+        base_layer, is_shared_outer=False, physical_rank=16
+    )
+    assert runner.routed_scaling_factor is None
+
+
+REASONS = {
+    "its weights are torch.float8_e4m3fn": {
+        "w13_weight": torch.zeros(1, dtype=torch.float8_e4m3fn)
+    },
+    "its dispatcher is DeepEPDispatcher": {"dispatcher": type("DeepEPDispatcher", (), {})()},
+    "its expert ids are global": {
+        "dispatcher": type("StandardDispatcher", (), {"skip_local_expert_mapping": True})()
+    },
+    "its experts have biases": {"with_bias": True},
+    "its activation is 'gelu', gated": {"activation": "gelu"},
+    "its activation is 'silu', not gated": {"is_gated": False},
+    "its activation is 'relu2', gated": {"activation": "relu2"},
+    "its activation is scaled or clamped": {"gemm1_clamp_limit": 7.0},
+    "its experts' outputs are not summed": {"no_combine": True},
+    "shared experts are fused into it": {"num_fused_shared_experts": 1},
+    "its routing weights are for the input": {"apply_router_weight_on_input": True},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_other_layers_run_sglangs_own_path(reason, sglang, caplog):
+    p = Spec(scalings=False).build()
+    base_layer = make_base_layer(p)
+    for name, value in REASONS[reason].items():
+        owner = base_layer if hasattr(base_layer, name) else base_layer.moe_runner_config
+        setattr(owner, name, value)
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        for _ in range(2):
+            layer = sglang.FusedMoEWithLoRA(base_layer, make_lora_backend(), max_lora_rank=16)
+            assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
+    assert [reason in message for message in caplog.messages] == [True]
+    with pytest.raises(NotImplementedError, match=reason):
+        moelora_sglang.MoeLoraRunner.from_layer(base_layer, is_shared_outer=False, physical_rank=16)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_legacy_batch_without_adapters(graph, sglang):
+    """Runs the experts alone, but for graphs, which are replayed with adapters."""
+    p = Spec(tokens=9, scalings=False).build()
+    backend = make_lora_backend(name="triton", use_cuda_graph=graph)
+    runner = sglang.FusedMoEWithLoRA(make_base_layer(p), backend)._lora_runner
+    info = make_info(make_batch(p), p.lora_ranks, has_active_lora=False)
+    out = runner.run(dispatched(p), None, lora_info=info).hidden_states
+    without = runner.layer.experts(dispatched(p), None, None).hidden_states
+    assert torch.equal(out, without) is not graph
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("nobody says which token", lambda info: {"token_lora_mapping": None}),
+        ("those of other tokens", lambda info: {"token_lora_mapping": info.token_lora_mapping[:3]}),
+        (
+            "of experts on other GPUs",
+            lambda info: {"down_lora_a_weights": info.down_lora_a_weights.repeat(1, 2, 1, 1)},
+        ),
+    ],
+)
+def test_other_legacy_batches_run_sglangs_own_path(reason, change, sglang, caplog):
+    p = Spec(scalings=False).build()
+    layer = sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name="triton"))
+    info = make_info(make_batch(p))
+    other = replace(info, **change(info))
+    for _ in range(2):
+        assert layer._lora_runner.run(dispatched(p), None, lora_info=other) == "SGLang's own"
+    assert [reason in message for message in caplog.messages] == [True]
+    assert layer._lora_runner.run(dispatched(p), None, lora_info=info) != "SGLang's own"
+
+
+@pytest.mark.parametrize("name", ["triton_v2", "csgmv"])
+def test_the_log_says_that_it_is_on(name, sglang, caplog):
+    """Once, with the first layer: SGLang has no log yet when it loads plugins."""
+    p = Spec(scalings=False).build()
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
+        moelora_sglang.register()
+        assert caplog.messages == []
+        for _ in range(2):
+            sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name=name))
+    assert caplog.messages == [
+        f"moelora: version {moelora.__version__} runs MoE layers with LoRA; "
+        "MOELORA_SGLANG=0 leaves them"
+    ]
+
+
+def test_switched_off(sglang, monkeypatch):
+    monkeypatch.setenv("MOELORA_SGLANG", "0")
+    HookRegistry.hooks.clear()
+    moelora_sglang.register()
+    assert not HookRegistry.hooks
+
+
+@pytest.mark.parametrize(
+    "with_cuda, gpus, why",
+    [(0, 1, "this build of moelora has no CUDA kernels"), (1, 0, "there is no GPU")],
+)
+def test_without_kernels_or_a_gpu_it_is_left_alone(
+    sglang, monkeypatch, caplog, with_cuda, gpus, why
+):
+    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    HookRegistry.hooks.clear()
+    for _ in range(2):
+        moelora_sglang.register()
+    assert not HookRegistry.hooks
+    (line,) = caplog.messages
+    assert why in line
+    assert line.endswith("; SGLang's own path runs")
+
+
+def test_a_layer_on_an_old_gpu_is_left_alone(sglang, monkeypatch):
+    layer = make_base_layer(Spec().build())
+    assert moelora_sglang.reason_against(layer) is None
+    layer.w13_weight = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    monkeypatch.setattr("torch.cuda.get_device_capability", {layer.w13_weight.device: (7, 5)}.get)
+    assert "compute capability of its GPU is below 8.0" in moelora_sglang.reason_against(layer)
+
+
+def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
+    monkeypatch.delitem(sys.modules, "sglang.srt.lora.moe.runner")
+    HookRegistry.hooks.clear()
+    moelora_sglang.register()
+    assert [target for target, _, _ in HookRegistry.hooks] == [f"{moelora_sglang.LAYER}.__init__"]

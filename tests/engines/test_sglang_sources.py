@@ -1,0 +1,138 @@
+"""What the plugin meets of SGLang against the sources of its releases, without importing them.
+
+`SGLANG_SOURCES` names a folder with one unpacked wheel for each release in it:
+
+    pip download --no-deps sglang==0.5.23 && python -m zipfile -e sglang-0.5.23*.whl DIR/0.5.23
+"""
+
+import logging
+import os
+import re
+from importlib import util
+from pathlib import Path
+
+import pytest
+from cases import Spec
+from test_sglang import (  # noqa: F401
+    LEGACY,
+    SIGNATURES,
+    make_base_layer,
+    make_lora_backend,
+    sglang,
+)
+from vllm_sources import Sources
+
+from moelora.integrations import sglang as plugin
+
+FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[2] / ".peers/sglang_sources"))
+RUNNER = plugin.RUNNER.replace(".", "/") + ".py"  # of triton_v2, which releases before 0.5.23 lack
+REGISTRY = "sglang/srt/plugins/hook_registry.py"
+RELEASES = sorted(
+    folder
+    for folder in FOLDER.glob("*")
+    if (info := folder / "sglang/srt/lora/lora_moe_runners.py").exists()
+    and "has_active_lora" in info.read_text()  # since 0.5.13, which the plugin needs
+)
+pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of SGLang in {FOLDER}")
+
+
+@pytest.fixture(params=RELEASES, ids=lambda path: path.name)
+def release(request) -> Path:
+    return request.param
+
+
+def only_where_there_is_triton_v2(release):
+    if not (release / RUNNER).exists():
+        pytest.skip("legacy backends alone")
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_parameters(release, path):
+    """By name, in order; of a tuple its fields."""
+    if path not in LEGACY:
+        only_where_there_is_triton_v2(release)
+    module, name = re.fullmatch(r"([a-z_.]+)\.([A-Z].*)", path).groups()
+    found = Sources(release).parameters(f"sglang.srt.{module}", name)
+    wanted = [part.split("=")[0] for part in SIGNATURES[path].strip("()").split(", ")]
+    bound = name.split(".")[-1] in ("from_layer", "register")  # to the class
+    assert found[bound:] == [part for part in wanted if part != "*"]
+
+
+# What the integration reads by name, and where SGLang gives it.
+READ_OF_TRITON_V2 = {
+    "lora/layers.py": "_moe_lora_runner lora_backend TP_GLOBAL",
+    "lora/moe/runner.py": (
+        "gate_up_lora_a gate_up_lora_b down_lora_a down_lora_b token_lora_mapping "
+        "routed_scaling_factor activation is_gated topk_output"
+    ),
+    "lora/backend/base_backend.py": "batch_info get_batch_info",
+    "lora/backend/triton_v2_backend.py": "lora_ranks token_slots",
+    "runtime_context.py": "LoRABatchLayout TP_GLOBAL",
+}
+READ = {
+    "lora/layers.py": "FusedMoEWithLoRA base_layer lora_backend _lora_runner batch_info lora_info",
+    "lora/lora_moe_runners.py": (
+        "gate_up_lora_a_weights gate_up_lora_b_weights down_lora_a_weights down_lora_b_weights "
+        "lora_ranks token_lora_mapping has_active_lora"
+    ),
+    "lora/backend/base_backend.py": "batch_info",
+    "lora/utils.py": "use_cuda_graph lora_ranks",
+    "layers/moe/moe_runner/runner.py": "runner_backend is_triton",
+    "layers/moe/fused_moe_triton/layer.py": (
+        "w13_weight w2_weight dispatcher with_bias moe_runner_config "
+        "should_fuse_routed_scaling_factor_in_topk"
+    ),
+    "layers/moe/moe_runner/base.py": (
+        "activation is_gated routed_scaling_factor apply_router_weight_on_input gemm1_alpha "
+        "gemm1_clamp_limit no_combine num_fused_shared_experts top_k"
+    ),
+    "layers/moe/token_dispatcher/standard.py": "StandardDispatcher skip_local_expert_mapping",
+}
+
+
+def missing(release, file, words):
+    text = (release / "sglang/srt" / file).read_text()
+    return [word for word in words.split() if not re.search(rf"\b{word}\b", text)]
+
+
+@pytest.mark.parametrize("file", READ)
+def test_names(release, file):
+    assert missing(release, file, READ[file]) == []
+
+
+@pytest.mark.parametrize("file", READ_OF_TRITON_V2)
+def test_names_of_triton_v2(release, file):
+    only_where_there_is_triton_v2(release)
+    assert missing(release, file, READ_OF_TRITON_V2[file]) == []
+
+
+def test_buffers_are_laid_out_as_they_are_read(release):
+    """The slices of A begin the largest rank apart, whatever an adapter's own; B is scaled."""
+    text = Sources(release).text("sglang.srt.lora.mem_pool")
+    assert "ci * max_r:ci * max_r + lora_rank" in text
+    assert "w * lora_adapter.scaling" in text
+
+
+@pytest.fixture
+def hook_registry(release):
+    path = release / REGISTRY  # needs the standard library alone
+    spec = util.spec_from_file_location("sglang.srt.plugins.hook_registry", path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: getattr(module, name) for name in ("HookRegistry", "HookType")}
+
+
+def test_its_registry_applies_the_hooks(sglang, caplog):  # noqa: F811
+    """On the stand-ins: SGLang logs a traceback and goes on where it cannot."""
+    base_layer, lora_backend = make_base_layer(Spec().build()), make_lora_backend("these")
+    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
+    assert isinstance(layer._moe_lora_runner, plugin.MoeLoraRunner)
+    assert layer._moe_lora_runner.true_ranks() == "these"
+    base_layer.with_bias = True
+    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
+    assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
+    layer = sglang.FusedMoEWithLoRA(
+        make_base_layer(Spec().build()), make_lora_backend(name="csgmv")
+    )
+    assert isinstance(layer._lora_runner, plugin.LegacyRunner)
+    assert not [record for record in caplog.get_records("setup") if record.levelno >= logging.ERROR]

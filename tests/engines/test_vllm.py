@@ -1,0 +1,505 @@
+"""The vLLM drop-in, on stand-ins of vLLM's interface, and on vLLM itself where that imports."""
+
+import importlib.metadata
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import vllm_stand_in
+from cases import EDGE_CASES, Spec, same_bits
+from conftest import needs_gpu
+from vllm_layer import Layer, base, load, platform
+
+import moelora
+
+pytest_plugins = ["vllm_fixtures"]
+
+UNINTERLEAVE = "swigluoai_uninterleave"
+
+# ---- configurations of adapters ----
+
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, None),
+        ({"lora_B_layout": "rank_major", "auto_mapping": {"unsloth_fixed": True}}, None),
+        ({"lora_B_layout": "grouped_by_expert"}, "lora_B_layout of its configuration is not rank"),
+        ({"lora_B_layout": "mixed"}, "lora_B_layout is 'mixed', wanted one of"),
+        ({"auto_mapping": {"unsloth_fixed": True}}, "an adapter of base: Unsloth wrote the"),
+    ],
+)
+def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
+    vllm.register()
+    lines.clear()
+    for _ in range(2):
+        config = {**CONFIG, **more, "base_model_name_or_path": "base"}
+        assert vllm.PEFTHelper.from_dict(config).r == 4
+    if said is None:
+        assert lines == []
+        return
+    (line,) = lines
+    assert said in line
+    assert "every expert will get columns of others" in line
+
+
+# ---- registration ----
+
+
+def test_the_interface_is_as_recorded(vllm):
+    parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTIZED")
+    problems = {part: vllm.interface.problem(getattr(vllm.interface, part)) for part in parts}
+    assert problems == dict.fromkeys(parts)
+    methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
+    absent = {name for name, problem in methods.items() if problem}
+    assert absent in (set(), {"compressed_tensors"}, {"compressed_tensors_marlin"})
+
+
+def test_the_entry_point_is_declared():
+    tomllib = pytest.importorskip("tomllib")
+    with open(f"{__file__.rsplit('/', 3)[0]}/pyproject.toml", "rb") as file:
+        groups = tomllib.load(file)["project"]["entry-points"]
+    (name, value), *_ = groups["vllm.general_plugins"].items()
+    entry = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
+    assert entry.load().__name__ == "register"
+
+
+def test_the_log_says_once_that_it_is_on(vllm, lines, caplog):
+    with caplog.at_level(logging.INFO, "vllm.moelora"):
+        vllm.register()
+        vllm.register()
+    assert lines == [
+        f"moelora: version {moelora.__version__} runs MoE layers; MOELORA_VLLM=0 leaves them"
+    ]
+
+
+def test_registering_twice_is_registering_once(vllm, lines):
+    vllm.register()
+    ours = vllm.chosen()
+    assert ours.__name__ == "TritonExpertsWithLoRA"
+    assert issubclass(ours, vllm.TritonExperts)
+    prepare_tensors, set_lora = vllm.LoRAKernelMeta.prepare_tensors, vllm.FusedMoEWithLoRA.set_lora
+    vllm.register()
+    assert vllm.chosen() is ours
+    assert vllm.LoRAKernelMeta.prepare_tensors is prepare_tensors
+    assert vllm.FusedMoEWithLoRA.set_lora is set_lora
+    assert lines == []
+
+
+def test_other_backends_keep_their_class(vllm):
+    vllm.register()
+    oracle = load("vllm.model_executor.layers.fused_moe.oracle.unquantized")
+    (other,) = oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.BATCHED_TRITON)
+    assert "TritonExpertsWithLoRA" not in other.__name__
+
+
+def left_alone(vllm):
+    return vllm.chosen() is vllm.TritonExperts and not hasattr(
+        vllm.LoRAKernelMeta.prepare_tensors, "_moelora"
+    )
+
+
+def test_the_switch_turns_it_off(vllm, monkeypatch):
+    monkeypatch.setenv("MOELORA_VLLM", "0")
+    vllm.register()
+    assert left_alone(vllm)
+    monkeypatch.setenv("MOELORA_VLLM", "1")
+    vllm.register()
+    assert not left_alone(vllm)
+
+
+def test_a_changed_interface_is_left_alone(vllm, lines):
+    def workspace_shapes(self, M, N, K):
+        pass
+
+    vllm.monkeypatch.setattr(vllm.TritonExperts, "workspace_shapes", workspace_shapes)
+    vllm.register()
+    assert left_alone(vllm)
+    (line,) = lines
+    assert "TritonExperts.workspace_shapes has the parameters ['self', 'M', 'N', 'K'], not" in line
+
+
+def test_a_missing_field_is_named(vllm, monkeypatch):
+    fields = {"vllm.lora.ops.triton_ops.lora_kernel_metadata": {"LoRAKernelMeta": "slots"}}
+    part = vllm.interface.Interface(fields=fields)
+    assert vllm.interface.problem(part).endswith("LoRAKernelMeta has no slots")
+
+
+def test_other_platforms_are_left_alone(vllm, lines):
+    vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
+    vllm.plugin.register()
+    assert left_alone(vllm)
+    assert lines == ["moelora: the platform is not CUDA; vLLM's own path runs"]
+
+
+@pytest.mark.parametrize(
+    "with_cuda, capability, why",
+    [
+        (0, 90, "this build of moelora has no CUDA kernels"),
+        (1, 75, "there is no GPU of compute capability 8.0 or newer"),
+    ],
+)
+def test_without_kernels_or_a_gpu_it_is_left_alone(
+    vllm, lines, monkeypatch, with_cuda, capability, why
+):
+    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
+    vllm.set("vllm.platforms", "current_platform", platform(capability=capability))
+    for _ in range(2):
+        vllm.plugin.register()
+    assert left_alone(vllm)
+    (line,) = lines
+    assert why in line
+    assert line.endswith("; vLLM's own path runs")
+
+
+def test_the_engine_survives_a_failure(vllm, lines):
+    vllm.monkeypatch.delattr(vllm.LoRAKernelMeta, "prepare_tensors")
+    vllm.monkeypatch.setattr(vllm.TritonExperts, "apply", None)
+    vllm.monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    vllm.plugin.register()
+    assert vllm.chosen() is vllm.TritonExperts
+    (line,) = lines
+    assert "no CUDA kernels" not in line
+
+
+# ---- results ----
+
+SPECS = {
+    "base_only": Spec(mix="absent", tokens=9),
+    "base_only_with_map": Spec(mix="absent", tokens=9, remote=4),
+    "several_adapters": Spec(mix="many", tokens=17, ranks=(8, 8, 8)),
+    "half_base": Spec(mix="half_base", tokens=9),
+    "one_token": Spec(tokens=1, mix="one"),
+    "mixed_ranks": Spec(mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8),
+    "disabled": Spec(mix="disabled", tokens=12, ranks=(8, 4, 16)),
+    "shared_outer": Spec(sharing="outer", tokens=8),
+    "three_d": Spec(slices=1, tokens=8),
+    "biases": Spec(bias=True, tokens=8),
+    "gelu": Spec(activation="gelu", tokens=8),
+    "swigluoai": Spec(activation="swigluoai", bias=True, slices=1, tokens=8),
+    "silu_with_a_limit": Spec(limit=0.5, tokens=8),
+    "swigluoai_uninterleave": Spec(
+        activation="swigluoai_uninterleave", alpha=1.3, limit=0.5, bias=True, tokens=8
+    ),
+    "relu2": Spec(activation="relu2", slices=1, tokens=8),
+    "expert_map": Spec(remote=4, tokens=10, top_k=3),
+    "weight_on_input": Spec(top_k=1, weight_on_input=True, tokens=9),
+    "int64_ids": Spec(int64_ids=True),
+    "skipped_experts": Spec(routing="out_of_range", tokens=12, remote=3),
+    "many_rows": EDGE_CASES["many_rows"],
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_layer_is_what_the_reference_says(vllm, place, name):
+    device, dtype = place
+    vllm.register()
+    layer = Layer(vllm, replace(SPECS[name], dtype=dtype).build(), device)
+    if layer.lora is not None:
+        layer.step()
+    layer.check(layer())
+    assert vllm.own_calls == 0
+
+
+def test_ranks_below_the_maximum_are_used(vllm, place):
+    """The padding of the stacks is never read: here it would show."""
+    device, dtype = place
+    vllm.register()
+    spec = Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8, dtype=dtype)
+    layer = Layer(vllm, spec.build(), device).step()
+    ranks = layer.experts._lora_context.lora_ranks
+    assert ranks.tolist() == [3, 8, 16]
+    for stack, dim in layer.stacks():
+        for slot, rank in enumerate(spec.ranks):
+            stack[slot].narrow(dim - 1, rank, 24 - rank).fill_(float("nan"))
+    layer.check(layer())
+
+    layer.load_adapter(2, rank=5)  # another adapter comes to the slot, in the same tensor
+    assert layer.experts._lora_context.lora_ranks is ranks
+    assert ranks.tolist() == [3, 8, 5]
+
+
+def test_a_stale_mapping_is_not_used(vllm, place):
+    """After a step with adapters comes one without: vLLM does not rewrite its mapping."""
+    device, dtype = place
+    vllm.register()
+    p = Spec(mix="all_different", tokens=8, dtype=dtype).build()
+    layer = Layer(vllm, p, device).step()
+    layer.check(layer())
+    plain = Layer(vllm, base(p), device)()
+    layer.step(torch.full((8,), -1))
+    assert same_bits(layer(), plain)
+    # A graph that was captured with adapters does not see the flag on the host.
+    layer.meta.no_lora_flag_cpu.fill_(False)
+    assert same_bits(layer(), plain)
+
+
+def test_padding_rows_are_base_rows(vllm, place):
+    """A graph runs more rows than there are tokens; the mapping behind them is left over."""
+    device, dtype = place
+    vllm.register()
+    p = Spec(mix="all_different", tokens=12, dtype=dtype).build()
+    layer = Layer(vllm, p, device).step()
+    whole = layer()
+    layer.step(p.token_lora_mapping[:7])
+    assert layer.meta.token_lora_mapping[7:].eq(-1).all()
+    padded = layer()
+    assert same_bits(padded[:7], whole[:7])
+    assert same_bits(padded[7:], Layer(vllm, base(p), device)()[7:])
+
+
+def test_slots_out_of_range_are_base_rows(vllm, place):
+    """Before any step the mapping is uninitialised memory; no slot is enabled then either."""
+    device, dtype = place
+    vllm.register()
+    p = Spec(mix="all_different", tokens=12, dtype=dtype).build()
+    layer = Layer(vllm, p, device)
+    layer.lora.reset_lora(0)
+    assert same_bits(layer(), Layer(vllm, base(p), device)())
+
+
+def test_an_exchanged_mapping_comes_first(vllm, place):
+    """Expert parallel over data-parallel ranks: their tokens, though ours have no adapter."""
+    device, dtype = place
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="many", tokens=9, remote=4, dtype=dtype).build(), device)
+    layer.step(torch.full((9,), -1))
+    layer.experts._lora_context.local_token_lora_mapping = layer.p.token_lora_mapping
+    layer.check(layer())
+
+
+def test_removed_adapters_no_longer_act(vllm, place):
+    device, dtype = place
+    vllm.register()
+    p = Spec(mix="one", tokens=6, dtype=dtype).build()
+    layer = Layer(vllm, p, device).step()
+    layer.check(layer())
+    slot = int(p.token_lora_mapping[0])
+    layer.lora.reset_lora(slot)
+    for stack, _ in layer.stacks():
+        stack[slot] = float("nan")  # nobody reads a disabled slot
+    assert same_bits(layer(), Layer(vllm, base(p), device)())
+    layer.load_adapter(slot)
+    layer.check(layer())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_one_capture_serves_every_step(vllm):
+    """Other slots, other ranks, no adapter at all, fewer tokens: what a serving engine replays."""
+    if "vllm.v1.worker.workspace" in sys.modules:
+        pytest.skip("the end-to-end benchmark covers it")
+    vllm.register()
+    p = Spec(mix="all_different", tokens=16, ranks=(8, 16, 4), dtype=torch.bfloat16).build()
+    layer = Layer(vllm, p, "cuda").step()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+
+    def replay():
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        return out.clone()
+
+    mixed = replay()
+    layer.check(mixed)
+    plain = Layer(vllm, base(p), "cuda")()
+    layer.step(torch.full((16,), -1))
+    assert same_bits(replay(), plain)
+    layer.step(p.token_lora_mapping[:5])
+    assert same_bits(replay(), torch.cat([mixed[:5], plain[5:]]))
+    layer.step()
+    for slot in range(3):
+        layer.lora.reset_lora(slot)
+    assert same_bits(replay(), plain)
+    for slot in range(3):
+        layer.load_adapter(slot)
+    assert same_bits(replay(), mixed)
+
+
+# ---- vLLM's own path ----
+
+
+def own_path(layer, lines, reason, repeat=3):
+    """The layer runs vLLM's kernels, and the log says why, once."""
+    for _ in range(repeat):
+        y = layer.step()() if layer.lora is not None else layer()
+        assert (y == layer.vllm.OWN).all()
+    assert layer.vllm.own_calls == repeat
+    assert lines == [f"moelora: {reason}; vLLM's own path runs"]
+
+
+def quant_config(name, *args, **kwargs):
+    return getattr(load("vllm.model_executor.layers.fused_moe.config"), name)(*args, **kwargs)
+
+
+def test_a_quantized_base(vllm, lines):
+    vllm.register()
+    quant = quant_config("fp8_w8a8_moe_quant_config", torch.ones(1), torch.ones(1))
+    layer = Layer(vllm, Spec(mix="absent").build(), quant=quant)
+    # vLLM quantizes the input on the way, with an operator that the CPU has not.
+    layer.kernel = vllm_stand_in.FusedMoEKernel(None, layer.experts)
+    own_path(layer, lines, "the base is quantized (torch.float8_e4m3fn)")
+
+
+@pytest.mark.parametrize("name", ["GELU", "SILU_NO_MUL"])
+def test_an_activation_that_is_not_there(vllm, lines, name):
+    vllm.register()
+    spec = Spec(mix="many", activation="silu" if name == "GELU" else "relu2", slices=1)
+    layer = Layer(vllm, spec.build())
+    layer.activation = getattr(vllm.MoEActivation, name)
+    own_path(layer, lines, f"there is no activation {name.lower()!r}")
+
+
+def test_numbers_of_the_quantizations_config_go_first(vllm):
+    vllm.register()
+    numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
+    others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
+    for spec in (Spec(limit=0.5), Spec(activation=UNINTERLEAVE, alpha=1.2, limit=0.5)):
+        quant = quant_config("biased_moe_quant_config", None, None, **numbers)
+        layer = Layer(vllm, spec.build(), quant=quant, **others)
+        layer.check(layer.step()())
+
+
+def test_swigluoai_with_the_numbers_of_silu(vllm):
+    """Alpha 1 and beta 0: another name for silu with a limit."""
+    vllm.register()
+    layer = Layer(vllm, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.activation = vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE
+    layer.check(layer.step()())
+
+
+def test_swigluoai_takes_no_numbers_from_configs(vllm):
+    vllm.register()
+    p = Spec(activation="swigluoai", slices=1).build()
+    layer = Layer(vllm, p, swiglu_limit=0.5, swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.check(layer.step()())
+
+
+@pytest.mark.parametrize(
+    ("activation", "config", "reason"),
+    [
+        ("silu", {"swiglu_limit": 0.0}, "the limit of silu is 0.0"),
+        (
+            UNINTERLEAVE,
+            {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
+            "swigluoai_uninterleave has limit 7.0, alpha 1.702 and beta 0.5",
+        ),
+        (
+            UNINTERLEAVE,
+            {"swiglu_alpha": 1.702},
+            "swigluoai_uninterleave has limit None, alpha 1.702 and beta 1.0",
+        ),
+        (
+            UNINTERLEAVE,
+            {"swiglu_limit": 7.0, "swiglu_beta": None},
+            "swigluoai_uninterleave has limit 7.0, alpha None and beta None",
+        ),
+    ],
+)
+def test_numbers_that_are_not_there(vllm, lines, activation, config, reason):
+    vllm.register()
+    own_path(Layer(vllm, Spec(activation=activation).build(), **config), lines, reason)
+
+
+def test_fully_sharded_adapters(vllm, lines):
+    """They are not, in a layer that moelora runs."""
+    vllm.register()
+    layer = Layer(vllm, Spec().build(), fully_sharded=True)
+    layer.check(layer.step()())
+    assert not layer.lora.fully_sharded
+    assert lines == [
+        "moelora: adapters of experts are not sharded over ranks: fully_sharded_loras is off"
+    ]
+
+
+def test_fully_sharded_adapters_of_another_layer(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec().build(), fully_sharded=True, swiglu_limit=0.0)
+    assert layer.lora.fully_sharded
+    own_path(layer, lines, "the limit of silu is 0.0")
+
+
+def test_adapters_that_come_after_the_first_call(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec().build())
+    layer.step()()
+    layer.experts._lora_context.fully_sharded = True
+    layer.experts.set_lora_context(layer.experts._lora_context)
+    own_path(layer, lines, "the adapters are fully sharded")
+
+
+def test_interleaved_weights_with_two_adapters(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec(activation="swigluoai", slices=2).build())
+    own_path(
+        layer,
+        lines,
+        "gate and up have adapters of their own, while their weights are interleaved",
+    )
+
+
+def test_batch_invariance(vllm, lines):
+    """vLLM's switch is no reason to step aside."""
+    vllm.set("vllm.envs", "VLLM_BATCH_INVARIANT", True)
+    vllm.register()
+    layer = Layer(vllm, Spec().build())
+    assert layer.experts.reason_against(layer.activation) is None
+
+
+def test_weights_in_host_memory(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec().build())
+    layer.p.w2._vllm_is_uva_offloaded = True
+    own_path(layer, lines, "the expert weights are in host memory")
+
+
+def test_a_hook_behind_the_second_product(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="absent").build())
+    layer()
+    layer.experts.post_gemm2_hook = lambda rows, output: None
+    own_path(layer, lines, "the rows before the weighted sum are wanted")
+
+
+def test_what_the_operator_refuses(vllm, lines):
+    """Here a dtype; all that it has no kernel for, or that breaks its contract, is the same."""
+    vllm.register()
+    p = Spec(mix="absent").build()
+    layer = Layer(vllm, p)
+    layer.p = replace(p, **{n: getattr(p, n).double() for n in ("hidden_states", "w13", "w2")})
+    for _ in range(2):
+        assert (layer() == vllm.OWN).all()
+    (line,) = lines
+    assert "hidden_states" in line and line.endswith("vLLM's own path runs")
+
+
+def test_each_reason_is_said_once(vllm, lines):
+    vllm.register()
+    for _ in range(2):
+        for spec in (Spec(activation="swigluoai"), Spec(ranks=(4,))):
+            layer = Layer(vllm, spec.build(), fully_sharded="silu" in spec.activation)
+            layer.step()()
+    assert len(lines) == 2
+
+
+def test_other_classes_are_named(vllm, lines):
+    """Layers that vLLM gives to other kernels do not come here at all."""
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="absent").build())
+    assert lines == []
+    theirs = vllm.TritonExperts(layer.moe_config, layer.experts.quant_config)
+    for _ in range(2):
+        vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
+    assert lines == [
+        "moelora: vLLM gives unquantized layers to TritonExperts; vLLM's own path runs"
+    ]

@@ -1,0 +1,266 @@
+"""Quantized layers of vLLM in moelora: from what its loader fills to a layer's result."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import Spec
+from vllm_layer import load
+from vllm_quantized import KINDS, QuantizedLayer, check_base_rows
+
+pytest_plugins = ["vllm_fixtures"]
+
+BF16 = torch.bfloat16
+PLAIN = Spec(tokens=9, hidden=64, inter=96, dtype=BF16)
+OURS, OWN = "QuantizedExpertsWithLoRA", object()
+GPT_OSS = replace(PLAIN, activation="swigluoai", bias=True, slices=1)
+
+
+def spec_of(kind: str, **options) -> Spec:
+    return replace(GPT_OSS if kind == "gpt_oss" else PLAIN, **options)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("mix", ["absent", "all_different"])
+def test_a_layer_is_what_the_reference_says(vllm, lines, kind, mix):
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, mix=mix))
+    assert type(layer.experts).__name__ == OURS
+    if mix != "absent":
+        layer.step()
+    layer.check(layer())
+    assert vllm.own_calls == 0
+    assert lines == []
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gptq"])
+def test_float16(vllm, kind):
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, dtype=torch.float16)).step()
+    layer.check(layer())
+
+
+@pytest.mark.parametrize("options", [{"remote": 4, "top_k": 3}, {"sharing": "outer"}])
+def test_the_rest_of_a_layer(vllm, kind, options):
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, **options)).step()
+    layer.check(layer())
+
+
+def test_base_rows_keep_their_bits(vllm, kind):
+    check_base_rows(QuantizedLayer, vllm, kind, spec_of(kind))
+
+
+def test_nothing_of_the_loader_stays(vllm, kind):
+    """Tiles are all that a layer holds, with its biases; the tensors that were loaded are freed."""
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=256, inter=256))
+    held = {name for name, _ in layer.routed.named_parameters()}
+    biases = {"w13_bias", "w2_bias"} if kind == "gpt_oss" else set()
+    assert held == {"w13_weight", "w2_weight"} | biases
+    assert layer.routed.w13_weight.dtype == torch.uint8
+    assert sum(t.nbytes for t in layer.routed.parameters()) < 1.1 * layer.loaded_bytes
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_sizes_are_not_rounded_up(vllm, kind):
+    """vLLM's kernels round 2880 up to 3072 and 2944; ours take what blocks of 32 allow."""
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=160, inter=96))
+    assert (layer.routed.hidden_size, layer.routed.intermediate_size_per_partition) == (160, 96)
+    layer.check(layer.step()())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_a_share_that_is_no_whole_block_is_padded(vllm, kind, monkeypatch):
+    """Tensor parallel: the last block of a rank may be partly empty, and adds nothing."""
+    vllm.register()
+    spec = spec_of(kind, hidden=64, inter=96, mix="absent")
+    plain = QuantizedLayer(vllm, kind, spec)()
+
+    class Padded(QuantizedLayer):
+        def make_method(self):
+            method = super().make_method()
+            self.moe_config.intermediate_size_per_partition += 32
+            return method
+
+    layer = Padded(vllm, kind, spec)
+    assert layer.routed.intermediate_size_per_partition == 128
+    layer.check(layer())
+    torch.testing.assert_close(layer(), plain)
+
+
+# ---- what stays with vLLM ----
+
+
+@pytest.fixture
+def own(vllm):
+    """Whatever vLLM repacks weights with is not there on a CPU."""
+
+    def process_weights_after_loading(self, layer):
+        assert self.experts_cls.__name__ != OURS
+        self.moe_kernel = SimpleNamespace(fused_experts=OWN)
+
+    for needed in vllm.interface.METHODS.values():
+        for place, names in needed.replaced.items():
+            cls = next(iter(names)).partition(".")[0]
+            try:
+                method = getattr(load(place), cls)
+            except (ModuleNotFoundError, AttributeError):
+                continue
+            name = "process_weights_after_loading"
+            vllm.monkeypatch.setattr(method, name, process_weights_after_loading)
+    return vllm.register()
+
+
+def theirs(layer, lines, reason):
+    assert layer.experts is OWN
+    assert lines == [f"moelora: {reason}; vLLM's own path runs"]
+    assert sum(t.nbytes for t in layer.routed.parameters()) == layer.loaded_bytes
+
+
+def test_a_backend_that_was_asked_for(own, lines, kind):
+    layer = QuantizedLayer(own, kind, spec_of(kind), moe_backend="marlin")
+    theirs(layer, lines, "moe_backend='marlin' is asked for")
+
+
+def test_weights_in_host_memory(own, lines, kind):
+    def offload(layer):
+        next(layer.parameters())._vllm_is_uva_offloaded = True
+
+    if kind in ("gpt_oss", "mxfp4"):  # sizes that Marlin takes, so that there is a way back
+        spec = spec_of(kind, hidden=256, inter=128)
+    else:
+        spec = spec_of(kind)
+    layer = QuantizedLayer(own, kind, spec, changes=offload)
+    theirs(layer, lines, "the expert weights are in host memory")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "compressed", "awq"])
+def test_scales_that_are_not_finite(own, lines, kind):
+    def spoil(layer):
+        name = "w2_scales" if hasattr(layer, "w2_scales") else "w2_weight_scale"
+        getattr(layer, name).data[1, 0, 0] = float("nan")
+
+    layer = QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
+    (line,) = lines
+    assert "has a scale that is NaN" in line
+    assert layer.experts is OWN
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_scales_above_two(own, lines, kind):
+    """Found out too late, where vLLM's own kernels would have wanted other sizes."""
+
+    def spoil(layer):
+        layer.w2_weight_scale.data[0, 0, 0] = 129
+
+    layer = QuantizedLayer(own, kind, spec_of(kind, hidden=256, inter=128), changes=spoil)
+    assert layer.experts is OWN
+    (line,) = lines
+    assert "has the e8m0 byte 129" in line and line.endswith("vLLM's own path runs")
+    with pytest.raises(ValueError, match=r"byte 129.*want the sizes \(256, 128\), not \(64, 96\)"):
+        QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
+
+
+class WithoutKernels(QuantizedLayer):
+    """vLLM has none that are batch invariant and take adapters, or any at all."""
+
+    backend = None
+    REFUSAL = "No MXFP4 MoE backend supports the deployment configuration."
+
+    @classmethod
+    def of(cls, vllm, kind, spec, **options):
+        def refuse(config):
+            raise NotImplementedError(cls.REFUSAL)
+
+        for name in ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"):
+            vllm.set("vllm.model_executor.layers.quantization.mxfp4", name, refuse)
+        vllm.register()
+        return cls(vllm, kind, spec, **options)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_what_vllm_has_no_kernels_for_is_served(vllm, lines, kind):
+    layer = WithoutKernels.of(vllm, kind, spec_of(kind, hidden=160, inter=96)).step()
+    assert type(layer.experts).__name__ == OURS
+    layer.check(layer())
+    assert lines == []
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_what_nobody_has_kernels_for_is_refused(vllm, kind):
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
+        WithoutKernels.of(vllm, kind, spec_of(kind), moe_backend="marlin")
+    assert str(raised.value.__cause__) == "moelora: moe_backend='marlin' is asked for"
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL):
+        WithoutKernels(vllm, kind, spec_of(kind), subclass=True)
+
+    def spoil(layer):
+        layer.w2_weight_scale.data[0, 0, 0] = 129
+
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
+        WithoutKernels(vllm, kind, spec_of(kind), changes=spoil)
+    assert "has the e8m0 byte 129" in str(raised.value.__cause__)
+
+
+def test_an_activation_that_is_not_there(own, lines, kind):
+    spec = spec_of(kind, activation="silu" if kind == "gpt_oss" else "swigluoai")
+    reason = "silu with rows of gate and up in turns"
+    if kind != "gpt_oss":
+        reason = "swigluoai with rows of gate and up one behind the other"
+    theirs(QuantizedLayer(own, kind, spec), lines, reason)
+
+
+def test_a_subclass_keeps_its_own_way(own, kind):
+    layer = QuantizedLayer(own, kind, spec_of(kind), subclass=True)
+    assert layer.experts is OWN
+
+
+def test_a_context_that_cannot_be_served_is_refused(vllm):
+    """vLLM's kernels cannot read tiles: there is no way back any more."""
+    vllm.register()
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
+    context = layer.experts._lora_context
+    context.fully_sharded = True
+    with pytest.raises(RuntimeError, match="adapters are fully sharded; .* MOELORA_VLLM=0"):
+        layer.experts.set_lora_context(context)
+
+
+def test_what_the_operator_refuses(vllm):
+    vllm.register()
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq", mix="absent"))
+    with pytest.raises(RuntimeError, match="quantized for bfloat16, .* MOELORA_VLLM=0"):
+        layer(hidden_states=layer.p.hidden_states.to(torch.float16))
+
+
+def test_methods_that_changed_are_left_alone(vllm, lines):
+    gptq = load("vllm.model_executor.layers.quantization.auto_gptq").AutoGPTQMoEMethod
+
+    def process_weights_after_loading(self, layer, device):
+        pass
+
+    vllm.monkeypatch.setattr(gptq, "process_weights_after_loading", process_weights_after_loading)
+    vllm.register()
+    assert gptq.process_weights_after_loading is process_weights_after_loading
+    (line,) = lines
+    assert "['self', 'layer', 'device'], not ['self', 'layer']" in line
+    assert line.endswith("vLLM's own path runs for layers of AutoGPTQMoEMethod")
+    QuantizedLayer(vllm, "awq", spec_of("awq"))
+
+
+def test_the_class_that_drops_adapters_is_named(vllm, lines):
+    """`TritonWNA16Experts` says that it supports LoRA; its apply never reads the context."""
+    vllm.register()
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
+    place = load("vllm.model_executor.layers.fused_moe.experts.triton_moe")
+    theirs = place.TritonWNA16Experts(layer.moe_config, layer.method.moe_quant_config)
+    vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
+    assert lines[-1] == (
+        "moelora: vLLM's TritonWNA16Experts IGNORES ADAPTERS: answers are the base model's"
+    )

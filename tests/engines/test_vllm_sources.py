@@ -1,0 +1,93 @@
+"""The interface tables against the sources of vLLM's releases, without importing them."""
+
+import ast
+import re
+
+import pytest
+from vllm_sources import RELEASES, Sources, needs_sources
+
+from moelora.integrations.vllm import interface
+
+pytestmark = needs_sources
+
+
+@pytest.fixture(params=RELEASES, ids=lambda path: path.name)
+def sources(request):
+    return Sources(request.param)
+
+
+@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "CONFIGS", "QUANTIZED"])
+def test_a_release_has_what_is_needed(sources, part):
+    assert interface.problem(getattr(interface, part), sources.parameters) is None
+
+
+@pytest.mark.parametrize("name", interface.METHODS)
+def test_methods_are_known_or_not_there(sources, name):
+    """Marlin's class of compressed-tensors went into the other one in 0.27."""
+    problem = interface.problem(interface.METHODS[name], sources.parameters)
+    if problem is not None:
+        assert name == "compressed_tensors_marlin"
+        assert problem.startswith("there is no vllm.")
+
+
+# What formats.py reads of a method or of the layer that it loaded, by name.
+READ = {
+    "gpt_oss": "experts_cls mxfp4_backend w13_weight w13_weight_scale w2_bias",
+    "mxfp4": "experts_cls mxfp4_backend w13_weight w13_weight_scale w2_bias",
+    "gptq": "experts_cls quant_config w13_qweight w13_scales group_size weight_bits is_sym",
+    "awq": "experts_cls quant_config w13_qweight w13_scales w13_qzeros group_size zero_point",
+    "compressed_tensors": (
+        "experts_cls w13_weight_packed w13_weight_scale w13_weight_zero_point is_transposed "
+        "symmetric num_bits group_size"
+    ),
+    "fp8": (
+        "experts_cls weight_block_size block_quant w13_weight weight_scale_inv weight_scale "
+        "w13_input_scale"
+    ),
+    "fp8_compressed_tensors": (
+        "experts_cls weight_quant weight_block_size w13_weight w13_weight_scale w13_input_scale"
+    ),
+}
+READ["compressed_tensors_marlin"] = READ["compressed_tensors"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_of_a_method_is_there(sources, name):
+    module = next(iter(interface.METHODS[name].replaced))
+    try:
+        text = sources.text(module)
+    except ModuleNotFoundError:
+        pytest.skip(f"this release has no {module}")
+    absent = [word for word in READ[name].split() if word not in text]
+    if name == "compressed_tensors" and "experts_cls" in absent:  # of 0.26, which is not served
+        return
+    assert absent == []
+
+
+def test_how_a_release_quantizes_activations(sources):
+    """Whether it divides by a scale or takes its inverse, as docs/weight-formats.md says."""
+
+    def body(file, function):
+        (path,) = sources.folder.glob(f"csrc/**/w8a8/fp8/{file}")
+        text = path.read_text()
+        start = text.index(f" {function}(")
+        return text[start : text.index("\n}\n", start)]
+
+    groups = body("per_token_group_quant.cu", "QuantizeGroup")
+    version = tuple(map(int, re.findall(r"\d+", sources.folder.name)[:2]))
+    assert ("float>(src) * inv_y" in groups) == (version >= (0, 33))
+    assert ("float>(src) / y_s" in groups) == (version < (0, 33))
+    static = body("common.cu", "scaled_fp8_quant_kernel_strided_group_shape")
+    assert "1.0f / scale[" in static and "scaled_fp8_conversion<true" in static
+    tokens = body("common.cu", "dynamic_per_token_scaled_fp8_quant_kernel_strided")
+    assert "scaled_fp8_conversion<false" in tokens
+
+
+def test_the_trap_is_still_one(sources):
+    """`TritonWNA16Experts` supports LoRA by inheritance, and its apply reads no context."""
+    module, node = sources.find(
+        "vllm.model_executor.layers.fused_moe.experts.triton_moe", "TritonWNA16Experts"
+    )
+
+    assert "_lora_context" not in ast.unparse(node)
+    assert sources.method(module, node, "set_lora_context") is not None

@@ -1,0 +1,368 @@
+"""Quantized weights in the operators: values, bits, neutrality, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
+from checks import assert_close_to_ref, assert_unchanged, guarded_empty
+from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, STEPS, Quantized, build
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import moelora
+from moelora.reference import (
+    active_adapter,
+    fused_experts_lora_ref,
+    fused_moe_lora_gemm_ref,
+    naive_fused_experts_lora,
+    naive_fused_moe_lora_gemm,
+)
+
+every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
+every_format = pytest.mark.parametrize("name", ALL_FORMATS)
+
+
+def check_layer(p: Quantized, device: str) -> float:
+    there, dtype = p.to(device), p.dense.spec.dtype
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**(there if p.is_w8a8 else there.dense).kwargs())
+    inputs = {name: t.clone() for name, t in there.dense.tensors().items()}
+    out = guarded_empty(ref.shape, dtype, device)
+    y = moelora.fused_experts_lora(**there.kwargs(), out=out.tensor)
+    out.check("out")
+    assert_unchanged(inputs, there.dense.tensors())
+    if device == "cpu" and not p.is_w8a8:
+        assert same_bits(y, moelora.fused_experts_lora(**p.dense.kwargs()))
+    return assert_close_to_ref(y, ref, naive, dtype, **(STEPS if p.is_w8a8 else {}))
+
+
+def check_gemm(p: Quantized, projection: str, mul_routed_weight: bool, device: str) -> float:
+    there, dtype = p.to(device), p.dense.spec.dtype
+    ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(projection, mul_routed_weight))
+    like = there if p.is_w8a8 else there.dense
+    naive = naive_fused_moe_lora_gemm(**like.gemm_kwargs(projection, mul_routed_weight))
+    out = guarded_empty(ref.shape, dtype, device)
+    arguments = there.gemm_kwargs(projection, mul_routed_weight)
+    y = moelora.fused_moe_lora_gemm(**arguments, out=out.tensor)
+    out.check("out")
+    if device == "cpu" and not p.is_w8a8:
+        dense = p.dense.gemm_kwargs(projection, mul_routed_weight)
+        assert same_bits(y, moelora.fused_moe_lora_gemm(**dense))
+    return assert_close_to_ref(y, ref, naive, dtype)
+
+
+def base_rows(p: Quantized) -> torch.Tensor:
+    dense = p.dense
+    enabled = None if dense.adapter_enabled is None else dense.adapter_enabled.tolist()
+    ranks = None if dense.lora_ranks is None else dense.lora_ranks.tolist()
+    slots = len(dense.spec.ranks)
+    carried = dense.token_lora_mapping.tolist()
+    return torch.tensor([active_adapter(a, slots, enabled, ranks) < 0 for a in carried])
+
+
+def check_neutral(p: Quantized, device: str) -> None:
+    there, rows = p.to(device), base_rows(p)
+    y = moelora.fused_experts_lora(**there.kwargs()).cpu()
+    base = moelora.fused_experts_lora(**there.base().kwargs()).cpu()
+    assert rows.any()
+    assert same_bits(y[rows], base[rows]), "a base row of the layer depends on adapters"
+    for projection in ("w13", "w2"):
+        y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)).cpu()
+        base = moelora.fused_moe_lora_gemm(**there.base().gemm_kwargs(projection)).cpu()
+        assert same_bits(y[rows], base[rows]), f"a base row of {projection} depends on adapters"
+
+
+# ---- values ----
+
+
+@every_device
+@pytest.mark.parametrize("edge", EDGE_CASES)
+def test_edge_cases(edge, device, dtype):
+    names = list(ALL_FORMATS)
+    name = names[list(EDGE_CASES).index(edge) % len(names)]
+    p = build(EDGE_CASES[edge], ALL_FORMATS[name], dtype)
+    check_layer(p, device)
+    for projection in ("w13", "w2"):
+        check_gemm(p, projection, projection == "w2", device)
+
+
+@every_device
+@every_format
+def test_random_problems(name, device, dtype):
+    count = 6 if name.startswith("fp8") else 24
+    for spec in random_specs(count, first_seed=5000, dtypes=(dtype,)):
+        try:
+            p = build(spec, ALL_FORMATS[name], dtype)
+            check_layer(p, device)
+            check_gemm(p, ("w13", "w2")[spec.seed % 2], spec.seed % 3 == 0, device)
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+@every_device
+@every_format
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_and_depth_that_fill_no_tiles(activation, name, device, dtype):
+    """I = 96 and K = 160: halves of gate and up, and depth, that end within a tile."""
+    spec = Spec(
+        tokens=37,
+        hidden=160,
+        inter=96,
+        activation=activation,
+        slices=1 if activation == "relu2" else 2,
+        ranks=(16, 5),
+        bias=True,
+    )
+    check_layer(build(spec, ALL_FORMATS[name], dtype), device)
+
+
+@every_device
+@pytest.mark.parametrize("name", ["mxfp4", "int4_g32_zp", "fp8_block"])
+def test_the_shape_of_gpt_oss(name, device, dtype):
+    """Of one of six ranks: K = 2880, I = 480, interleaved rows, biases."""
+    spec = Spec(
+        tokens=3, experts=2, hidden=2880, inter=480, activation="swigluoai", bias=True, slices=1
+    )
+    p = build(spec, ALL_FORMATS[name], dtype)
+    there = p.to(device)
+    y = moelora.fused_experts_lora(**there.kwargs())
+    dense = moelora.fused_experts_lora(**there.dense.kwargs())
+    if device == "cpu":
+        assert same_bits(y, dense)
+    ref = fused_experts_lora_ref(**p.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**there.dense.kwargs()), dtype)
+
+
+@every_device
+@pytest.mark.parametrize("tokens, hidden, inter", [(1, 512, 256), (130, 256, 192), (300, 192, 64)])
+@pytest.mark.parametrize("pair", [
+    ("mxfp4", "int4_g64_zp"),
+    ("int4_channel", "mxfp4"),
+    ("fp8_block_w8a8", "fp8_channel"),
+    ("fp8_b64", "fp8_static_w8a8"),
+    ("int4_g32", "fp8_block_w8a8"),
+    ("fp8_channel_w8a8", "mxfp4"),
+])  # fmt: skip
+def test_formats_of_two_kinds(pair, tokens, hidden, inter, device, dtype):
+    first, second = (ALL_FORMATS[name] for name in pair)
+    spec = Spec(tokens=tokens, hidden=hidden, inter=inter, ranks=(16, 5, 64), mix="many")
+    check_layer(build(spec, first, dtype, second), device)
+
+
+@every_device
+@pytest.mark.parametrize("which", ["w13", "w2"])
+def test_one_projection_quantized(which, device, dtype):
+    p = build(Spec(tokens=9, hidden=128, inter=96, bias=True), ALL_FORMATS["mxfp4"], dtype)
+    there = p.to(device)
+    arguments = {**there.dense.kwargs(), which: getattr(there, which)}
+    y = moelora.fused_experts_lora(**arguments)
+    ref = fused_experts_lora_ref(**p.dense.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**there.dense.kwargs()), dtype)
+
+
+@every_device
+def test_plain_rows_serve_where_gate_and_up_fill_tiles(device, dtype):
+    p = build(Spec(tokens=9, hidden=64, inter=128), ALL_FORMATS["mxfp4"], dtype).to(device)
+    want = moelora.fused_experts_lora(**p.kwargs())
+    got = moelora.fused_experts_lora(**{**p.kwargs(), "w13": p.w13_plain})
+    assert same_bits(got, want)
+
+
+@every_device
+def test_tiles_may_lie_apart(device, dtype):
+    """Experts of a larger stack, and rows of tiles with a gap behind them."""
+    p = build(Spec(tokens=9, hidden=96, inter=160), ALL_FORMATS["int4_g32"], dtype).to(device)
+    want = moelora.fused_experts_lora(**p.kwargs())
+    data = p.w13.data
+    wide = data.new_full((2 * data.size(0), data.size(1), data.size(2) + 1, data.size(3) + 16), 255)
+    apart = wide[::2, :, :-1, :-16]
+    apart.copy_(data)
+    got = moelora.fused_experts_lora(**{**p.kwargs(), "w13": replace(p.w13, data=apart)})
+    assert same_bits(got, want)
+
+
+# ---- bits ----
+
+
+@every_device
+@every_format
+def test_base_rows_have_the_bits_of_the_base_layer(name, device, dtype):
+    specs = (
+        Spec(tokens=17, hidden=96, inter=32, ranks=(3, 17, 1), mix="many", top_k=3),
+        Spec(tokens=90, hidden=320, inter=192, ranks=(16,) * 8, mix="half_base"),
+        Spec(tokens=32, mix="out_of_range", ranks=(8, 16), routing="out_of_range"),
+        Spec(tokens=24, activation="swigluoai", bias=True, mix="half_base"),
+    )
+    for spec in specs:
+        check_neutral(build(spec, ALL_FORMATS[name], dtype), device)
+
+
+@every_device
+def test_hostile_factors_do_not_reach_base_rows(device, dtype):
+    p = build(Spec(tokens=24, mix="half_base", ranks=(8, 8)), ALL_FORMATS["mxfp4"], dtype)
+    p.dense.w13_lora_a[0][0] = float("inf")
+    p.dense.w13_lora_b[1][1] = float("nan")
+    p.dense.w2_lora_a[:] = float("nan")
+    check_neutral(p, device)
+
+
+@every_device
+@every_format
+def test_inputs_that_are_not_finite_stay_in_their_rows(name, device, dtype):
+    p = build(Spec(tokens=24, hidden=96, inter=96), ALL_FORMATS[name], dtype).to(device)
+    want = moelora.fused_experts_lora(**p.kwargs())
+    p.dense.hidden_states[5, 3] = float("nan")
+    p.dense.hidden_states[11, 95] = float("inf")
+    got = moelora.fused_experts_lora(**p.kwargs())
+    others = [m for m in range(24) if m not in (5, 11)]
+    assert same_bits(got[others], want[others])
+    assert not torch.isfinite(got[[5, 11]]).any(dim=1).all()
+
+
+@every_device
+@every_format
+def test_same_inputs_same_bits(name, device, dtype):
+    spec = Spec(tokens=70, hidden=320, inter=192, ranks=(16, 64), mix="many")
+    p = build(spec, ALL_FORMATS[name], dtype).to(device)
+    layer = moelora.fused_experts_lora(**p.kwargs())
+    for _ in range(3):
+        assert same_bits(moelora.fused_experts_lora(**p.kwargs()), layer)
+
+
+def test_number_of_threads_does_not_change_bits():
+    p = build(Spec(tokens=90, hidden=320, inter=192), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(moelora.fused_experts_lora(**p.kwargs()))
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+
+
+# ---- torch ----
+
+
+@every_device
+@pytest.mark.parametrize("name", ["int4_g64_zp", "fp8_block_w8a8", "fp8_static_w8a8"])
+def test_compile(name, device, dtype):
+    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS[name], dtype).to(device)
+
+    def layer(**kwargs):
+        return moelora.fused_experts_lora(**kwargs).relu()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(**p.kwargs()), layer(**p.kwargs()))
+
+
+@every_device
+def test_compile_of_a_projection_and_its_numbers(device, dtype):
+    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS["mxfp4"], dtype).to(device)
+
+    def project(**kwargs):
+        return moelora.fused_moe_lora_gemm(**kwargs), kwargs["w"].unpack()
+
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(**p.gemm_kwargs()), project(**p.gemm_kwargs()), strict=True):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block_w8a8"])
+def test_compile_of_any_number_of_tokens(name):
+    torch._dynamo.reset()
+    p = build(Spec(tokens=17, hidden=96, inter=96), ALL_FORMATS[name], torch.bfloat16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True
+    )
+    for tokens in (5, 9, 17):
+        arguments = replace(p, dense=p.dense.prefix(tokens)).kwargs()
+        assert same_bits(compiled(**arguments), moelora.fused_experts_lora(**arguments))
+    assert counter.frame_count == 1
+
+
+def test_meta_tensors():
+    p = build(Spec(tokens=4, mix="absent"), ALL_FORMATS["mxfp4"], torch.bfloat16).to("cpu")
+    arguments = {
+        name: value.to("meta") if hasattr(value, "to") else value
+        for name, value in p.kwargs().items()
+    }
+    assert moelora.fused_experts_lora(**arguments).shape == p.dense.hidden_states.shape
+
+
+# ---- what is refused ----
+
+GOOD = {"hidden": 96, "inter": 96, "tokens": 4, "mix": "absent"}
+
+
+@pytest.mark.parametrize("spec, changes, message", [
+    ({}, {"hidden_states": torch.zeros(4, 96)}, "w13 was quantized for bfloat16, expected float32"),
+    ({}, {"hidden_states": torch.zeros(4, 96).half()}, "w13 was quantized for bfloat16"),
+    ({}, {"hidden_states": torch.zeros(4, 80).bfloat16()}, r"w13.shape\[2\] is 96, expected 80"),
+    ({"activation": "swigluoai"}, {"activation": "silu"}, "w13_layout.order is INTERLEAVED, expec"),
+    ({}, {"activation": "swigluoai"}, "order is GATE_UP, expected INTERLEAVED, as the activation"),
+    ({}, {"activation": "relu2"}, r"w2.shape\[2\] is 96, expected 192"),
+    ({}, {"w13_bias": torch.zeros(4, 192)}, "w13_bias has dtype float32, expected bfloat16 as hid"),
+    ({}, {"w13_bias": torch.zeros(4, 200).bfloat16()}, r"w13_bias.size\(1\) is 200, w13_lay"),
+    ({}, {"w2_bias": torch.zeros(4, 97).bfloat16()}, r"w2_bias.size\(1\) is 97, w2_layout.rows is"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit(spec, changes, message):
+    p = build(Spec(**{**GOOD, **spec}), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        moelora.fused_experts_lora(**{**p.kwargs(), **changes})
+
+
+def test_plain_rows_of_gate_and_up_within_a_tile():
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    with pytest.raises(ValueError, match="w13_layout.order is PLAIN, expected GATE_UP"):
+        moelora.fused_experts_lora(**{**p.kwargs(), "w13": p.w13_plain})
+    with pytest.raises(ValueError, match="w_layout.order is GATE_UP, expected PLAIN"):
+        moelora.fused_moe_lora_gemm(**{**p.gemm_kwargs(), "w": p.w13})
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t[:, :1].contiguous(), r"w13.size\(1\) is 1, expected 4 tiles, as w13_layout.rows"),
+    (lambda t: t[:, :, :1].contiguous(), r"w13.size\(2\) is 1, expected 2 tiles, as hidden_states"),
+    (lambda t: t[..., :-16], r"w13.size\(3\) is 2160, expected the 2176 bytes of a tile of MXFP4"),
+    (lambda t: t.flatten(2), "w13 has 3 dimensions, expected 4"),
+    (lambda t: t.view(torch.int8).float(), "w13 has dtype float32, expected uint8"),
+    (lambda t: t.new_empty(*t.shape[:3], 2 * t.size(3))[..., ::2], r"w13.stride\(3\) is 2, expect"),
+    (lambda t: t.new_empty(*t.shape[:3], t.size(3) + 8)[..., :-8], r"w13.stride\(2\) is 2184, "),
+    (lambda t: t.new_empty(t.numel() + 8)[8:].view(t.shape), "w13 starts at .* multiple of 16"),
+])  # fmt: skip
+def test_tiles_that_do_not_fit(change, message):
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    wrong = replace(p.w13, data=change(p.w13.data))
+    with pytest.raises(ValueError, match=message):
+        moelora.fused_experts_lora(**{**p.kwargs(), "w13": wrong})
+
+
+@every_device
+def test_experts_of_two_numbers(device, dtype):
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], dtype).to(device)
+    fewer = replace(p.w2, data=p.w2.data[:-1], shape=torch.Size((3, *p.w2.shape[1:])))
+    with pytest.raises(ValueError, match=r"w2.size\(0\) is 3, w13.size\(0\) is 4"):
+        moelora.fused_experts_lora(**{**p.kwargs(), "w2": fewer})
+
+
+def test_layouts_of_the_operator_itself():
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    absent, x, op = torch.empty(0), p.dense.hidden_states, torch.ops.moelora.fused_moe_lora_gemm
+    routing = (p.dense.topk_weights, p.dense.topk_ids)
+    rest = (absent, [], [], *[absent] * 5, False)
+    for layout, message in {
+        (10, 0, 192): "w_layout.format is 10, expected a moelora_format",
+        (1, 3, 192): "w_layout.order is 3, expected a moelora_row_order",
+        (1, 0, 0): "w_layout.rows is 0, expected 1 to 2147483647",
+        (0, 0, 192): "w_layout has order PLAIN and 192 rows, expected zeros",
+        (1, 1, 191): "w_layout.rows is 191, expected an even number",
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            op(x, p.w13_plain.data, *routing, *rest, *layout)
+
+
+def test_prepacking_gives_them_back():
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    assert moelora.prepack_weights(p.w13) is p.w13

@@ -1,0 +1,605 @@
+"""From checkpoints to tiles and back: every layout bit by bit, state dicts, and what is refused."""
+
+import numpy
+import pytest
+import torch
+from cases import same_bits
+from quantized_cases import (
+    DEVICES_AND_DTYPES,
+    FORMATS,
+    HALVES,
+    Numbers,
+    by_bytes,
+    by_words,
+    quantize,
+    refusal_tests,
+    through_a_file,
+)
+from vllm_sources import RELEASES, Sources, needs_sources
+
+from moelora import QuantizedWeights
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
+every_format = pytest.mark.parametrize("name", FORMATS)
+every_int4 = pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int4")])
+GATE_UP = (None, "concatenated", "interleaved")
+
+
+def numbers(name: str, shape=(2, 72, 96), seed: int = 0) -> Numbers:
+    make = torch.Generator().manual_seed(seed)
+    return quantize(torch.randn(shape, generator=make), FORMATS[name], seed)
+
+
+# ---- tiles ----
+
+
+# Bits of four numbers in half of a word, from the lowest on.
+NIBBLES = [range(4 * i, 4 * i + 4) for i in range(4)]
+E2M1 = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13)]
+
+
+def e5m3(scale: torch.Tensor) -> int:
+    """Five bits of exponent, 22 is 2^0, and three of mantissa."""
+    mantissa, exponent = numpy.frexp(float(scale))
+    return int((exponent - 1 + 22) * 8 + (2 * mantissa - 1) * 8) if mantissa else 0
+
+
+def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch.Tensor:
+    """Tiles made number by number, as csrc/moelora.h describes them."""
+    experts, rows, columns = numbers.q.shape
+    form, zeros = numbers.format.name, numbers.zeros
+    group = columns // numbers.scales.size(2)
+    groups = {16: 4, 32: 2}.get(group, 1)
+    half = -(-rows // 2 // 64)
+    row_tiles = -(-rows // 64) if gate_up is None else 2 * half
+    scale_bytes = 1 if form in ("mxfp4", "nvfp4") else 2
+    size = 2048 + 64 * groups * (scale_bytes + (zeros is not None))
+    data = torch.zeros(
+        experts, row_tiles, -(-columns // 64), size + 16 * (form == "nvfp4"), dtype=torch.uint8
+    )
+    if form == "nvfp4":
+        of_tensor = numbers.of_tensor.repeat_interleave(row_tiles // numbers.of_tensor.size(1), 1)
+        data[..., -16:-12] = of_tensor[..., None].view(torch.uint8)[:, :, None]
+
+    def place(n: int) -> tuple[int, int]:
+        if gate_up is None:
+            return divmod(n, 64)
+        up, i = divmod(n, rows // 2) if gate_up == "concatenated" else (n % 2, n // 2)
+        return up * half + i // 64, i % 64
+
+    for e in range(experts):
+        for n in range(rows):
+            i, r = place(n)
+            warp, lane_row, lower = r // 16, r % 8, r // 8 % 2
+            for k in range(columns):
+                tile, c = data[e, i, k // 64], k % 64
+                slab, pair = c // 16, c % 8 // 2
+                lane = 4 * lane_row + pair
+                first = ((warp * 32 + lane) * 4 + slab) * 4 + 2 * (c % 2)
+                number = lower + 2 * (c % 16 // 8)
+                for bit, at in enumerate((NIBBLES if form == "int4" else E2M1)[number]):
+                    tile[first + at // 8] |= (int(numbers.q[e, n, k]) >> bit & 1) << at % 8
+            for k in range(0, columns, 64 // groups):
+                tile, g = data[e, i, k // 64], k % 64 * groups // 64
+                at = ((warp * 8 + lane_row) * 2 + lower) * groups + g
+                scale = numbers.scales[e, n, k // group]
+                if form == "nvfp4":
+                    tile[2048 + at] = e5m3(scale)
+                elif form == "mxfp4":
+                    shift = 126 if dtype == torch.bfloat16 else -98
+                    tile[2048 + at] = max(0, int(scale) + shift)
+                else:
+                    bits = scale.to(dtype).view(torch.int16).item() & 0xFFFF
+                    tile[2048 + 2 * at], tile[2048 + 2 * at + 1] = bits & 255, bits >> 8
+                if zeros is not None:
+                    zero = numbers.zeros[e, n, k // group]
+                    tile[2048 + 64 * groups * scale_bytes + at] = zero
+    return data
+
+
+@pytest.mark.parametrize("gate_up", GATE_UP)
+@every_format
+def test_tiles_are_as_they_are_written_down(name, gate_up):
+    for dtype in HALVES:
+        given = numbers(name, (1, 72, 96))
+        assert torch.equal(given.pack(dtype, gate_up).data, tiles_of(given, gate_up, dtype))
+
+
+@every_device
+@every_format
+@pytest.mark.parametrize("gate_up", GATE_UP)
+@pytest.mark.parametrize("shape", [(1, 2, 32), (2, 72, 96), (3, 320, 256), (2, 130, 160)])
+def test_every_number_comes_back(shape, gate_up, name, device, dtype):
+    given = numbers(name, shape)
+    weights = given.pack(dtype, gate_up).to(device)
+    assert (weights.shape, weights.dtype) == (torch.Size(shape), dtype)
+    assert weights.device.type == device
+    assert weights.nbytes == weights.data.numel()
+    unpacked = weights.unpack()
+    assert unpacked.shape == weights.shape
+    assert same_bits(unpacked.cpu(), given.dequantized(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_scale_of_mxfp4(dtype):
+    """All 129 exponents with all 16 numbers; float16 rounds the smallest, or to zero."""
+    scales = torch.arange(129, dtype=torch.uint8).view(1, 129, 1)
+    q = torch.arange(32).remainder(16).view(1, 1, 32).expand(1, 129, 32)
+    given = Numbers(q, scales, None, FORMATS["mxfp4"])
+    assert same_bits(given.pack(dtype).unpack(), given.dequantized(dtype))
+
+
+@every_device
+def test_every_scale_of_nvfp4(device, dtype):
+    """All e4m3 scales from 0 to 448 with all 16 numbers; values of a scale of 0 are zeros."""
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 127, 1)
+    q = torch.arange(16).view(1, 1, 16).expand(1, 127, 16)
+    given = Numbers(q, scales, None, FORMATS["nvfp4"], torch.tensor([[0.0123]]))
+    weights = QuantizedWeights.from_nvfp4(
+        by_bytes(q).to(device), scales.to(device), given.of_tensor.to(device), dtype=dtype
+    )
+    unpacked = weights.unpack().cpu()
+    assert same_bits(unpacked[:, 1:], given.dequantized(dtype)[:, 1:])
+    assert not unpacked[:, 0].any()
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+@every_device
+def test_scales_of_gate_and_of_up(device, dtype, gate_up):
+    """NVFP4: each half has the scale of its own tensor, given to multiply or to divide."""
+    given = numbers("nvfp4", (2, 72, 96))
+    halves = torch.tensor([[1.0, 0.5], [2.0, 8.0]])
+    blocks, scales = by_bytes(given.q).to(device), given.scales.to(device)
+    options = {"gate_up": gate_up, "dtype": dtype}
+    one = QuantizedWeights.from_nvfp4(blocks, scales, torch.ones(2).to(device), **options).unpack()
+    is_up = torch.arange(72) % 2 if gate_up == "interleaved" else torch.arange(72) // 36
+    want = one.cpu() * halves[:, is_up][..., None].to(dtype)
+    for names in ({"weight_scale_2": halves}, {"weight_global_scale": 1 / halves}):
+        ((name, of),) = names.items()
+        got = QuantizedWeights.from_nvfp4(blocks, scales, **{name: of.to(device)}, **options)
+        assert same_bits(got.unpack().cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_and_zero_point_of_int4(dtype):
+    q = torch.arange(32).remainder(16).view(1, 1, 32).expand(1, 32, 32)
+    zeros = torch.arange(32).remainder(16).view(1, 32, 1)
+    scales = torch.linspace(-3, 3, 32).bfloat16().float().view(1, 32, 1)
+    given = Numbers(q, scales, zeros, FORMATS["int4_g32_zp"])
+    assert same_bits(given.pack(dtype).unpack(), given.dequantized(dtype))
+
+
+def test_the_numbers_of_transformers():
+    """gpt-oss as transformers unpacks it, which gives (E, K, N)."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    make = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (2, 72, 3, 16), generator=make, dtype=torch.uint8)
+    scales = torch.randint(110, 128, (2, 72, 3), generator=make, dtype=torch.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    ours = QuantizedWeights.from_mxfp4(blocks, scales, gate_up="interleaved").unpack()
+    assert same_bits(ours, theirs.transpose(1, 2).contiguous())
+
+
+# ---- checkpoints ----
+
+
+def both(make, *tensors):
+    """The weights of stacked tensors, which are those of one tensor for each expert."""
+    stacked = make(*tensors)
+    listed = make(*([e.clone() for e in t] if t is not None else None for t in tensors))
+    assert torch.equal(stacked.data, listed.data)
+    return stacked
+
+
+@every_device
+@pytest.mark.parametrize("flat", [False, True])
+def test_mxfp4(flat, device, dtype):
+    given = numbers("mxfp4")
+    blocks, scales = by_bytes(given.q).to(device), given.scales.to(device)
+    if not flat:
+        blocks, scales = blocks.unflatten(2, (-1, 16)), scales.view(torch.float8_e8m0fnu)
+    weights = both(lambda b, s: QuantizedWeights.from_mxfp4(b, s, dtype=dtype), blocks, scales)
+    assert (weights.format, weights.group_size, weights.has_zeros) == ("mxfp4", 32, False)
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
+
+
+@every_device
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@every_int4
+def test_gptq(name, version, device, dtype):
+    given = numbers(name, (2, 72, 128))
+    qweight = by_words(given.q).transpose(1, 2).contiguous().to(device)
+    scales = given.scales.transpose(1, 2).contiguous().to(device)
+    zeros = torch.full_like(given.scales, 8).long() if given.zeros is None else given.zeros
+    stored = zeros.transpose(1, 2) - int(version == "gptq")
+    qzeros = by_words(stored, pad=True).to(device)
+    group = 128 // scales.size(1)
+    g_idx = (torch.arange(128) // group).int().expand(2, -1).to(device)
+
+    def make(*tensors):
+        return QuantizedWeights.from_gptq(
+            *tensors,
+            group_size=group,
+            sym=given.zeros is None,
+            checkpoint_format=version,
+            dtype=dtype,
+        )
+
+    weights = both(make, qweight, scales, qzeros, g_idx)
+    assert weights.has_zeros == (given.zeros is not None), "zero points of 8 are dropped"
+    assert weights.group_size == group
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
+    if given.zeros is None:
+        assert torch.equal(weights.data, both(make, qweight, scales, None, None).data)
+
+
+def test_a_zero_point_of_16():
+    """Of version 1, where 15 is stored for it."""
+    qweight, scales = torch.zeros(1, 8, 8, dtype=torch.int32), torch.ones(1, 1, 8)
+    qzeros = torch.full((1, 1, 1), -1, dtype=torch.int32)
+    weights = QuantizedWeights.from_gptq(qweight, scales, qzeros)
+    assert (weights.unpack() == -16).all()
+
+
+@every_device
+@pytest.mark.parametrize("name", ["int4_g64_zp", "int4_g32_zp"])
+def test_awq(name, device, dtype):
+    given = numbers(name, (2, 72, 128))
+    qweight = by_words(given.q.transpose(1, 2), AWQ_ORDER).to(device)
+    qzeros = by_words(given.zeros.transpose(1, 2), AWQ_ORDER).to(device)
+    scales = given.scales.transpose(1, 2).contiguous().to(device)
+    weights = both(lambda *t: QuantizedWeights.from_awq(*t, dtype=dtype), qweight, scales, qzeros)
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
+
+
+def test_awq_by_hand():
+    """The word that AutoAWQ makes of rows 0 to 7 holds them as 7 5 3 1 6 4 2 0, from the top."""
+    word = 0x75316420
+    qweight = torch.full((1, 32, 1), word, dtype=torch.int32)
+    qzeros, scales = torch.zeros(1, 1, 1, dtype=torch.int32), torch.ones(1, 1, 8)
+    unpacked = QuantizedWeights.from_awq(qweight, scales, qzeros).unpack()
+    assert torch.equal(unpacked[0], torch.arange(8.0).bfloat16()[:, None].expand(8, 32))
+
+
+def test_gptq_by_hand():
+    qweight = torch.full((1, 4, 8), 0x76543210, dtype=torch.int32)
+    unpacked = QuantizedWeights.from_gptq(qweight, torch.ones(1, 1, 8)).unpack()
+    assert torch.equal(unpacked[0, 0], (torch.arange(32) % 8 - 8).bfloat16())
+
+
+@every_device
+@every_int4
+def test_compressed_tensors(name, device, dtype):
+    given = numbers(name, (2, 76, 128))
+    packed = by_words(given.q).to(device)
+    zeros = None
+    if given.zeros is not None:
+        zeros = by_words(given.zeros.transpose(1, 2), pad=True).transpose(1, 2).to(device)
+    shape = torch.tensor([[76, 128]] * 2)
+    weights = both(
+        lambda *t: QuantizedWeights.from_compressed_tensors(*t, dtype=dtype),
+        *(packed, given.scales.bfloat16().to(device), zeros, shape),
+    )
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
+
+
+TINY = [(1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
+
+
+def as_stored(t: torch.Tensor) -> torch.Tensor:
+    """With the strides of a file's tensor: contiguous() leaves those of dimensions of one."""
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t)
+
+
+@every_device
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("shape", TINY)
+def test_checkpoints_of_few_rows_and_columns(shape, zeros, device, dtype):
+    """One word of rows, of columns, or of zero points: dimensions of one have any stride."""
+    given = numbers("int4_g32_zp" if zeros else "int4_g32", shape)
+    t = [given.q, given.scales, given.zeros]
+    q, scales, points = (None if x is None else x.transpose(1, 2) for x in t)
+    packed = {"dtype": dtype}
+    made = [
+        QuantizedWeights.from_gptq(
+            as_stored(by_words(given.q).transpose(1, 2)).to(device),
+            as_stored(scales).to(device),
+            by_words(points).to(device) if zeros else None,
+            **packed,
+            checkpoint_format="gptq_v2",
+        ),
+        QuantizedWeights.from_compressed_tensors(
+            by_words(given.q).to(device),
+            given.scales.to(device),
+            as_stored(by_words(points).transpose(1, 2)).to(device) if zeros else None,
+            **packed,
+        ),
+    ]
+    if zeros:
+        words = (as_stored(by_words(x, AWQ_ORDER)).to(device) for x in (q, points))
+        qweight, qzeros = words
+        made.append(
+            QuantizedWeights.from_awq(qweight, as_stored(scales).to(device), qzeros, **packed)
+        )
+    for weights in made:
+        assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_checkpoints_of_few_rows_that_fill_no_word(rows):
+    given = numbers("int4_g32_zp", (2, rows, 64))
+    stored = given.zeros.transpose(1, 2)
+    weights = [
+        QuantizedWeights.from_gptq(
+            as_stored(by_words(given.q).transpose(1, 2)),
+            as_stored(given.scales.transpose(1, 2)),
+            by_words(stored - 1, pad=True),
+        ),
+        QuantizedWeights.from_compressed_tensors(
+            by_words(given.q),
+            given.scales,
+            as_stored(by_words(stored, pad=True).transpose(1, 2)),
+        ),
+    ]
+    for found in weights:
+        assert same_bits(found.unpack(), given.dequantized(torch.bfloat16))
+
+
+# ---- packed by others ----
+
+
+@every_int4
+def test_words_of_compressed_tensors(name):
+    """By the library itself: 76 rows leave its last word of zero points half empty."""
+    theirs = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    given = numbers(name, (2, 76, 128))
+
+    def packed(q, dim):
+        return [theirs.pack_to_int32((e - 8).to(torch.int8), 4, packed_dim=dim) for e in q]
+
+    zeros = None if given.zeros is None else packed(given.zeros, 0)
+    weights = QuantizedWeights.from_compressed_tensors(packed(given.q, 1), [*given.scales], zeros)
+    assert same_bits(weights.unpack(), given.dequantized(torch.bfloat16))
+
+
+@pytest.fixture(params=RELEASES, ids=lambda path: path.name)
+def packers(request):
+    """gptq_pack, awq_pack and pack_cols of a release of vLLM, by which it makes its own tests."""
+    return Sources(request.param).functions(
+        "vllm.model_executor.layers.quantization.utils.quant_utils",
+        *("gptq_pack", "awq_pack", "pack_cols", "pack_rows", "get_pack_factor"),
+        numpy=numpy,
+        torch=torch,
+    )[:3]
+
+
+@needs_sources
+@every_int4
+def test_words_of_vllm(name, packers):
+    gptq_pack, awq_pack, pack_cols = packers
+    given = numbers(name, (2, 72, 128))
+    scales = given.scales.transpose(1, 2).contiguous()
+    zeros = torch.full_like(given.scales, 8).long() if given.zeros is None else given.zeros
+    q, zeros = (t.transpose(1, 2).contiguous() for t in (given.q, zeros))
+
+    def packed(pack, numbers):
+        return [pack(e, 4, *e.shape) for e in numbers]
+
+    want = given.dequantized(torch.bfloat16)
+    stored = packed(pack_cols, zeros - 1)
+    gptq = QuantizedWeights.from_gptq(packed(gptq_pack, q), scales, stored)
+    assert same_bits(gptq.unpack(), want)
+    awq = QuantizedWeights.from_awq(packed(awq_pack, q), scales, packed(awq_pack, zeros))
+    assert same_bits(awq.unpack(), want)
+
+
+# ---- state dicts ----
+
+
+@every_format
+@pytest.mark.parametrize("gate_up", GATE_UP)
+def test_state_dict(name, gate_up, tmp_path):
+    weights = numbers(name).pack(torch.float16, gate_up)
+    again = through_a_file(weights, tmp_path / "weights.safetensors")
+    assert torch.equal(again.data, weights.data)
+    for field in ("format", "group_size", "has_zeros", "gate_up", "shape", "dtype", "layout"):
+        assert getattr(again, field) == getattr(weights, field)
+    assert same_bits(again.unpack(), weights.unpack())
+
+
+def test_state_dicts_that_are_none():
+    state = numbers("mxfp4").pack(torch.bfloat16).state_dict()
+    with pytest.raises(KeyError):
+        QuantizedWeights.from_state_dict({"data": state["data"]})
+    for at, value in ((0, 0), (0, 6), (0, 9), (1, 3), (2, 300), (3, 300), (3, 0), (5, 2), (0, 2)):
+        layout = state["layout"].clone()
+        layout[at] = value
+        with pytest.raises(ValueError, match=r"layout|rows is 300|columns is|tiles"):
+            QuantizedWeights.from_state_dict({**state, "layout": layout})
+    with pytest.raises(ValueError, match="layout has 5 numbers"):
+        QuantizedWeights.from_state_dict({**state, "layout": state["layout"][:5]})
+    for layout in (state["layout"].float(), state["layout"][None]):
+        with pytest.raises(ValueError, match="layout has dtype .*, expected int64"):
+            QuantizedWeights.from_state_dict({**state, "layout": layout})
+    with pytest.raises(ValueError, match="data has no dimensions"):
+        QuantizedWeights.from_state_dict({**state, "data": state["data"].sum()})
+
+
+# ---- what is refused ----
+
+N, K = 16, 64
+
+
+def words(*shape, value=0):
+    return torch.full(shape, value, dtype=torch.int32)
+
+
+def some_bytes(*shape, value=0):
+    return torch.full(shape, value, dtype=torch.uint8)
+
+
+GOOD = {
+    "from_mxfp4": {"blocks": some_bytes(2, N, K // 2), "scales": some_bytes(2, N, 2, value=127)},
+    "from_nvfp4": {
+        "weight": some_bytes(2, N, K // 2),
+        "weight_scale": some_bytes(2, N, K // 16, value=56),
+        "weight_scale_2": torch.ones(2),
+    },
+    "from_gptq": {
+        "qweight": words(2, K // 8, N),
+        "scales": torch.ones(2, 1, N),
+        "qzeros": words(2, 1, N // 8),
+        "g_idx": words(2, K),
+    },
+    "from_awq": {
+        "qweight": words(2, K, N // 8),
+        "scales": torch.ones(2, 1, N),
+        "qzeros": words(2, 1, N // 8),
+    },
+    "from_compressed_tensors": {
+        "weight_packed": words(2, N, K // 8),
+        "weight_scale": torch.ones(2, N, 1),
+        "weight_zero_point": words(2, N // 8, 1),
+        "weight_shape": torch.tensor([N, K]),
+    },
+}
+NAN, INF = float("nan"), float("inf")
+BAD = [
+    ("from_mxfp4", {"blocks": some_bytes(2, N, 2, 15)}, r"blocks has shape \(16, 2, 15\)"),
+    ("from_mxfp4", {"blocks": some_bytes(2, N, 24)}, "blocks has shape"),
+    ("from_mxfp4", {"blocks": words(2, N, K // 2)}, "blocks has dtype int32, expected uint8"),
+    ("from_mxfp4", {"blocks": []}, "blocks has no experts"),
+    ("from_mxfp4", {"blocks": some_bytes(2, 0, K // 2)}, "blocks has .*, expected no empty"),
+    ("from_mxfp4", {"blocks": some_bytes(2, N, 0)}, "blocks has .*, expected no empty"),
+    ("from_gptq", {"qweight": words(2, 0, N)}, r"qweight has .*, expected no empty"),
+    ("from_awq", {"qweight": words(2, K, 0)}, r"qweight has .*, expected no empty"),
+    ("from_mxfp4", {"scales": some_bytes(2, N, 3)}, r"scales has shape \(2, 16, 3\), expected \(2"),
+    ("from_mxfp4", {"scales": some_bytes(3, N, 2)}, "scales has 3 experts, expected 2 as blocks"),
+    ("from_mxfp4", {"scales": torch.ones(2, N, 2)}, "scales has dtype float32, expected uint8 or"),
+    ("from_mxfp4", {"scales": some_bytes(2, N, 2, value=129)}, r"byte 129, 2\^2, expected at most"),
+    ("from_mxfp4", {"scales": some_bytes(2, N, 2, value=255)}, "byte 255, NaN, expected at most"),
+    (
+        "from_mxfp4",
+        {"scales": [some_bytes(N, 2), some_bytes(N, 3)]},
+        r"scales\[1\] has shape \(16, 3\), expected \(16, 2\)",
+    ),
+    ("from_mxfp4", {"gate_up": "both"}, "gate_up is 'both', expected one of None, 'concatenated'"),
+    ("from_mxfp4", {"dtype": torch.float32}, "dtype is torch.float32, expected torch.bfloat16"),
+    (
+        "from_mxfp4",
+        {"blocks": some_bytes(2, 15, 32), "scales": some_bytes(2, 15, 2), "gate_up": "interleaved"},
+        "there are 15 rows",
+    ),
+    ("from_nvfp4", {"weight": some_bytes(2, N, 20)}, "weight has 40 columns .*, expected a mul"),
+    ("from_nvfp4", {"weight": words(2, N, K // 2)}, "weight has dtype int32, expected uint8"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 2)}, "weight_scale has shape"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 4, value=127)}, "e4m3 byte 127, NaN, exp"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 4, value=130)}, "e4m3 byte 130, negative"),
+    ("from_nvfp4", {"weight_scale_2": None}, "neither is there, expected one of weight_scale_2"),
+    ("from_nvfp4", {"weight_global_scale": torch.ones(2)}, "both are there, expected one of"),
+    ("from_nvfp4", {"weight_scale_2": torch.ones(3)}, "weight_scale_2 has 3 experts, expected 2"),
+    ("from_nvfp4", {"weight_scale_2": torch.ones(2, 2)}, "weight_scale_2 has shape"),
+    ("from_nvfp4", {"weight_scale_2": torch.tensor([1, INF])}, r"weight_scale_2 is \[inf\], exp"),
+    ("from_nvfp4", {"weight_scale_2": torch.tensor([1.0, 0.0])}, "expected finite numbers above 0"),
+    ("from_gptq", {"bits": 8}, "bits is 8, expected 4"),
+    ("from_gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected"),
+    ("from_gptq", {"qweight": words(2, K)}, "qweight has shape"),
+    ("from_gptq", {"scales": torch.ones(2, 4, N)}, "scales has 4 groups for 64 columns, expected"),
+    ("from_gptq", {"scales": torch.ones(2, 3, N)}, "scales has 3 groups for 64 columns"),
+    ("from_gptq", {"scales": torch.ones(2, 1, N + 1)}, "scales has shape"),
+    ("from_gptq", {"scales": torch.full((2, 1, N), NAN)}, "scales has a scale that is NaN, inf"),
+    ("from_gptq", {"scales": torch.full((2, 1, N), INF)}, "scales has a scale that is NaN, inf"),
+    ("from_gptq", {"scales": torch.full((2, 1, N), -65536.0)}, "beyond 65504"),
+    ("from_gptq", {"scales": torch.ones(2, 1, N).double()}, "scales has dtype float64, expected"),
+    ("from_gptq", {"group_size": 32}, "scales has groups of 64, expected groups of 32, the group"),
+    ("from_gptq", {"qzeros": words(2, 1, 3)}, r"qzeros has shape \(2, 1, 3\), expected \(2, 1"),
+    ("from_gptq", {"sym": True}, "qzeros has zero points other than 8, expected none"),
+    ("from_gptq", {"sym": False, "qzeros": None}, "qzeros is None, expected zero points"),
+    ("from_gptq", {"g_idx": words(2, K, value=1)}, r"g_idx is of weights in the order .*desc_act"),
+    ("from_gptq", {"g_idx": words(2, K + 1)}, "g_idx has shape"),
+    ("from_awq", {"qweight": words(2, 60, 2)}, "qweight has 60 columns"),
+    ("from_awq", {"qzeros": words(2, 2, 2)}, "qzeros has shape"),
+    ("from_awq", {"scales": torch.full((2, 1, N), INF)}, "scales has a scale"),
+    ("from_compressed_tensors", {"weight_scale": torch.ones(2, N, 5)}, "weight_scale has 5 groups"),
+    ("from_compressed_tensors", {"weight_scale": torch.ones(2, N - 1, 1)}, "weight_scale has sh"),
+    ("from_compressed_tensors", {"weight_zero_point": words(2, 1, 1)}, "weight_zero_point has"),
+    ("from_compressed_tensors", {"weight_shape": torch.tensor([N, K - 1])}, "weight_shape is"),
+]  # fmt: skip
+
+
+(
+    test_what_the_refused_are_made_from_is_right,
+    test_bad_checkpoints_name_their_tensor,
+) = refusal_tests(GOOD, BAD, (2, N, K))
+
+
+def test_arguments_of_other_types():
+    with pytest.raises(TypeError, match="blocks is None, expected Tensor or a sequence of Tensor"):
+        QuantizedWeights.from_mxfp4(None, GOOD["from_mxfp4"]["scales"])
+    with pytest.raises(TypeError, match="scales is an int"):
+        QuantizedWeights.from_gptq(GOOD["from_gptq"]["qweight"], 3)
+
+
+def pack(values, scales, zeros=None, tensor_scales=None, format=2, order=0, dtype=0):
+    absent = torch.empty(0)
+    given = [absent if t is None else t for t in (zeros, tensor_scales)]
+    return torch.ops.moelora.pack_quantized(values, scales, *given, format, order, dtype)
+
+
+NVFP4 = {"format": 9, "scales": some_bytes(2, N, 4)}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"values": some_bytes(2, N)}, "values has 2 dimensions, expected 3"),
+    ({"values": words(2, N, 32)}, "values has dtype int32, expected uint8"),
+    ({"values": some_bytes(2, N, 64)[..., ::2]}, r"values.stride\(2\) is 2, expected 1"),
+    ({"scales": torch.ones(2, N, 4)}, r"scales.size\(2\) is 4 for K = 64, expected a scale for"),
+    ({"scales": torch.ones(2, N, 1), "format": 3}, "expected a scale for every 32 columns"),
+    ({"scales": torch.ones(2, N + 1, 1)}, r"scales.size\(1\) is 17, values.size\(1\) is 16"),
+    ({"scales": some_bytes(2, N, 1)}, "scales has dtype uint8, expected float32, bfloat16 or"),
+    ({"scales": torch.ones(2, N, 2), "format": 1}, "scales has dtype float32, expected uint8"),
+    ({"zeros": some_bytes(2, N, 1)}, r"zeros is there, but INT4 has none"),
+    ({"format": 4}, "zeros is absent"),
+    ({"tensor_scales": torch.ones(2, 1)}, "tensor_scales is there, but INT4 has none"),
+    (NVFP4, "tensor_scales is absent"),
+    ({**NVFP4, "scales": some_bytes(2, N, 2)}, "expected a scale for every 16 columns"),
+    ({**NVFP4, "scales": torch.ones(2, N, 4)}, "scales has dtype float32, expected uint8"),
+    ({**NVFP4, "tensor_scales": torch.ones(2, 2)}, r"tensor_scales.size\(1\) is 2, expected 1$"),
+    ({**NVFP4, "tensor_scales": torch.ones(2, 3), "order": 1}, "expected 1, or 2 for gate and up"),
+    ({**NVFP4, "tensor_scales": torch.ones(3, 1)}, r"tensor_scales.size\(0\) is 3"),
+    ({"zeros": some_bytes(2, N, 2), "format": 4}, r"zeros.size\(2\) is 2, scales.size\(2\) is 1"),
+    ({"zeros": torch.ones(2, N, 1), "format": 4}, "zeros has dtype float32, expected uint8"),
+    ({"format": 0}, "layout.format is native, expected another"),
+    ({"format": 10}, "layout.format is 10"),
+    ({"order": 3}, "layout.order is 3"),
+    ({"dtype": 2}, r"dtype is 2, must be 0 \(bfloat16\) or 1"),
+    ({"values": some_bytes(2, 15, 32), "scales": torch.ones(2, 15, 1), "order": 1}, "rows is 15"),
+])  # fmt: skip
+def test_bad_arguments_of_packing(arguments, message):
+    good = {"values": some_bytes(2, N, 32), "scales": torch.ones(2, N, 1)}
+    with pytest.raises(RuntimeError, match=message):
+        pack(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((some_bytes(2, 1, 2176), 1, 0, 64, 64, 0), "expected"),
+    ((some_bytes(2, 1, 1, 2175), 1, 0, 64, 64, 0), r"tiles.size\(3\) is 2175, expected the 2176"),
+    ((some_bytes(2, 1, 1, 2176), 1, 0, 65, 64, 0), r"rows is 65, expected 1 to tiles.size\(1\)"),
+    ((some_bytes(2, 1, 1, 2176), 1, 0, 64, 65, 0), r"columns is 65, expected 1 to tiles.size\(2\)"),
+    ((some_bytes(2, 2, 1, 2176), 1, 0, 64, 64, 0), r"tiles.size\(1\) is 2, expected 1 tiles"),
+    ((some_bytes(2, 1, 1, 2176), 1, 1, 64, 64, 0), r"tiles.size\(1\) is 1, expected 2 tiles"),
+    ((some_bytes(2, 1, 1, 2176), 10, 0, 64, 64, 0), "layout.format is 10"),
+])  # fmt: skip
+def test_bad_arguments_of_unpacking(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.moelora.unpack_quantized(*arguments)
+
+
+def test_strided_numbers():
+    """Rows of a larger matrix, scales shared by experts."""
+    make = torch.Generator().manual_seed(1)
+    wide = torch.randint(0, 256, (4, 20, 40), generator=make, dtype=torch.uint8)
+    scales = torch.rand(1, N, 1, generator=make).expand(2, N, 1)
+    views = wide[::2, 2:18, 4:36], scales
+    assert torch.equal(pack(*views), pack(*(t.contiguous() for t in views)))

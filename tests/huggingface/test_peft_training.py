@@ -1,0 +1,330 @@
+"""PEFT models whose experts are attached while they are trained: gradients in PEFT's parameters."""
+
+import copy
+
+import pytest
+import torch
+from hf_models import (
+    MODELS,
+    TARGETS,
+    gpt_oss,
+    make_model,
+    mixtral,
+    peft,
+    qwen3,
+    tokens,
+    transformers,
+)
+
+import moelora.integrations.peft as moelora_peft
+import moelora.integrations.transformers as moelora_hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+
+CONFIG = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj"],
+    "target_parameters": TARGETS,
+    "init_lora_weights": False,
+}
+
+
+def adapted(model, **options):
+    """A PEFT model with an adapter to train, of attention and of experts."""
+    torch.manual_seed(3)
+    options = CONFIG | options
+    cast = options.pop("autocast_adapter_dtype", True)
+    config = peft.LoraConfig(**options)
+    model = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=cast)
+    return model.train()
+
+
+def gradients(model, ids, **kwargs):
+    """By parameter, in float32."""
+    model.zero_grad(set_to_none=True)
+    model(ids, labels=ids, **kwargs).loss.backward()
+    return {
+        n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad and "experts" in n
+    }
+
+
+def assert_alike(found, wanted, naive=None, factor=2.0):
+    """As close to `wanted` as `naive` is, or, without one, as float32 allows."""
+    assert found.keys() == wanted.keys() and len(found) > 0
+    for name, want in wanted.items():
+        scale = want.abs().max()
+        assert scale > 0, name
+        error = (found[name] - want).abs().max()
+        limit = 1e-4 * scale if naive is None else factor * (naive[name] - want).abs().max()
+        assert error <= limit + 1e-5 * scale, (name, error, limit, scale)
+
+
+@pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
+def test_gradients_are_those_of_peft(config):
+    model, ids = make_model(config), tokens()
+    theirs, ours = adapted(model), adapted(model)
+    moelora_peft.attach(ours)
+    assert_alike(gradients(ours, ids), gradients(theirs, ids))
+    assert all(type(p) is torch.nn.Parameter for p in ours.parameters())
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["float32-factors", "bfloat16-factors"])
+def test_gradients_of_a_16_bit_model(cast):
+    """PEFT keeps factors in float32 beside it, unless it is told not to."""
+    model, ids = make_model(mixtral, torch.bfloat16), tokens()
+    options = {"autocast_adapter_dtype": cast, "target_modules": []}
+    theirs, ours = adapted(model, **options), adapted(model, **options)
+    exact = copy.deepcopy(theirs).float()
+    moelora_peft.attach(ours)
+    dtypes = {p.dtype for n, p in ours.named_parameters() if "lora" in n}
+    assert dtypes == {torch.float32 if cast else torch.bfloat16}
+    wanted, naive, found = (gradients(m, ids) for m in (exact, theirs, ours))
+    assert_alike(found, wanted, naive, factor=3.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"experts.down_proj": 3}, "alpha_pattern": {"experts.gate_up_proj": 5}},
+        {"target_parameters": TARGETS[:1]},
+        {"target_parameters": TARGETS[1:]},
+        {"target_modules": []},
+    ],
+    ids=["rslora", "patterns", "gate_up", "down", "experts_alone"],
+)
+def test_options_of_adapters(options):
+    model, ids = make_model(mixtral), tokens()
+    theirs, ours = adapted(model, **options), adapted(model, **options)
+    moelora_peft.attach(ours)
+    assert_alike(gradients(ours, ids), gradients(theirs, ids))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model, ids = make_model(qwen3), tokens()
+    ours = adapted(model)
+    moelora_peft.attach(ours)
+    wanted = gradients(ours, ids)
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    ours.enable_input_require_grads()
+    found = gradients(ours, ids)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    model, ids = make_model(mixtral), tokens()
+    ours = adapted(model)
+    moelora_peft.attach(ours)
+    wanted = gradients(ours, ids)
+    compiled = torch.compile(ours, backend="aot_eager")
+    ours.zero_grad(set_to_none=True)
+    compiled(ids, labels=ids).loss.backward()
+    found = {n: p.grad for n, p in ours.named_parameters() if n in wanted}
+    assert_alike(found, wanted)
+
+
+def steps(model, ids, count=6, evaluate=False):
+    """Losses of AdamW, and of evaluations between its steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(count):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(ids, labels=ids).loss.item())
+            model.train()
+    return torch.tensor(losses)
+
+
+def test_evaluation_between_steps():
+    """Evaluation copies what has been trained so far into the pool, and training goes on."""
+    model, ids = make_model(mixtral), tokens()
+    theirs, ours = adapted(model), adapted(model)
+    moelora_peft.attach(ours)
+    found, wanted = (steps(m, ids, evaluate=True) for m in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert wanted[-1] < wanted[0] - 0.1
+
+
+def test_trainer(tmp_path):
+    """transformers' Trainer, with evaluation and checkpoints; what it saves is served."""
+    pytest.importorskip("accelerate")
+    model, ids = make_model(mixtral), tokens(rows=12)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    losses = {}
+    for name in ("theirs", "ours"):
+        trained = adapted(model, target_modules=[])
+        if name == "ours":
+            moelora_peft.attach(trained)
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path / name),
+            max_steps=6,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=3,
+            save_steps=6,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=5,
+        )
+        trainer = transformers.Trainer(trained, options, train_dataset=data, eval_dataset=data[:4])
+        trainer.train()
+        logs = trainer.state.log_history
+        losses[name] = torch.tensor([v for e in logs for k, v in e.items() if "loss" in k])
+        trained.eval()
+    torch.testing.assert_close(losses["ours"], losses["theirs"], rtol=1e-3, atol=1e-3)
+    folder = tmp_path / "ours" / "checkpoint-6"
+    served = copy.deepcopy(model).eval()
+    moelora_hf.load_adapters(served, {"a": folder})
+    with torch.no_grad():
+        found = served(ids, adapter_names=["a"] * len(ids)).logits
+        torch.testing.assert_close(found, trained(ids).logits, rtol=2e-4, atol=2e-4)
+
+
+def test_adapters_of_one_model():
+    """Only the active one is trained; the base model alone gives no adapter a gradient."""
+    model, ids = make_model(mixtral), tokens()
+    theirs, ours = adapted(model), adapted(model)
+    for each in (theirs, ours):
+        torch.manual_seed(11)
+        each.add_adapter("second", peft.LoraConfig(**CONFIG | {"r": 2}))
+        each.set_adapter("second")
+    moelora_peft.attach(ours)
+    found, wanted = gradients(ours, ids), gradients(theirs, ids)
+    assert all(".second." in name for name in found)
+    assert_alike(found, wanted)
+    ours.set_adapter("default")
+    theirs.set_adapter("default")
+    assert_alike(gradients(ours, ids), gradients(theirs, ids))
+    x = ours.get_input_embeddings()(ids).detach().requires_grad_()
+    ours.zero_grad(set_to_none=True)
+    with ours.disable_adapter():
+        ours(inputs_embeds=x, labels=ids).loss.backward()
+    assert x.grad.any() and all(p.grad is None for p in ours.parameters())
+
+
+def test_rows_of_different_adapters():
+    """In one step, each adapter has the gradients that it has when it trains alone."""
+    model, ids = make_model(mixtral), tokens(rows=6)
+    names = ["default", "second", "__base__", "second", "default", "default"]
+    ours = adapted(model, target_modules=[])
+    torch.manual_seed(11)
+    ours.add_adapter("second", peft.LoraConfig(**CONFIG | {"r": 6, "target_modules": []}))
+    moelora_peft.attach(ours)
+    ours.eval()  # PEFT takes adapter_names there alone
+    trained = {n: p for n, p in ours.named_parameters() if "lora_" in n}
+
+    def losses(rows, **kwargs):
+        for parameter in trained.values():
+            parameter.requires_grad_()
+            parameter.grad = None
+        logits = ours(ids[rows], **kwargs).logits
+        logits.float().square().sum().backward()
+        return {n: p.grad for n, p in trained.items() if p.grad is not None}
+
+    together = losses(range(6), adapter_names=names)
+    for adapter in ("default", "second"):
+        rows = [i for i, name in enumerate(names) if name == adapter]
+        ours.set_adapter(adapter)
+        alone = {n: g for n, g in losses(rows).items() if f".{adapter}." in n}
+        assert len(alone) == 8
+        for name, grad in alone.items():
+            torch.testing.assert_close(together[name], grad, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_served_is_not_trained(tmp_path):
+    """An adapter that is loaded for inference is read from the pool, under grad mode as well."""
+    model, ids = make_model(mixtral), tokens()
+    adapted(model).save_pretrained(tmp_path)
+    served = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path).eval()
+    pool = moelora_peft.attach(served)
+    x = served.get_input_embeddings()(ids).detach().requires_grad_()
+    served(inputs_embeds=x).logits.square().mean().backward()
+    assert x.grad.any() and "default" in pool
+    trainable = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path, is_trainable=True)
+    pool = moelora_peft.attach(trainable.train())
+    assert len(gradients(trainable, ids)) == 8 and "default" not in pool
+
+
+def test_detached_it_trains_as_before():
+    model, ids = make_model(mixtral), tokens()
+    ours = adapted(model)
+    wanted = gradients(ours, ids)
+    moelora_peft.attach(ours)
+    moelora_peft.detach(ours)
+    ours.set_experts_implementation("eager")
+    assert_alike(gradients(ours, ids), wanted)
+
+
+def test_biases_of_experts_are_no_targets():
+    model = adapted(make_model(gpt_oss), target_parameters=["mlp.experts.gate_up_proj_bias"])
+    with pytest.raises(ValueError, match="gate_up_proj_bias is targeted, but"):
+        moelora_peft.attach(model)
+
+
+def test_factors_whose_storage_was_freed():
+    """As by FSDP and offloading: torch's own operators would read address 0."""
+    model, ids = adapted(make_model(qwen3)), tokens()
+    moelora_peft.attach(model)
+    factor = next(p for n, p in model.named_parameters() if "experts" in n and "lora_B" in n)
+    factor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"lora_B.default of \w+ has elements .* it was freed"):
+        model(ids)
+    moelora_peft.detach(model)
+    with pytest.raises(ValueError, match=r"experts.*lora_B.default.weight has elements .* freed"):
+        moelora_peft.attach(model.eval())
+
+
+# ---- without PEFT ----
+
+
+def test_the_base_model_passes_gradients_on():
+    """Experts that are enabled for training are frozen; embeddings, norms and routers learn."""
+    model, ids = make_model(qwen3), tokens()
+    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"gate_up_proj requires a gradient.*training=True"):
+        ours.set_experts_implementation("moelora")
+        ours(ids)
+    moelora_hf.enable(ours, training=True)
+    for each in (theirs, ours):
+        each(ids, labels=ids).loss.backward()
+    checked = 0
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if ".experts." in name:
+            assert not p.requires_grad and p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
+            checked += name.endswith("gate.weight")
+    assert checked > 0
+
+
+def test_frozen_adapters_of_a_pool(tmp_path):
+    """Adapters that load_adapters serves take part in gradients, and have none."""
+    model, ids = make_model(mixtral), tokens()
+    adapter = adapted(model, target_modules=[])
+    adapter.save_pretrained(tmp_path)
+    served = copy.deepcopy(model)
+    moelora_hf.load_adapters(served, {"a": tmp_path})
+    moelora_hf.enable(served, training=True)
+    theirs = adapter.eval()
+    grads = []
+    for call, each in (
+        (lambda x: served(inputs_embeds=x, adapter_names=["a"] * 5), served),
+        (lambda x: theirs(inputs_embeds=x), theirs),
+    ):
+        x = each.get_input_embeddings()(ids).detach().requires_grad_()
+        call(x).logits.square().mean().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,310 @@
+"""Calls of a model with adapters: threads, interrupts, copies, compilers, and who is refused."""
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import ROWS, make_model, mixtral, qwen3, save_adapters, tokens
+
+import moelora.integrations.transformers as moelora_hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+
+
+def elsewhere(function):
+    """The result of `function` in another thread."""
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(torch.no_grad()(function)).result()
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """A model with adapters a, b, c."""
+    model = make_model(mixtral)
+    moelora_hf.load_adapters(model, save_adapters(model, tmp_path))
+    return model
+
+
+# ---- threads ----
+
+
+@torch.no_grad()
+def test_threads_share_a_model(loaded):
+    """Base and adapter calls at the same time, in every way to name adapters, all answers right."""
+    torch.set_num_threads(1)
+    ids = tokens(rows=2, length=3)
+    cases = [["a", "b"], ["c", None], [None, "a"], ["b", "b"]]
+    base = loaded(ids).logits
+    wanted = [loaded(ids, adapter_names=names).logits for names in cases]
+    assert all(not torch.equal(w, base) for w in wanted)
+    gate = threading.Barrier(4)
+
+    def serve(kind):
+        gate.wait()
+        wrong = 0
+        for n in range(1000):
+            names, expected = cases[n % 4], wanted[n % 4]
+            if kind == "base":
+                wrong += not torch.equal(loaded(ids).logits, base)
+            elif kind == "argument":
+                wrong += not torch.equal(loaded(ids, adapter_names=names).logits, expected)
+            elif kind == "context":
+                with moelora_hf.use_adapters(loaded, names):
+                    wrong += not torch.equal(loaded(ids).logits, expected)
+            else:
+                with pytest.raises(ValueError, match="names 1 rows"):
+                    loaded(ids, adapter_names=["a"])
+        return wrong
+
+    kinds = ["base", "argument", "context", "rejected"]
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(torch.no_grad()(serve), kinds)) == [0] * 4
+
+
+@torch.no_grad()
+def test_a_context_belongs_to_its_thread(loaded):
+    ids = tokens(rows=1)
+    base = loaded(ids).logits
+    with moelora_hf.use_adapters(loaded, ["a"]):
+        adapted = loaded(ids).logits
+        assert torch.equal(elsewhere(lambda: loaded(ids).logits), base)
+        assert torch.equal(
+            elsewhere(lambda: loaded(ids, adapter_names=["b"]).logits),
+            loaded(ids, adapter_names=["b"]).logits,
+        )
+        with pytest.raises(ValueError, match="names 1 rows, the model was called with 2"):
+            elsewhere(lambda: loaded(tokens(rows=2), adapter_names=["a"]))
+        assert torch.equal(loaded(ids).logits, adapted)
+    assert not torch.equal(adapted, base)
+
+
+@torch.no_grad()
+def test_a_pass_keeps_its_adapters(loaded):
+    """What another thread enters and leaves in the middle of a pass is not for this pass."""
+    ids = tokens(rows=1)
+    base, adapted = loaded(ids).logits, loaded(ids, adapter_names=["a"]).logits
+
+    def interfere(*_):
+        if threading.current_thread() is threading.main_thread():
+            results.append(elsewhere(lambda: loaded(ids, adapter_names=["a"]).logits))
+            results.append(elsewhere(lambda: loaded(ids).logits))
+
+    for names, wanted in ((None, base), (["a"], adapted)):
+        results = []
+        hook = loaded.model.layers[0].register_forward_hook(interfere)
+        assert torch.equal(loaded(ids, adapter_names=names).logits, wanted)
+        hook.remove()
+        assert torch.equal(results[0], adapted)
+        assert torch.equal(results[1], base)
+
+
+# ---- interrupts ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError])
+@pytest.mark.parametrize("where", ["model.layers.0.mlp.experts", "model.layers.1", "lm_head"])
+def test_nothing_is_left_of_an_interrupted_call(loaded, error, where):
+    ids = tokens()
+    base = loaded(ids).logits
+
+    def interrupt(*_):
+        raise error
+
+    options = {"max_new_tokens": 2, "do_sample": False}
+    text = loaded.generate(ids, **options)
+    hook = loaded.get_submodule(where).register_forward_pre_hook(interrupt)
+    for call in (loaded, loaded.generate):
+        with pytest.raises(error):
+            call(ids, adapter_names=ROWS)
+    with pytest.raises(error), moelora_hf.use_adapters(loaded, ROWS):
+        loaded(ids)
+    hook.remove()
+    assert torch.equal(loaded(ids).logits, base)
+    assert torch.equal(loaded.generate(ids, **options), text)
+    loaded._moelora.pool.remove("a")  # nobody holds it
+
+
+# Python drops an exception that a signal raises in a finaliser: then another signal comes.
+INTERRUPTED = """
+import faulthandler, os, signal, sys, threading, time
+import torch
+from hf_models import ROWS, make_model, mixtral, save_adapters, tokens
+import moelora.integrations.transformers as moelora_hf
+from pathlib import Path
+
+faulthandler.dump_traceback_later(240, exit=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
+torch.set_num_threads(1)
+model = make_model(mixtral)
+moelora_hf.load_adapters(model, save_adapters(model, Path(sys.argv[1])))
+ids = tokens(length=4)
+interrupted = 0
+with torch.no_grad():
+    base = model(ids).logits
+    for n in range(60):
+        caught = threading.Event()
+        def send():
+            time.sleep(0.0001 * n)
+            while not caught.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+                caught.wait(5)
+        sender = threading.Thread(target=send)
+        try:
+            sender.start()
+            while True:
+                model(ids, adapter_names=ROWS)
+        except KeyboardInterrupt:
+            interrupted += 1
+            caught.set()
+        sender.join()
+        assert torch.equal(model(ids).logits, base), n
+assert interrupted == 60
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_ctrl_c(tmp_path):
+    """A signal at any moment of a call with `adapter_names`, then a base call."""
+    command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path)]
+    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- who is refused ----
+
+
+@torch.no_grad()
+def test_adapter_names_without_adapters(tmp_path):
+    """A model without adapters would give base logits to a caller who asked for others."""
+    plain = make_model(mixtral)
+    ids = tokens()
+    names = ["a"] * 5
+
+    def refuses_to_generate(model):
+        with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
+            model.generate(ids, adapter_names=names)
+        assert model.generate(ids, adapter_names=None, max_new_tokens=1).shape == (5, 8)
+
+    def check(model):
+        for refusing in (model, model.model):
+            with pytest.raises(RuntimeError, match=f"{type(refusing).__name__}.* no adapters"):
+                refusing(ids, adapter_names=names)
+        refuses_to_generate(model)
+        torch.testing.assert_close(model(ids, adapter_names=None).logits, wanted)
+
+    wanted = plain(ids).logits
+    refuses_to_generate(plain)  # nor has it moelora's experts
+    never = copy.deepcopy(plain)
+    never.set_experts_implementation("moelora")
+    check(never)
+    plain.save_pretrained(tmp_path / "model")
+    check(type(plain).from_pretrained(tmp_path / "model", experts_implementation="moelora"))
+    check(pickle.loads(pickle.dumps(never)))
+
+    once = copy.deepcopy(plain)
+    folders = save_adapters(plain, tmp_path)
+    moelora_hf.load_adapters(once, folders)
+    for copied in (copy.deepcopy(once), pickle.loads(pickle.dumps(once))):
+        assert torch.equal(copied(ids).logits, once(ids).logits)
+        for call in (copied, copied.generate):
+            with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
+                call(ids, adapter_names=names)
+        moelora_hf.unload_adapters(once)
+        moelora_hf.load_adapters(once, folders)
+        moelora_hf.load_adapters(copied, folders)
+        assert torch.equal(
+            copied(ids, adapter_names=ROWS).logits, once(ids, adapter_names=ROWS).logits
+        )
+    moelora_hf.unload_adapters(once)
+    check(once)
+
+
+@torch.no_grad()
+def test_continuous_batching_before_any_adapter():
+    """transformers drops keywords of generate_batch that it does not know."""
+    with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
+        make_model(mixtral).generate_batch([[2, 3]], adapter_names=["a"])
+
+
+def test_the_signatures_stay(loaded):
+    """generate and Trainer look at them."""
+    for name in ("forward", "generate"):
+        wanted = inspect.signature(getattr(make_model(mixtral), name))
+        assert inspect.signature(getattr(loaded, name)) == wanted
+
+
+@torch.no_grad()
+def test_other_wrappers_of_the_forward_pass(loaded):
+    """accelerate's hooks, which also take the place of `model.forward`, before and after ours."""
+    accelerate = pytest.importorskip("accelerate")
+    ids = tokens()
+    wanted = loaded(ids, adapter_names=ROWS).logits
+    accelerate.hooks.add_hook_to_module(loaded, accelerate.hooks.ModelHook())
+    assert torch.equal(loaded(ids, adapter_names=ROWS).logits, wanted)
+    before = loaded.forward
+    loaded.set_experts_implementation("eager")
+    loaded.set_experts_implementation("moelora")
+    assert loaded.forward is before
+    accelerate.hooks.remove_hook_from_module(loaded)
+    assert torch.equal(loaded(ids, adapter_names=ROWS).logits, wanted)
+
+
+# ---- compilers and checkpointing ----
+
+
+@torch.no_grad()
+def test_activation_checkpointing(loaded):
+    """Layers that are called through torch's checkpoint find the adapters of the pass."""
+    ids = tokens()
+    wanted = loaded(ids, adapter_names=ROWS).logits
+    loaded.gradient_checkpointing_enable()
+    loaded.train()
+    assert loaded.is_gradient_checkpointing
+    assert torch.equal(loaded(ids, adapter_names=ROWS).logits, wanted)
+
+
+@torch.no_grad()
+def test_compiled_calls_take_adapter_names(loaded):
+    """With graph breaks where the pool is asked."""
+    torch.compiler.reset()
+    ids = tokens()
+    compiled = torch.compile(loaded, backend="eager")
+    for names in (ROWS, ["b"] * 5, None, ROWS):
+        wanted = loaded(ids, adapter_names=names).logits
+        torch.testing.assert_close(compiled(ids, adapter_names=names).logits, wanted)
+
+
+@torch.no_grad()
+def test_compile(tmp_path):
+    """Without a graph break, and adapters change without compiling again."""
+    torch.compiler.reset()
+    model = make_model(qwen3)
+    folders = save_adapters(model, tmp_path)
+    ids = tokens()
+    moelora_hf.load_adapters(model, folders)
+    graphs, compiled_once = [], 0
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    base = model(ids).logits
+    for rows in (ROWS, ["b"] * 5, [None] * 5):
+        with moelora_hf.use_adapters(model, rows):
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+            # What was compiled here asks what the thread carries that runs it.
+            torch.testing.assert_close(elsewhere(lambda: compiled(ids).logits), base)
+        compiled_once = compiled_once or len(graphs)
+        assert len(graphs) == compiled_once
+    torch.testing.assert_close(compiled(ids).logits, base)

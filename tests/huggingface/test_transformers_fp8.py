@@ -1,0 +1,305 @@
+"""Experts that transformers itself has loaded in FP8 (`FP8Experts`), packed into tiles."""
+
+import copy
+import gc
+import json
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import assert_logits, transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations import finegrained_fp8
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+import moelora
+import moelora.integrations.transformers as moelora_hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import quantized
+import quantized_folders
+from quantized_folders import make_adapters, make_folder
+
+E4M3 = torch.float8_e4m3fn
+IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
+LAYER = "model.layers.0.mlp.experts"
+OWN = ("gate_up_proj", "down_proj")
+# Blocks of gate and up joined must be whole: transformers gives their scales no more room.
+SIZES = {"blocks_of_64": (64, 192), "blocks_of_128": (128, 256)}
+
+
+def qwen3(intermediate):
+    config = quantized_folders.qwen3_moe()
+    config.moe_intermediate_size = intermediate
+    return config
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def made(request, tmp_path_factory):
+    """A folder with FP8 experts and plain attention, and the model in float32 of its weights."""
+    block, intermediate = SIZES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    exact = make_folder(folder, "fp8", block, qwen3(intermediate))
+    state, plain = load_file(folder / "model.safetensors"), exact.state_dict()
+    for name in [name for name in state if "self_attn" in name]:
+        if name.endswith("_scale_inv"):
+            del state[name]
+        else:
+            state[name] = plain[name].bfloat16().contiguous()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
+    config["quantization_config"]["modules_to_not_convert"] = kept
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, exact
+
+
+def load(folder, **options):
+    """What `from_pretrained` makes where there is a GPU; without one it dequantizes."""
+    options = {"attn_implementation": "eager", "dtype": torch.bfloat16} | options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        assert isinstance(module, finegrained_fp8.FP8Experts)
+        assert module.gate_up_proj.dtype == module.down_proj.dtype == E4M3
+    return model
+
+
+def packed(model):
+    for module, _ in moelora_hf.moe_layers(model).values():
+        yield from (getattr(module, own).weights for own in OWN)
+
+
+@pytest.mark.parametrize("activations", [None, "native"])
+@torch.no_grad()
+def test_enable(made, activations):
+    """As `load_quantized` of the same folder, bit by bit, and as the weights dequantized."""
+    folder, exact = made
+    model = load(folder)
+    moelora_hf.enable(model, activations=activations)
+    got = model(IDS).logits
+    other = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)
+    for ours, theirs in zip(packed(model), packed(other), strict=True):
+        assert torch.equal(ours.data, theirs.data)
+        assert ours.layout == theirs.layout
+        assert ours.x_format == (activations or "group")
+    assert torch.equal(got, other(IDS).logits)
+    wanted, naive = exact(IDS).logits, quantized.in_bfloat16(exact)(IDS).logits
+    if activations == "native":
+        assert_logits(got, wanted, naive)
+    else:
+        error = (got.float() - wanted).abs().mean(-1).median() / wanted.abs().mean()
+        assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, got)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(IDS).logits, got, rtol=0.05, atol=0.2)
+    moelora_hf.enable(model)
+    assert torch.equal(model(IDS).logits, got)
+    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: Qwen3MoeFor"):
+        moelora_hf.enable(model, activations="fp8")
+
+
+@torch.no_grad()
+def test_adapters_in_a_mixed_batch(made, tmp_path):
+    folder, exact = made
+    adapters = make_adapters(exact, tmp_path)
+    other, wanted, calls = quantized.serve(folder, adapters, IDS)
+    model = load(folder)
+    pool = moelora_hf.load_adapters(model, adapters)
+    assert pool.dtype == torch.bfloat16
+    logits = model(IDS, adapter_names=quantized.ROWS).logits
+    assert torch.equal(logits, wanted)
+    exactly, _ = quantized.with_peft(exact, adapters, IDS, calls)
+    error = (logits.float() - exactly).abs().mean(-1).median() / exactly.abs().mean()
+    assert error < 0.15
+    texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
+    same = other.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(texts, same)
+
+
+@torch.no_grad()
+def test_unquantized_activations_with_adapters(made, tmp_path):
+    """`enable` first says which activations; against PEFT on the dequantized weights."""
+    folder, exact = made
+    adapters = make_adapters(exact, tmp_path)
+    model = load(folder)
+    moelora_hf.enable(model, activations="native")
+    moelora_hf.load_adapters(model, adapters)
+    _, _, calls = quantized.serve(folder, adapters, IDS, "native")
+    logits = model(IDS, adapter_names=quantized.ROWS).logits
+    wanted, _ = quantized.with_peft(exact, adapters, IDS, calls)
+    naive, _ = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
+    assert_logits(logits, wanted, naive)
+
+
+def test_a_layer_loses_its_parameters_before_the_next_is_packed(made, monkeypatch):
+    model = load(made[0])
+    layers = moelora_hf.moe_layers(model)
+    parameters = [weakref.ref(getattr(m, own)) for m, _ in layers.values() for own in OWN]
+    pack, seen = moelora.QuantizedWeights.from_fp8_block, []
+
+    def counted(*args, **kwargs):
+        gc.collect()
+        seen.append(sum(parameter() is not None for parameter in parameters))
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr(moelora.QuantizedWeights, "from_fp8_block", counted)
+    moelora_hf.enable(model)
+    gc.collect()
+    assert seen == [4, 4, 2, 2]
+    assert not any(parameter() is not None for parameter in parameters)
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    assert names == [], "scales go, too"
+
+
+@torch.no_grad()
+def test_the_implementation_alone_says_what_to_call(made):
+    folder, _ = made
+    model = load(folder)
+    before = model.config._experts_implementation
+    with pytest.raises(
+        RuntimeError, match=rf"{LAYER} has weights of FP8 .* call .*enable\(model\)"
+    ):
+        model.set_experts_implementation("moelora")
+    assert model.config._experts_implementation == before
+    model = load(folder, experts_implementation="moelora")
+    with pytest.raises(
+        RuntimeError, match=r"FP8Experts has weights of FP8 .* call .*enable\(model"
+    ):
+        model(IDS)
+    with pytest.raises(NotImplementedError, match=rf"{LAYER} has weights of FP8"):
+        moelora_hf.new_pool(moelora_hf.moe_layers(model), 1, 4)
+    moelora_hf.enable(model)
+    assert torch.isfinite(model(IDS).logits).all()
+
+
+@torch.no_grad()
+def test_what_such_a_model_cannot_do(made, tmp_path):
+    model = load(made[0])
+    moelora_hf.enable(model)
+    with pytest.raises(ValueError, match="not serializable|doesn't support|not support"):
+        model.save_pretrained(tmp_path)
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match="weights in tiles, which other"):
+        model(IDS)
+
+
+# ---- experts that are refused, before anything has changed ----
+
+
+def fill(name, value):
+    def change(model, experts):
+        getattr(experts, name).data[-1, 0, 0] = value
+
+    return change
+
+
+def as_int8(model, experts):
+    shape = *experts.down_proj.shape[:2], experts.down_proj.shape[2] // 2
+    weight = torch.zeros(shape, dtype=torch.int8)
+    experts.down_proj = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def on_meta(model, experts):
+    experts.to("meta")
+
+
+def another_scale(model, experts):
+    experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 1, 1))
+
+
+def attribute(**values):
+    return lambda model, experts: vars(experts).update(values)
+
+
+def implementation(model, experts):
+    model.config._experts_implementation_internal = "deepgemm_megamoe"
+
+
+def in_float32(model, experts):
+    model.model.embed_tokens.float()
+
+
+REFUSED = {
+    "nan": (fill("down_proj", float("nan")), ValueError, r"1\.mlp.experts.down_proj: weight.* NaN"),
+    "scale": (fill("gate_up_proj_scale_inv", 256.0), ValueError, "beyond 255, expected smaller"),
+    "scales": (another_scale, ValueError, r"down_proj: weight_scale_inv has shape \(8, 1, 1\)"),
+    "fp4": (as_int8, NotImplementedError, r"down_proj is torch.int8, wanted torch.float8_e4m3fn"),
+    "meta": (on_meta, NotImplementedError, "gate_up_proj is on the meta device, wanted"),
+    "static": (
+        attribute(activation_scheme="static"),
+        NotImplementedError,
+        "experts has blocks and activation_scheme='static', wanted 'dynamic'",
+    ),
+    "activation": (
+        attribute(_apply_gate=lambda x: x[..., : x.size(-1) // 2].tanh()),
+        NotImplementedError,
+        r"layers\.1\.mlp\.experts: the activation of its gate of FP8Experts",
+    ),
+    "layout": (implementation, NotImplementedError, "experts_implementation='deepgemm_megamoe'"),
+    "float32": (in_float32, NotImplementedError, "is torch.float32 beside its experts of FP8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("call", ["enable", "load_adapters"])
+def test_refused(made, case, call):
+    change, error, message = REFUSED[case]
+    model = load(made[0])
+    change(model, model.model.layers[1].mlp.experts)
+    before = dict(model.named_parameters())
+    with pytest.raises(error, match=message):
+        if call == "enable":
+            moelora_hf.enable(model)
+        else:
+            moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert model.config._experts_implementation != "moelora"
+    assert isinstance(model.hf_quantizer, FineGrainedFP8HfQuantizer)
+
+
+def test_activations_that_are_none(made):
+    model = load(made[0])
+    with pytest.raises(ValueError, match="activations is 'int8', expected 'fp8' or 'native'"):
+        moelora_hf.enable(model, activations="int8")
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == E4M3
+
+
+# ---- scales of whole tensors ----
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@torch.no_grad()
+def test_one_scale_for_each_weight(scheme):
+    torch.manual_seed(0)
+    config = qwen3(192)
+    config.dtype = torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    settings = transformers.FineGrainedFP8Config(weight_block_size=None, activation_scheme=scheme)
+    kept = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
+    finegrained_fp8.replace_with_fp8_linear(model, kept, settings, pre_quantized=True)
+    meant = {}
+    for name, (module, _) in moelora_hf.moe_layers(model).items():
+        module.to_empty(device="cpu")
+        for own in OWN:
+            weight, scales = getattr(module, own), getattr(module, f"{own}_scale_inv")
+            weight.copy_((0.2 * torch.randn(weight.shape)).to(E4M3))
+            scales.copy_(torch.rand(scales.shape) + 0.5)
+            rows = scales.bfloat16().float().repeat_interleave(weight.size(1) // scales.size(1), 1)
+            meant[name, own] = (weight.float() * rows).bfloat16()
+            if scheme == "static":
+                getattr(module, f"{own}_activation_scale").copy_(torch.linspace(0.01, 0.02, 8))
+    moelora_hf.enable(model)
+    for name, (module, _) in moelora_hf.moe_layers(model).items():
+        for own in OWN:
+            weights = getattr(module, own).weights
+            assert torch.equal(weights.unpack(), meant[name, own])
+            assert weights.x_format == ("token" if scheme == "dynamic" else "static")
+            if scheme == "static":
+                assert weights.x_scale == torch.tensor(0.02).item(), "the largest"
+    assert torch.isfinite(model(IDS).logits).all()

@@ -1,0 +1,482 @@
+"""Quantized experts in transformers: folders as they are published, read and served."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checks import largest_allocation
+from hf_models import assert_logits, transformers
+from safetensors.torch import load_file, save_file
+
+import moelora.integrations.transformers as moelora_hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import quantized
+import quantized_folders
+from quantized_folders import make_adapters, make_folder, nibbles_to_words
+
+KINDS = [
+    *(("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)),
+    *(("fp8", 128), ("float-quantized", 0)),
+]
+IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
+LAYER = "model.layers.0.mlp.experts"
+E4M3 = torch.float8_e4m3fn
+TENSORS = "model.safetensors"
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}_g{kind[1]}")
+def made(request, tmp_path_factory):
+    """A folder, and the model in float32 that has its weights."""
+    folder = tmp_path_factory.mktemp(request.param[0])
+    return folder, make_folder(folder, *request.param)
+
+
+def native(folder) -> str | None:
+    """What keeps activations of FP8 experts in bfloat16, so that weights alone are compared."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    is_fp8 = settings["quant_method"] == "fp8" or settings.get("format") == "float-quantized"
+    return "native" if is_fp8 else None
+
+
+def changed(folder, tmp_path, *, tensors=lambda t: t, config=lambda c: c):
+    """A copy of a folder with other tensors or another config.json."""
+    state = load_file(folder / TENSORS)
+    state = tensors(state) or state
+    save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / TENSORS)
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config(settings) or settings))
+    return tmp_path
+
+
+def quantization(**changes):
+    def change(config):
+        config["quantization_config"] |= changes
+
+    return change
+
+
+@torch.no_grad()
+def test_experts_have_the_numbers_of_the_folder(made):
+    folder, exact = made
+    model = moelora_hf.load_quantized(folder)
+    wanted = exact.state_dict()
+    for name, (module, _) in moelora_hf.moe_layers(model).items():
+        for own in ("gate_up_proj", "down_proj"):
+            weights = getattr(module, own).weights
+            meant = wanted[f"{name}.{own}"]
+            meant = meant.transpose(1, 2) if module.is_transposed else meant
+            # The scale is rounded, then the product; MXFP4 is exact.
+            rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
+            torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name].bfloat16()), name
+    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+    assert not model.training
+    assert set(wanted) - set(model.state_dict()) == {
+        f"{name}.{own}"
+        for name in moelora_hf.moe_layers(model)
+        for own in ("gate_up_proj", "down_proj")
+    }
+
+
+def test_no_stack_of_experts_is_ever_dequantized(made):
+    folder, exact = made
+    own = "gate_up_proj" if native(folder) else "down_proj"  # whose tiles have half of its bytes
+    stacks = [getattr(m, own) for m, _ in moelora_hf.moe_layers(exact).values()]
+    with largest_allocation() as largest:
+        moelora_hf.load_quantized(folder)
+    assert 0 < largest.nbytes < min(stack.numel() * 2 for stack in stacks)
+
+
+@torch.no_grad()
+def test_base_model(made):
+    folder, exact = made
+    wanted, naive = exact(IDS).logits, quantized.in_bfloat16(exact)(IDS).logits
+    model = moelora_hf.load_quantized(
+        folder, attn_implementation="eager", activations=native(folder)
+    )
+    got = model(IDS).logits
+    assert_logits(got, wanted, naive)
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, got)
+    assert torch.equal(model.to("cpu")(IDS).logits, got)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(IDS).logits, got, rtol=0.05, atol=0.2)
+
+
+@torch.no_grad()
+def test_a_model_made_by_other_means(made, tmp_path):
+    """Experts on the meta device, everything else by hand."""
+    folder, exact = made
+    wanted = moelora_hf.load_quantized(folder, attn_implementation="eager")
+    model = quantized.in_bfloat16(exact)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        for own in ("gate_up_proj", "down_proj"):
+            meta = torch.empty_like(getattr(module, own), device="meta")
+            setattr(module, own, torch.nn.Parameter(meta))
+    moelora_hf.load_quantized_experts(model, folder)
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+    assert next(moelora_hf.moe_layers(model)[LAYER][0].down_proj.parameters(), None) is None
+    with pytest.raises(ValueError, match="not serializable|doesn't support|not support"):
+        model.save_pretrained(tmp_path)
+
+
+def test_folders_of_several_files_and_an_index(made, tmp_path):
+    folder, _ = made
+    wanted = moelora_hf.load_quantized(folder)
+    state = load_file(folder / TENSORS)
+    names = sorted(state)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, some in parts.items():
+        save_file({name: state[name] for name in some}, tmp_path / file)
+    weight_map = {name: file for file, some in parts.items() for name in some}
+    (tmp_path / f"{TENSORS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"of.another": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    transformers.GenerationConfig(max_new_tokens=3).save_pretrained(tmp_path)
+    got = moelora_hf.load_quantized(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(got(IDS).logits, wanted(IDS).logits)
+        assert got.generate(IDS, do_sample=False).shape[1] == IDS.shape[1] + 3
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no file two.safetensors, which its model.*names"):
+        moelora_hf.load_quantized(tmp_path)
+
+
+@torch.no_grad()
+def test_adapters_in_a_mixed_batch(made, tmp_path):
+    """The example's comparison, and generation: as with PEFT, row by row."""
+    folder, exact = made
+    adapters = make_adapters(exact, tmp_path)
+    activations = native(folder)
+    model, logits, calls = quantized.serve(folder, adapters, IDS, activations)
+    wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
+    naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
+    assert_logits(logits, wanted, naive)
+    for name, layer in layers.items():
+        theirs = (naive_layers[name] - layer).abs().max()
+        floor = quantized.BFLOAT16 * layer.abs().max()
+        assert (calls[name][-1] - layer).abs().max() <= 1.5 * theirs + floor
+    base = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)(
+        IDS
+    ).logits
+    for i, row in enumerate(quantized.ROWS):
+        assert torch.equal(logits[i], base[i]) == (row == "__base__")
+    texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(texts[:, IDS.shape[1]], logits[:, -1].argmax(-1))
+
+
+def test_the_example(capsys, monkeypatch):
+    assert quantized.main() == 0
+    assert capsys.readouterr().out.endswith("as dequantized weights and PEFT: True\n")
+    load = moelora_hf.load_adapters
+
+    def load_swapped(model, folders):
+        law, code, poems = folders.values()
+        return load(model, {"law": code, "code": law, "poems": poems})
+
+    monkeypatch.setattr(moelora_hf, "load_adapters", load_swapped)
+    assert quantized.main() == 1
+
+
+@torch.no_grad()
+def test_what_such_a_model_cannot_do(made, tmp_path):
+    folder, exact = made
+    model = moelora_hf.load_quantized(folder)
+    with pytest.raises(ValueError, match="not serializable|doesn't support|not support"):
+        model.save_pretrained(tmp_path)
+    moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)
+    with pytest.raises(RuntimeError, match="has adapters already"):
+        moelora_hf.load_quantized_experts(model, folder)
+    for other in ("eager", "batched_mm"):
+        model.set_experts_implementation(other)
+        with pytest.raises(RuntimeError, match="weights in tiles, which other"):
+            model(IDS)
+    exact = copy.deepcopy(exact).requires_grad_(True)
+    with pytest.raises(ValueError, match=f"dtype of {LAYER} is torch.float32, wanted torch.bf"):
+        moelora_hf.load_quantized_experts(exact, folder)
+    moelora_hf.load_quantized_experts(exact, folder, dtype=torch.bfloat16)
+    assert exact(IDS).logits.dtype == torch.float32
+    with torch.enable_grad():  # through tiles, which have no gradient themselves
+        exact(IDS).logits.sum().backward()
+    assert exact.get_input_embeddings().weight.grad.any()
+
+
+# ---- folders that are refused ----
+
+
+def drop(name):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+def put(name, make):
+    return lambda tensors: tensors | {name: make(tensors)}
+
+
+UP = f"{LAYER}.1.up_proj"
+MXFP4_FOLDERS = {
+    "scales": (drop(f"{LAYER}.down_proj_scales"), r"no tensor .*0.mlp.experts.down_proj_scales"),
+    "shape": (
+        put(f"{LAYER}.gate_up_proj_blocks", lambda t: t[f"{LAYER}.gate_up_proj_blocks"][:, :-2]),
+        r"gate_up_proj_blocks has shape \(8, 382, 4, 16\), wanted \(8, 384, 4, 16\)",
+    ),
+    "nan": (
+        put(f"{LAYER}.down_proj_scales", lambda t: t[f"{LAYER}.down_proj_scales"] | 255),
+        r"experts.down_proj: scales has the e8m0 byte 255, NaN, expected at most 128",
+    ),
+    "plain": (drop("model.norm.weight"), r"no tensor model.norm.weight \(1 are missing\)"),
+    "bias": (drop(f"{LAYER}.down_proj_bias"), r"no tensor .*down_proj_bias \(1 are missing"),
+    "more": (put(f"{LAYER}.odd_scales", lambda t: torch.ones(1)), "odd_scales is no tensor that"),
+}
+GPTQ_FOLDERS = {
+    "expert": (drop(f"{UP}.qweight"), f"no tensor {UP}.qweight, which the model wants"),
+    "zeros": (drop(f"{UP}.qzeros"), f"no tensor {UP}.qzeros"),
+    "shape": (
+        put(f"{UP}.scales", lambda t: t[f"{UP}.scales"][:1]),
+        rf"{UP}.scales is \(1, 192\) of torch.float16, wanted \(2, 192\) of torch.float16 as ",
+    ),
+    "order": (
+        put(f"{UP}.g_idx", lambda t: t[f"{UP}.g_idx"].flip(0)),
+        rf"{UP}.g_idx is in another order \(desc_act\), wanted {LAYER}.1.gate_proj.g_idx's",
+    ),
+    "infinite": (
+        put(f"{LAYER}.3.down_proj.scales", lambda t: t[f"{LAYER}.3.down_proj.scales"] / 0),
+        r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, infinite or beyond 65504",
+    ),
+    "bias": (
+        put(f"{UP}.bias", lambda t: torch.ones(192)),
+        f"{UP}.bias is no tensor that gptq has in experts like these",
+    ),
+    "experts": (
+        put(f"{LAYER}.8.up_proj.qweight", lambda t: t[f"{UP}.qweight"] + 1),
+        f"{LAYER}.8.up_proj.qweight is no tensor that gptq has",
+    ),
+    "narrow": (
+        lambda tensors: (
+            tensors
+            | {
+                n: t[..., :128]
+                for n, t in tensors.items()
+                if LAYER in n and n.endswith(("gate_proj.qweight", "up_proj.qweight"))
+            }
+        ),
+        r"experts.\*.gate_proj and up_proj: scales\[0\] has shape \(2, 384\), expected \(2, 256\)",
+    ),
+    "attention": (
+        lambda tensors: (
+            drop("model.layers.1.self_attn.q_proj.weight")(tensors)
+            | {"model.layers.1.self_attn.q_proj.qweight": nibbles_to_words(torch.ones(8, 8).long())}
+        ),
+        r"no tensor model.layers.1.self_attn.q_proj.weight \(1 are missing\); weights other than",
+    ),
+}
+FP8_FOLDERS = {
+    "scales": (drop(f"{UP}.weight_scale_inv"), f"no tensor {UP}.weight_scale_inv"),
+    "nan": (
+        put(f"{UP}.weight", lambda t: (t[f"{UP}.weight"].float() * float("nan")).to(E4M3)),
+        r"gate_proj and up_proj: weight\[1\] has a NaN, expected numbers",
+    ),
+    "dtype": (
+        put(f"{LAYER}.3.down_proj.weight", lambda t: t[f"{LAYER}.3.down_proj.weight"].bfloat16()),
+        r"experts.\*.down_proj: weight\[3\] has dtype bfloat16, expected float8_e4m3fn",
+    ),
+    "attention": (
+        drop("model.layers.1.self_attn.q_proj.weight"),
+        "no tensor model.layers.1.self_attn.q_proj.weight",
+    ),
+}
+CASES = [("mxfp4", 32, *case) for case in MXFP4_FOLDERS.items()]
+CASES += [("gptq", 64, *case) for case in GPTQ_FOLDERS.items()]
+CASES += [("fp8", 128, *case) for case in FP8_FOLDERS.items()]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for kind, group in KINDS:
+        found[kind, group] = tmp_path_factory.mktemp(f"{kind}{group}")
+        make_folder(found[kind, group], kind, group)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "name", "case"), CASES, ids=[f"{c[0]}_{c[2]}" for c in CASES]
+)
+def test_bad_tensors(folders, tmp_path, kind, group, name, case):
+    tensors, message = case
+    folder = changed(folders[kind, group], tmp_path, tensors=tensors)
+    with pytest.raises(ValueError, match=message):
+        moelora_hf.load_quantized(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "changes", "error", "message"),
+    [
+        ("mxfp4", 32, {"quant_method": "bnb"}, NotImplementedError, "quant_method is 'bnb', wan"),
+        ("mxfp4", 32, {"quant_method": "gptq"}, NotImplementedError, "gate and up in turns"),
+        ("gptq", 64, {"bits": 8}, ValueError, "bits is 8, expected 4"),
+        ("gptq", 64, {"group_size": 32}, ValueError, r"scales\[0\] has groups of 64, expected"),
+        ("gptq", 64, {"quant_method": "awq"}, ValueError, r"gate_proj and up_proj: scales\[0\]"),
+        (
+            "compressed-tensors",
+            32,
+            {"format": "int-quantized"},
+            NotImplementedError,
+            "compressed-tensors: format is 'int-quantized', wanted 'pack-quantized' or 'float-q",
+        ),
+        (
+            "compressed-tensors",
+            32,
+            {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
+            NotImplementedError,
+            "num_bits is 8, wanted 4",
+        ),
+        ("fp8", 128, {"fmt": "e5m2"}, NotImplementedError, "fp8: fmt is 'e5m2', wanted 'e4m3'"),
+        ("fp8", 128, {"weight_block_size": [64, 128]}, ValueError, r"_inv has shape \(1, 1\), w"),
+        (
+            "fp8",
+            128,
+            {"weight_block_size": None},
+            ValueError,
+            "has no weight_block_size, which",
+        ),
+        (
+            "float-quantized",
+            0,
+            {"config_groups": {}},
+            NotImplementedError,
+            "0 config_groups, wanted one",
+        ),
+        (
+            "compressed-tensors",
+            32,
+            {"config_groups": {"g": {"weights": {}, "input_activations": {"num_bits": 8}}}},
+            NotImplementedError,
+            "input_activations are quantized",
+        ),
+        (
+            "compressed-tensors",
+            32,
+            {"config_groups": {"g": {"weights": {"symmetric": False}}}},
+            ValueError,
+            f"no tensor {LAYER}.0.gate_proj.weight_zero_point",
+        ),
+    ],
+)
+def test_bad_settings(folders, tmp_path, kind, group, changes, error, message):
+    folder = changed(folders[kind, group], tmp_path, config=quantization(**changes))
+    with pytest.raises(error, match=message):
+        moelora_hf.load_quantized(folder)
+
+
+@torch.no_grad()
+def test_activations_are_quantized_as_the_folder_says(folders):
+    for kind, x_format in (("fp8", "group"), ("float-quantized", "token")):
+        folder = folders[kind, 128 if kind == "fp8" else 0]
+        model = moelora_hf.load_quantized(folder, attn_implementation="eager")
+        experts = model.get_submodule(LAYER)
+        for name in ("gate_up_proj", "down_proj"):
+            assert getattr(experts, name).weights.x_format == x_format
+        exact = moelora_hf.load_quantized(folder, attn_implementation="eager", activations="native")
+        got, want = (m(IDS).logits.float() for m in (model, exact))
+        assert not torch.equal(got, want)
+        error = (got - want).abs().mean(-1).median() / want.abs().mean()
+        assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
+    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
+        moelora_hf.load_quantized(folders["gptq", 64], activations="fp8")
+
+
+@torch.no_grad()
+def test_deepseek(tmp_path):
+    """With shared experts, a dense layer and a projection of attention that is not quantized."""
+    config = transformers.DeepseekV3Config(
+        **{**quantized_folders.COMMON, "num_key_value_heads": 4, "head_dim": 16},
+        intermediate_size=192,
+        moe_intermediate_size=192,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    exact = make_folder(tmp_path, "fp8", 128, config)
+    assert "model.layers.1.mlp.experts.7.up_proj.weight_scale_inv" in load_file(tmp_path / TENSORS)
+    wanted = exact(IDS).logits
+    for activations, bound in (("bf16", 0.03), (None, 0.15)):
+        model = moelora_hf.load_quantized(
+            tmp_path, attn_implementation="eager", activations=activations
+        )
+        error = (model(IDS).logits.float() - wanted).abs().mean(-1).median()
+        assert error / wanted.abs().mean() < bound
+
+
+def of_whole_weights(tensors):
+    """An FP8 folder of blocks as one with a scale for each weight, and one for what it takes."""
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        linear = name.removesuffix(".weight_scale_inv")
+        scale = tensors.pop(name).max()
+        tensors[f"{linear}.weight_scale"] = scale
+        tensors[f"{linear}.input_scale"] = torch.tensor(0.02) * (1 + ("up" in linear))
+
+
+@torch.no_grad()
+def test_one_scale_for_each_weight(folders, tmp_path):
+    def static(config):
+        config["quantization_config"] |= {"activation_scheme": "static"}
+        del config["quantization_config"]["weight_block_size"]
+
+    folder = changed(folders["fp8", 128], tmp_path, tensors=of_whole_weights, config=static)
+    model = moelora_hf.load_quantized(folder)
+    experts, tensors = model.get_submodule(LAYER), load_file(folder / TENSORS)
+    weights = experts.gate_up_proj.weights
+    assert (weights.x_format, weights.x_scale) == ("static", torch.tensor(0.04).item())
+    for part, half in zip(("gate_proj", "up_proj"), weights.unpack()[1].chunk(2), strict=True):
+        linear = f"{LAYER}.1.{part}"
+        scale = tensors[f"{linear}.weight_scale"].bfloat16().float()
+        want = (tensors[f"{linear}.weight"].float() * scale).bfloat16()
+        assert torch.equal(half, want)
+    assert torch.isfinite(model(IDS).logits).all()
+
+
+def test_zero_points_of_compressed_tensors(folders, tmp_path):
+    """Those of a symmetric checkpoint, written down."""
+    folder = folders["compressed-tensors", 32]
+
+    def with_zeros(tensors):
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            rows, groups = tensors[name].shape
+            words = nibbles_to_words(torch.full((groups, rows), 8)).t()
+            tensors[name.replace("weight_scale", "weight_zero_point")] = words
+
+    def asymmetric(config):
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+    changed(folder, tmp_path, tensors=with_zeros, config=asymmetric)
+    both = [moelora_hf.load_quantized(f).get_submodule(LAYER) for f in (folder, tmp_path)]
+    for name in ("gate_up_proj", "down_proj"):
+        plain, zeros = (getattr(experts, name).weights for experts in both)
+        assert zeros.has_zeros and not plain.has_zeros
+        assert torch.equal(plain.unpack(), zeros.unpack())
+
+
+def test_biases_of_zeros_are_none(folders, tmp_path):
+    folder = changed(
+        folders["gptq", 64], tmp_path, tensors=put(f"{UP}.bias", lambda t: torch.zeros(192))
+    )
+    moelora_hf.load_quantized(folder)
+
+
+def test_no_folders(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json, wanted the folder of a checkpoint"):
+        moelora_hf.load_quantized(tmp_path / "gone")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no safetensors files that transformers would load"):
+        moelora_hf.load_quantized(tmp_path)

@@ -1,0 +1,394 @@
+"""Which layers of a model adapters are served in, which are refused and how a pool has room."""
+
+import copy
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import needs_gpu, on_gpu
+from hf_models import (
+    TARGETS,
+    make_model,
+    mixtral,
+    oracle,
+    qwen3,
+    save_adapter,
+    tokens,
+    transformers,
+    with_peft,
+)
+from torch import nn
+from whole_models import (
+    ROWS,
+    deepseek_v4,
+    make_whole_model,
+    merged,
+    wanted_logits,
+    write_adapter,
+    write_adapters,
+)
+
+import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers.linears import linear_layers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import quantized_folders  # noqa: E402
+
+
+def relative(got, wanted):
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+# ---- room in the pool ----
+
+
+@torch.no_grad()
+def test_only_layers_with_factors_get_room(tmp_path):
+    model = make_whole_model(qwen3)
+    folders = write_adapters(model, tmp_path)
+    pool = moelora_hf.load_adapters(model, {"attention": folders["attention"]}, max_loras=2)
+    assert not pool.layers, "no adapter has factors of experts"
+    assert {name.rpartition(".")[2] for name in pool.linears} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+    }
+    assert (pool.max_rank, pool.max_linear_rank) == (16, 6)
+    hooked = [name for name, module in model.named_modules() if module._forward_hooks]
+    assert sorted(hooked) == sorted(pool.linears), "others run as before"
+    for name, layer in (
+        ("mlp", "model.layers.1.mlp.experts"),
+        ("all", "model.layers.1.mlp.experts"),
+    ):
+        with pytest.raises(ValueError, match=f"factors of {layer}, .*no room for.*targets="):
+            pool.add(name, folders[name])
+    assert pool.names() == ["attention"]
+
+
+@torch.no_grad()
+def test_targets(tmp_path):
+    """Room for adapters to come: of all layers, or of those of these names."""
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    wanted = wanted_logits(model, folders, ROWS, ids)
+    for targets in ("all", None):
+        pool = moelora_hf.load_adapters(
+            model, {}, max_loras=3, max_rank=4, max_linear_rank=6, targets=targets
+        )
+        pointers = [t.data_ptr() for t in pool._tensors()]
+        for name, folder in folders.items():
+            pool.add(name, folder)
+        assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+        pool.remove("all")
+        pool.add("all", folders["all"])
+        assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+        assert [t.data_ptr() for t in pool._tensors()] == pointers
+        moelora_hf.unload_adapters(model)
+    pool = moelora_hf.load_adapters(
+        model, {}, max_loras=1, targets=["experts", "mlp.gate", "layers.0.self_attn.q_proj"]
+    )
+    assert list(pool.layers) == ["model.layers.1.mlp.experts"]
+    assert list(pool.linears) == ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate"]
+    moelora_hf.unload_adapters(model)
+    for targets, message in (
+        (["q"], "targets names 'q', which no layer that is served is called"),
+        ("q_proj", "targets is 'q_proj', wanted \"all\" or a list of names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moelora_hf.load_adapters(model, {}, targets=targets)
+
+
+@torch.no_grad()
+def test_a_slot_keeps_nothing_of_its_last_adapter(tmp_path):
+    """Also in layers that the next one leaves alone, and while a captured graph reads it."""
+    model = make_whole_model(qwen3)
+    ids = tokens(rows=1)
+    folders = write_adapters(model, tmp_path)
+    pool = moelora_hf.load_adapters(
+        model, {"all": folders["all"]}, max_loras=1, max_linear_rank=6, targets="all"
+    )
+    with moelora_hf.use_adapters(model, ["all"]):
+        before = model(ids).logits
+    pool.add("mlp", folders["mlp"])
+    assert pool.names() == ["mlp"]
+    got = model(ids, adapter_names=["mlp"]).logits
+    assert relative(got, merged(model, folders["mlp"])(ids).logits) < 1e-4
+    pool.disable("mlp")
+    assert torch.equal(model(ids, adapter_names=["mlp"]).logits, model(ids).logits)
+    pool.add("all", folders["all"])
+    assert torch.equal(model(ids, adapter_names=["all"]).logits, before)
+
+
+def test_ranks_and_numbers_that_do_not_fit(tmp_path):
+    model = make_whole_model(qwen3)
+    folders = write_adapters(model, tmp_path)
+    with pytest.raises(ValueError, match="rank 6.* max_linear_rank"):
+        moelora_hf.load_adapters(model, folders, max_linear_rank=4)
+    large = write_adapter(
+        model, tmp_path / "large", 1, lambda name: name == "lm_head", alpha=4 * 10**5
+    )
+    model = model.half()
+    with pytest.raises(ValueError, match="lora_B of lm_head overflows torch.float16"):
+        moelora_hf.load_adapters(model, {"large": large})
+    assert getattr(model, "_moelora", None) is None
+    assert not model.lm_head._forward_hooks
+
+
+# ---- layers that are refused, by name, before anything runs ----
+
+
+def empty(config, cls=transformers.AutoModelForCausalLM):
+    with torch.device("meta"):
+        return cls.from_config(config)
+
+
+def refusals(model, experts=None):
+    layers = linear_layers(model, moelora_hf.moe_layers(model) if experts is None else experts)
+    return {name: linear.refusal for name, linear in layers.items() if linear.refusal}
+
+
+def test_layers_that_compute_something_else(tmp_path):
+    model = make_model(deepseek_v4)
+    refused = refusals(model)
+    assert set(refused) == {f"model.layers.{n}.self_attn.o_a_proj" for n in range(2)}
+    wide, tall = (
+        getattr(model.model.layers[0].self_attn.o_a_proj, f"{w}_features") for w in ("in", "out")
+    )
+    from safetensors.torch import save_file
+
+    folder = write_adapter(model, tmp_path / "a", 1, lambda name: False)
+    key = "base_model.model.model.layers.0.self_attn.o_a_proj.lora_"
+    save_file(
+        {f"{key}A.weight": torch.randn(4, wide), f"{key}B.weight": torch.randn(tall, 4)},
+        folder / "adapter_model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match="'a': factors of model.layers.0.self_attn.o_a_proj, a DeepseekV4Grouped"
+    ):
+        moelora_hf.load_adapters(model, {"a": folder})
+
+
+def test_layers_of_other_tokens():
+    """Those of images and sounds are none of the batch's rows."""
+    config = transformers.Qwen3VLMoeConfig()
+    config.text_config.num_hidden_layers = config.vision_config.depth = 1
+    config.vision_config.deepstack_visual_indexes = [0]
+    refused = refusals(empty(config, transformers.AutoModelForImageTextToText))
+    assert "model.visual.blocks.0.attn.qkv" in refused
+    assert not any("language_model" in name or name == "lm_head" for name in refused)
+    assert "outside model.language_model" in refused["model.visual.blocks.0.attn.qkv"]
+
+
+def test_layers_whose_weight_others_read():
+    """LongCat's router multiplies by the weight of a linear layer that it never calls."""
+    config = transformers.LongcatFlashConfig(num_layers=1, n_routed_experts=1, zero_expert_num=0)
+    assert refusals(empty(config), []) == {
+        "model.layers.0.mlp.router.classifier": (
+            "whose weight LongcatFlashTopkRouter reads without calling the layer"
+        )
+    }
+
+
+def test_layers_of_some_of_the_tokens():
+    """Experts in modules of their own take those tokens that the router gives them."""
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.ModuleList([nn.Linear(2, 2)])
+    assert refusals(model, []) == {
+        "mlp.experts.0": "of experts that do not go through transformers' experts interface"
+    }
+
+
+def test_layers_that_peft_has_wrapped(tmp_path):
+    model = make_model(mixtral)
+    folder = save_adapter(
+        model, tmp_path / "a", 1, target_modules=["o_proj"], target_parameters=None
+    )
+    with pytest.raises(ValueError, match="layers.0.self_attn.o_proj is wrapped by PEFT"):
+        moelora_hf.load_adapters(with_peft(model, folder), {"a": folder})
+
+
+def test_tensor_parallel_models(tmp_path):
+    model = make_whole_model(mixtral)
+    folder = write_adapters(model, tmp_path)["attention"]
+    model._tp_size = 2
+    with pytest.raises(NotImplementedError, match="tensor parallel; adapters of model.layers.0"):
+        moelora_hf.load_adapters(model, {"a": folder})
+
+
+# ---- weights of other kinds ----
+
+
+class GPTQLinear(nn.Module):
+    """As the linear layers of GPTQ: no `weight`, sizes under names of their own."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.infeatures, self.outfeatures = linear.in_features, linear.out_features
+        scale = linear.weight.abs().amax(1, keepdim=True) / 7
+        self.register_buffer("scales", scale.detach())
+        self.register_buffer("qweight", (linear.weight / scale).round().to(torch.int8).detach())
+
+    @property
+    def meant(self):
+        return self.qweight * self.scales
+
+    def forward(self, x):
+        return x @ self.meant.T.to(x.dtype)
+
+
+@torch.no_grad()
+def test_linear_layers_of_gptq(tmp_path):
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    exact = copy.deepcopy(model)
+    for name, module in exact.named_modules():
+        if name.endswith(("q_proj", "o_proj")):
+            quantized = GPTQLinear(module)
+            module.weight.copy_(quantized.meant)
+            model.set_submodule(name, quantized)
+    moelora_hf.load_adapters(model, folders)
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
+@torch.no_grad()
+def test_linear_layers_of_compressed_tensors(tmp_path):
+    """The library runs quantized layers in a `forward` of its own."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    exact = copy.deepcopy(model)
+    weights = quantization.QuantizationArgs(num_bits=8, strategy="channel", symmetric=True)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            scale = module.weight.abs().amax(1, keepdim=True) / 127
+            module.weight_scale.copy_(scale)
+            module.quantization_status = quantization.QuantizationStatus.FROZEN
+            meant = (module.weight / scale).round().clamp(-128, 127) * scale
+            exact.get_submodule(name).weight.copy_(meant)
+    assert relative(model(ids).logits, exact(ids).logits) < 1e-5
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    moelora_hf.load_adapters(model, folders)
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "gptq"])
+def test_quantized_experts(kind, device, tmp_path):
+    """Adapters of attention, routers and experts over a quantized base, against dequantized."""
+    exact = quantized_folders.make_folder(
+        tmp_path / kind, kind, 128 if kind == "fp8" else 32
+    ).float()
+    router = "router.weight" if kind == "mxfp4" else "gate.weight"
+    ids = torch.randint(2, 128, (3, 7), generator=torch.Generator().manual_seed(2))
+    folders = {
+        name: save_adapter(
+            exact,
+            tmp_path / name,
+            seed,
+            target_modules=modules,
+            target_parameters=[*TARGETS, f"mlp.{router}"],
+        )
+        for seed, (name, modules) in enumerate({"a": ["q_proj", "o_proj"], "b": []}.items())
+    }
+    rows = ["a", None, "b"]
+    wanted, base = oracle(exact, folders, rows, ids), exact(ids).logits
+    options = {"activations": "native"} if kind == "fp8" else {}
+    model = moelora_hf.load_quantized(
+        tmp_path / kind, attn_implementation="eager", device_map=device, **options
+    )
+    pool = moelora_hf.load_adapters(model, folders)
+    assert {place.device.type for place in pool.places.values()} == {device}
+    got = model(ids.to(device), adapter_names=rows).logits.cpu()
+    alone = model(ids.to(device)).logits.cpu()
+    assert torch.equal(got[1], alone[1])
+    off, naive = (  # of each token: some take other experts in bfloat16
+        (x.float() - y).norm(dim=-1) / y.norm(dim=-1) for x, y in ((got, wanted), (alone, base))
+    )
+    assert (off.quantile(0.3, -1) <= max(2 * float(naive.quantile(0.3)), 0.03)).all(), (off, naive)
+    assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
+
+
+# ---- devices ----
+
+
+@torch.no_grad()
+def test_layers_on_several_devices(tmp_path):
+    """One pool, with factors and tables where each layer is; "cpu" and "cpu:0" are two here."""
+    model = make_whole_model(mixtral)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    wanted = wanted_logits(model, folders, ROWS, ids)
+    other = torch.device("cpu", 0)
+    for module in model.model.layers[1].modules():
+        module._hf_hook = types.SimpleNamespace(execution_device=other)
+    pool = moelora_hf.load_adapters(model, folders)
+    assert pool.devices == (torch.device("cpu"), other)
+    assert pool.places["model.layers.0.mlp.experts"].device == torch.device("cpu")
+    assert pool.places["model.layers.1.self_attn.q_proj"].device == other
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+    pool.disable("all")
+    rows = [None if row == "all" else row for row in ROWS]
+    assert torch.equal(model(ids, adapter_names=ROWS).logits, model(ids, adapter_names=rows).logits)
+
+
+@pytest.mark.parametrize("adapters", ["load_adapters", "enable"])
+@torch.no_grad()
+def test_offloaded_models(adapters, tmp_path):
+    """accelerate brings a layer's weights for each call, from memory or from disk."""
+    pytest.importorskip("accelerate")
+    model = make_whole_model(mixtral)
+    model.save_pretrained(tmp_path / "model")
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    wanted = wanted_logits(model, folders, ROWS, ids)
+    base = model(ids).logits
+    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    offloaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        dtype=torch.float32,
+        device_map=parts,
+        offload_folder=str(tmp_path / "disk"),
+        attn_implementation="eager",
+    ).eval()
+    assert offloaded.model.layers[1].mlp.experts.down_proj.is_meta
+    if adapters == "enable":
+        moelora_hf.enable(offloaded)
+    else:
+        moelora_hf.load_adapters(offloaded, folders)
+        assert relative(offloaded(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+    assert relative(offloaded(ids).logits, base) < 1e-5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.no_grad()
+def test_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    model = make_whole_model(mixtral, torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    exact = copy.deepcopy(model).float()
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    naive = wanted_logits(model, folders, ROWS, ids)
+    parts = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}
+    parts |= {"model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16, device_map=parts, attn_implementation="eager"
+    ).eval()
+    pool = moelora_hf.load_adapters(spread, folders)
+    assert len(pool.devices) == 2
+    got = spread(ids.cuda(), adapter_names=ROWS).logits.cpu()
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))
+    assert ours.median() <= 4 * theirs.median()

@@ -1,0 +1,326 @@
+"""The bench of quantized weights: what it draws, counts, compares with and writes."""
+
+import dataclasses
+import json
+import os
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import formats, tables
+from moelora.__main__ import main
+from moelora.bench import baselines, cases, compare, machine, results, shapes
+from moelora.bench.baselines import Options, baselines_of, vllm_quantized
+from moelora.bench.baselines.ours import Ours
+from moelora.bench.formats import FORMATS
+from moelora.bench.layer import Layer
+from moelora.bench.timing import Run
+
+TOY = shapes.Model("toy", experts=4, top_k=2, hidden=256, intermediate=128)
+SHAPE = "4,2,256,128"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Runs the command on a toy on the CPU; (exit status, rows of the file)."""
+    monkeypatch.setattr(machine.CpuYardsticks, "LEAST", 1 << 20)
+    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 1 << 18)
+
+    def run(*more, shape=SHAPE):
+        path = tmp_path / "bench.json"
+        words = ["bench", "--device", "cpu", "--shape", shape, "--tokens", "1,5", "--ranks", "4"]
+        words += ["--adapters", "3", "--budget-ms", "0", "--mm-size", "64", "--out", str(path)]
+        status = main([*words, *more])
+        return status, json.loads(path.read_text())["cases"] if path.exists() else []
+
+    return run
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_quantized_layers_are_measured_beside_their_unpacked_weights(bench, format, activation):
+    status, rows = bench("--format", format, shape=f"{SHAPE},{activation}")
+    assert status == 0
+    assert [(row["tokens"], row["format"], row["dtype"]) for row in rows] == [
+        (tokens, format, "bf16") for tokens in (1, 5)
+    ]
+    who = "ours", "ours_bf16", "ours_unpacking"
+    ours = {*who, *(f"{name}_base" for name in who)}
+    for row in rows:
+        assert row["relative_error"].keys() == row["spread_us"].keys() == ours
+        assert all(row[f"{name}_us"] > 0 for name in ours)
+        assert row["rivals"] == {}
+        if format == "fp8_block":
+            assert "max_err_ratio" not in row, "of vLLM's, which is not here"
+        else:
+            assert 0 < row["max_err_ratio"] <= 1.5
+
+
+def test_formats_by_model_and_weights_of_a_dtype(bench):
+    status, rows = bench("--format", "bf16", "--baselines", "loop")
+    assert status == 0
+    assert {(row["format"], row["dtype"]) for row in rows} == {("bf16", "bf16")}
+    assert "max_err_ratio" not in rows[0]
+    key, model = shapes.find("mixtral:4@int4")
+    assert (key, model.experts, model.format) == ("mixtral", 4, "int4")
+    (quantized,) = {compare.identity(row | {"format": "int4"}) for row in rows[:1]}
+    assert quantized != compare.identity(rows[0])
+    del rows[0]["format"]
+    assert compare.identity(rows[0]) in {compare.identity(row | {"format": "bf16"}) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, int4"),
+        (["--format", "bf16", "--dtypes", "fp16"], "--format is bf16, but --dtypes is fp16"),
+        (["--format", "int4", "--dtypes", "fp32"], "quantized weights serve bf16 and fp16"),
+        (["--models", "gpt-oss-20b@int4"], "int4 takes multiples of 128"),
+        (["--models", "qwen3", "--tp", "4", "--format", "int4"], "sizes of 2048 and 192"),
+    ],
+)
+def test_what_no_format_holds_is_said_at_once(words, message, capsys):
+    assert main(["bench", "--device", "cpu", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_plans_are_not_tuned_for_quantized_weights(capsys, tmp_path):
+    words = ["tune", "--device", "cpu", "--models", "qwen3@int4", "--dir", str(tmp_path)]
+    assert main(words) == 2
+    assert "weights that are not quantized" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [("mxfp4", 4.25), ("nvfp4", 4.5), ("int4", 4.125), ("fp8_block", 8 + 32 / 2**14)],
+)
+def test_weights_count_as_a_checkpoint_holds_them(format, bits):
+    model = TOY.quantized(format)
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(model, "bf16", [4], 3, generator)
+    held = sum(t.nbytes for tensors in layer.checkpoint.values() for t in tensors)
+    assert held == 3 * 4 * 256 * 128 * bits / 8
+    assert layer.w13.unpack().float().std() == pytest.approx(0.02, rel=0.3)
+    batch = cases.draw_batch(model, 64, 3, generator)
+    flops, moved = cases.work(model, batch, 4)
+    native_flops, native_moved = cases.work(TOY, batch, 4)
+    assert batch.topk_ids.unique().numel() == 4
+    assert flops == native_flops
+    assert native_moved - moved == 3 * 4 * 256 * 128 * (2 - bits / 8)
+
+
+def test_the_reference_unpacks_what_it_reads():
+    layer = Layer(TOY.quantized("int4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
+    for projection in ("w13", "w2"):
+        whole = getattr(layer, projection).unpack()
+        assert torch.equal(layer.weights_of(projection, 2), whole[2])
+
+
+def test_who_reads_no_quantized_weights_says_so():
+    layer = Layer(TOY.quantized("mxfp4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
+    found, absent = baselines_of(layer, ["loop", "unpacked", "marlin"], Options())
+    assert [type(baseline).__name__ for baseline in found] == ["Ours", "Unpacked"]
+    assert absent["loop"] == "it reads no quantized weights"
+    assert absent["marlin"] == "its kernels are for GPUs"
+
+
+class Halves(Ours):
+    """SiLU of the first half of rows that are interleaved, as vLLM's kernels are driven."""
+
+    def __init__(self, layer, options):
+        self.layer = copy(layer)
+        self.layer.model = dataclasses.replace(layer.model, activation="silu")
+        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
+
+    def runs(self, batches):
+        return {("halves", 4): Run(lambda i: self.run(batches[i], 4), of=self.layer)}
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_a_baseline_of_another_function_is_compared_with_that(bench, monkeypatch, error):
+    monkeypatch.setitem(baselines.BASELINES, "unpacked", "ours:Halves")
+    monkeypatch.setattr("moelora.bench.baselines.ours.Halves", Halves, raising=False)
+    words = "--format", "mxfp4", "--baselines", "unpacked"
+    if error:
+        right = Halves.run
+        monkeypatch.setattr(Halves, "run", lambda *args: (1 + error) * right(*args))
+        with pytest.raises(RuntimeError, match="halves is off by 0.1"):
+            bench(*words, shape=f"{SHAPE},swigluoai")
+        return
+    status, rows = bench(*words, shape=f"{SHAPE},swigluoai")
+    assert status == 0
+    assert rows[0]["rivals"].keys() == {"halves"}
+    assert rows[0]["relative_error"]["halves"] < 0.01
+
+
+class Theirs:
+    """What `vk/vq_layer.py` of a copy of vLLM's kernels has, but for the kernels."""
+
+    class Weights:
+        def __init__(self, scheme, E, H, I, gen, device):
+            self.E, self.H, self.I = E, H, I
+            self.Hp, self.Ip = Theirs.pad_dims(scheme, H, I)
+
+    @staticmethod
+    def pad_dims(scheme, hidden, intermediate):
+        return (-(-hidden // 256) * 256, -(-intermediate // 128) * 128)
+
+    HAVE_MARLIN, CUDA_NOTE = True, ""
+    L = SimpleNamespace(Lora=lambda *tensors: tensors)
+
+
+def theirs(monkeypatch, model):
+    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
+    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
+    layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
+    return layer, vllm_quantized.Marlin(layer, Options())
+
+
+def test_vllm_gets_our_values_padded_as_it_pads(monkeypatch):
+    model = shapes.Model("toy", 2, 1, 288, 160, "swigluoai", bias=True, format="mxfp4")
+    layer, marlin = theirs(monkeypatch, model)
+    values, scales = layer.checkpoint["w13"]
+    padded, padded_scales, _ = marlin.weights.quantized(1, "w13")
+    assert padded.shape == (2 * 256, 512 // 2)
+    assert padded_scales.shape == (2 * 256, 512 // 32)
+    halves = padded.view(2, 256, -1)
+    assert torch.equal(halves[:, :160, :144].flatten(0, 1), values[1])
+    assert not halves[:, 160:].any() and not halves[:, :, 144:].any()
+    padded, padded_scales, _ = marlin.weights.quantized(1, "w2")
+    assert padded.shape == (512, 256 // 2) and padded_scales.shape == (512, 256 // 32)
+    assert torch.equal(padded[:288, :80], layer.checkpoint["w2"][0][1])
+    (a13, b13, a2, b2, _) = marlin.loras[4]
+    columns = [a13[0].shape[-1], b13[0].shape[-2], a2.shape[-1], b2.shape[-2]]
+    assert columns == [512, 256, 256, 512]
+    silu = vllm_quantized.computed(layer, "silu")
+    assert (silu.model.activation, silu.b13) == ("silu", None)
+    assert layer.b13 is not None
+
+
+def test_vllm_gets_our_fp8(monkeypatch):
+    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
+    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
+    model = shapes.Model("toy", 2, 1, 256, 128, format="fp8_block")
+    layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
+    found = vllm_quantized.TritonFP8(layer, Options())
+    values, scales, _ = found.weights.quantized(1, "w13")
+    assert (values.shape, values.dtype) == ((256, 256), torch.float8_e4m3fn)
+    assert scales.shape == (2, 2)
+    number = values[130, 5].double() * scales[1, 0].double()
+    assert layer.weights_of("w13", 1)[130, 5] == number
+
+
+@pytest.mark.parametrize(("format", "rate"), [("int4", 1), ("fp8_block", 2)])
+def test_products_of_fp8_have_twice_the_rate(bench, monkeypatch, format, rate):
+    monkeypatch.setattr(machine.Peaks, "bound", lambda self, flops, moved: flops)
+    _, rows = bench("--format", format)
+    assert rows[1]["bound_us"] == pytest.approx(1e6 * rows[1]["gflop"] * 1e9 / rate, rel=0.05)
+
+
+def test_vllm_shares_what_needs_no_padding(monkeypatch):
+    layer, marlin = theirs(monkeypatch, TOY.quantized("int4"))
+    qweight, scales, _ = marlin.weights.quantized(3, "w2")
+    assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
+    assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
+    assert vllm_quantized.computed(layer, "silu") is None
+
+
+# ---- the command and the table ----
+
+
+def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
+    out = str(tmp_path / "f.json")
+    asked = []
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, _: (asked.append(args), []))
+    monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
+    monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
+    results.write(out, [case(max_err_ratio=1.5)])
+    words = ["--device", "cpu", "--peers", "there", "--deadline-s", "130", "--out", out]
+    words += ["--max-cc", "80"]
+    assert formats.main(words) == 0
+    assert os.environ["MOELORA_PEERS"] == "there"
+    (args,) = asked
+    held = [(key, model.format) for key, model in args.models]
+    assert held == [
+        ("gpt-oss-20b", "mxfp4"),
+        ("qwen3", "mxfp4"),
+        ("qwen3", "int4"),
+        ("mixtral", "int4"),
+        ("qwen3", "fp8_block"),
+        ("mixtral", "fp8_block"),
+    ]
+    assert (args.dtypes, args.ranks, args.adapters) == (["bf16"], [16, 64], [8])
+    assert (args.deadline_s, args.out, args.max_cc) == (130, out, 80)
+    assert args.baselines == ["unpacked", "unpacking"]
+    assert [model.experts for _, model in args.models] == [8, 16, 16, 4, 16, 4]
+    assert (args.tokens, args.budget_ms) == ([1, 8, 64, 512], 300)
+    assert formats.parse([]).tokens.endswith(",16384")
+    assert formats.main(["--device", "cpu", "--models", "qwen4"]) == 2
+
+
+def test_a_larger_error_than_that_of_bf16_fails_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(formats, "moelora_main", lambda words: 0)
+    out = str(tmp_path / "f.json")
+    results.write(out, [case(max_err_ratio=1.51), case(tokens=4, max_err_ratio=1.0)])
+    assert formats.main(["--out", out]) == 1
+    said = capsys.readouterr().out
+    assert said == "qwen3 int4 M=1 rank 16: our error is 1.51 times that in bf16\n"
+
+
+def case(**more):
+    return {
+        "model": "qwen3",
+        "format": "int4",
+        "tokens": 1,
+        "rank": 16,
+        "bound_us": 5.0,
+        "ours_us": 10.0,
+        "ours_base_us": 8.0,
+        "ours_bf16_us": 30.0,
+        "share": 0.5,
+        "rivals": {"vllm_lora": 68.3, "vllm_base": 28.9},
+        "ratio": 6.83,
+        "max_err_ratio": 1.0,
+        **more,
+    }
+
+
+def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.section("formats_all") == tables.section("from h200-formats") == tables.AWAITED
+    results.write(tables.path_of("h200-formats"), [case()])
+    titles, _, row = tables.section("formats_all").splitlines()
+    assert titles == (
+        "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
+        "vLLM with | without | vLLM without | error |"
+    )
+    assert row == (
+        "| Qwen3-30B-A3B | 1 | 16 | int4 | 5.0 | **10.0** | 6.83 | 0.50 | 30.0 | 68.3 | 8.0 | "
+        "28.9 | 1.00 |"
+    )
+    assert "`benchmarks/results/h200-formats.json`" in tables.section("from h200-formats")
+
+
+def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for name in ("cpu_format_ranges", "cpu_formats", "from cpu-formats"):
+        assert tables.section(name) == tables.AWAITED
+    more = {"ours_bf16_base_us": 10.0, "ours_unpacking_us": 50.0, "ours_unpacking_base_us": 16.0}
+    rows = [case(**more), case(format="fp8_block", **more | {"ours_bf16_us": 8.0})]
+    about = {"cores": 2, "cpu_features": ["avx2"]}
+    results.write(tables.path_of("cpu-formats"), rows, **about)
+    assert " ".join(tables.section("cpu_format_ranges").split()) == (
+        "On 2 CPU cores (avx2), with adapters and without, weights of four bits take 0.20 to 0.50 "
+        "of the time of `unpack()` and the bf16 layer (more in 0 of 2 cases), 0.33 to 0.80 of that "
+        "of the bf16 layer alone (more in 0 of 2); weights of FP8 take 0.20 to 0.50 of the time of "
+        "`unpack()` and the bf16 layer (more in 0 of 2 cases), 0.80 to 1.25 of that of the bf16 "
+        "layer alone (more in 1 of 2)."
+    )
+    results.write(tables.path_of("cpu-formats"), rows[:1], **about)
+    assert "FP8" not in tables.section("cpu_format_ranges")
+    results.write(tables.path_of("cpu-formats"), rows, **about)
+    titles, _, row, _ = tables.section("cpu_formats").splitlines()
+    assert "| in bf16 | unpacked in the call | without |" in titles
+    assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row

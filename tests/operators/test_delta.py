@@ -1,0 +1,204 @@
+"""The delta of adapters alone, from routing and mapping as they are, against the fp64 loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
+from checks import assert_close_to_ref, assert_unchanged
+from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator, zeros
+
+import moelora
+from moelora import _C
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+from moelora.reference.delta import moe_lora_delta_ref
+
+PROJECTIONS = ("w13", "w2")
+
+
+def check_delta(p: Problem, projection: str, device: str, add: bool, weight: bool) -> None:
+    there = p.to(device)
+    options = {"mul_routed_weight": weight}
+    delta, active = moe_lora_delta_ref(**delta_kwargs(p, projection, **options))
+    naive, _ = moe_lora_delta_ref(**delta_kwargs(p, projection, **options), dtype=p.spec.dtype)
+    inputs = {name: t.clone() for name, t in there.tensors().items()}
+    out = base_output(there, delta.size(-1))
+    before = out.tensor.clone() if add else torch.zeros_like(out.tensor)
+    y = delta_operator(projection)(
+        **delta_kwargs(there, projection, **options), add_inputs=add, out=out.tensor
+    )
+    out.check("out")
+    assert y.data_ptr() == out.tensor.data_ptr()
+    assert_unchanged(inputs, there.tensors())
+    check_result(y, before, delta, naive, active, add)
+    if not add:
+        fresh = delta_operator(projection)(**delta_kwargs(there, projection, **options))
+        assert same_bits(fresh, y)
+
+
+@pytest.mark.parametrize("name", [n for n, s in EDGE_CASES.items() if s.mix != "absent"])
+def test_edge_cases(name, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(EDGE_CASES[name], dtype=dtype).build()
+    for projection in PROJECTIONS:
+        for add, weight in ((True, False), (False, True)):
+            check_delta(p, projection, device, add, weight)
+
+
+def test_random_problems(device_and_dtype):
+    device, dtype = device_and_dtype
+    for spec in random_specs(80, first_seed=5000, dtypes=(dtype,)):
+        if spec.mix == "absent":
+            continue
+        try:
+            check_delta(
+                spec.build(),
+                PROJECTIONS[spec.seed % 2],
+                device,
+                spec.seed % 3 > 0,
+                spec.seed % 5 > 2,
+            )
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+@pytest.mark.parametrize("slices", [3, 4])
+@pytest.mark.parametrize("rank", [1, 200, 512])
+def test_slices_and_ranks(slices, rank, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = Spec(
+        tokens=7, inter=slices * 10, slices=slices, activation="relu2", ranks=(rank, 3), dtype=dtype
+    )
+    check_delta(spec.build(), "w13", device, True, False)
+
+
+def test_down_takes_rows_by_token_and_choice(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(tokens=7, top_k=3, dtype=dtype).build().to(device)
+    arguments = delta_kwargs(p, "w2")
+    flat = moelora.moe_lora_down_delta(**arguments)
+    arguments["x"] = arguments["x"].view(7, 3, -1)
+    assert same_bits(moelora.moe_lora_down_delta(**arguments), flat)
+
+
+def test_a_mapping_of_minus_ones_is_no_delta(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(dtype=dtype, mix="none").build().to(device)
+    out = base_output(p, 64)
+    before = out.tensor.clone()
+    moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"), out=out.tensor)
+    assert same_bits(out.tensor, before)
+    assert not moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13")).any()
+
+
+def test_shared_factors_need_no_number_of_experts(device_and_dtype):
+    """Wholly shared factors serve every expert id from 0 up; negative ids are skipped."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=12, experts=6, sharing="outer", ranks=(4, 8), dtype=dtype).build()
+    p.topk_ids[0, 0] = -1
+    arguments = delta_kwargs(p, "w13", num_experts=None)
+    arguments["lora_b"] = [b[:, 2:3] for b in p.w13_lora_b]
+    delta, active = moe_lora_delta_ref(**arguments)
+    naive, _ = moe_lora_delta_ref(**arguments, dtype=dtype)
+    there = {
+        k: [t.to(device) for t in v] if isinstance(v, list) else v for k, v in arguments.items()
+    }
+    there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in there.items()}
+    y = moelora.moe_lora_gate_up_delta(**there)
+    assert active[1:].any()
+    assert not active[0, 0]
+    assert_close_to_ref(y, delta, naive, dtype)
+
+
+def test_deltas_around_an_activation_are_the_exact_layer(device_and_dtype):
+    """What an engine with a quantized base does: its own products, our deltas."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=11, top_k=2, hidden=96, inter=48, ranks=(8, 3), dtype=dtype).build()
+    there = p.to(device)
+    gate_up = torch.einsum("mk,mjnk->mjn", there.hidden_states, there.w13[there.topk_ids.long()])
+    moelora.moe_lora_gate_up_delta(**delta_kwargs(there, "w13"), out=gate_up)
+    h = torch.nn.functional.silu(gate_up[..., :48]) * gate_up[..., 48:]
+    z = torch.einsum("mji,mjki->mjk", h, there.w2[there.topk_ids.long()])
+    moelora.moe_lora_down_delta(**delta_kwargs(there, "w2", x=h), out=z)
+    y = (z.float() * there.topk_weights.unsqueeze(-1)).sum(1).to(dtype)
+    ref = fused_experts_lora_ref(**p.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), dtype)
+
+
+def test_same_inputs_same_bits(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(tokens=70, hidden=320, inter=192, ranks=(64, 16, 5), dtype=dtype).build().to(device)
+    first = moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"))
+    for _ in range(5):
+        assert same_bits(moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13")), first)
+
+
+def test_the_last_plan_is_the_deltas(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(PLAIN, dtype=dtype).build().to(device)
+    moelora.fused_experts_lora(**p.kwargs())
+    assert "w13=" in _C.last_plan()
+    moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"))
+    assert _C.last_plan().startswith("delta=")
+
+
+def test_a_row_does_not_depend_on_its_neighbours(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(tokens=40, hidden=96, mix="all_different", ranks=(4, 16, 64), dtype=dtype).build()
+    there = p.to(device)
+    whole = moelora.moe_lora_gate_up_delta(**delta_kwargs(there, "w13"))
+    mapping = there.token_lora_mapping.clone()
+    mapping[:39] = -1
+    alone = moelora.moe_lora_gate_up_delta(**delta_kwargs(there, "w13", token_lora_mapping=mapping))
+    assert same_bits(alone[39], whole[39])
+    assert not alone[:39].any()
+
+
+# ---- errors ----
+
+DELTA_ERRORS = {
+    "x: K": ({"x": zeros(9, 65)}, "x.size(1)", "lora_a[0].size(3) is 64"),
+    "x: M": ({"x": zeros(8, 64)}, "x.size(0) is 8", "9", "18"),
+    "x: dtype": ({"x": zeros(9, 64, dtype=torch.int32)}, "x has dtype int32"),
+    "factors: dtype": ({"x": zeros(9, 64).bfloat16()}, "lora_a[0]", "float32", "bfloat16 as x"),
+    "lora_b: rank": (
+        {"lora_b": [zeros(3, 4, 32, 7), zeros(3, 4, 32, 7)]},
+        "lora_b[0].size(3) is 7",
+        "8",
+    ),
+    "lora_b: slots": ({"lora_b": [zeros(2, 4, 32, 8)] * 2}, "lora_b[0].size(0) is 2", "3"),
+    "lora_b: experts": ({"lora_b": [zeros(3, 5, 32, 8)] * 2}, "num_experts is 4"),
+    "slices": ({"lora_b": [zeros(3, 4, 32, 8)]}, "2 slices", "1"),
+    "too many slices": ({"lora_a": [zeros(3, 4, 8, 64)] * 5}, "5 slices", "4"),
+    "topk_ids": ({"topk_ids": zeros(9, 2)}, "topk_ids has dtype float32"),
+    "mapping": (
+        {"token_lora_mapping": zeros(8, dtype=torch.int32)},
+        "token_lora_mapping",
+        "8",
+        "9",
+    ),
+    "ranks": ({"lora_ranks": zeros(2, dtype=torch.int32)}, "lora_ranks.size(0) is 2", "3"),
+    "weights": (
+        {"topk_weights": None, "mul_routed_weight": True},
+        "topk_weights is absent",
+    ),
+    "num_experts": ({"num_experts": 5}, "num_experts is 5", "lora_a[0].size(1) is 4"),
+}
+
+
+@pytest.mark.parametrize("name", DELTA_ERRORS)
+def test_delta_errors(name):
+    changed, *texts = DELTA_ERRORS[name]
+    p = PLAIN.build()
+    out = base_output(p, 64)
+    for add in (True, False):
+        before = out.tensor.clone()
+        with pytest.raises(ValueError) as error:
+            moelora.moe_lora_gate_up_delta(
+                **{**delta_kwargs(p, "w13"), **changed}, add_inputs=add, out=out.tensor
+            )
+        for text in texts:
+            assert text in str(error.value), str(error.value)
+        assert same_bits(out.tensor, before), "something was written before the error"

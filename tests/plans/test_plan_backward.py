@@ -1,0 +1,73 @@
+"""Plans of the backward of a layer, for devices that need not be there."""
+
+import pytest
+from test_plan import MIXTRAL, answer, print_plan  # noqa: F401
+
+HOPPER, AMPERE, ADA = ("cuda", 90), ("cuda", 80), ("cuda", 89)
+
+
+@pytest.fixture(scope="module")
+def backward(answer):  # noqa: F811
+    """(variant, block_rows, sort, sum) of the backward of one layer, or what the refusal says."""
+
+    def ask(device, *args, **problem):
+        words = answer(device, "backward", *args, **problem)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, rows, sort, total = words.split()
+        return variant, int(rows), sort, total
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("tokens", "variant"),
+    [(1, "32x128"), (256, "32x128"), (512, "96x128"), (1024, "96x128"), (4096, "128x256")],
+)
+def test_hopper(backward, tokens, variant):
+    """Qwen3-30B-A3B has tokens / 16 rows of an expert."""
+    name, rows, _, total = backward(HOPPER, tokens=tokens, rank=16)
+    assert name == f"back_bf16_{variant}x64_sm90"
+    assert rows == int(variant.split("x")[0]) and total == "sum_bf16_8_sm80"
+
+
+@pytest.mark.parametrize("device", [AMPERE, ADA])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (256, 32), (1024, 64), (16384, 128)])
+def test_others(backward, device, tokens, rows):
+    """With shared memory that every GPU has."""
+    name, *_ = backward(device, tokens=tokens, dtype="float16")
+    assert name == f"back_f16_{rows}x128x64_sm80"
+
+
+def test_sizes_without_vectors(backward):
+    for device in (HOPPER, AMPERE):
+        name, *_, total = backward(device, tokens=16384, hidden=2044)
+        assert name == "back_bf16_32x128x64_sm80" and total == "sum_bf16_1_sm80"
+
+
+def test_the_kernel_does_not_depend_on_adapters(backward):
+    for tokens in (1, 100, 5000):
+        assert backward(HOPPER, tokens=tokens, **MIXTRAL)[0] == (
+            backward(HOPPER, tokens=tokens, rank=64, **MIXTRAL)[0]
+        )
+
+
+def test_a_cpu(backward):
+    name, _, sort, total = backward(("cpu", 0), dtype="float32", rank=16)
+    assert name == "gemm_f32_scalar" and sort == total == "-"
+
+
+@pytest.mark.parametrize("forced", ["back_bf16_64x128x64_sm80", "back_bf16_96x128x64_sm90"])
+def test_forced(backward, forced):
+    env = {"MOELORA_FORCE_VARIANT": forced}
+    assert backward(HOPPER, tokens=4096, env=env)[0] == forced
+    family = forced[-4:]
+    other = backward(AMPERE, tokens=4096, env=env)[0]
+    assert other == (forced if family == "sm80" else "back_bf16_128x128x64_sm80")
+
+
+def test_refusals(backward):
+    assert "no float32 kernel for a backward" in backward(HOPPER, dtype="float32")
+    assert backward(HOPPER, "formats", "mxfp4", "mxfp4").startswith("w13 is quantized: on cuda")
+    assert backward(HOPPER, "formats", "native", "fp8").startswith("w2 is quantized: on cuda")
+    assert backward(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"

@@ -1,0 +1,121 @@
+"""What a plan says of every launch, as MOELORA_LOG=plan prints it: launchers decide nothing."""
+
+import re
+
+import pytest
+from c_programs import ROOT, compile_program, run
+
+H200 = ("cuda", 90)
+A100 = ("cuda", 80)
+QWEN3 = {"top_k": 8, "experts": 128, "hidden": 2048, "inter": 768}
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """{part of a layer: {"kernel": name, key: value}} in the order of launches."""
+    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("plan"))
+
+    def ask(device, w13="native", w2=None, tokens=8, rank=0, **shape):
+        s = QWEN3 | shape
+        line = ["bfloat16", tokens, s["top_k"], s["experts"], s["experts"]]
+        line += [s["hidden"], s["inter"], rank, *device]
+        words = " ".join(map(str, line))
+        done = run(program, "formats", w13, w2 or w13, stdin=words, MOELORA_LOG="plan")
+        assert done.returncode == 0, done.stderr
+        parts = re.findall(r"^moelora:   (\w+): (\S+) ?(.*)$", done.stderr, re.M)
+        return {
+            part: {"kernel": kernel} | dict(re.findall(r"(\w+)=(\S+)", rest))
+            for part, kernel, rest in parts
+        }
+
+    return ask
+
+
+def test_launches_come_in_their_order(launches):
+    assert [*launches(H200, tokens=64)] == ["resolve", "sort", "w13", "w2", "sum"]
+    assert [*launches(H200, tokens=8)] == ["sort", "w13", "w2", "sum"], "which reads tables itself"
+    with_adapters = ["resolve", "sort", "shrink13", "w13", "shrink2", "w2", "sum"]
+    assert [part for part in launches(H200, tokens=64, rank=16) if part != "segments"] == (
+        with_adapters
+    )
+
+
+def test_epilogues(launches):
+    few, many = launches(H200, tokens=64), launches(H200, tokens=4096)
+    assert few["w13"]["epilogue"] == many["w13"]["epilogue"] == "gated"
+    assert few["w2"]["epilogue"] == "plain"
+    assert many["w2"]["epilogue"] == "plain"
+
+
+@pytest.mark.parametrize("device", [A100, H200])
+@pytest.mark.parametrize("tokens", [16, 64, 512, 4096])
+def test_grids(launches, device, tokens):
+    """CTAs are spread over SMs behind the other projection, and nowhere else."""
+    plain = launches(device, tokens=tokens)
+    assert plain["w13"]["grid"] == "overlapped"
+    shares_sm = device == H200 and "x128x" in plain["w2"]["kernel"]
+    assert plain["w2"]["grid"] == ("spread" if shares_sm else "overlapped")
+    adapted = launches(device, tokens=tokens, rank=16)
+    assert adapted["w13"]["grid"] == adapted["w2"]["grid"] == "overlapped"
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4"])
+def test_few_rows_of_four_bits_are_dealt_out_evenly_behind_a_shrink(launches, format):
+    adapted = launches(H200, format, tokens=32, rank=16)
+    assert {adapted["w13"]["grid"], adapted["w2"]["grid"]} == {"even"}
+    assert launches(H200, format, tokens=32)["w2"]["grid"] == "spread"
+    assert launches(A100, format, tokens=32, rank=16)["w2"]["grid"] == "overlapped"
+
+
+def test_activations_become_e4m3_once(launches):
+    """In launches of their own, or h by the epilogue that makes it, if that holds whole groups."""
+    small, large = launches(H200, "w8a8", tokens=64), launches(H200, "w8a8", tokens=4096)
+    assert small["w13"]["quantizes_x"] == small["w2"]["quantizes_x"] == "1"
+    assert small["w13"]["stores_e4m3"] == "0"
+    assert (large["w13"]["quantizes_x"], large["w2"]["quantizes_x"]) == ("1", "0")
+    assert large["w13"]["quantizes_vectors"] == "1"
+    assert (large["w13"]["stores_e4m3"], large["w13"]["stores_out"]) == ("1", "0")
+    adapted = launches(H200, "w8a8", tokens=4096, rank=16)
+    assert adapted["w13"]["stores_out"] == "1", "adapters of w2 read h as it is"
+    odd = launches(H200, "w8a8", tokens=4096, inter=704)
+    assert (odd["w13"]["stores_e4m3"], odd["w2"]["quantizes_x"]) == ("0", "1"), "half a group"
+    native = launches(H200, "fp8", tokens=4096)
+    assert native["w13"]["quantizes_x"] == native["w2"]["quantizes_x"] == "0"
+
+
+def test_dynamic_schedules_have_a_counter_for_each_tile(launches):
+    assert launches(H200, tokens=64)["w13"]["counters"] == "1"
+    many = launches(H200, tokens=4096)["w13"]
+    assert "x256x" in many["kernel"]
+    assert int(many["counters"]) % (2 * 768 // 256) == 0
+    assert int(many["counters"]) > 8 * 4096 // 288
+    assert launches(A100, tokens=4096)["w13"]["counters"] == "1"
+
+
+def test_one_launch_names_what_stands_in_for_it(launches):
+    one = launches(H200, tokens=1)
+    assert [*one] == ["layer", "sort", "w13", "w2", "sum"]
+    assert one["layer"]["kernel"].startswith("decode_")
+
+
+def test_a_forced_row_that_is_passed_over_says_why(tmp_path):
+    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path)
+    line = "bfloat16 64 8 128 128 2048 768 0 cuda 90"
+    for name, formats, why in (
+        ("gemm_bf16_64x128x64_sm80", ("mxfp4", "mxfp4"), "it is for weights of another format"),
+        ("decode_bf16_sm80", ("native", "native"), "it takes a few tokens of a whole layer"),
+        (
+            "gemm_bf16_mxfp4_64x128x128_sm90",
+            ("mxfp4", "native"),
+            "no row like it is for the format",
+        ),
+    ):
+        done = run(
+            program,
+            *("formats", *formats),
+            stdin=line,
+            MOELORA_LOG="plan",
+            MOELORA_FORCE_VARIANT=name,
+        )
+        assert f"moelora: {name} is passed over: {why}" in done.stderr
+        assert name not in done.stdout

@@ -1,0 +1,233 @@
+"""Plans of layers with weights of four bits, for devices that need not be there."""
+
+import pytest
+import test_decode
+import torch
+from quantized_cases import FORMATS, fitted
+from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
+
+import moelora
+
+FIXTURES = (answer, print_plan)
+
+# Formats of weights, and the kernels that are written for them.
+KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4"} | dict.fromkeys(
+    ["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4"
+)
+PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
+PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4")]
+
+
+@pytest.fixture(scope="module")
+def quantized(answer):
+    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
+
+    def ask(device, w13, w2, *args, **problem):
+        words = answer(device, "formats", w13, w2, *args, **problem)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, block_rows, staged, *around, second = words.split()
+        row, of_w2 = ROWS[variant], ROWS[second]
+        assert staged == "-" and row.block_m == int(block_rows)
+        return row, of_w2, around
+
+    return ask
+
+
+def tile(row):
+    return f"{row.block_m}x{row.block_n}x{row.block_k}_{row.family.lower()}"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_tiles_of_quantized_weights(quantized, name, dtype):
+    """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
+    tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
+    tiles |= {1792: 128, 1793: 144, 131072: 144}
+    short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
+    for tokens, most in tiles.items():
+        for capability in (80, 90):
+            hopper = capability == 90
+            rows = most if hopper or most < 96 else 128
+            shape = f"{rows}x{256 if hopper and rows > 64 else 128}"
+            depth = 128 if hopper else 64
+            want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
+            layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
+            row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
+            assert row.name == of_w2.name == want
+
+
+@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_projections_of_two_formats_share_an_alignment(answer, pair, capability, kib):
+    for tokens in TOKENS:
+        words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
+        row, of_w2 = ROWS[words[0] if words[2] == "-" else words[2]], ROWS[words[7]]
+        for one, name in ((row, pair[0]), (of_w2, pair[1])):
+            assert one.format.lower() == KERNELS.get(name, name)
+            weights = one.block_n * one.block_k * 2
+            if name != "native":
+                values = 64 * 64 // 2
+                scales = {"mxfp4": 128, "nvfp4": 256 + 16}.get(name, 64 * 2 * 3)
+                weights = one.block_n * one.block_k // 64**2 * (values + scales)
+            tile = weights + one.block_m * one.block_k * 2
+            assert one.family == "SM90" or one.stages * tile <= kib * 1024, one
+        same = ("dtype", "family", "block_m", "cluster")
+        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert row.family == ("SM90" if capability == 90 else "SM80")
+        alike = KERNELS.get(pair[0], pair[0]) == KERNELS.get(pair[1], pair[1])
+        few = 2 if pair[0] == "native" else 0 if capability == 90 else 1
+        one_launch = alike and tokens <= few
+        assert (words[2] != "-") == one_launch
+        assert one_launch == words[0].startswith("decode")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
+    def first(**problem):
+        return answer(("cuda", capability), "formats", "native", "native", **problem).split()[0]
+
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (2, 2)):
+        assert first(tokens=tokens, top_k=top_k) == "decode_bf16_sm80"
+    assert first(tokens=1, dtype="float16") == "decode_f16_sm80"
+    for tokens, top_k, hidden in ((3, 2, 2048), (2, 10, 2048), (1, 65, 2048), (1, 8, 2050)):
+        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
+    assert first(tokens=1, rank=16) == "decode_bf16_sm80"
+    assert first(tokens=2, rank=16).startswith("gemm_")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(
+    answer, name, capability
+):
+    """But for Hopper, whose kernels are faster, where they can take the weights."""
+
+    def first(w2=name, **problem):
+        return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
+
+    one = f"decode_bf16_{KERNELS[name]}_sm80"
+    if capability == 90:
+        assert first(tokens=1).endswith("_16x128x128_sm90")
+        assert first(tokens=1, env={"MOELORA_MAX_CC": "80"}) == one
+    else:
+        assert first(tokens=1) == one
+    assert first(tokens=2).startswith("gemm_") and first("native", tokens=1).startswith("gemm_")
+    for row in DECODE_ROWS:
+        forced = {"MOELORA_FORCE_VARIANT": row.name}
+        for w2 in ("native", *KERNELS):
+            serves = row.name == one and KERNELS.get(w2, w2) == KERNELS[name]
+            assert first(w2, tokens=4, env=forced) == (one if serves else first(w2, tokens=4))
+        assert first(tokens=9, env=forced).startswith("gemm_")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("name", [test_decode.NATIVE, *FORMATS])
+def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capability):
+    """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
+    p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
+    variant, code = test_decode.one_launch(p), p.w13.layout[0] if name in FORMATS else 0
+    layout = moelora.formats.FORMATS[code].name.lower()
+    sizes = set()
+    for spec in test_decode.SPECS.values():
+        s = spec if layout == "native" else fitted(spec, spec.dtype)
+        sizes.add((s.tokens, s.top_k, s.experts, s.hidden, s.inter))
+    for size in sizes:
+        problem = dict(zip(("tokens", "top_k", "experts", "hidden", "inter"), size, strict=True))
+        env = {"MOELORA_FORCE_VARIANT": variant}
+        gpu = ("cuda", capability)
+        words = answer(gpu, "formats", layout, layout, dtype=dtype, rank=16, env=env, **problem)
+        assert words.split()[0] == variant, problem
+
+
+def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantized):
+    """Hopper has 144 rows natively in a cluster, quantized without; 96 and 128 of both."""
+    gpu = ("cuda", 90)
+    for pair in (("native", "mxfp4"), ("int4", "native")):
+        blocks = [quantized(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
+        assert blocks == [96, 96, 128]
+    assert quantized(gpu, "mxfp4", "int4", tokens=500)[0].block_m == 64
+    # Of the tiles of 128 rows an sm_80 holds the wide one, an sm_86 does not.
+    assert tile(quantized(("cuda", 80), "mxfp4", "native", tokens=4096)[1]) == "128x256x64_sm80"
+    assert tile(quantized(("cuda", 86), "mxfp4", "native", tokens=4096)[1]) == "128x128x64_sm80"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_only_kernels_of_its_format_are_forced_on_a_layer(quantized, capability):
+    gpu = ("cuda", capability)
+    usual = quantized(gpu, "mxfp4", "int4_zp", tokens=2)
+    for row in CUDA_ROWS + DECODE_ROWS:
+        env = {"MOELORA_FORCE_VARIANT": row.name}
+        got = quantized(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
+        serves = row in CUDA_ROWS and row.dtype == "BF16" and row.format == "MXFP4"
+        if serves and row.family in ("SM80", f"SM{capability}"):
+            assert got[0] == row and got[1].name == row.name.replace("mxfp4", "int4")
+        else:
+            assert got == usual, row
+
+
+def test_plans_tuned_for_other_formats_do_not_serve(quantized):
+    key = ["cuda", "90", "132", "bfloat16", "128", "8", "2048", "768"]
+
+    def tuned(variant):
+        row, of_w2, _ = quantized(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
+        return row.name, of_w2.name
+
+    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x128_sm90"
+    for other in others:
+        assert tuned(other) == ("gemm_bf16_mxfp4_16x128x128_sm90",) * 2
+    assert tuned("gemm_bf16_mxfp4_64x128x128_sm90") == ("gemm_bf16_mxfp4_64x128x128_sm90",) * 2
+
+
+def test_adapters_and_limits_of_quantized_layers(quantized):
+    def ask(capability, **problem):
+        return quantized(("cuda", capability), "mxfp4", "int4", **problem)
+
+    for tokens in TOKENS:
+        base = ask(90, tokens=tokens)[:2]
+        assert all(ask(90, tokens=tokens, rank=rank)[:2] == base for rank in (1, 16, 256))
+        assert ask(90, tokens=tokens, env={"MOELORA_MAX_CC": "80"}) == ask(80, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "capability, of_format, native",
+    [(90, "128x256x128_sm90", "128x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
+)
+def test_what_is_around_the_projections_does_not_depend_on_formats(
+    answer, quantized, capability, of_format, native
+):
+    """A shrink reads activations alone. Both have tiles of 128 rows, if not by their own choice."""
+    forced, env = (
+        {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{name}"} for name in (f"mxfp4_{of_format}", native)
+    )
+    for tokens in (2048, 4096, 16384):
+        for rank in (16, 64):
+            problem = {"tokens": tokens, "rank": rank}
+            row, _, around = quantized(("cuda", capability), "mxfp4", "int4", env=forced, **problem)
+            words = answer(("cuda", capability), env=env, **problem).split()
+            assert tile(row) == of_format
+            assert words[3:7] == around and "-" not in around
+
+
+def test_quantized_rows_that_allow_no_vectors(quantized):
+    for tokens in TOKENS:
+        row, of_w2, _ = quantized(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
+        assert row.family == of_w2.family == "SM80" and row.block_m <= 32
+
+
+def test_formats_without_a_kernel(quantized):
+    ask = quantized
+    assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
+        "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
+    )
+    assert ask(("cuda", 90), "int4_zp", "int4_zp", dtype="float32") == (
+        "no float32 kernel for INT4 weights and CUDA compute capability 9.0"
+    )
+
+
+def test_a_cpu_has_one_kernel_for_all_formats(answer):
+    for pair in PAIRS:
+        words = answer(("cpu", 7), "formats", *pair).split()
+        assert words == answer(("cpu", 7)).split()
+        assert words[7] == words[0]

@@ -1,0 +1,234 @@
+"""Documentation keeps up with the code: docstrings, links, examples, commands, stubs.
+
+Python in a page runs, block after block, from the top of the repository; what cannot has
+`<!-- not run: why -->` above it.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import moelora
+from benchmarks import tables
+from moelora import _C, tuned
+from moelora.__main__ import main
+from moelora.bench import shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FUNCTIONS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
+OPERATORS = [name for name in FUNCTIONS if inspect.signature(getattr(moelora, name)).parameters]
+
+
+def modules():
+    found = pkgutil.walk_packages(moelora.__path__, "moelora.")
+    return [m.name for m in found if m.name != "moelora._C"]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_modules_say_what_they_are_for(name):
+    tree = ast.parse((ROOT / importlib.util.find_spec(name).origin).read_text())
+    assert len(ast.get_docstring(tree) or "") > 20
+
+
+@pytest.mark.parametrize("name", sorted(moelora.__all__))
+def test_what_users_import_is_documented(name):
+    value = getattr(moelora, name)
+    if isinstance(value, str):
+        return
+    assert value.__doc__, name
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            function = function.fget if isinstance(function, property) else function
+            if inspect.isfunction(function) and not method.startswith("_"):
+                obvious = method in ("dtype", "device")
+                assert obvious or function.__doc__, f"{name}.{method}"
+
+
+@pytest.mark.parametrize("room", ["moelora", "moelora.integrations.transformers"])
+def test_the_api_reference_has_every_public_name(room):
+    """`experts_forward` is for transformers to call."""
+    found = importlib.import_module(room)
+    public = {name: getattr(found, name) for name in found.__all__ if name != "experts_forward"}
+    wanted = {f"{value.__module__}.{n}" for n, value in public.items() if callable(value)}
+    text = (ROOT / "docs/api.md").read_text()
+    entries = re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", text, re.M)
+    has = {f"{n}.{m}" if m else n for n, members in entries for m in members.split(", ")}
+    assert wanted - has == set()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_document_every_parameter(name):
+    function = getattr(moelora, name)
+    signature = inspect.signature(function)
+    returns = [] if signature.return_annotation in (None, "None") else ["Returns"]
+    text = inspect.getdoc(function)  # from Python 3.13 on __doc__ is not indented
+    for section in ["Parameters", *returns, "Raises"]:
+        assert f"{section}\n{'-' * len(section)}" in text, section
+    described = re.split("(?:Returns|Raises)\n", text.split("Parameters\n")[1])[0]
+    names = list(signature.parameters)
+    for first, last in re.findall(r"\b(\w+), \.\.\., (\w+)", described):
+        described += " " + " ".join(names[names.index(first) : names.index(last)])
+    for parameter in names:
+        assert re.search(rf"\b{parameter}\b", described), f"{name}: {parameter}"
+
+
+def test_stubs_name_what_there_is():
+    tree = ast.parse((ROOT / "moelora/_C.pyi").read_text())
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    assert named == {name for name in vars(_C) if not name.startswith("_")}
+
+
+# ---- pages ----
+
+
+def page_id(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(path):
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_examples_are_in_their_language(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+NOT_RUN = r"<!-- not run: [^\n]+ -->\n"
+RUN = re.compile(rf"({NOT_RUN})?^```python\n(.*?)^```", re.M | re.S)
+
+
+def runnable(page):
+    return [code for skipped, code in RUN.findall(page.read_text()) if not skipped]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=page_id)
+def test_examples_run_when_pasted(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if any("transformers" in code for code in runnable(page)):
+        pytest.importorskip("peft")
+    names = {"__name__": page.stem}
+    for code in runnable(page):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_notebook_is_the_page_and_runs(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import make_notebook
+
+    text = make_notebook.NOTEBOOK.read_text()
+    assert text == make_notebook.notebook(), "python examples/make_notebook.py"
+    code = ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    assert code[1:] == [block.strip() for block in runnable(make_notebook.PAGE)]
+    monkeypatch.chdir(ROOT / "examples")
+    names = {"__name__": "notebook"}
+    for cell in code:
+        exec(compile(cell, "quick_start.ipynb", "exec"), names)
+
+
+def test_the_first_example_is_short():
+    (code,) = runnable(ROOT / "README.md")
+    assert len(code.splitlines()) <= 16
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_exist(page):
+    code = "\n".join(code_of(page.read_text()))
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z][a-z-]+)", code)):
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    for words in set(re.findall(r"(?:^|`|-m )moelora ([a-z]+(?: plot| compare)?)", code, re.M)):
+        with pytest.raises(SystemExit) as stopped:
+            main([*words.split(), "--help"])
+        assert stopped.value.code == 0, words
+
+
+def code_of(text):
+    """What is set as code, in lines or in blocks."""
+    return re.findall(r"```.*?```|`[^`\n]+`", text, re.S)
+
+
+def test_pages_name_every_variable():
+    """And only those that the code reads."""
+    sources = [*(ROOT / "moelora").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")]
+    text = "\n".join(path.read_text() for path in sources)
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    assert set(re.findall(r'"(MOELORA_\w+[A-Z])"', text)) == set(
+        re.findall(r"`(MOELORA_\w+)=", page)
+    )
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_measured_numbers_are_those_of_the_files(page):
+    text = (ROOT / page).read_text()
+    assert tables.filled(text) == text, "the result files changed: make tables"
+
+
+def test_every_table_is_on_a_page():
+    text = "".join((ROOT / page).read_text() for page in tables.PAGES)
+    wanted = {*tables.TABLES, *tables.MADE, *tables.SENTENCES}
+    wanted |= {f"from {file}" for file, *_ in (*tables.TABLES.values(), *tables.MADE.values())}
+    found = re.findall(r"^<!-- (?:site: )?(\w[\w ,-]*) -->$", text, re.M)
+    assert wanted == {name for names in found for name in names.split(", ")}
+
+
+def test_the_site_inserts_every_table_that_pages_leave_out():
+    text = (ROOT / "docs/measurements.md").read_text()
+    assert tables.section("layer_all") not in text
+    made = tables.for_site(text)
+    assert tables.section("layer_all") in made and "<!-- site" not in made
+
+
+def test_tables_name_models_as_the_benchmarks_do():
+    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.MODELS
+
+
+def test_the_message_in_the_page_is_the_librarys():
+    """Behind the operator's name, which Python adds."""
+    x, w13, w2 = torch.ones(3, 40), torch.ones(2, 64, 40), torch.ones(2, 41, 32)
+    routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(ValueError) as raised:
+        moelora.fused_experts_lora(x, w13, w2, *routing)
+    message = str(raised.value).removeprefix("fused_experts_lora: ")
+    assert f"`{message}`" in (ROOT / "docs/c-api.md").read_text()
+
+
+def test_the_file_of_tuned_plans_in_the_page_is_one(tmp_path):
+    (block,) = blocks(ROOT / "docs/benchmarks.md", "json")
+    content = json.loads(block)
+    path = tuned.write(tmp_path, content)
+    assert path.name == ("E=128,top_k=8,K=2048,I=768,dtype=bf16,device=NVIDIA_H200.json")
+    try:
+        assert tuned.load(tmp_path) == len(",".join(content["plans"].values()).split(","))
+    finally:
+        _C.clear_tuned_plans()

@@ -1,0 +1,265 @@
+"""What is built: the extension, what it exports and needs, the wheel and the source archive."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from moelora import _C, startup
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_binutils = pytest.mark.skipif(not shutil.which("readelf"), reason="no binutils")
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    spec = importlib.util.spec_from_file_location("moelora_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def output(*command, **kwargs):
+    return subprocess.run(command, capture_output=True, text=True, check=True, **kwargs).stdout
+
+
+@needs_binutils
+def test_only_the_module_init_is_exported():
+    symbols = output("nm", "-D", "--defined-only", _C.__file__).split()
+    assert symbols[2::3] == ["PyInit__C"]
+
+
+@needs_binutils
+def test_the_extension_names_no_place_of_this_machine():
+    dynamic = output("readelf", "-d", _C.__file__)
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert {"libtorch.so", "libtorch_cpu.so"} <= set(needed)
+    assert not any("python" in name or "cuda" in name for name in needed)
+    assert re.findall(r"(?:RUNPATH|RPATH).*\[(.*)\]", dynamic) == ["$ORIGIN/../torch/lib"]
+
+
+@needs_binutils
+def test_python_symbols_are_of_the_limited_api():
+    """Names that CPython's stable ABI of 3.10 has; anything else would tie us to one version."""
+    symbols = re.findall(r"U (_?Py\w+)", output("nm", "-D", _C.__file__))
+    assert symbols
+    allowed_private = {"_Py_Dealloc", "_Py_NoneStruct"}
+    assert {s for s in symbols if s.startswith("_Py")} <= allowed_private
+    assert _C.__file__.endswith("/_C.abi3.so")
+
+
+def test_import_brings_the_operators_alone():
+    """No engine, no other library, and nothing of moelora that only commands and tests need."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import moelora; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    brought = output(sys.executable, "-c", code, cwd=ROOT).split()
+    others = {name.split(".")[0] for name in brought} - sys.stdlib_module_names
+    assert others <= {"moelora", "torch"}
+    rooms = {name.split(".")[1] for name in brought if name.startswith("moelora.")}
+    assert "integrations" in rooms
+    assert rooms.isdisjoint({"bench", "commands", "reference"})
+
+
+def test_machine_code_is_compressed():
+    """A wheel is little more than the extension."""
+    size = len(zlib.compress(Path(_C.__file__).read_bytes()))
+    assert size < 16e6, "machine code is not compressed, or has line tables"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Without CUDA, which takes longer than a test may where nothing is compiled yet. Whatever
+    interrupts the build, its compilers end with it."""
+    where = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    building = subprocess.Popen(
+        [*command, "-w", str(where), str(ROOT)],
+        cwd=where,
+        env={**os.environ, "MOELORA_CUDA": "0"},
+        start_new_session=True,
+    )
+    try:
+        assert building.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(building.pid, signal.SIGKILL)
+        building.wait()
+    (found,) = where.iterdir()
+    return found
+
+
+def test_wheel(wheel):
+    assert re.fullmatch(r"moelora-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (n for n in names if n.endswith("/METADATA"))
+        headers = HeaderParser().parsestr(archive.read(metadata).decode())
+        (entry_points,) = (n for n in names if n.endswith("/entry_points.txt"))
+        plugins = archive.read(entry_points).decode()
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "moelora").rglob("*.py")}
+    assert modules <= names
+    assert {"moelora/_C.abi3.so", "moelora/_C.pyi", "moelora/py.typed"} <= names
+    assert any(n.endswith("/LICENSE") for n in names)
+    assert not any(n.startswith(("tests", "csrc", "benchmarks", "examples")) for n in names)
+    assert "torch>=2.11" in headers.get_all("Requires-Dist")
+    assert headers["Requires-Python"] == ">=3.10"
+    assert headers["Version"] == _C.version()
+    assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
+    assert "[console_scripts]\nmoelora = moelora.__main__:main" in plugins
+    assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
+    needed = [r for r in headers.get_all("Requires-Dist") if "extra ==" not in r]
+    assert needed == ["torch>=2.11", "numpy", "safetensors"]
+
+
+def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch):
+    """Relative ones do not; without the address of a repository their text stays."""
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/install.md)" in readme
+    monkeypatch.delenv("MOELORA_REPOSITORY", raising=False)
+    page = setup_py.package_page()
+    assert "](" not in page["long_description"]
+    assert "project_urls" not in page
+    monkeypatch.setenv("MOELORA_REPOSITORY", "https://example.org/moelora/")
+    page = setup_py.package_page()
+    links = re.findall(r"!?\[[^\]]*\]\(([^)]*)\)", page["long_description"])
+    assert f"https://example.org/moelora/blob/v{_C.version()}/docs/install.md" in links
+    assert f"https://example.org/moelora/raw/v{_C.version()}/docs/h200-beside.png" in links
+    assert all(link.startswith("https://example.org/moelora/") for link in links)
+    assert page["project_urls"]["Repository"] == "https://example.org/moelora"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git history here")
+def test_the_source_distribution_holds_what_its_tests_need(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    subprocess.run([*command, "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    tracked = output("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    left_out = {name for name in set(tracked.split("\n")) - names if name}
+    assert {name for name in left_out if not name.startswith(".")} == set()
+    assert not any(name.endswith((".so", ".o")) for name in names)
+
+
+def test_why_the_extension_does_not_load():
+    """Said in words: an older torch, a tree that is not built, a symbol that is gone."""
+    with pytest.raises(ImportError, match=r"torch is 2\.10\.1, moelora needs 2\.11 or later"):
+        startup.check_torch("2.10.1")
+    for version in (torch.__version__, "2.11.0+cu130", "3.0.0a0", "nightly"):
+        startup.check_torch(version)
+    symbol = startup.explain(ImportError("_C.abi3.so: undefined symbol: aoti_torch_gone"))
+    assert "undefined symbol: aoti_torch_gone" in str(symbol)
+    assert torch.__version__ in str(symbol)
+    assert "pip install --no-build-isolation .)" in str(symbol)
+
+
+def test_what_to_do_about_a_source_tree_that_is_not_built(tmp_path, monkeypatch):
+    """Python finds the tree it is started in before the moelora that is installed."""
+    absent = ModuleNotFoundError("No module named 'moelora._C'")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "tree")])
+    tree = tmp_path / "tree"
+    (tree / "csrc").mkdir(parents=True)
+    (tree / "moelora.egg-info").mkdir()
+    (tree / "moelora.egg-info" / "PKG-INFO").write_text("Name: moelora\nVersion: 0.1.0\n")
+    build = "run make build there, or python setup.py build_ext --inplace"
+    begin = f"{tree} is a source tree of moelora that is not built: "
+    assert str(startup.explain(absent, tree)) == begin + build
+
+    site = tmp_path / "site"
+    for name, text in {
+        "moelora-0.1.0.dist-info/METADATA": "Name: moelora\nVersion: 0.1.0\n",
+        "moelora/_C.abi3.so": "",
+    }.items():
+        (site / name).parent.mkdir(parents=True)
+        (site / name).write_text(text)
+    leave = "leave this folder, for the moelora that is installed, or "
+    assert str(startup.explain(absent, tree)) == begin + leave + build
+    assert "the wheel was for another platform than" in str(startup.explain(absent, site))
+
+
+def test_the_bounds_of_the_extra_are_what_is_tried():
+    """`make test-lowest` installs requirements-lowest.txt, everything else requirements.txt."""
+
+    def pins(name):
+        lines = (ROOT / name).read_text().splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    lowest, newest = pins("requirements-lowest.txt"), pins("requirements.txt")
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^hf = \[(.*)\]$", text, re.MULTILINE)
+    bounds = dict(re.findall(r'"(\w+) >= ([\d.]+)"', extra))
+    assert bounds.keys() == lowest.keys() <= newest.keys()
+    for package, bound in bounds.items():
+        assert lowest[package] == f"{bound}.0"
+
+
+def test_types_are_checked_as_the_lowest_python_sees_them():
+    """What is newer in the standard library is a mistake that only mypy finds here."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (lowest,) = re.findall(r'^requires-python = ">=([\d.]+)"$', text, re.MULTILINE)
+    assert re.findall(r'^python_version = "([\d.]+)"', text, re.MULTILINE) == [lowest]
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", text, re.M) == [_C.version()]
+
+
+def fat_binaries(data):
+    """Of each fat binary in an object file: ([architectures of machine code], [those of PTX])."""
+    magic = struct.pack("<I", 0xBA55ED50)
+    at = data.find(magic)
+    while at >= 0:
+        header, size = struct.unpack_from("<HQ", data, at + 6)
+        at, end, found = at + header, at + header + size, ([], [])
+        while at < end:
+            kind, header, size = struct.unpack_from("<HxxIQ", data, at)
+            found[kind == 1].append(struct.unpack_from("<I", data, at + 28)[0])
+            at += header + size
+        yield found
+        at = data.find(magic, end)
+
+
+def test_the_extension_holds_the_architectures_asked_for(setup_py):
+    found = list(fat_binaries(Path(_C.__file__).read_bytes()))
+    if not found:
+        pytest.skip("built without CUDA")
+    wanted = [int(re.match(r"\d+", arch).group()) for arch in setup_py.cuda_archs()]
+    portable = [archs for archs in found if archs != ([90], [])]
+    assert 0 < len(portable) < len(found)
+    for native, ptx in portable:
+        assert set(wanted) <= set(native)
+        assert ptx == native[:1]
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("arch", ["90", "100", "120"])
+def test_kernels_overlap_on_every_architecture_that_can(arch):
+    """Programmatic dependent launch is in native code, as csrc/cuda/backend.cu expects of it."""
+    source = "csrc/cuda/align/pad.cu"
+    flags = ["-std=c++17", "-I", "csrc", "-ptx", f"-arch=compute_{arch}"]
+    assert "griddepcontrol.wait" in output("nvcc", *flags, source, "-o", "-", cwd=ROOT)
+
+
+def test_info_command():
+    text = output(sys.executable, "-m", "moelora", "info")
+    assert _C.version() in text
+    assert all(name in text for name in _C.variants())
+    failed = subprocess.run([sys.executable, "-m", "moelora"], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert "command" in failed.stderr

@@ -1,0 +1,261 @@
+"""Gradients of problems, by name, and how they are held against the reference."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from cases import DTYPES
+from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref
+from conftest import CUDA_DTYPES, on_gpu
+from torch import Tensor
+
+import moelora
+from moelora.reference import (
+    fused_experts_lora_backward_ref,
+    layer,
+    naive,
+    naive_fused_experts_lora_backward,
+)
+from moelora.reference.backward import TRAINED
+from moelora.reference.fp8 import to_floats
+from moelora.reference.layer import activate
+from moelora.reference.routing import expert_per_choice
+
+FENCE = 5e-2  # of the largest gradient
+
+# A gradient goes through the products of the forward and through as many again: for float32, whose
+# floor covers other orders of summation, that counts twice.
+CHAIN = {torch.float32: FLOOR_ROUNDINGS[torch.float32] * UNIT_ROUNDOFF[torch.float32]}
+
+
+def flat(grads: dict) -> dict[str, Tensor]:
+    """One entry per tensor."""
+    found = {}
+    for name, value in grads.items():
+        if isinstance(value, list | tuple):
+            found.update({f"{name}[{i}]": t for i, t in enumerate(value)})
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def grad_like(out_shape, dtype, device="cpu", seed=1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out_shape, generator=generator).to(device, dtype)
+
+
+def leaves(arguments: dict, names=TRAINED) -> dict:
+    """The arguments, those of `names` as leaves of the same memory."""
+
+    def leaf(value):
+        return (
+            [leaf(v) for v in value] if isinstance(value, list) else value.detach().requires_grad_()
+        )
+
+    given = {n: leaf(v) for n, v in arguments.items() if n in names and v is not None}
+    return arguments | given
+
+
+def by_autograd(arguments: dict, grad_out: Tensor, names=TRAINED, function=None) -> dict:
+    """Gradients as autograd leaves them in `.grad`."""
+    given = leaves(arguments, names)
+    out = (function or moelora.fused_experts_lora)(**given)
+    out.backward(grad_out)
+    return flat(
+        {
+            n: [t.grad for t in v] if isinstance(v, list) else v.grad
+            for n, v in given.items()
+            if n in names and v is not None
+        }
+    )
+
+
+def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
+    """Gradients of the two operators."""
+    _, saved = moelora.fused_experts_lora_saving(**arguments)
+    grads = moelora.fused_experts_lora_backward(grad_out, saved, **arguments, **options)
+    return flat(grads._asdict())
+
+
+# ---- clamps ----
+#
+# The gradient of a clamp jumps at its limit, and a pre-activation within rounding of the limit may
+# lie on either side of it: both are right, and no error bound holds across the jump. So a result is
+# held against the reference with the decisions of its own pre-activations.
+
+
+def _local_rows(arguments: dict) -> tuple[list[int], list[int]]:
+    """Flat rows with an expert of this rank, as they come, and by expert."""
+    experts = expert_per_choice(
+        arguments["topk_ids"], to_floats(arguments["w13"]).size(0), arguments.get("expert_map")
+    )
+    flat_experts = [e for row in experts for e in row]
+    rows = [p for p, e in enumerate(flat_experts) if e >= 0]
+    return rows, sorted(rows, key=lambda p: flat_experts[p])
+
+
+def _decided(x: Tensor, own: Tensor, low: float | None, high: float) -> Tensor:
+    """`x`, moved to the side of each limit that `own` lies on, where it is on the other."""
+    outside = own > high if low is None else (own > high) | (own < low)
+    beyond = x > high if low is None else (x > high) | (x < low)
+    limit = torch.full_like(x, high) if low is None else torch.where(x < 0, low, high)
+    x = torch.where(outside & ~beyond, 2 * limit.detach(), x)  # past the limit: no gradient
+    return torch.where(beyond & ~outside, limit + (x - x.detach()), x)  # at the limit: all of it
+
+
+def reference_gradients(arguments: dict, grad_out: Tensor, gate_up: Tensor | None) -> dict:
+    """The reference's, of a clamp with the decisions of pre-activations (P, 2 I)."""
+    limit = arguments.get("activation_limit")
+    if limit is None or gate_up is None:
+        return flat(fused_experts_lora_backward_ref(grad_out, **arguments))
+    rows = iter(_local_rows(arguments)[0])
+    gate_up = gate_up.cpu().double()
+
+    def with_decisions(x, activation, alpha, limit):
+        own, interleaved = gate_up[next(rows)], activation == "swigluoai"
+        halves = (
+            (x[0::2], x[1::2], own[0::2], own[1::2])
+            if interleaved
+            else (*x.chunk(2), *own.chunk(2))
+        )
+        gate = _decided(halves[0], halves[2], None, limit)
+        up = _decided(halves[1], halves[3], -limit, limit)
+        x = torch.stack((gate, up), dim=1).flatten() if interleaved else torch.cat((gate, up))
+        return activate(x, activation, alpha, limit)
+
+    with mock.patch.object(layer, "activate", with_decisions):
+        return flat(fused_experts_lora_backward_ref(grad_out, **arguments))
+
+
+def naive_gradients(arguments: dict, grad_out: Tensor) -> tuple[dict, Tensor | None]:
+    """Those of the naive layer, and its pre-activations (P, 2 I)."""
+    found: list[Tensor] = []
+
+    def recorded(x, *options):
+        found.append(x.detach())
+        return activate(x, *options)
+
+    with mock.patch.object(naive, "activate", recorded):
+        grads = flat(naive_fused_experts_lora_backward(grad_out, **arguments))
+    if not found:
+        return grads, None
+    gate_up = found[0].new_zeros(arguments["topk_ids"].numel(), found[0].size(1))
+    gate_up[_local_rows(arguments)[1]] = torch.cat(found)
+    return grads, gate_up
+
+
+# ---- the rule ----
+
+
+def on_cpu(arguments: dict) -> dict:
+    def moved(value):
+        if isinstance(value, list):
+            return [moved(v) for v in value]
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in arguments.items()}
+
+
+def assert_gradients(
+    grads: dict | list[dict],
+    arguments: dict,
+    grad_out: Tensor | list[Tensor],
+    dtype,
+    ref: dict | None = None,
+) -> dict[str, float]:
+    """Fails unless each gradient is as accurate as that of the naive layer in `dtype`. `ref` are
+    gradients in float64, by default the reference's. Several gradients, of several grad_out, count
+    as one: the largest error of either side. Returns root mean square errors over those of the
+    naive layer, for assert_accurate_on_average(). Both of these run on the CPU."""
+    if not isinstance(grads, list):
+        grads, grad_out = [grads], [grad_out]
+    limit = arguments.get("activation_limit")
+    gate_up = None if limit is None else moelora.fused_experts_lora_saving(**arguments)[1].gate_up
+    arguments = on_cpu(arguments)
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for got, of in zip(grads, grad_out, strict=True):
+        given = of.cpu()
+        want = ref or reference_gradients(arguments, given, gate_up)
+        yardstick, its_gate_up = naive_gradients(arguments, given)
+        its_want = (
+            want if limit is None else ref or reference_gradients(arguments, given, its_gate_up)
+        )
+        assert set(got) == set(want)
+        for name, wanted in want.items():
+            assert got[name].shape == wanted.shape, name
+            error = yardstick[name].cpu().double() - its_want[name]
+            found.setdefault(name, []).append((got[name], wanted, wanted + error))
+    ratios = {}
+    for name, triples in found.items():
+        got, want, yardstick = (torch.stack(tensors) for tensors in zip(*triples, strict=True))
+        scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
+        try:
+            assert_close_to_ref(
+                *(got, want, yardstick, got.dtype),
+                atol=FENCE * scale,
+                steps=CHAIN.get(dtype, 0.0),
+                rounded_to=dtype,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        # With what rounding the gradient itself costs on both sides: an error may be zero by luck.
+        errors = [(t.cpu().double() - want).square().mean().sqrt() for t in (got, yardstick)]
+        least = UNIT_ROUNDOFF[dtype] / 2 * want.square().mean().sqrt()
+        if want.numel() and least > 0:
+            ratios[name] = ((errors[0] + least) / (errors[1] + least)).item()
+    return ratios
+
+
+# What the largest errors of small problems cannot tell apart, an average over problems can. Those
+# of float32 are those of an order of summation.
+AVERAGE = {torch.float32: 2.0, torch.bfloat16: 1.25, torch.float16: 1.25}
+
+
+def assert_accurate_on_average(ratios: list[dict[str, float]], dtype) -> dict[str, float]:
+    """Fails unless the errors of each gradient are, in the geometric mean over problems, at most
+    AVERAGE times those of the naive layer; these means."""
+    logs: dict[str, list[float]] = {}
+    for each in ratios:
+        for name, ratio in each.items():
+            logs.setdefault(name.split("[")[0], []).append(math.log(ratio))
+    means = {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
+    worse = {name: f"{mean:.2f}" for name, mean in means.items() if mean > AVERAGE[dtype]}
+    assert not worse, f"errors over those of the naive layer, on average: {worse}"
+    return means
+
+
+# The error of a gradient is a sample: of a few terms one draw says little about how large it may
+# be, for us or for the naive layer. Gradients are linear in grad_out, so more of these are more
+# samples of the same problem.
+DRAWS = 8
+
+
+def hold_gradients(
+    arguments: dict, dtype, compute=by_autograd, device="cpu"
+) -> tuple[dict, dict[str, float]]:
+    """Fails unless `compute(arguments, grad_out)` is as accurate as the naive layer, in one draw of
+    grad_out or, where that is not enough to tell, in DRAWS. Returns the gradients of the first and
+    what assert_gradients() does."""
+    shape = arguments["hidden_states"].shape
+    grad_outs = [grad_like(shape, dtype, device)]
+    grads = [compute(arguments, grad_outs[0])]
+    try:
+        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
+    except AssertionError:
+        grad_outs += [grad_like(shape, dtype, device, seed=1 + i) for i in range(1, DRAWS)]
+        grads += [compute(arguments, grad_out) for grad_out in grad_outs[1:]]
+        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
+    return grads[0], ratios
+
+
+# Where there is a backward. Bodies take a device, so that they run on others when these have one.
+DEVICES = ["cpu", on_gpu("cuda")]
+PLACES = [
+    *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
+    *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
+]
+# Of each device one of few bits, and float32.
+FEW_PLACES = [PLACES[0], PLACES[1], PLACES[3]]

@@ -1,0 +1,234 @@
+"""A quantized MoE layer in vLLM, loaded as its model loader does, for the tests of the drop-in."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from cases import Spec, same_bits
+from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantize
+from torch import Tensor, nn
+from vllm_layer import VLLM, Layer, load
+
+from moelora.quantized_readers import AWQ_ORDER
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A checkpoint's format as vLLM has it."""
+
+    methods: tuple[str, ...]  # in the interface tables; the first one that this vLLM has
+    format: Format
+    symmetric: bool = True
+
+
+KINDS = {
+    "gpt_oss": Kind(("gpt_oss",), Format("mxfp4", 32)),
+    "mxfp4": Kind(("mxfp4",), Format("mxfp4", 32)),
+    "gptq": Kind(("gptq",), Format("int4", 32)),
+    "gptq_channel": Kind(("gptq",), Format("int4", None)),
+    "awq": Kind(("awq",), Format("int4", 32, zeros=True), symmetric=False),
+    "compressed": Kind(("compressed_tensors_marlin", "compressed_tensors"), Format("int4", 32)),
+    "compressed_zeros": Kind(
+        ("compressed_tensors_marlin", "compressed_tensors"),
+        Format("int4", 32, zeros=True),
+        symmetric=False,
+    ),
+}
+
+
+QUANT = "vllm.model_executor.layers.quantization"
+ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
+BACKENDS = "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
+
+
+class Routed(nn.Module):
+    """What `RoutedExperts` is to its method."""
+
+    def __init__(self, moe):
+        super().__init__()
+        self.moe_config = moe
+        self.activation = moe.activation
+        self.swiglu_limit, self.swiglu_alpha = moe.swiglu_limit, moe.swiglu_alpha
+        self.swiglu_beta = moe.swiglu_beta
+        self.local_num_experts = moe.num_local_experts
+        self._loaded_expert_biases: set[str] = set()
+
+    def _expert_routing_tables(self):
+        return None
+
+
+class QuantizedLayer(Layer):
+    """`Layer` whose kernel its quantization method makes, from what a loader filled.
+
+    `p` has the numbers that the quantized weights stand for. Parameters have the sizes that
+    `maybe_roundup_sizes` asks for, which may be larger.
+    """
+
+    backend: str | None = "MARLIN"  # that vLLM would choose; None leaves its choice as it is
+    kinds = KINDS
+
+    def __init__(self, vllm: VLLM, kind: str, spec: Spec, device="cpu", **config):
+        self.kind = self.kinds[kind]
+        self.changes = config.pop("changes", lambda layer: None)
+        p = fitted(spec, spec.dtype).build()
+        self.numbers = {
+            name: self.quantize(getattr(p, name), name, spec.seed + i)
+            for i, name in enumerate(("w13", "w2"))
+        }
+        dense = {name: n.dequantized(spec.dtype) for name, n in self.numbers.items()}
+        self.moe_backend = config.pop("moe_backend", "auto")
+        self.subclass = config.pop("subclass", False)
+        super().__init__(vllm, replace(p, **dense), device, **config)
+
+    def quantize(self, weights: Tensor, name: str, seed: int):
+        return quantize(weights, self.kind.format, seed)
+
+    def make_kernel(self, quant) -> None:
+        p = self.p
+        moe = self.moe_config
+        moe.moe_backend = self.moe_backend
+        self.routed = layer = Routed(moe)
+        self.method = self.make_method()
+        parallel = moe.moe_parallel_config
+        sizes = moe.hidden_dim, moe.intermediate_size_per_partition
+        rounded = self.method.maybe_roundup_sizes(*sizes, moe.in_dtype, parallel)
+        layer.hidden_size, layer.intermediate_size_per_partition = rounded
+        self.method.create_weights(
+            layer,
+            moe.num_local_experts,
+            *rounded,
+            params_dtype=moe.in_dtype,
+            intermediate_size_full=rounded[1],
+            weight_loader=None,
+        )
+        for name, numbers in self.numbers.items():
+            self.load_numbers(name, numbers)
+        for name in ("w13_bias", "w2_bias"):
+            if (bias := getattr(p, name)) is not None and hasattr(layer, name):
+                getattr(layer, name).data[:, : bias.size(1)] = bias
+                layer._loaded_expert_biases.add(name)
+        layer.to(self.device)
+        self.changes(layer)
+        self.loaded_bytes = sum(t.nbytes for t in layer.parameters())
+        self.method.process_weights_after_loading(layer)
+        self.kernel = self.method.moe_kernel
+        self.experts = self.kernel.fused_experts
+
+    def _add_adapters(self, *args, **config) -> None:
+        if isinstance(self.experts, self.vllm.TritonExperts):
+            super()._add_adapters(*args, **config)
+
+    def make_method(self):
+        vllm = self.vllm
+        for name in self.kind.methods:
+            needed = vllm.interface.METHODS[name]
+            place = next(iter(needed.replaced))
+            try:
+                module = load(place)
+            except ModuleNotFoundError:
+                continue
+            break
+        cls = getattr(module, next(iter(needed.replaced[place])).partition(".")[0])
+        experts = vllm.TritonExperts  # whatever vLLM would choose
+        world = "get_tensor_model_parallel_world_size"
+        for other in (place, f"{QUANT}.utils.fp8_utils", "vllm.distributed"):
+            if hasattr(sys.modules.get(other), world):
+                vllm.set(other, world, lambda: 1)
+        if self.subclass:
+            cls = type("Subclass", (cls,), {})
+        chosen_here = [n for n in dir(module) if n.startswith("select_") and self.backend]
+        for select in chosen_here:
+            backend = next((getattr(module, n) for n in BACKENDS if hasattr(module, n)), None)
+            backend = backend or load(f"{ORACLE}.fp8").Fp8MoeBackend
+            chosen = getattr(backend, self.backend)
+            vllm.set(place, select, lambda *a, b=chosen, **k: (b, experts))
+        for asked, value in (
+            ("marlin_make_workspace_new", None),
+            ("check_moe_marlin_supports_config", True),
+            ("get_marlin_input_dtype", None),
+        ):
+            if hasattr(module, asked):
+                vllm.set(place, asked, lambda *a, v=value, **k: v)
+        return self.construct(name, cls)
+
+    def construct(self, name: str, cls: type):
+        group = self.kind.format.group
+        if name in ("gpt_oss", "mxfp4"):
+            return cls(self.moe_config)
+        if name in ("gptq", "awq"):
+            quant = SimpleNamespace(
+                quant_type=SimpleNamespace(size_bits=4),
+                weight_bits=4,
+                group_size=group or -1,
+                desc_act=False,
+                is_sym=True,
+                zero_point=True,
+                pack_factor=8,
+            )
+            return cls(quant, self.moe_config)
+        quant = SimpleNamespace(
+            symmetric=self.kind.symmetric,
+            num_bits=4,
+            strategy="group",
+            group_size=group,
+            actorder=None,
+        )
+        return cls(quant, None, self.moe_config)
+
+    def load_numbers(self, name: str, numbers: Numbers) -> None:
+        """A projection as the loader writes it: into the front of what may be larger."""
+        found = getattr(self, f"_{self.kind.methods[-1]}")(numbers)
+        for part, tensor in found.items():
+            parameter = getattr(self.routed, f"{name}_{part}")
+            if getattr(parameter, "is_transposed", False) and part.startswith("weight_"):
+                tensor = tensor.transpose(1, 2)
+            write(parameter.data, tensor, halves=name == "w13" and self._halves(part))
+
+    def _halves(self, part: str) -> bool:
+        return self.moe_config.is_act_and_mul and self.kind.methods[0] == "mxfp4"
+
+    def _mxfp4(self, n: Numbers) -> dict[str, Tensor]:
+        return {"weight": by_bytes(n.q), "weight_scale": n.scales}
+
+    _gpt_oss = _mxfp4
+
+    def _gptq(self, n: Numbers) -> dict[str, Tensor]:
+        return {"qweight": by_words(n.q).transpose(1, 2), "scales": n.scales.transpose(1, 2)}
+
+    def _awq(self, n: Numbers) -> dict[str, Tensor]:
+        return {
+            "qweight": by_words(n.q.transpose(1, 2), AWQ_ORDER),
+            "scales": n.scales.transpose(1, 2),
+            "qzeros": by_words(n.zeros.transpose(1, 2), AWQ_ORDER),
+        }
+
+    def _compressed_tensors(self, n: Numbers) -> dict[str, Tensor]:
+        found = {"weight_packed": by_words(n.q), "weight_scale": n.scales}
+        if n.zeros is not None:
+            found["weight_zero_point"] = by_words(n.zeros.transpose(1, 2)).transpose(1, 2)
+        return found
+
+    def __call__(self, **changes) -> Tensor:
+        weights = {"w1": self.routed.w13_weight, "w2": self.routed.w2_weight}
+        return super().__call__(**weights | changes)
+
+
+def check_base_rows(cls: type[QuantizedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
+    """Rows without an adapter have the bits that they have in a layer without adapters."""
+    vllm.register()
+    layer = cls(vllm, kind, replace(spec, mix="half_base")).step()
+    plain = cls(vllm, kind, replace(spec, mix="absent"))()
+    bases = layer.p.token_lora_mapping < 0
+    assert bases.any()
+    assert same_bits(layer()[bases], plain[bases])
+
+
+def write(parameter: Tensor, tensor: Tensor, halves: bool) -> None:
+    """Into the front; gate and up rows each into the front of their half."""
+    parts = [(parameter, tensor)]
+    if halves:
+        parts = list(zip(parameter.chunk(2, 1), tensor.chunk(2, 1), strict=True))
+    for target, source in parts:
+        target[tuple(slice(size) for size in source.shape)] = source.to(target.dtype)

@@ -1,0 +1,290 @@
+"""What a backward promises beside its values: the same bits, tenants apart, and what it costs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Problem, Spec, same_bits
+from conftest import on_gpu
+from gradient_cases import DEVICES, FEW_PLACES, PLACES, by_autograd, by_hand, flat, grad_like
+
+import moelora
+from moelora import _C
+
+LORAS = 4
+TENANTS = Spec(
+    tokens=70,
+    top_k=2,
+    experts=3,
+    hidden=136,
+    inter=72,
+    ranks=(8, 16, 4, 70),
+    mix="many",
+)
+SPECS = {
+    "per_expert": TENANTS,
+    "outer": replace(TENANTS, sharing="outer", slices=1),
+    "biases": replace(TENANTS, bias=True, activation="swigluoai"),
+    "weight_on_input": replace(TENANTS, top_k=1, weight_on_input=True),
+    "expert_map": replace(TENANTS, remote=2, routing="out_of_range"),
+    "relu2": replace(TENANTS, activation="relu2", slices=1),
+}
+FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+
+
+def problem(spec, place) -> tuple[Problem, torch.Tensor]:
+    p = replace(spec, dtype=place[1]).build().to(place[0])
+    return p, grad_like(p.hidden_states.shape, place[1], place[0])
+
+
+def only(p: Problem, tokens: torch.Tensor, **changes) -> Problem:
+    """The problem of some tokens, in their order."""
+    names = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
+    rows = {name: getattr(p, name)[tokens] for name in names if getattr(p, name) is not None}
+    return replace(p, **rows | changes)
+
+
+def factors(grads: dict) -> dict:
+    return {name: grad for name, grad in grads.items() if "lora" in name}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_forward_has_the_bits_of_serving(spec, place):
+    p, _ = problem(spec, place)
+    serving = moelora.fused_experts_lora(**p.kwargs())
+    saving, saved = moelora.fused_experts_lora_saving(**p.kwargs())
+    x = p.hidden_states.detach().requires_grad_()
+    recorded = moelora.fused_experts_lora(**p.kwargs() | {"hidden_states": x})
+    assert recorded.requires_grad
+    assert same_bits(saving, serving) and same_bits(recorded.detach(), serving)
+    assert not any(t.requires_grad for t in saved)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_saved(spec, place):
+    """By flat row: the projection before its activation, and the shrinks."""
+    device, dtype = place
+    p, _ = problem(replace(spec, ranks=(8, 16, 4, 12), spare_rank=2), place)
+    _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
+    rows, slices = p.topk_ids.numel(), p.spec.slices
+    columns = p.w13.shape[1]
+    rank = 18
+    assert saved.gate_up.shape == (rows, columns)
+    assert saved.w13_shrink.shape == (rows, slices, rank)
+    assert saved.w2_shrink.shape == (rows, rank)
+    assert {t.dtype for t in saved} == {dtype}
+    if not spec.weight_on_input and device == "cpu":  # others sum a projection alone otherwise
+        gemm = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
+        assert same_bits(saved.gate_up, gemm.flatten(0, 1))
+    skipped = (saved.gate_up == 0).all(1)
+    assert skipped.any() == (spec.remote > 0)
+    base = (p.token_lora_mapping < 0).repeat_interleave(p.spec.top_k) | skipped
+    assert not saved.w13_shrink[base].any() and not saved.w2_shrink[base].any()
+    assert (saved.w13_shrink[~base][:, :, :4] != 0).any(-1).all()
+    true_rank = torch.tensor(p.spec.ranks, device=device)[p.token_lora_mapping.clamp(min=0).long()]
+    beyond = torch.arange(rank, device=device) >= true_rank.repeat_interleave(p.spec.top_k)[:, None]
+    assert not saved.w2_shrink[beyond].any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_deterministic(place):
+    """Every run and any number of threads give the same bits."""
+    spec = replace(TENANTS, tokens=600, bias=True)
+    p, grad_out = problem(spec, place)
+    want = by_hand(p.kwargs(), grad_out)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            for name, grad in by_hand(p.kwargs(), grad_out).items():
+                assert same_bits(grad, want[name]), (name, count)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_adapter_trains_as_if_it_were_alone(spec, place):
+    """The bits of its gradients are those of a step with its own tokens alone."""
+    p, grad_out = problem(spec, place)
+    together = factors(by_hand(p.kwargs(), grad_out))
+    for adapter in range(LORAS):
+        tokens = (p.token_lora_mapping == adapter).nonzero().squeeze(1)
+        alone = factors(by_hand(only(p, tokens).kwargs(), grad_out[tokens]))
+        for name, grad in alone.items():
+            assert same_bits(grad[adapter], together[name][adapter]), name
+            assert grad[adapter].any(), name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_adapter_in_another_slot_of_another_stack(place):
+    p, grad_out = problem(TENANTS, place)
+    together = by_hand(p.kwargs(), grad_out)
+    tokens = (p.token_lora_mapping == 2).nonzero().squeeze(1)
+
+    def own(value):
+        return [own(v) for v in value] if isinstance(value, list) else value[2:3].contiguous()
+
+    changes = {name: own(getattr(p, name)) for name in (*FACTORS, "lora_ranks", "lora_scalings")}
+    mapping = torch.zeros_like(tokens, dtype=torch.int32)
+    alone = only(p, tokens, **changes, token_lora_mapping=mapping)
+    for name, grad in factors(by_hand(alone.kwargs(), grad_out[tokens])).items():
+        assert same_bits(grad[0], together[name][2]), name
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("place", PLACES)
+def test_base_tokens(spec, place):
+    """Have the bits of a call without adapters; any token has those of a smaller batch."""
+    p, grad_out = problem(spec, place)
+    mixed, base = by_hand(p.kwargs(), grad_out), by_hand(p.base().kwargs(), grad_out)
+    rows = p.token_lora_mapping < 0
+    assert rows.any() and not rows.all()
+    for name in ("hidden_states", "topk_weights"):
+        assert same_bits(mixed[name][rows], base[name][rows])
+        assert not same_bits(mixed[name], base[name])
+    some = torch.arange(p.spec.tokens, device=place[0])[3::5]
+    fewer = by_hand(only(p, some).kwargs(), grad_out[some])
+    for name in ("hidden_states", "topk_weights"):
+        assert same_bits(fewer[name], mixed[name][some])
+
+
+@pytest.mark.parametrize("where", ["hidden_states", "grad_out", *FACTORS])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_not_finite_stays_with_its_tenant(where, value, place):
+    p, grad_out = problem(TENANTS, place)
+    clean = by_hand(p.kwargs(), grad_out)
+    sick = 1
+    tokens = p.token_lora_mapping == sick
+    changed, grad_out = p.kwargs(), grad_out.clone()
+    if where == "grad_out":
+        grad_out[tokens] = value
+    elif where == "hidden_states":
+        changed[where] = p.hidden_states.clone()
+        changed[where][tokens] = value
+    else:
+        stacks = changed[where] if isinstance(changed[where], list) else [changed[where]]
+        stacks = [stack.clone() for stack in stacks]
+        for stack in stacks:
+            stack[sick] = value
+        changed[where] = stacks if isinstance(changed[where], list) else stacks[0]
+    found = by_hand(changed, grad_out)
+    others = torch.arange(LORAS) != sick
+    assert not all(grad.isfinite().all() for grad in found.values())
+    for name, grad in found.items():
+        rows = others if "lora" in name else ~tokens
+        assert same_bits(grad[rows], clean[name][rows]), name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_tokens(place):
+    """Factors get zeros, whatever was in memory."""
+    p, grad_out = problem(replace(TENANTS, tokens=0, bias=True), place)
+    for arguments in (p.kwargs(), p.kwargs() | {"token_lora_mapping": None}):
+        for grads in (by_autograd(arguments, grad_out), by_hand(arguments, grad_out)):
+            assert grads["hidden_states"].shape == (0, TENANTS.hidden)
+            assert all(not grad.any() for grad in grads.values())
+            assert set(grads) == {
+                *("hidden_states", "topk_weights", "w2_lora_a", "w2_lora_b"),
+                *("w13_lora_a[0]", "w13_lora_a[1]", "w13_lora_b[0]", "w13_lora_b[1]"),
+                *("w13_bias", "w2_bias"),
+            }
+    # as out.sum() hands it back: of any strides, and contiguous for torch
+    grads = by_autograd(p.kwargs(), torch.ones_like(grad_out[:, :1]).expand(grad_out.shape))
+    assert all(not grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_no_token_uses_gets_zeros(place):
+    device, _ = place
+    p, grad_out = problem(replace(TENANTS, ranks=(8, 16, 4, 6), spare_rank=3), place)
+    unused = torch.tensor([True, False, True, False], device=device)
+    mapping = torch.where(p.token_lora_mapping == 0, 1, p.token_lora_mapping)
+    enabled = torch.tensor([True, True, False, True], device=device)
+    arguments = p.kwargs() | {"token_lora_mapping": mapping.int(), "adapter_enabled": enabled}
+    for name, grad in factors(by_autograd(arguments, grad_out)).items():
+        assert not grad[unused].any(), name
+        assert grad[1].any() and grad[3].any(), name
+        rank = 3 if "lora_b" in name else 2
+        assert not grad[3].narrow(rank - 1, 6, 13).any(), name
+
+
+def saved_bytes(function) -> dict[int, int]:
+    """Bytes of the storages that autograd keeps, by address."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return storages
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_saved_bytes(spec, place):
+    """Beside the arguments: the projection before its activation, and rows of ranks."""
+    p, _ = problem(spec, place)
+    arguments = p.kwargs()
+    x = p.hidden_states.detach().requires_grad_()
+    arguments["hidden_states"] = x
+    result = []
+    storages = saved_bytes(lambda: result.append(moelora.fused_experts_lora(**arguments)))
+    values = [v for a in arguments.values() for v in (a if isinstance(a, list) else [a])]
+    own = {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
+    extra = sum(size for where, size in storages.items() if where not in own)
+    rows, rank = p.topk_ids.numel(), max(spec.ranks)
+    numbers = rows * (p.w13.shape[1] + (spec.slices + 1) * rank)
+    assert extra == numbers * place[1].itemsize
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_saved_without_autograd(device):
+    p, _ = problem(TENANTS, (device, torch.bfloat16))
+    x = p.hidden_states.detach().requires_grad_()
+    arguments = p.kwargs() | {"hidden_states": x}
+
+    def plans(mode):
+        with mode:
+            storages = saved_bytes(lambda: moelora.fused_experts_lora(**arguments))
+        return storages
+
+    assert plans(torch.enable_grad())
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        assert not plans(mode)
+    assert not saved_bytes(lambda: moelora.fused_experts_lora(**p.kwargs()))
+
+
+def kernels():
+    """What a backward can be forced to: on a CPU rows that all operators share."""
+    for name in _C.usable():
+        if name.startswith("back_"):
+            yield on_gpu(name, "cuda")
+        elif name.startswith("gemm_") and not name.endswith(("sm80", "sm90")):
+            yield pytest.param(name, "cpu")
+
+
+@pytest.mark.parametrize(("variant", "device"), list(kernels()))
+def test_kernels(variant, device):
+    """All of one dtype agree, and the plan says which ran."""
+    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+    dtype = dtypes[variant.split("_")[1]]
+    p, grad_out = problem(TENANTS, (device, dtype))
+    _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
+    want = flat(moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())._asdict())
+    try:
+        _C.force_variant(variant)
+        found = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())
+        assert _C.last_plan().split()[0] == f"backward={variant}"
+    finally:
+        _C.force_variant(None)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
+    for name, grad in flat(found._asdict()).items():
+        scale = max(1.0, want[name].abs().max().item())
+        assert (grad - want[name]).abs().max() <= limit * scale, name
+        assert device == "cpu" or same_bits(grad, want[name]), name

@@ -1,0 +1,89 @@
+"""The rule that gradients are held to refuses what it should: errors twice as large, derivatives
+that miss a clamp; and knows which side of a clamp a result took."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from gradient_cases import (
+    assert_accurate_on_average,
+    by_autograd,
+    flat,
+    grad_like,
+    hold_gradients,
+    naive_gradients,
+    reference_gradients,
+)
+
+from moelora.reference import fused_experts_lora_backward_ref
+
+SPECS = [
+    Spec(tokens=16, bias=True),
+    Spec(tokens=16, activation="gelu", ranks=(16, 3), mix="all_different"),
+    Spec(tokens=16, activation="relu2", slices=1, sharing="outer"),
+    Spec(tokens=1, hidden=100, inter=33, ranks=(32, 32), mix="one"),
+    Spec(tokens=2, top_k=1, hidden=33, inter=7, ranks=(4,), mix="one"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_twice_the_error_is_refused(dtype):
+    """Gradients that are off by as much as the naive layer's pass, by twice as much not."""
+
+    def off_by(factor):
+        def compute(arguments, grad_out):
+            exact = reference_gradients(arguments, grad_out, None)
+            grads, _ = naive_gradients(arguments, grad_out)
+            return {n: (exact[n] + factor * (g - exact[n])).to(g.dtype) for n, g in grads.items()}
+
+        problems = [replace(spec, dtype=dtype).build().kwargs() for spec in SPECS]
+        return [hold_gradients(arguments, dtype, compute)[1] for arguments in problems]
+
+    means = assert_accurate_on_average(off_by(1), dtype)
+    assert all(mean == pytest.approx(1) for mean in means.values())
+    with pytest.raises(AssertionError, match="naive"):
+        assert_accurate_on_average(off_by(2), dtype)
+
+
+LIMITED = [
+    Spec(tokens=12, limit=0.5, bias=True, dtype=torch.bfloat16),
+    Spec(tokens=12, activation="swigluoai", slices=1, limit=0.25, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("spec", LIMITED, ids=lambda s: s.activation)
+def test_a_clamp_that_is_missed_is_refused(spec):
+    """Values right at the limit are forgiven, those beyond are not."""
+    arguments = spec.build().kwargs()
+    hold_gradients(arguments, spec.dtype)
+
+    def without(arguments, grad_out):
+        return by_autograd(arguments | {"activation_limit": 1e30}, grad_out)
+
+    with pytest.raises(AssertionError):
+        hold_gradients(arguments, spec.dtype, without)
+
+
+@pytest.mark.parametrize("spec", LIMITED, ids=lambda s: s.activation)
+def test_decisions(spec):
+    """The reference with its own pre-activations is the reference; with others, as all of them far
+    beyond the limit, it is not."""
+    arguments = spec.build().kwargs()
+    grad_out = grad_like(arguments["hidden_states"].shape, spec.dtype)
+    plain = flat(fused_experts_lora_backward_ref(grad_out, **arguments))
+    exact = {
+        n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for n, v in arguments.items()
+    } | {
+        n: [t.double() for t in arguments[n]]
+        if isinstance(arguments[n], list)
+        else arguments[n].double()
+        for n in ("w13_lora_a", "w13_lora_b")
+    }
+    _, gate_up = naive_gradients(exact, grad_out.double())
+    for name, grad in reference_gradients(arguments, grad_out, gate_up).items():
+        assert same_bits(grad, plain[name]), name
+    beyond = reference_gradients(arguments, grad_out, torch.full_like(gate_up, 1e6))
+    assert all(beyond[n].abs().max() == 0 for n in beyond if n.startswith("w13_lora_a"))
+    assert beyond["w2_lora_b"].abs().max() > 0

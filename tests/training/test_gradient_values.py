@@ -1,0 +1,354 @@
+"""Gradients of fused_experts_lora against float64, by autograd and by the operators themselves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
+from checks import guarded_empty
+from gradient_cases import (
+    FEW_PLACES,
+    PLACES,
+    assert_accurate_on_average,
+    assert_gradients,
+    by_autograd,
+    by_hand,
+    flat,
+    grad_like,
+    hold_gradients,
+)
+from quantized_cases import ALL_FORMATS, build
+
+import moelora
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora_backward
+from moelora.reference.backward import TRAINED
+
+FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+
+
+def check(p, device="cpu"):
+    arguments = p.to(device).kwargs()
+    grads, ratios = hold_gradients(arguments, p.spec.dtype, device=device)
+    by_operators = by_hand(arguments, grad_like(p.hidden_states.shape, p.spec.dtype, device))
+    assert set(by_operators) == set(grads)
+    for name, grad in by_operators.items():
+        assert same_bits(grad, grads[name]), name
+    return ratios
+
+
+def check_random(count, first_seed, place):
+    ratios = []
+    for spec in random_specs(count, first_seed=first_seed, dtypes=(place[1],)):
+        try:
+            ratios.append(check(spec.build(), place[0]))
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+    assert_accurate_on_average(ratios, place[1])
+
+
+@pytest.mark.parametrize("place", FEW_PLACES)
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases(name, place):
+    check(replace(EDGE_CASES[name], dtype=place[1]).build(), place[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_random_problems(place):
+    check_random(25, 500, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(20_000, 21_000, 250))
+@pytest.mark.parametrize("place", PLACES)
+def test_thousands_of_random_problems(first_seed, place):
+    check_random(250, first_seed, place)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_sizes_that_fill_tiles(activation, place):
+    """More rows, ranks and columns than a tile, a part of rows and a pass over depth have."""
+    spec = Spec(
+        tokens=640,
+        top_k=1,
+        experts=2,
+        hidden=200,
+        inter=136,
+        activation=activation,
+        slices=1 if activation == "relu2" else 2,
+        ranks=(72, 3),
+        mix="one" if activation == "silu" else "many",
+        routing="one_expert" if activation == "silu" else "random",
+        bias=activation == "swigluoai",
+        dtype=place[1],
+    )
+    p = spec.build()
+    grad_out = grad_like(p.hidden_states.shape, spec.dtype)
+    # Row by row would take a minute: the yardstick in float64 is held against that elsewhere.
+    exact = {
+        name: [t.double() for t in v] if isinstance(v, list) else v.double()
+        for name, v in p.kwargs().items()
+        if name in (*TRAINED, "w13", "w2") and v is not None
+    }
+    ref = flat(naive_fused_experts_lora_backward(grad_out.double(), **p.kwargs() | exact))
+    arguments, grad_out = p.to(place[0]).kwargs(), grad_out.to(place[0])
+    assert_gradients(by_autograd(arguments, grad_out), arguments, grad_out, spec.dtype, ref)
+
+
+def test_reference_by_finite_differences():
+    """The reference has the derivative of what it computes, everything in it included."""
+    for spec in (
+        Spec(tokens=3, hidden=5, inter=4, ranks=(2, 3), mix="all_different", bias=True),
+        Spec(
+            tokens=2, hidden=4, inter=3, ranks=(2,), mix="one", activation="gelu", sharing="outer"
+        ),
+        Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="swigluoai", alpha=1.1, limit=0.8),
+        Spec(tokens=3, hidden=4, inter=4, ranks=(2,), top_k=1, weight_on_input=True, limit=0.7),
+        Spec(tokens=3, hidden=4, inter=4, ranks=(2,), activation="relu2", slices=1, remote=3),
+    ):
+        arguments = spec.build().kwargs()
+        names = [n for n in TRAINED if arguments.get(n) is not None]
+        given = [arguments[n] if isinstance(arguments[n], list) else [arguments[n]] for n in names]
+        values = [t.nan_to_num().double().requires_grad_() for ts in given for t in ts]
+
+        def layer(*values, names=names, given=given, arguments=arguments):
+            values = iter(values)
+            taken = {n: [next(values) for _ in ts] for n, ts in zip(names, given, strict=True)}
+            taken = {n: ts if "w13_lora" in n else ts[0] for n, ts in taken.items()}
+            return fused_experts_lora_ref(**arguments | taken)
+
+        assert torch.autograd.gradcheck(layer, values, fast_mode=True)
+
+
+@pytest.mark.parametrize("place", PLACES[:1])
+def test_finite_differences(place):
+    """Without any reference: central differences of the operator along random directions."""
+    p = Spec(tokens=7, bias=True, ranks=(8, 4), mix="all_different").build().to(place[0])
+    arguments = p.kwargs()
+    grad_out = grad_like(p.hidden_states.shape, torch.float32, place[0])
+    grads = by_autograd(arguments, grad_out)
+    step = 2.0**-7
+    for number, name in enumerate(TRAINED):
+        value = arguments[name]
+        values = value if isinstance(value, list) else [value]
+        ways = [grad_like(v.shape, v.dtype, place[0], seed=50 + number) for v in values]
+
+        def moved(by, name=name, value=value, values=values, ways=ways):
+            new = [v + by * w for v, w in zip(values, ways, strict=True)]
+            given = arguments | {name: new if isinstance(value, list) else new[0]}
+            return (moelora.fused_experts_lora(**given).double() * grad_out.double()).sum()
+
+        slope = (moved(step) - moved(-step)) / (2 * step)
+        found = [grads[n] for n in grads if n.split("[")[0] == name]
+        along = sum((g * w).double().sum() for g, w in zip(found, ways, strict=True))
+        assert abs(slope - along) <= 2e-2 * max(1.0, abs(along)), name
+
+
+# ---- other forms of weights ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_quantized_weights(name, dtype):
+    """Gradients are those of the numbers that tiles stand for, to the bit."""
+    for number, activation in enumerate(("silu", "swigluoai", "relu2")):
+        spec = Spec(
+            tokens=9,
+            hidden=160,
+            inter=96,
+            activation=activation,
+            slices=1 if activation == "relu2" else 2,
+            mix="all_different",
+            seed=number,
+        )
+        p = build(spec, ALL_FORMATS[name], dtype)
+        grad_out = grad_like(p.dense.hidden_states.shape, dtype)
+        _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
+        got = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())
+        numbers = {"w13": p.w13.unpack(), "w2": p.w2.unpack()}
+        want = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs() | numbers)
+        for field, grad in flat(want._asdict()).items():
+            assert same_bits(flat(got._asdict())[field], grad), field
+        for field, grad in by_autograd(p.kwargs(), grad_out).items():
+            assert same_bits(flat(got._asdict())[field], grad), field
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_packed_weights(place):
+    p = Spec(tokens=9, hidden=128, inter=64, dtype=place[1]).build().to(place[0])
+    grad_out = grad_like(p.hidden_states.shape, place[1], place[0])
+    packed = {name: moelora.prepack_weights(getattr(p, name)) for name in ("w13", "w2")}
+    want = by_autograd(p.kwargs(), grad_out)
+    for name, grad in by_autograd(p.kwargs() | packed, grad_out).items():
+        assert same_bits(grad, want[name]), name
+
+
+# ---- dtypes of factors and of gradients ----
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("sharing", ["per_expert", "outer", "expanded"])
+def test_float32_factors(place, sharing):
+    """Beside 16 bits: rounded on their way in, with gradients in float32."""
+    device, dtype = place
+    p = Spec(tokens=12, dtype=dtype, ranks=(8, 5), spare_rank=3, sharing=sharing).build().to(device)
+    rounded = p.kwargs()
+    wide = {
+        n: [t.float() for t in rounded[n]] if isinstance(rounded[n], list) else rounded[n].float()
+        for n in FACTORS
+    }
+    arguments = rounded | wide
+    grad_out = grad_like(p.hidden_states.shape, dtype, device)
+    assert same_bits(moelora.fused_experts_lora(**arguments), moelora.fused_experts_lora(**rounded))
+    grads = by_autograd(arguments, grad_out)
+    narrow = by_hand(rounded, grad_out)
+    for name, grad in grads.items():
+        assert grad.dtype == (torch.float32 if "lora" in name else arguments[name].dtype), name
+        if name != "topk_weights":
+            assert same_bits(grad.to(dtype), narrow[name]), name
+    assert_gradients(grads, arguments, grad_out, dtype)
+    for name, grad in by_hand(rounded, grad_out, float32=True).items():
+        assert same_bits(grad, grads[name]), name
+
+
+def test_float32_factors_are_rounded():
+    p = Spec(tokens=5, dtype=torch.bfloat16).build()
+    between = [t.float() * (1 + 2.0**-9) for t in p.w13_lora_a]
+    arguments = (
+        p.kwargs()
+        | {n: getattr(p, n).float() for n in ("w2_lora_a", "w2_lora_b")}
+        | {"w13_lora_a": between, "w13_lora_b": [t.float() for t in p.w13_lora_b]}
+    )
+    rounded = p.kwargs() | {"w13_lora_a": [t.bfloat16() for t in between]}
+    assert same_bits(moelora.fused_experts_lora(**arguments), moelora.fused_experts_lora(**rounded))
+
+
+def test_factors_of_a_projection_have_one_dtype():
+    p = Spec(tokens=5, dtype=torch.bfloat16).build()
+    with pytest.raises(ValueError, match=r"w2_lora_b.* has dtype bfloat16, expected float32 as"):
+        moelora.fused_experts_lora(**p.kwargs() | {"w2_lora_a": p.w2_lora_a.float()})
+    with pytest.raises(ValueError, match=r"w13_lora_a\[0\] has dtype float16, expected bfloat16"):
+        moelora.fused_experts_lora(**p.kwargs() | {"w13_lora_a": [t.half() for t in p.w13_lora_a]})
+
+
+# ---- into given memory ----
+
+
+def buffers(arguments, device, dtype=None, fill=0.0):
+    """Gradients to write to, each in guard bands of its own."""
+    guarded = {}
+
+    def new(name, value):
+        if isinstance(value, list):
+            return [new(f"{name}[{i}]", v) for i, v in enumerate(value)]
+        kind = dtype if dtype and "lora" in name or dtype and "bias" in name else value.dtype
+        guarded[name] = guarded_empty(value.shape, kind, device)
+        return guarded[name].tensor.fill_(fill)
+
+    grads = moelora.Gradients(
+        **{n: new(n, arguments[n]) for n in TRAINED if arguments[n] is not None}
+    )
+    return grads, guarded
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_written(place):
+    """What was there before does not matter, and nothing beside it is written."""
+    device, dtype = place
+    for spec in (Spec(tokens=9, bias=True), Spec(tokens=9, sharing="outer", routing="few")):
+        arguments = replace(spec, dtype=dtype).build().to(device).kwargs()
+        grad_out = grad_like(arguments["hidden_states"].shape, dtype, device)
+        want = by_hand(arguments, grad_out)
+        _, saved = moelora.fused_experts_lora_saving(**arguments)
+        grads, guarded = buffers(arguments, device, fill=float("nan"))
+        got = moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads)
+        assert got is grads
+        for name, memory in guarded.items():
+            memory.check(name)
+            assert same_bits(memory.tensor, want[name]), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["same", "float32"])
+@pytest.mark.parametrize("place", PLACES)
+def test_accumulated(place, dtype):
+    """To what is there, rounded once; the gradients of activations and weights are written."""
+    device, compute = place
+    p = Spec(tokens=9, bias=True, dtype=compute, routing="few", ranks=(8, 3)).build().to(device)
+    arguments = p.kwargs()
+    grad_out = grad_like(p.hidden_states.shape, compute, device)
+    alone = by_hand(arguments, grad_out, float32=True)
+    _, saved = moelora.fused_experts_lora_saving(**arguments)
+    grads, guarded = buffers(arguments, device, dtype, fill=0.5)
+    moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads, accumulate=True)
+    for name, memory in guarded.items():
+        memory.check(name)
+        summed = "lora" in name or "bias" in name
+        want = (alone[name] + 0.5 if summed else alone[name]).to(memory.tensor.dtype)
+        assert same_bits(memory.tensor, want), name
+
+
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_buffers_of_any_strides(place):
+    device, dtype = place
+    p = Spec(tokens=9, dtype=dtype).build().to(device)
+    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, dtype, device)
+    want = by_hand(arguments, grad_out)
+    _, saved = moelora.fused_experts_lora_saving(**arguments)
+    loras, experts, rank, inter = p.w2_lora_a.shape
+    memory = torch.full((experts, loras, rank, inter + 5), 7.0, dtype=dtype, device=device)
+    grads = moelora.Gradients(w2_lora_a=memory.transpose(0, 1)[..., 2 : 2 + inter])
+    moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads)
+    assert same_bits(grads.w2_lora_a, want["w2_lora_a"])
+    grads.w2_lora_a.fill_(7.0)
+    assert (memory == 7.0).all()
+
+
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_wanted(place):
+    """Each gradient has the bits that it has among all, whichever others are computed."""
+    device, dtype = place
+    for spec in (
+        Spec(tokens=9, bias=True, dtype=dtype),
+        Spec(tokens=9, top_k=1, weight_on_input=True, dtype=dtype),
+    ):
+        arguments = spec.build().to(device).kwargs()
+        grad_out = grad_like(arguments["hidden_states"].shape, dtype, device)
+        every = by_hand(arguments, grad_out)
+        for names in (*((n,) for n in TRAINED), FACTORS, TRAINED[:2], ()):
+            found = by_hand(arguments, grad_out, wanted=names)
+            present = [n for n in every if n.split("[")[0] in names]
+            assert sorted(found) == sorted(present)
+            assert all(same_bits(found[n], every[n]) for n in present), names
+
+
+def test_refusals_of_the_operator():
+    p = Spec(tokens=6, bias=True, dtype=torch.bfloat16).build()
+    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16)
+    _, saved = moelora.fused_experts_lora_saving(**arguments)
+    G = moelora.Gradients
+    shared = torch.zeros_like(p.w2_lora_a)
+
+    def refuse(match, error=ValueError, grad_out=grad_out, saved=saved, **changes):
+        with pytest.raises(error, match=match):
+            moelora.fused_experts_lora_backward(grad_out, saved, **arguments | changes)
+
+    refuse("grad_out has 1 dimensions", grad_out=grad_out[0])
+    refuse("grad_out has dtype float32, expected bfloat16", grad_out=grad_out.float())
+    refuse(r"grad_out.size\(0\) is 5", grad_out=grad_out[:5])
+    refuse(r"gate_up.size\(0\) is 4", saved=saved._replace(gate_up=saved.gate_up[:4]))
+    refuse("w13_shrink is absent", saved=saved._replace(w13_shrink=torch.empty(0)))
+    refuse(r"w2_shrink.size\(1\) is 15", saved=saved._replace(w2_shrink=saved.w2_shrink[:, 1:]))
+    refuse(r"wanted has \['w13'\]", wanted=["w13"])
+    refuse("pass one", wanted=["w2_bias"], grads=G())
+    refuse("grads holds", accumulate=True)
+    refuse(r"grad_w2_bias.size\(1\) is 3", grads=G(w2_bias=torch.zeros(4, 3)))
+    refuse("grad_w2_bias has dtype float16", grads=G(w2_bias=torch.zeros(4, 64).half()))
+    refuse("shares memory", grads=G(w2_lora_a=p.w2_lora_a))
+    refuse("shares memory", grads=G(hidden_states=grad_out))
+    refuse("shares memory", grads=G(w2_lora_a=shared, w13_bias=shared.flatten()[:256].view(4, 64)))
+    refuse("grad_w13_lora_a has 1 slices", grads=G(w13_lora_a=torch.zeros(2, 4, 16, 64)))
+    no_bias = arguments | {"w13_bias": None}
+    with pytest.raises(ValueError, match="grad_w13_bias is given, but w13_bias is absent"):
+        moelora.fused_experts_lora_backward(
+            grad_out, saved, **no_bias, grads=G(w13_bias=torch.zeros(4, 64))
+        )

@@ -1,0 +1,112 @@
+"""A training step on a GPU: captured in a CUDA graph, without waiting for it, and what it refuses.
+
+What gradients are, and what they promise, is tested on every device elsewhere.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from conftest import CUDA_DTYPES, needs_gpu
+from gradient_cases import flat, grad_like
+from quantized_cases import ALL_FORMATS, build
+
+import moelora
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+SPEC = Spec(tokens=90, top_k=2, experts=4, hidden=136, inter=72, ranks=(8, 16, 4), mix="many")
+CHANGING = ("hidden_states", "topk_ids", "topk_weights", "token_lora_mapping")
+
+
+def step(arguments, grad_out):
+    """All that a step computes, by name."""
+    out, saved = moelora.fused_experts_lora_saving(**arguments)
+    grads = moelora.fused_experts_lora_backward(grad_out, saved, **arguments)
+    return {"out": out} | flat(grads._asdict())
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("tokens", [2, 90, 700])
+def test_a_captured_step_serves_any_routing(tokens, dtype):
+    first, second, third = (
+        replace(SPEC, tokens=tokens, dtype=dtype, seed=seed).build().to("cuda") for seed in range(3)
+    )
+    arguments = first.kwargs()
+    grad_out = grad_like(first.hidden_states.shape, dtype, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(arguments, grad_out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(arguments, grad_out)
+    for other in (second, third, first):
+        for name in CHANGING:
+            arguments[name].copy_(getattr(other, name))
+        for tensor in captured.values():
+            tensor.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, want in step(arguments, grad_out).items():
+            assert same_bits(captured[name], want), name
+
+
+def test_a_step_of_autograd_is_captured():
+    p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
+    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
+    x = p.hidden_states.detach().requires_grad_()
+    a = p.w2_lora_a.detach().requires_grad_()
+    arguments |= {"hidden_states": x, "w2_lora_a": a}
+
+    def run():
+        x.grad = a.grad = None
+        moelora.fused_experts_lora(**arguments).backward(grad_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.synchronize()
+    want = x.grad.clone(), a.grad.clone()
+    x.grad = a.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moelora.fused_experts_lora(**arguments).backward(grad_out)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(x.grad, want[0]) and same_bits(a.grad, want[1])
+
+
+def test_a_step_does_not_wait_for_the_gpu():
+    p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
+    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
+    step(arguments, grad_out)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step(arguments, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 600])
+def test_the_forward_has_the_bits_of_serving_as_planned(tokens):
+    """Of few tokens, too, which one launch serves; without batch invariance."""
+    for dtype in CUDA_DTYPES:
+        p = replace(SPEC, tokens=tokens, dtype=dtype).build().to("cuda")
+        saving, _ = moelora.fused_experts_lora_saving(**p.kwargs())
+        assert same_bits(saving, moelora.fused_experts_lora(**p.kwargs()))
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_quantised_weights_are_refused(name):
+    """By name, and they serve still."""
+    p = build(replace(SPEC, tokens=9, hidden=160, inter=96), ALL_FORMATS[name], torch.bfloat16)
+    arguments = p.to("cuda").kwargs()
+    assert moelora.fused_experts_lora(**arguments).isfinite().all()
+    with pytest.raises(NotImplementedError, match="w13 is quantized: on cuda a layer has a"):
+        moelora.fused_experts_lora_saving(**arguments)
+    x = arguments["hidden_states"].detach().requires_grad_()
+    with pytest.raises(NotImplementedError, match="w13 is quantized"):
+        moelora.fused_experts_lora(**arguments | {"hidden_states": x})
