@@ -124,7 +124,8 @@ SPARED_BYTES_OF = {
     r"gemm_\w+_w8a8_\d+": 600,
     r"gemm_\w+_int4_\d+": 336,
     r"gemm_\w+_mxfp4_\d+": 224,
-    "shrink": 32,
+    "blocks": 32,
+    "decode": 96,
     r"back_\w+_\d+": 64,
 }
 

@@ -90,8 +90,8 @@ typedef struct moelora_exec {
    * it is done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* number of threads that parallel_for uses; 0 counts as 1 */
-  /* Read by moelora_prepare_*: the result of a row does not depend, bit for bit, on the other rows
-   * of the batch or on their number. moelora_set_batch_invariant sets it for every call. */
+  /* Ignored, and to be removed in the next release: in every call the result of a row does not
+   * depend, bit for bit, on the other rows of the batch or on their number. */
   bool batch_invariant;
 } moelora_exec;
 
@@ -524,9 +524,9 @@ moelora_status moelora_force_variant(const char *names);
  * MOELORA_MAX_CC sets the initial limit; if it is not a valid number, every gemm and layer fails.
  */
 moelora_status moelora_limit_capability(int32_t compute_capability);
-/* Makes all calls prepared from now on batch invariant (see moelora_exec), or only those whose
- * exec requests it. MOELORA_BATCH_INVARIANT=1 sets the initial value; any value but 0 and 1 makes
- * every operator fail. CPU calls are always batch invariant. */
+/* Every call is batch invariant (see moelora_exec): the first does nothing, the second returns true.
+ * Both are to be removed in the next release. The environment variable MOELORA_BATCH_INVARIANT is
+ * not read. */
 void moelora_set_batch_invariant(bool on);
 bool moelora_is_batch_invariant(void);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs

@@ -166,11 +166,6 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def invariant_or_absent(batch_invariant: bool) -> tuple[bool, ...]:
-    """The last argument of a compiled operator: most calls need not say it."""
-    return (True,) if batch_invariant else ()
-
-
 def factor_list(factors: Factors | None) -> list[Tensor]:
     if factors is None:
         return []

@@ -21,7 +21,6 @@ from moelora.call import (
     enabled_or_absent,
     factor_list,
     ids_or_absent,
-    invariant_or_absent,
     operators,
     run,
     typed,
@@ -63,7 +62,6 @@ def _delta(
     num_experts: int | None,
     mul_routed_weight: bool,
     add_inputs: bool,
-    batch_invariant: bool,
     out: Tensor | None,
 ) -> Tensor:
     a, b = factor_list(lora_a), factor_list(lora_b)
@@ -91,7 +89,6 @@ def _delta(
         experts,
         mul_routed_weight,
         add_inputs,
-        *invariant_or_absent(batch_invariant),
     )
     return out
 
@@ -176,7 +173,6 @@ def moe_lora_gate_up_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
-        batch_invariant,
         out,
     )
 
@@ -249,6 +245,5 @@ def moe_lora_down_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
-        batch_invariant,
         out,
     )

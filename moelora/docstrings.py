@@ -57,8 +57,7 @@ ENTRIES = {
     ),
     "batch_invariant": (
         "batch_invariant : bool",
-        "Each row has the bits that it has in any other batch. False: as `set_batch_invariant` "
-        "says.",
+        "Ignored: each row has the bits that it has in any other batch. To be removed.",
     ),
     "sorted_rows": (
         "sorted_token_ids : Tensor, shape (blocks * block_size,), int32",

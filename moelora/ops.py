@@ -103,24 +103,24 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
     return weights.layout
 
 
-def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[float, ...]:
+def _last(w: Weights, x: Tensor) -> tuple[float, ...]:
     """What an operator takes behind its other arguments: nothing in most calls."""
-    if isinstance(w, Tensor) and not batch_invariant:
+    if isinstance(w, Tensor):
         return ()
-    return *_layout_of("w", w, x, x.size(1) if x.dim() == 2 else None), batch_invariant
+    return _layout_of("w", w, x, x.size(1) if x.dim() == 2 else None)
 
 
 def _last_of_layer(
-    w13: Weights, w2: Weights, x: Tensor, activation: Activation, batch_invariant: bool
+    w13: Weights, w2: Weights, x: Tensor, activation: Activation
 ) -> tuple[float, ...]:
     """The same of a layer: the layout of w13, then that of w2, whose order is known."""
-    if isinstance(w13, Tensor) and isinstance(w2, Tensor) and not batch_invariant:
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor):
         return ()
     hidden = x.size(1) if x.dim() == 2 else None
     gated = 1 if activation == "relu2" else 2
     inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
     first, (format2, _, *rest2) = _layout_of("w13", w13, x, hidden), _layout_of("w2", w2, x, inter)
-    return *first, format2, *rest2, batch_invariant
+    return *first, format2, *rest2
 
 
 @typed
@@ -207,7 +207,7 @@ def fused_moe_lora_gemm(
         ids_or_absent("expert_map", expert_map, absent),
         mul_routed_weight,
     )
-    last = _last(w, x, batch_invariant)
+    last = _last(w, x)
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
     run(operators.fused_moe_lora_gemm_out.default, *args, out, *last)
@@ -224,7 +224,7 @@ def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]
     token_lora_mapping, w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b, *options = options
     lora_ranks, lora_scalings, adapter_enabled, w13_bias, w2_bias, *options = options
     activation, activation_alpha, activation_limit, expert_map, *options = options
-    apply_router_weight_on_input, batch_invariant = options
+    apply_router_weight_on_input, _ = options
     absent = absent_tensor(hidden_states)
     args = (
         hidden_states,
@@ -248,7 +248,7 @@ def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]
         ids_or_absent("expert_map", expert_map, absent),
         apply_router_weight_on_input,
     )
-    return args, _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)
+    return args, _last_of_layer(w13, w2, hidden_states, activation)
 
 
 @typed

@@ -279,7 +279,6 @@ typedef struct moelora_device_info {
   int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
   int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
   bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
-  bool batch_invariant;        /* of one call: its kernels and numbers give a row one result */
 } moelora_device_info;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.

@@ -80,7 +80,6 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   MOELORA_REQUIRE(index >= 0 && index < MOELORA_MAX_DEVICES,
                   "exec.device_index is %d, expected 0 to %d", index, MOELORA_MAX_DEVICES - 1);
   MOELORA_TRY(device_info(*backend, exec->device, index, info));
-  info->batch_invariant = exec->batch_invariant || moelora_is_batch_invariant();
   if (exec->device == MOELORA_CPU)
     info->num_units = moelora_workers(exec);
   return MOELORA_OK;

@@ -75,7 +75,7 @@ typedef struct moelora_projection_load {
   const void *out;     /* NULL: ordered by position, in the workspace */
   int64_t out_stride[2];
   int64_t n_out; /* outputs per row */
-  bool gated, interleaved, weighted, out_f32;
+  bool gated, interleaved, weighted;
   const moelora_weights *next; /* weights of the projection whose x is `out`; NULL: none */
   bool next_reads_out;         /* its adapters read `out` unquantized */
   bool x_is_quantized;         /* by the previous projection */

@@ -12,20 +12,18 @@
  * STAGED. With arguments `formats W13 W2` before all others, weights are quantized: native, mxfp4,
  * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8 with quantized x.
  * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
- * With `splits`, prints the number of splits of w2's K, and the extent of each in multiples of
- * 128. With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
+ * With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
- *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
+ *   ORDER SORT SHRINK EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `backward` they are backwards of a layer, and the
- * answer is VARIANT BLOCK_ROWS SORT SUM. With `tiles` it is every row that can run the layer, as
- * several launches, with the model's nanoseconds for 1000 weights, the one to run in brackets:
+ * With `backward` the lines are backwards of a layer, and the answer is VARIANT BLOCK_ROWS SORT SUM.
+ * With `tiles` it is every row that can run the layer, as several launches, with the model's
+ * nanoseconds for 1000 weights, the one to run in brackets:
  *
  *   NAME=NS [NAME=NS] ...
  *
- * With `on SMS GB_PER_S` behind that the GPU has so many
- * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
- * launch is on stderr.
+ * With `on SMS GB_PER_S` behind that the GPU has so many SMs and such a memory, else 132 and one
+ * that is not known. With MOELORA_LOG=plan what layers launch is on stderr.
  *
  * Other arguments are tuned plans, nine words each:
  *
@@ -125,9 +123,8 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
   if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
     printf("error: %s\n", moelora_error_message());
   else
-    printf("%s %s %s %s %d %s %d\n", name_of(plan.one), orders[plan.order],
-           name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant), plan.shrink[0].splits,
-           name_of(plan.expand[0].variant), plan.expand[0].waves);
+    printf("%s %s %s %s %d\n", orders[plan.order], name_of(plan.align.rows.variant),
+           name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
 static void print_backward(const moelora_experts_problem *layer,
@@ -179,10 +176,9 @@ static void print_tiles(const moelora_experts_problem *layer, const moelora_devi
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
   const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
   const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
-  const int asked = 1 + deltas + listed + splits + tiles + backward;
+  const int asked = 1 + deltas + listed + tiles + backward;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -228,8 +224,7 @@ int main(int argc, char **argv) {
                                      .memory_bytes_per_us = on ? atoll(argv[asked + 2]) * 1000 : 0,
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
-                                     .overlaps = level >= 90,
-                                     .batch_invariant = moelora_is_batch_invariant()};
+                                     .overlaps = level >= 90};
     for (int i = 0; i < 2; i++) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
@@ -251,8 +246,6 @@ int main(int argc, char **argv) {
     const bool planned = moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK;
     if (planned && listed)
       printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
-    else if (planned && splits)
-      printf("%d %d\n", plan.splits, plan.split_tiles);
     else if (planned)
       printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
              name_of(plan.staged), name_of(plan.align.rows.variant),

@@ -22,8 +22,8 @@ static inline void hash_tensor(const moelora_tensor *t) {
 
 #define DESCRIBE(...) snprintf(drawn + strlen(drawn), sizeof drawn - strlen(drawn), __VA_ARGS__)
 
-static inline moelora_exec gpu(bool invariant) {
-  return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
+static inline moelora_exec gpu(void) {
+  return (moelora_exec){.device = MOELORA_CUDA};
 }
 
 /* Whether a kernel supports the dtype and weight format of a case. */

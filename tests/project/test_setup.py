@@ -23,7 +23,7 @@ PROJECT = {
     "csrc/glue/module.c": "#include <Python.h>\nPyMODINIT_FUNC PyInit__C(void) { return NULL; }\n",
     "csrc/glue/exports.map": "{ global: PyInit__C; local: *; };\n",
     "csrc/cuda/align/small.cu": "",
-    "csrc/cuda/adapters/shrink_sm90.cu": "",
+    "csrc/cuda/shrink/segments_sm90.cu": "",
     "csrc/cuda/variants.inc": "".join(
         f"MOELORA_CUDA_GEMM(gemm_{dtype}_{family}, {dtype.upper()}, NATIVE, {family.upper()},"
         " 16, 128, 64, 4, 1)\n"

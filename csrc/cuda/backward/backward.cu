@@ -278,7 +278,6 @@ moelora_status finish_inputs(const moelora_experts_backward_problem *b,
     s.routes = *routes;
     s.z = l->dz;
     s.z_stride = p->hidden;
-    s.splits = 1;
     s.columns = (int32_t)p->hidden;
     s.positions = l->alignment.blocks.positions;
     if (p->apply_router_weight_on_input) {

@@ -120,11 +120,7 @@ typedef struct moelora_epilogue {
   moelora_activation_problem activation; /* gated projections, or relu2; otherwise none */
   bool plain_silu;                       /* silu without a limit, tested once instead of per tile */
   bool weighted;
-  bool out_f32;
   bool out_by_position; /* rows are out_stride[0] apart */
-  /* Split-K, for out_f32 by position: each split covers split_tiles * MOELORA_SPLIT_DEPTH elements
-   * of K, the last one the remainder; their results are max_blocks blocks apart */
-  int16_t splits, split_tiles;
   void *out; /* otherwise row p is at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
   /* out, quantized for the next projection, by the FP8 kernels of Hopper with 256 weight rows;
@@ -170,9 +166,6 @@ typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  bool z_f32;
-  int32_t splits;     /* number of partial results in z */
-  int64_t split_rows; /* rows between partial results */
   /* layers: position of each row of z */
   const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: adapters alone, z is [P] */
   const float *weights;     /* [M, top_k]; NULL: 1 */
@@ -233,10 +226,10 @@ moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                       const moelora_sorted_rows *sorted,
                                       const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* shrink.cu: over blocks or whole segments, as planned. */
+/* shrink/blocks.cu: over blocks or whole segments, as planned. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
-/* shrink_segments.cu, shrink_sm90.cu: over whole segments, which the blocks must list. */
+/* shrink/segments.cu, segments_sm90.cu: over whole segments, which the blocks must list. */
 moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
                                             const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);

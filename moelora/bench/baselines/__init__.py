@@ -71,7 +71,6 @@ def _load(name: str) -> Any:
 
 BASELINES = {
     "ours": "ours:Ours",
-    "invariant": "ours:Invariant",
     "unpacked": "ours:Unpacked",
     "unpacking": "ours:Unpacking",
     "loop": "ours:Loop",
@@ -85,11 +84,10 @@ BASELINES = {
     "triton_fp8": "vllm_quantized:TritonFP8",
 }
 READ_QUANTIZED = (
-    *("ours", "invariant", "unpacked", "unpacking"),
+    *("ours", "unpacked", "unpacking"),
     *("marlin", "triton_kernels", "triton_fp8"),
 )
 ABOUT = {
-    "invariant": "ours in the batch-invariant mode",
     "unpacked": "ours on quantized weights that were unpacked before",
     "unpacking": "ours on quantized weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",

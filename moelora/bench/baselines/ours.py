@@ -57,16 +57,6 @@ class Ours:
         }
 
 
-class Invariant(Ours):
-    """In the batch-invariant mode."""
-
-    name = "ours_invariant"
-
-    def run(self, batch: Batch, rank: int) -> Tensor:
-        args, kwargs = arguments(self.layer, batch, rank)
-        return moelora.fused_experts_lora(*args, **kwargs, batch_invariant=True)
-
-
 class Unpacked(Ours):
     """The same weights unpacked: the time that quantized ones must not exceed."""
 

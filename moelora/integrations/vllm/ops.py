@@ -16,7 +16,6 @@ from moelora.call import (
     absent_tensor,
     enabled_or_absent,
     ids_or_absent,
-    invariant_or_absent,
     operators,
     or_absent,
     run,
@@ -244,15 +243,14 @@ def fused_moe_lora(
         num_experts,
         shrink_block_size_m,
     )
-    last = invariant_or_absent(batch_invariant)
-    finish = (mul_routed_weight, add_inputs, offset, *last)
+    finish = (mul_routed_weight, add_inputs, offset)
     x = qcurr_hidden_states
     if not fully_sharded:
         op = operators.fused_moe_lora.default
         run(op, output, x, a, b, *who, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run(operators.fused_moe_lora_shrink.default, h, x, a, *who, *last)
+    run(operators.fused_moe_lora_shrink.default, h, x, a, *who)
     h = _gathered(h, gather)
     run(operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
@@ -359,7 +357,6 @@ def fused_moe_lora_shrink(
         qcurr_hidden_states,
         a,
         *who,
-        *invariant_or_absent(batch_invariant),
     )
 
 
@@ -460,6 +457,6 @@ def fused_moe_lora_expand(
         num_experts,
         block_size_m,
     )
-    finish = (mul_routed_weight, add_inputs, offset, *invariant_or_absent(batch_invariant))
+    finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
     run(op, output, a_intermediate_cache1, b, *who, *finish)

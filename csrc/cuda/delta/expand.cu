@@ -10,11 +10,11 @@
  *                 gate and its up. B stays in registers for an item if K_SPAN ranks cover the true
  *                 rank. The CTAs that share a window take its tiles in turn, neighbouring warps
  *                 neighbouring columns.
- *   expand_thin   B straight into registers, and up to 8 rows at a time (delta_tile.cuh); no silu.
+ *   expand_thin   B straight into registers, and up to 8 rows at a time (delta/tile.cuh); no silu.
  *                 The tiles of all items lie in one line, and each warp of the CTAs that share the
  *                 window takes an equal part of it, so that most of its tiles have the same rows.
  */
-#include "cuda/adapters/delta_tile.cuh"
+#include "cuda/delta/tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"
 

@@ -1,34 +1,32 @@
 /* Shrink of long segments: both sides through shared memory.
  *
  * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
- * They are those of shrink_product.cuh to the bit: instructions get the same operands, and every
- * `span` of depth sums begin anew and are added up in that order. Up to 128 ranks there are no
- * registers for that: those are over the whole depth at once.
+ * They are those of shrink/product.cuh to the bit: instructions get the same operands, and every
+ * `span` of depth sums begin anew and are added up in that order.
  *
  * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
  * never pause.
  *
  * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements, 16-byte chunk c of row i at
- * c ^ 4 (i & 1): eight lanes read four chunks of two rows from all banks. Rows that an item does
+ * c ^ i % 8, so that ldmatrix reads a chunk of eight rows from all banks. Rows that an item does
  * not have are neither loaded nor stored: what their memory holds stays in its own rows and columns
  * of a product. Depth past the end is zero in both. */
 #ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
 #define MOELORA_CUDA_SHRINK_STAGED_CUH
 
-#include "cuda/adapters/shrink_product.cuh"
+#include "cuda/shrink/product.cuh"
 
 /* Of whose warps an SM holds kResidentWarps, two CTAs: one has products while the other waits. */
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
-  static constexpr bool SPANS = RANKS <= 64;
-  static constexpr int STAGES = RANKS == 128 ? 3 : 4;                // what shared memory holds
+  static constexpr int STAGES = 4;                                   // what shared memory holds
   static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
 };
 
 __device__ __forceinline__ int staged_chunk(int row, int chunk) {
-  return row * 128 + ((chunk ^ (row & 1) << 2) << 4);
+  return row * 128 + ((chunk ^ row % 8) << 4);
 }
 
 template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
@@ -70,7 +68,7 @@ template <class T, class C> struct StagedLoader {
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8, k = first + chunk * 8;
     const uint32_t to = stage + staged_chunk(row, chunk);
     const int from = k < rows.depth ? k : 0, bytes = k < rows.depth ? 16 : 0;
-    static_assert(ROWS % 2 == 0, "a pass keeps the row's place in the swizzle");
+    static_assert(ROWS % 8 == 0, "a pass keeps the row's place in the swizzle");
 #pragma unroll
     for (int i = 0; i < C::RANKS / ROWS; i++)
       copy_async_16(to + (C::TOKENS + i * ROWS) * 128, a[i] + from, bytes, a[i] != nullptr);
@@ -104,51 +102,35 @@ template <class T, class C> struct Products {
       tiles[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.f;
   }
 
-  __device__ __forceinline__ void begin() {
-    clear(d);
-    if constexpr (C::SPANS)
-      clear(sum);
-  }
+  __device__ __forceinline__ void begin() { clear(d), clear(sum); }
 
   __device__ __forceinline__ void end_span() {
-    if constexpr (C::SPANS) {
 #pragma unroll
-      for (int i = 0; i < C::TILES * 16; i++)
-        sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] += d[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
-      clear(d);
-    }
-  }
-
-  __device__ __forceinline__ const Tiles &sums() const {
-    if constexpr (C::SPANS)
-      return sum;
-    else
-      return d;
+    for (int i = 0; i < C::TILES * 16; i++)
+      sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] += d[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+    clear(d);
   }
 
   __device__ __forceinline__ void add(uint32_t stage, int tokens) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 1 // with both, registers spill
-    for (int chunk = lane % 4; chunk < kLine / 8; chunk += kStep / 8) {
-      uint4 b[4];
+#pragma unroll 2 // with all four, registers spill
+    for (int chunk = 0; chunk < kLine / 8; chunk += 2) {
+      uint32_t b[2][4]; // of 16 columns: of eight of them two halves of the depth, of the others
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        b[j] = load_shared_16(stage + staged_chunk(C::TOKENS + column + j * 8 + lane / 4, chunk));
+      for (int j = 0; j < 2; j++)
+        load_matrix_x4(b[j], stage + staged_chunk(C::TOKENS + column + j * 16 + lane / 16 * 8 +
+                                                      lane % 8,
+                                                  chunk + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < C::TILES; i++) {
         const int first = 16 * (first_tile + i * step);
         if (first >= tokens)
           break;
-        const uint4 low = load_shared_16(stage + staged_chunk(first + lane / 4, chunk));
-        const uint4 high = load_shared_16(stage + staged_chunk(first + 8 + lane / 4, chunk));
-        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
-        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+        uint32_t a[4];
+        load_matrix_x4(a, stage + staged_chunk(first + lane % 16, chunk + lane / 16));
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const uint32_t b0[2] = {b[j].x, b[j].y}, b1[2] = {b[j].z, b[j].w};
-          mma_16816<T>(d[i][j / 2][j % 2], a0, b0);
-          mma_16816<T>(d[i][j / 2][j % 2], a1, b1);
-        }
+        for (int j = 0; j < 4; j++)
+          mma_16816<T>(d[i][j / 2][j % 2], a, &b[j / 2][j % 2 * 2]);
       }
     }
   }
@@ -167,7 +149,7 @@ template <class T, class C> struct Products {
         for (int j = 0; j < 2; j++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, sums()[i][j][half] + 2 * m8);
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, sum[i][j][half] + 2 * m8);
       }
   }
 };
@@ -211,7 +193,7 @@ __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<
       load(stage == 0 ? C::STAGES - 1 : stage - 1);
       if (tokens > 0)
         products.add(shared_address(stages[stage]), tokens);
-      if (C::SPANS && k + kLine == end)
+      if (k + kLine == end)
         products.end_span(), end += rows.span;
       stage = stage + 1 == C::STAGES ? 0 : stage + 1;
     }

@@ -1,13 +1,13 @@
 /* Up to 8 rows by some columns of B, both straight from memory: what expands of thin segments are
  * made of. Columns of B are the M side of m16n8k16, rows the N side.
  *
- * Ranks have the slots that they have in delta_expand.cuh, so that a row's bits are the same.
+ * Ranks have the slots that they have in delta/expand.cuh, so that a row's bits are the same.
  * Slot g + 8 j of product t stands for column 2 t + j of those that the lanes with lane / 4 = g
  * store: a lane ends up with neighbouring columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
 #ifndef MOELORA_CUDA_DELTA_TILE_CUH
 #define MOELORA_CUDA_DELTA_TILE_CUH
 
-#include "cuda/adapters/delta_expand.cuh"
+#include "cuda/delta/expand.cuh"
 
 /* STEPS products of 16 ranks cover every rank. */
 template <class T, int STEPS> struct ThinTile {

@@ -10,7 +10,7 @@
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 
-#include "cuda/adapters/shrink_segments.cuh"
+#include "cuda/shrink/segments.cuh"
 
 constexpr int kLanes = 8;    // tokens of a block that a lane looks after
 constexpr int kShares = 8;   // of a block, for every RANKS ranks

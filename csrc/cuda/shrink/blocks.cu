@@ -2,14 +2,14 @@
  *
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
- * An item (shrink_items.cuh) is some tokens of a segment and up to RANKS rows of A. Where its
+ * An item (items.cuh) is some tokens of a segment and up to RANKS rows of A. Where its
  * adapter has fewer, teams that would have none have tokens of their own. Long segments of large
- * batches are for shrink_segments.cu and shrink_sm90.cu.
+ * batches are for segments.cu and segments_sm90.cu.
  *
- * How the depth is shared depends on sizes alone, so that neither other tokens nor other adapters
+ * How the depth is shared depends on it alone, so that neither other tokens nor other adapters
  * change a bit. */
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/adapters/shrink_items.cuh"
+#include "cuda/shrink/items.cuh"
 #include "cuda/variant_ids.h"
 
 namespace {
@@ -89,10 +89,9 @@ __device__ __forceinline__ void run_item(const ShrinkParams &p, const SegmentIte
   const int column =
       operands.low < item.tokens ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
   if (S::TILES > 1 && columns <= 16)
-    multiply_tokens<T, S, VECTORS, 1>(split, operands, column, p.s.tokens.k, span, S::DEPTHS, sums);
+    multiply_tokens<T, S, VECTORS, 1>(split, operands, column, p.s.tokens.k, span, sums);
   else
-    multiply_tokens<T, S, VECTORS, S::TILES>(split, operands, column, p.s.tokens.k, span, S::DEPTHS,
-                                             sums);
+    multiply_tokens<T, S, VECTORS, S::TILES>(split, operands, column, p.s.tokens.k, span, sums);
   store<T, S>(p, item, split, sums);
 }
 

@@ -2,10 +2,10 @@
  *
  *   resolve -> [sort] -> shrink -> expand [-> sum]
  *
- * or, of few rows, shrink and expand in one launch. x A^T and whatever waits for a sum is stored by
+ * x A^T and whatever waits for a sum is stored by
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
  * reading the factors of a repeated one again costs less. */
-#include "cuda/adapters/delta.h"
+#include "cuda/delta/delta.h"
 #include "cuda/backend.h"
 
 namespace {
@@ -38,7 +38,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   l.routes = moelora_cuda_take_routes(&last->routes, false, &arena);
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
-  if (plan->order == MOELORA_SORTED && !plan->one)
+  if (plan->order == MOELORA_SORTED)
     l.sorted = moelora_cuda_take_sorted(&l.routes, &plan->align, &arena);
   for (int i = 0; i < count; i++)
     if (!p[i].xa)
@@ -48,8 +48,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
     l.act = moelora_take_array(&arena, moelora_times(rows, (size_t)last->k), 2);
   if (last->sum_top_k) {
     l.z.stride = (last->columns + 7) / 8 * 8;
-    l.z.data = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z.stride),
-                                  plan->waiting_f32 ? 4 : 2);
+    l.z.data = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z.stride), 2);
     if (listed)
       l.written = (uint8_t *)moelora_take(&arena, rows);
   }
@@ -67,7 +66,7 @@ moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
         "cudaMemsetAsync"));
   MOELORA_TRY(moelora_cuda_resolve(&p->routes, &l->routes, listed ? &p->lists : nullptr,
                                    listed ? &l->lists : nullptr, true, exec));
-  return plan->order == MOELORA_SORTED && !plan->one
+  return plan->order == MOELORA_SORTED
              ? moelora_cuda_sort_rows(&l->routes, &l->sorted, &plan->align, exec)
              : MOELORA_OK;
 }
@@ -109,25 +108,20 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   e.out = p->sum_top_k ? l->z.data : p->out;
   e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z.stride : p->out_stride[0];
   e.out_stride[1] = p->sum_top_k ? l->z.stride : p->out_stride[1];
-  e.f32 = p->sum_top_k && plan->waiting_f32;
   e.add = !p->sum_top_k && p->add_inputs;
   e.silu_and_mul = !p->sum_top_k && p->silu_and_mul;
   e.written = l->written;
-  if (plan->one)
-    MOELORA_TRY(delta_launch_thin(&s, &e, plan, exec));
-  if (p->x && !plan->one)
+  if (p->x)
     MOELORA_TRY(delta_launch_shrink(&s, &plan->shrink[i], exec));
-  if (p->out && !plan->one)
+  if (p->out)
     MOELORA_TRY(delta_launch_expand(&e, &plan->expand[i], exec));
   if (!p->out || !p->sum_top_k)
     return MOELORA_OK;
 
   moelora_sum_launch sum = {};
-  sum.splits = 1;
   sum.routes = *routes;
   sum.z = l->z.data;
   sum.z_stride = l->z.stride;
-  sum.z_f32 = plan->waiting_f32;
   sum.written = l->written;
   sum.max_rank = p->lora.max_rank;
   sum.add = p->add_inputs;
@@ -200,7 +194,7 @@ struct MlpProjections {
 extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                                    const moelora_delta_plan *plan,
                                                    const moelora_exec *exec) {
-  return plan->one ? 0 : lay_out(MlpProjections(*problem).of, 2, plan, exec).bytes;
+  return lay_out(MlpProjections(*problem).of, 2, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
@@ -208,8 +202,6 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
                                                  const moelora_exec *exec) {
   if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
     return MOELORA_OK;
-  if (plan->one)
-    return delta_launch_mlp(p, plan->one, exec);
   MlpProjections projections(*p);
   moelora_delta_problem &up = projections.of[0], &down = projections.of[1];
   const DeltaLayout l = lay_out(projections.of, 2, plan, exec);

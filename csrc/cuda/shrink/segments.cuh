@@ -10,7 +10,7 @@
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
-#include "cuda/adapters/shrink_product.cuh"
+#include "cuda/shrink/product.cuh"
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/launch/warp.cuh"
 

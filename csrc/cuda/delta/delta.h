@@ -41,7 +41,6 @@ typedef struct delta_expand {
   bool silu_and_mul;
   const float *topk_weights; /* NULL: rows are not weighted */
   bool add;                  /* out += z */
-  bool f32;                  /* out is float32 */
   void *out;
   int64_t out_stride[2]; /* token, choice */
   uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
@@ -52,18 +51,11 @@ typedef struct delta_expand {
 extern "C" {
 #endif
 
-/* delta_shrink.cu, delta_expand.cu; both set the window of `rows`. */
+/* windows.cu, expand.cu; both set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
                                    const moelora_exec *exec);
-/* delta_thin.cu: both halves of few rows in one launch that keeps x A^T on the chip. */
-moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
-                                 const moelora_delta_plan *plan, const moelora_exec *exec);
-/* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they
- * cost. */
-moelora_status delta_launch_mlp(const moelora_mlp_delta_problem *problem,
-                                const moelora_variant *variant, const moelora_exec *exec);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
-/* Shrink of long segments by mma.sync: xa[position, slice * xa_slice + r] as in shrink.cu. */
+/* Shrink of long segments by mma.sync: xa[position, slice * xa_slice + r] as in blocks.cu. */
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/adapters/shrink_segments.cuh"
-#include "cuda/adapters/shrink_staged.cuh"
+#include "cuda/shrink/segments.cuh"
+#include "cuda/shrink/staged.cuh"
 #include "cuda/variant_ids.h"
 
 namespace {

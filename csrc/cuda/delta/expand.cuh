@@ -10,7 +10,7 @@
 #ifndef MOELORA_CUDA_DELTA_EXPAND_CUH
 #define MOELORA_CUDA_DELTA_EXPAND_CUH
 
-#include "cuda/adapters/delta_rows.cuh"
+#include "cuda/delta/rows.cuh"
 
 constexpr int kGroup = 32; // columns
 
@@ -59,12 +59,6 @@ template <class T, int COLUMNS>
 __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
                                               const float (&z)[COLUMNS]) {
   static_assert(COLUMNS == 4 || COLUMNS == 8, "one access of elements");
-  if (p.f32) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c += 4)
-      *(float4 *)((float *)p.out + at + c) = {z[c], z[c + 1], z[c + 2], z[c + 3]};
-    return;
-  }
   uint32_t words[COLUMNS / 2];
 #pragma unroll
   for (int c = 0; c < COLUMNS; c += 2)
@@ -344,9 +338,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     } else {
 #pragma unroll
       for (int c = 0; c < 8; c++)
-        if (c < count && p.f32)
-          ((float *)p.out)[at + c] = z[c];
-        else if (c < count)
+        if (c < count)
           ((T *)p.out)[at + c] = Element<T>::round(z[c]);
     }
   }

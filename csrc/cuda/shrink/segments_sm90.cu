@@ -1,4 +1,4 @@
-/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in shrink.cu.
+/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in blocks.cu.
  *
  *   TMA warp        A(0) A(1) A(2)  ...   rows of A of k step i
  *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, wherever they lie
@@ -8,17 +8,20 @@
  * of depth. Two consumer warpgroups multiply by wgmma, tokens as operand A, columns of A as operand
  * B: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on. Rows that an item
  * does not have hold anything: their accumulators are not stored and reach no other row. So the
- * third 64 tokens may end among the rows of A. */
+ * third 64 tokens may end among the rows of A.
+ *
+ * Every `span` of depth sums begin anew and are added up in that order, as those of
+ * shrink/product.cuh are. 128 columns leave registers for that with 128 tokens. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/adapters/shrink_segments.cuh"
+#include "cuda/shrink/segments.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/variant_ids.h"
 
 template <int RANKS_> struct ShrinkShape {
-  static constexpr int TOKENS = 160, RANKS = RANKS_;
+  static constexpr int TOKENS = RANKS_ == 128 ? 128 : 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
@@ -223,64 +226,77 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
 /* TILES tiles of 64 tokens of an item, whose first stage is at hand, by N columns. */
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
-                                              const SegmentItem &item, int columns,
+                                              const SegmentItem &item, int columns, int span,
                                               ShrinkContext<S> &warp, int consumer) {
-  // Clear the accumulators.
-  float rAcc[TILES][N / 2];
+  float rAcc[TILES][N / 2], rSum[TILES][N / 2]; // of a span, of those before
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
-    rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
+    rSum[i / (N / 2)][i % (N / 2)] = 0.f;
 
-  // The k steps.
-  int previous = 0;
 #pragma unroll 1
-  for (int k = 0; k < s.tokens.k; k += kDepth) {
-    // Wait for the stage.
-    warp.wait_full();
-    fence_async_proxy(); // cp.async wrote sX through the generic proxy
-
-    // Issue the wgmmas.
-    wgmma_fence();
-    const uint64_t a = wgmma_descriptor(warp.sX() + consumer * kM64Bytes);
-    const uint64_t b = wgmma_descriptor(warp.sA());
+  for (int begin = 0; begin < s.tokens.k; begin += span) {
+    // Clear the accumulators.
 #pragma unroll
-    for (int k16 = 0; k16 < 4; k16++)
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
-                                                    b + 2 * k16);
-    wgmma_commit();
+    for (int i = 0; i < TILES * N / 2; i++)
+      rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
 
-    // The wgmmas of the step before are done: release its stage.
-    wgmma_wait<1>();
-    if (k > 0)
-      warp.release(previous);
-    previous = warp.stage;
-    warp.advance();
+    // The k steps.
+    const int end = min(begin + span, s.tokens.k);
+    int previous = 0;
+#pragma unroll 1
+    for (int k = begin; k < end; k += kDepth) {
+      // Wait for the stage.
+      warp.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+      // Issue the wgmmas.
+      wgmma_fence();
+      const uint64_t a = wgmma_descriptor(warp.sX() + consumer * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(warp.sA());
+#pragma unroll
+      for (int k16 = 0; k16 < 4; k16++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+          Wgmma<N>::template mma<Element<T>::is_bf16>(
+              rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16, b + 2 * k16);
+      wgmma_commit();
+
+      // The wgmmas of the step before are done: release its stage.
+      wgmma_wait<1>();
+      if (k > begin)
+        warp.release(previous);
+      previous = warp.stage;
+      warp.advance();
+    }
+    wgmma_wait<0>();
+    warp.release(previous);
+#pragma unroll
+    for (int i = 0; i < TILES * N / 2; i++)
+      rSum[i / (N / 2)][i % (N / 2)] += rAcc[i / (N / 2)][i % (N / 2)];
   }
-  wgmma_wait<0>();
-  warp.release(previous);
 
   // Scale, round and store.
 #pragma unroll
   for (int i = 0; i < TILES; i++)
-    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rAcc[i]);
+    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rSum[i]);
 }
 
 /* An item, with the narrowest N from N on that holds its columns. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
-                                             const SegmentItem &item, int columns,
+                                             const SegmentItem &item, int columns, int span,
                                              ShrinkContext<S> &warp, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(s, item, columns, warp, consumer);
+      return consume_item<S, T, 2 * N>(s, item, columns, span, warp, consumer);
   }
   const int tiles = (item.tokens - 64 * consumer + 127) / 128;
-  if (tiles == 2)
-    return consume_tiles<S, T, N, 2>(s, item, columns, warp, consumer);
+  if constexpr (S::TOKENS > 128) {
+    if (tiles == 2)
+      return consume_tiles<S, T, N, 2>(s, item, columns, span, warp, consumer);
+  }
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(s, item, columns, warp, consumer);
+    return consume_tiles<S, T, N, 1>(s, item, columns, span, warp, consumer);
   for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
     warp.wait_full();
     warp.release(warp.stage);
@@ -289,21 +305,21 @@ __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const moelora_shrink_launch &s, ShrinkContext<S> warp,
-                                        int consumer) {
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, int span,
+                                        ShrinkContext<S> warp, int consumer) {
   for (;;) {
     warp.wait_full();
     const SegmentItem item = warp.read_header();
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), warp, consumer);
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), span, warp, consumer);
   }
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(S::THREADS, 1)
     shrink_sm90(const __grid_constant__ ShrinkMaps maps,
-                const __grid_constant__ moelora_shrink_launch s) {
+                const __grid_constant__ moelora_shrink_launch s, int span) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
@@ -319,7 +335,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     warpgroup_reg_alloc<192>();
     wait_for_previous_kernel();
     start_next_kernel();
-    consume<S, T>(s, warp, warpgroup - 1);
+    consume<S, T>(s, span, warp, warpgroup - 1);
   }
 #endif
 }
@@ -347,12 +363,12 @@ template <class T, int RANKS>
 moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
                       const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
-  static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
+  static_assert(S::TOKENS <= 128 || S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED_BYTES + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
   ShrinkMaps maps = {};
   MOELORA_TRY(map_factors(&s, Element<T>::is_bf16, &maps));
   return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED_BYTES,
-                                          exec, maps, s);
+                                          exec, maps, s, plan.span);
 }
 
 } // namespace

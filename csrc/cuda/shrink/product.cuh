@@ -2,30 +2,27 @@
  *
  * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
  * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
- * depth the elements 8 (t%4) to 8 (t%4) + 7: the first four are what the instruction calls columns
- * 2 (t%4), 2 (t%4) + 1, 2 (t%4) + 8 and 2 (t%4) + 9, the others those of a second one. The order
- * within the depth is the same on both sides, so that the sum is over the same products. Rows of A
- * or tokens that are not there repeat the last ones: their sums reach no other row, and nobody
- * stores them.
+ * depth the elements 8 (t%4) to 8 (t%4) + 7; lanes exchange what makes two products of 16
+ * neighbours of that, as those of all kernels are. Rows of A or tokens that are not there repeat
+ * the last ones: their sums reach no other row, and nobody stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
  * each a k-span of whole lines of 64, and what they found is added up in that order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
-#include "cuda/adapters/factors.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/launch/launch.h"
+#include "cuda/launch/warp.cuh"
 #include "cuda/ptx/mma.cuh"
 
 constexpr int kStep = 32, kLine = 64; // of depth
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 
-template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps,
-          int REGISTERS_ = kRegisters>
+template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_>
 struct Shape {
   static constexpr int RESIDENT = RESIDENT_; // warps of an SM
-  static constexpr int REGISTERS = REGISTERS_;
   static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
@@ -109,18 +106,18 @@ template <class T, class S, int M, int N> struct Rows {
 };
 
 /* The sums of a warp for 16 M columns of A from `column` on, nothing if that is behind the last,
- * and up to 8 N tokens, over the k-span that is number `span` of `spans`. `operands` finds both.
+ * and up to 8 N tokens, over k-span number `span` of the team's. `operands` finds both.
  * All threads come here. */
 template <class T, class S, bool VECTORS, int M, int N, class Operands>
 __device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,
-                                         int spans, Sums<S> &sums) {
+                                         Sums<S> &sums) {
   constexpr int LOADS = 2 * M + N;
-  constexpr int FIT = (S::REGISTERS - 4 * M * N - 2 * LOADS) / (4 * LOADS);
+  constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
   constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int columns = operands.columns();
   float d[M][N][4] = {};
-  const int share = ceil_divide(ceil_divide(depth, kLine), spans) * kLine;
+  const int share = ceil_divide(ceil_divide(depth, kLine), S::DEPTHS) * kLine;
   const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
     const int k = begin + lane % 4 * 8;
@@ -141,8 +138,12 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
 #pragma unroll
       for (int slot = 0; slot < STEPS; slot++) {
 #pragma unroll
+        for (int n = 0; n < N; n++)
+          x[slot][n] = neighbors_16(x[slot][n]);
+#pragma unroll
         for (int m = 0; m < M; m++) {
-          const uint4 low = a[slot][2 * m], high = a[slot][2 * m + 1];
+          const uint4 low = neighbors_16(a[slot][2 * m]),
+                      high = neighbors_16(a[slot][2 * m + 1]);
           const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
           const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
@@ -173,12 +174,12 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
 /* multiply() for `tokens` of them, as few n8 tiles as hold them. */
 template <class T, class S, bool VECTORS, int M, class Operands>
 __device__ __forceinline__ void multiply_tokens(int tokens, const Operands &operands, int column,
-                                                int depth, int span, int spans, Sums<S> &sums) {
+                                                int depth, int span, Sums<S> &sums) {
   switch (ceil_divide(tokens, 8)) {
 #define MOELORA_TOKENS(N)                                                                          \
   case N:                                                                                          \
     if constexpr (8 * N <= S::TOKENS)                                                              \
-      multiply<T, S, VECTORS, M, N>(operands, column, depth, span, spans, sums);                   \
+      multiply<T, S, VECTORS, M, N>(operands, column, depth, span, sums);                          \
     break
     MOELORA_TOKENS(1);
     MOELORA_TOKENS(2);

@@ -4,15 +4,10 @@
  * slice, each slice as many as its true rank rounded up to 16. The CTAs that share a window take
  * its items in turn.
  *
- * Where a long depth would leave CTAs idle, clusters of `splits` of them take an item, each a part
- * of the depth: a CTA adds up what its own warps found, then all of them read each other's sums, in
- * the order of the depth, of the columns that they store. How the depth is shared depends on sizes
- * alone.
- *
- * Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu. */
-#include "cuda/adapters/delta_rows.cuh"
+ * Long segments of large batches are for segments.cu and segments_sm90.cu. */
+#include "cuda/delta/rows.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/adapters/shrink_splits.cuh"
+#include "cuda/shrink/product.cuh"
 #include "cuda/variant_ids.h"
 
 namespace {
@@ -21,7 +16,7 @@ template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most
 
 struct DeltaShrinkParams {
   delta_shrink s;
-  int32_t part, splits, shares;
+  int32_t part, shares;
 };
 
 /* Columns of A from `first` on, as many as an item takes, of rows [low, high) of a window. */
@@ -139,26 +134,20 @@ __device__ __forceinline__ void store(const DeltaShrinkParams &p, const ShrinkIt
   const delta_shrink &s = p.s;
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
-  const int splits = num_splits(p.splits), split = own_split();
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * RANK_VECTORS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
-  if (splits > 1)
-    share_sums<S>(shared.sums, item.high - item.low, thread);
-  for (int i = split * S::THREADS + thread; i < count; i += splits * S::THREADS) {
+  for (int i = thread; i < count; i += S::THREADS) {
     const int token = i / RANK_VECTORS, column = i % RANK_VECTORS * 8;
     const int slice = (item.first + column) / width, r = (item.first + column) % width;
     if (slice >= s.lora.num_slices)
       continue;
     float sum[8] = {};
-    add_splits<S>(sum, shared.sums, token, column, splits);
+    add_spans<S>(sum, shared.sums, token, column);
     store_ranks(row_of_xa<T>(s, shared.window.row[item.low + token], slice),
                 round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.xa_vectors);
   }
-  if (splits > 1)
-    sync_cluster(); // nobody reads these sums any more
-  if (split == 0)
-    clear_ranks<T, S::THREADS>(s, item, shared.window.row);
+  clear_ranks<T, S::THREADS>(s, item, shared.window.row);
 }
 
 template <class T, class S, bool VECTORS>
@@ -173,8 +162,8 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   shared.work_units = (int)count_windows(p.s.rows) * p.shares;
   WarpItem &own = shared.items[threadIdx.x / 32];
   const ShrinkItem &item = own.item;
-  for (WorkCursor at = {(int)blockIdx.x / num_splits(p.splits), 0};
-       at.work_unit < shared.work_units; at.work_unit += gridDim.x / num_splits(p.splits)) {
+  for (WorkCursor at = {(int)blockIdx.x, 0}; at.work_unit < shared.work_units;
+       at.work_unit += gridDim.x) {
     load_window<S::THREADS>(
         p.s.rows, at.work_unit / p.shares, shared.window,
         [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
@@ -193,8 +182,7 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
       multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low,
                                                WindowOperands<S>{p.s, shared.x, item},
                                                item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
-                                               own_split() * S::DEPTHS + warp % S::DEPTHS,
-                                               num_splits(p.splits) * S::DEPTHS, shared.sums);
+                                               warp % S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
       at = own.cursor; // not in registers meanwhile
       at.item += p.shares;
@@ -207,21 +195,12 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
 template <class T, class S, bool VECTORS>
 moelora_status launch(const delta_shrink &s, const moelora_shrink_plan &plan,
                       const moelora_exec *exec) {
-  DeltaShrinkParams p = {s, plan.part, plan.splits, plan.shares};
+  DeltaShrinkParams p = {s, plan.part, plan.shares};
   p.s.rows.window = plan.window;
-  constexpr auto kernel = shrink_rows<T, S, VECTORS>;
   constexpr size_t bytes = sizeof(DeltaShrinkShared<S>);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
-  switch (plan.splits) {
-  case 1:
-    return launch_kernel<kernel>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
-  case 2:
-    return launch_kernel<kernel, 2>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
-  case 3:
-    return launch_kernel<kernel, 3>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
-  default:
-    return launch_kernel<kernel, 4>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
-  }
+  return launch_kernel<shrink_rows<T, S, VECTORS>>("delta_shrink", plan.work, S::THREADS, bytes,
+                                                   exec, p);
 }
 
 /* What kernels of whole segments take. */

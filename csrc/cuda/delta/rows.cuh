@@ -11,8 +11,8 @@
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
 #include "cuda/align/align.cuh"
-#include "cuda/adapters/delta.h"
-#include "cuda/adapters/factors.cuh"
+#include "cuda/delta/delta.h"
+#include "cuda/launch/factors.cuh"
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
 
