@@ -1,14 +1,13 @@
-/* Which row of the table a projection or a layer runs. All rows are candidates, and every one but
- * the one to run has a reason against it:
+/* Selects the kernel of a projection or a layer. Every row of the table is a candidate; each one
+ * that is not selected has a reason:
  *
- *   it cannot run the problem, or not on this device                     misfit
- *   one launch for the whole layer is faster, or several are             keep_layer
- *   the instructions of the device's own family serve                    keep_newest
- *   on a GPU that was measured, another tile was the fastest there       keep_measured
- *   on others a model of the device finds another one faster             keep_fastest
+ *   it does not support the problem or the device                  moelora_tile_misfit
+ *   one launch for the whole layer is faster, or several are       keep_layer
+ *   the device has newer instructions                              keep_newest
+ *   measured GPU: another tile was fastest                         keep_measured
+ *   other GPUs: another tile is faster by the model (cost.c)       keep_fastest
  *
- * None of it depends on adapters: a base row must meet the same kernel whatever the batch carries.
- */
+ * Nothing here depends on adapters: a base row runs the same kernel whatever the batch carries. */
 #include "core/plan_tile.h"
 
 #include <math.h>
@@ -17,46 +16,45 @@
 #include "core/format.h"
 #include "core/log.h"
 
-/* ---- what was measured on an H200, for it and the GPUs of the same chip ---- */
+/* ---- measured on an H200; used for GPUs with the same chip ---- */
 
-/* The shape of a CUDA kernel that suits a load. */
+/* Tile of a CUDA kernel. */
 typedef struct shape {
   int32_t block, cluster;
 } shape;
 
-/* A shape for up to so many rows of an expert on average. */
+/* The tile for at most `rows` rows per expert on average. */
 typedef struct shape_bound {
   int64_t rows;
   shape shape;
 } shape_bound;
 
-/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, needs room
- * above the average to keep nearly every expert together, so that its weights are read once. The
- * bounds are where the times of two neighbours cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B,
- * DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
+/* By the average rows per expert. Routing is uneven: a block, or a cluster of blocks, needs room
+ * above the average to hold nearly every expert, so that its weights are read once. The bounds are
+ * where the times of two neighbors cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite;
+ * `python -m moelora tune` measures another GPU). */
 static const shape_bound native_shapes[] = {
-    {8, {16, 1}},          /* nothing but weights moves */
-    {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
-    {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
-    {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
-    {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
-    {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
+    {8, {16, 1}},          /* bound by reading the weights */
+    {26, {32, 1}},         /* reading a few experts twice costs less than wider instructions */
+    {44, {64, 1}},         /* Hopper uses 96: two CTAs of 64 tokens per SM were slower */
+    {80, {96, 1}},         /* the largest tile with two CTAs per SM */
+    {116, {128, 1}},       /* products begin to matter: x is read once for 256 weight rows */
+    {INT64_MAX, {144, 2}}, /* bound by products: multicast shares the weights */
 };
 
-/* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
- * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144
- * tokens nearly every expert of 128 rows on average has one block, and one of 256 has two. */
-static const shape_bound quantised_shapes[] = {
+/* Quantized weights are dequantized again for each block: that is the cost of an expert in two
+ * blocks, and it exceeds that of wider instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B).
+ * With 144 tokens nearly every expert fits one block at 128 rows on average, two at 256. */
+static const shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
 
-/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
- * accumulator and scales leave no room for more than 96 tokens. Where these are operand A, 128 take
- * a fifth less time, but come 64 at a time and leave more to be done behind a tile's depth: that
- * pays where one tile holds most experts, whatever few rows others have beyond, or two tiles of 96
- * no longer hold nearly every expert. Where they do, they share what they read of its weights. Of
- * 32 tokens an expert on average some have more. */
+/* FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): weight-major tiles have registers for at most 96
+ * tokens, because of the second accumulator and the scales. Token-major tiles of 128 are faster,
+ * but take tokens 64 at a time and have a longer epilogue: they pay where one tile holds most
+ * experts, or where two tiles of 96 no longer hold nearly every expert. Two tiles of 96 in a
+ * cluster share the weights that they read. */
 static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
@@ -67,13 +65,13 @@ static shape measured_shape(int64_t rows, const moelora_access *access) {
       moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
   const shape_bound *bound = native                                   ? native_shapes
                              : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
-                                                                      : quantised_shapes;
+                                                                      : quantized_shapes;
   while (rows > bound->rows)
     bound++;
   return bound->shape;
 }
 
-/* Nearest to the wanted block, a larger one before a smaller one; of these the wanted cluster. */
+/* Nearest to the wanted block size, larger before smaller; among equals the wanted cluster. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
   const int32_t candidate = v->block_m, known = best->block_m;
   if (candidate == known)
@@ -83,7 +81,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   return candidate >= want.block ? candidate < known : candidate > known;
 }
 
-/* ---- what a row can run ---- */
+/* ---- what a row supports ---- */
 
 const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
                                               moelora_kernel_format format,
@@ -99,14 +97,14 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Results of a layer lie as its kernels like them. The largest of Hopper know no others: those that
- * share weights in a cluster, and those that make weights in registers. */
+/* A layer chooses the layout of its results. The largest Hopper kernels support no other layout:
+ * those that share weights in a cluster, and those that dequantize into registers. */
 static bool takes_any_output(const moelora_variant *v) {
   return v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128);
 }
 
-/* Hopper's kernels count all 16 bytes of an x that they gather in 32 bits, portable ones the
- * elements from row to row. */
+/* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row
+ * stride in 32 bits. */
 static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;
@@ -140,21 +138,21 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
              : "something allows no 16-byte accesses";
 }
 
-/* ---- which of those that can ---- */
+/* ---- selection ---- */
 
 typedef struct tile_list {
   moelora_tile *tiles;
   int32_t count;
 } tile_list;
 
-/* Strikes out all but `best`. */
+/* Rejects all tiles but `best`. */
 static void keep(tile_list list, const moelora_tile *best, const char *why_not) {
   for (moelora_tile *t = list.tiles; best && t < list.tiles + list.count; t++)
     if (!t->why_not && t != best)
       t->why_not = why_not;
 }
 
-/* For few tokens the whole layer, as the first row says that takes it. */
+/* For few tokens the first row that runs the whole layer. */
 static void keep_layer(tile_list list, bool few) {
   const moelora_tile *layer = NULL;
   for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
@@ -168,7 +166,7 @@ static void keep_layer(tile_list list, bool few) {
   keep(list, layer, "one launch for the whole layer is faster");
 }
 
-/* The newest instruction set, or the GPU's own family. */
+/* The newest instruction set of a CPU, or the GPU's own family. */
 static void keep_newest(tile_list list) {
   int32_t newest = -1;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
@@ -184,12 +182,11 @@ static void keep_measured(tile_list list, shape want) {
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
     if (!t->why_not && (!best || is_nearer(t->variant, best->variant, want)))
       best = t;
-  keep(list, best, "another tile was measured to be faster");
+  keep(list, best, "another tile was measured faster");
 }
 
-/* Of tiles whose times are so near to each other the model says nothing. The smallest one that
- * holds an average expert leaves registers and the fewest products with padding; beyond, the
- * largest reads the least. */
+/* The model does not separate times within this factor. Among such tiles the smallest one that
+ * holds an average expert has the least padding; if none holds it, the largest one reads least. */
 #define ALIKE 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {
@@ -205,12 +202,11 @@ static void keep_fastest(tile_list list, int64_t rows) {
     if (!best || is_nearer(t->variant, best->variant, average))
       best = t;
   }
-  keep(list, best, "the model of the device finds another tile faster");
+  keep(list, best, "another tile is faster by the model of the device");
 }
 
-/* Of a layer, as long as w2 takes on average beside w13. */
-static double model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
-                       const moelora_device_info *device) {
+double moelora_model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
+                        const moelora_device_info *device) {
   if (v->device == MOELORA_CPU || v->role != MOELORA_ROLE_GEMM)
     return 0;
   const double ns = moelora_tile_ns(v, (double)rows, device);
@@ -225,26 +221,27 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
                            moelora_tile tiles[MOELORA_MOST_TILES]) {
   tile_list list = {tiles, 0};
   const moelora_variant *v;
-  for (int32_t i = 0; (v = moelora_variant_at(i)) && list.count < MOELORA_MOST_TILES; i++) {
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->dtype != dtype || v->device != device->device ||
         (v->role != MOELORA_ROLE_LAYER && v->role != MOELORA_ROLE_GEMM))
       continue;
     moelora_tile *t = &tiles[list.count++];
-    *t = (moelora_tile){.variant = v,
-                        .why_not = moelora_variant_runs_on(v, device)
-                                       ? moelora_tile_misfit(v, access, device)
-                                       : "it does not run on this device"};
-    if (!t->why_not)
-      t->ns = model_ns(v, rows, access, device);
+    *t = (moelora_tile){v, moelora_tile_misfit(v, access, device), 0};
+    if (!t->why_not && !moelora_variant_runs_on(v, device))
+      t->why_not = "it does not run on this device";
   }
   keep_layer(list, access->few);
   keep_newest(list);
   if (device->device == MOELORA_CPU)
     return list.count; /* a row for each instruction set */
-  if (moelora_is_measured(device))
+  if (moelora_is_measured(device)) {
     keep_measured(list, measured_shape(rows, access));
-  else
-    keep_fastest(list, rows);
+    return list.count;
+  }
+  for (moelora_tile *t = tiles; t < tiles + list.count; t++)
+    if (!t->why_not)
+      t->ns = moelora_model_ns(t->variant, rows, access, device);
+  keep_fastest(list, rows);
   return list.count;
 }
 
@@ -257,7 +254,7 @@ const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
   for (int32_t i = 0; i < count; i++) {
     if (!tiles[i].why_not)
       chosen = tiles[i].variant;
-    if (tiles[i].ns > 0 && !moelora_is_measured(device) && moelora_log() >= MOELORA_LOG_PLAN)
+    if (tiles[i].ns > 0 && moelora_log() >= MOELORA_LOG_PLAN)
       fprintf(stderr, "moelora:   tile %s: %.4f ns for 1000 weights%s%s\n", tiles[i].variant->name,
               tiles[i].ns, tiles[i].why_not ? ", " : "", tiles[i].why_not ? tiles[i].why_not : "");
   }

@@ -1,12 +1,11 @@
-/* The choice of a kernel for a projection or a layer: what it depends on, and every row of the
- * table beside that. */
+/* Selection of the kernel of a projection or a layer: what it depends on, and its candidates. */
 #ifndef MOELORA_CORE_PLAN_TILE_H
 #define MOELORA_CORE_PLAN_TILE_H
 
 #include "core/plan.h"
 
-/* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
- * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
+/* What a problem permits, by shapes, strides and pointers of everything but adapters: 16-byte
+ * accesses, TMA boxes of 64 weight rows, the whole layer in one launch. */
 typedef struct moelora_access {
   bool vectors, tma, decode;
   bool few;       /* tokens and rows, so that one launch is better than several */
@@ -18,41 +17,45 @@ typedef struct moelora_access {
   bool halves; /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
 } moelora_access;
 
-/* A row of the table beside a problem. */
+/* A row of the table as a candidate for a problem. */
 typedef struct moelora_tile {
   const moelora_variant *variant;
-  const char *why_not; /* it is not the one to run; NULL: it is */
-  double ns;           /* of 1000 weights by the model of the device; 0: it does not serve */
+  const char *why_not; /* it is not selected; NULL: it is */
+  double ns;           /* moelora_model_ns, if that decides; else 0 */
 } moelora_tile;
 
-enum { MOELORA_MOST_TILES = 160 };
+/* variants.c asserts that the table has no more rows. */
+enum { MOELORA_MOST_TILES = 384 };
 
-/* plan_tile.c: all rows of `dtype` that are projections or layers, of which at most one has no
- * reason against it, where an expert has `rows` rows on average; how many these are. */
+/* plan_tile.c: fills `tiles` with all rows of `dtype` for projections and layers, for `rows` rows
+ * per expert on average, and returns how many there are. At most one of them is selected. */
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MOST_TILES]);
-/* That one; NULL: none serves. */
+/* The selected one; NULL: no row supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);
-/* Why a row cannot run a problem; NULL: it can. */
+/* How long a row takes for 1000 weights by the model of the device, with `rows` rows per expert on
+ * average, in nanoseconds; for a layer the mean of both projections. 0: it is not modeled. */
+double moelora_model_ns(const moelora_variant *variant, int64_t rows, const moelora_access *access,
+                        const moelora_device_info *device);
+/* Why a row does not support a problem; NULL: it does. */
 const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_access *access,
                                 const moelora_device_info *device);
-/* The row that differs from `variant` in nothing but the weight format, and runs on the device;
- * NULL: there is none. */
+/* The row that differs from `variant` in the weight format only, and runs on the device; NULL:
+ * there is none. */
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
 
-/* cost.c: the measured choices are those of this GPU. */
+/* cost.c: the measured tables apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
-/* cost.c: nanoseconds that 1000 weights of an expert of so many rows on average take, by a row of a
- * projection. */
+/* cost.c: the same for one projection. */
 double moelora_tile_ns(const moelora_variant *variant, double rows,
                        const moelora_device_info *device);
 
-/* family.c: what the stages of a projection's kernel keep in shared memory. */
+/* family.c: shared memory of the stages of a projection's kernel. */
 int32_t moelora_pipeline_bytes(const moelora_variant *variant);
 
 #endif
