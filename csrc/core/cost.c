@@ -1,24 +1,23 @@
-/* Cost models of plans: estimated times, in nanoseconds on the current device.
+/* The costs that plans compare, in nanoseconds on the device.
  *
- * A launch takes about as long on any GPU, and bytes take as long as its memory needs. On GPUs
- * whose choices were measured, the model uses the figures of that measurement, whatever the driver
- * reports.
+ * Where two plans differ in bytes moved and in launches, a launch takes about the same time on any
+ * GPU, and bytes take the time of its memory. On measured GPUs the bandwidth is the one that their
+ * tables were measured with, whatever the driver reports.
  *
- * A tile of a projection has five bounds: memory, L2, tensor cores, shared memory, and
- * dequantization. The longest hides most of the others; more so if more warps in other phases
- * share the SM. Times are only comparable with each other, and do not predict the time of a whole
- * kernel. */
+ * The time of a projection's tile follows from five resources: memory, L2, tensor cores, shared
+ * memory, and the ALUs that dequantize. The slowest hides most of the others, more of them where
+ * several CTAs share an SM. The times rank tiles; they do not predict the time of a kernel. */
 #include <math.h>
 
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-/* Of bytes that kernels move, in use: less than the peak. */
+/* Attained bandwidth: less than the peak. */
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* H200, and H200 with MOELORA_MAX_CC=80, with which the portable kernels were measured. Other GPUs
- * with the same chip, H100 and GH200, share its choices until they are measured. */
+/* H200, and H200 with MOELORA_MAX_CC=80, on which the portable kernels were measured. H100 and
+ * GH200 have the same chip, and its tables until they are measured. */
 static const struct {
   int32_t compute_capability, num_units;
   double bytes_per_ns;
@@ -47,37 +46,36 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
 
 /* ---- tile of a projection ---- */
 
-/* Throughput of an SM per clock. Tensor core figures are dense 16-bit products from the data
- * sheets. The others, and the attainable shares, are fitted to measurements on an H200
- * (tests/test_plan_tiles.py counts the agreement). */
-#define L2_BYTES 20.7      /* of operands */
-#define SHARED_BYTES 116.  /* of a peak of 128 */
+/* Rates of one SM per clock. Tensor core peaks are dense 16-bit rates from the data sheets; the
+ * other figures are fitted to the measured tables of an H200 (tests/plans/test_plan_tiles.py counts
+ * how often model and tables agree). */
+#define L2_BYTES 20.7
+#define SHARED_BYTES 116.  /* the peak is 128 */
 #define DEQUANTIZED 25.    /* weights */
-#define TENSOR_SHARE 0.81  /* of the peak, with wgmma */
-#define MMA_SYNC_SHARE 0.5 /* with mma.sync on GPUs with newer instructions */
-#define FP8_RATE 1.6       /* relative to 16 bits, including promotion */
-#define UNHIDDEN 0.5       /* unhidden share of the other bounds, with one resident CTA */
+#define TENSOR_SHARE 0.81  /* of the peak, wgmma; mma.sync on GPUs that have nothing newer */
+#define MMA_SYNC_SHARE 0.5 /* mma.sync elsewhere */
+#define FP8_RATE 1.6       /* relative to 16 bits, with promotion of partial sums */
+#define UNHIDDEN 0.5       /* share of the faster resources that one resident CTA does not hide */
 #define USUAL_MHZ 1830.
 
 static double tensor_flops(const moelora_variant *v, const moelora_device_info *device) {
   const int32_t capability = device->compute_capability;
   const double fp8 = v->needs == MOELORA_SM90 && moelora_is_e4m3_kernel(v->format) ? FP8_RATE : 1;
-  if (capability >= 90 &&
-      capability < 120) /* there are no kernels for Blackwell's own instructions */
+  if (capability >= 90 && capability < 120) /* no kernels for Blackwell's own instructions */
     return 4096 * (v->needs == MOELORA_SM90 ? fp8 * TENSOR_SHARE : MMA_SYNC_SHARE);
   return TENSOR_SHARE * (capability == 80 ? 2048 : 1024);
 }
 
-/* Latency hiding on an SM. Hopper kernels: two CTAs if tiles have 128 weight rows and shared
- * memory holds both, with 2 KiB besides the stages of each. Portable kernels: eight warps, or
- * enough stages. */
+/* CTAs per SM that hide each other's latency. Hopper kernels: two with 128 weight rows, if shared
+ * memory holds both, with 2 KiB each besides their stages. Portable kernels count as two: their
+ * eight warps are in one CTA or in two. */
 static double resident(const moelora_variant *v, const moelora_device_info *device) {
   const bool fit = 2 * (moelora_pipeline_bytes(v) + 2048) <= device->shared_bytes + 1024;
   return v->needs != MOELORA_SM90 || (moelora_shares_sm(v->block_n) && fit) ? 2 : 1;
 }
 
-/* Expected number of blocks of an expert with `rows` rows on average: sum over j of the
- * probability of more than j block_m rows, for a Poisson distribution. */
+/* Expected blocks of an expert with `rows` rows on average, Poisson distributed: the sum over j of
+ * the probability of more than j * block rows. */
 static double expected_blocks(double rows, double block) {
   const double deviation = sqrt(rows);
   double blocks = 1;
@@ -88,8 +86,8 @@ static double expected_blocks(double rows, double block) {
   return blocks;
 }
 
-/* Expected number of rows that a block multiplies: kernels select the smallest width that holds
- * its rows, starting at half of block_m, in steps of 16, or 64 if tokens are operand A. */
+/* Rows that a block multiplies: kernels use the narrowest width for its rows, from half of block_m
+ * in steps of 16, or of 64 if token-major. */
 static double expected_width(const moelora_variant *v, double rows_of_block) {
   const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
   const double step = first ? 64 : 16;
@@ -112,7 +110,7 @@ double moelora_tile_ns(const moelora_variant *v, double rows, const moelora_devi
       moelora_memory_ns(device, weight),
       (blocks * weight / v->cluster + products * x / v->block_n) / (L2_BYTES * clocks),
       2 * products / (tensor_flops(v, device) * clocks),
-      /* each row of x reads 64 weight rows, and vice versa */
+      /* an instruction reads 64 weight rows for its tokens, and these for the weight rows */
       ((native || fp8_x ? blocks * weight : 0) + products * x / 64) / (SHARED_BYTES * clocks),
       native || fp8_x ? 0 : blocks / (DEQUANTIZED * clocks),
   };

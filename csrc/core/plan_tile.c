@@ -1,13 +1,13 @@
-/* Selects the table row of a projection or a layer. All rows are candidates; each one but the
- * selected row gets a reason against it:
+/* Selects the kernel of a projection or a layer. Every row of the table is a candidate; each one
+ * that is not selected has a reason:
  *
- *   it does not support the problem or the device                        misfit
- *   a single launch for the whole layer is faster, or several are        keep_layer
- *   the instructions of the device's own family are preferred            keep_newest
- *   on a measured GPU, another tile was the fastest                      keep_measured
- *   on other GPUs, the cost model prefers another one                    keep_fastest
+ *   it does not support the problem or the device                  moelora_tile_misfit
+ *   one launch for the whole layer is faster, or several are       keep_layer
+ *   the device has newer instructions                              keep_newest
+ *   measured GPU: another tile was fastest                         keep_measured
+ *   other GPUs: another tile is faster by the model (cost.c)       keep_fastest
  *
- * Independent of adapters: a base row must use the same kernel whatever the batch carries. */
+ * Nothing here depends on adapters: a base row runs the same kernel whatever the batch carries. */
 #include "core/plan_tile.h"
 
 #include <math.h>
@@ -16,46 +16,45 @@
 #include "core/format.h"
 #include "core/log.h"
 
-/* ---- measured on an H200, used for GPUs with the same chip ---- */
+/* ---- measured on an H200; used for GPUs with the same chip ---- */
 
-/* Shape of the CUDA kernel that suits a load. */
+/* Tile of a CUDA kernel. */
 typedef struct shape {
   int32_t block, cluster;
 } shape;
 
-/* Shape for experts with up to `rows` rows on average. */
+/* The tile for at most `rows` rows per expert on average. */
 typedef struct shape_bound {
   int64_t rows;
   shape shape;
 } shape_bound;
 
-/* Shapes by average number of rows per expert. Routing is uneven: a block, or a cluster of blocks,
- * needs room above the average to hold nearly every expert whole, so that its weights are read
- * once. Bounds are the crossing points of neighboring shapes on an H200 (Qwen3-30B-A3B,
- * Mixtral-8x7B, DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
+/* By the average rows per expert. Routing is uneven: a block, or a cluster of blocks, needs room
+ * above the average to hold nearly every expert, so that its weights are read once. The bounds are
+ * where the times of two neighbors cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite;
+ * `python -m moelora tune` measures another GPU). */
 static const shape_bound native_shapes[] = {
-    {8, {16, 1}}, /* bound by weights alone */
-    {26,
-     {32, 1}}, /* reading the weights of a few experts twice costs less than wider instructions */
-    {44, {64, 1}},         /* 96 on Hopper: two CTAs of 64 per SM were slower */
+    {8, {16, 1}},          /* bound by reading the weights */
+    {26, {32, 1}},         /* reading a few experts twice costs less than wider instructions */
+    {44, {64, 1}},         /* Hopper uses 96: two CTAs of 64 tokens per SM were slower */
     {80, {96, 1}},         /* the largest tile with two CTAs per SM */
-    {116, {128, 1}},       /* products begin to matter: 256 weight rows per read of x */
-    {INT64_MAX, {144, 2}}, /* bound by products: multicast of weights */
+    {116, {128, 1}},       /* products begin to matter: x is read once for 256 weight rows */
+    {INT64_MAX, {144, 2}}, /* bound by products: multicast shares the weights */
 };
 
-/* 4-bit weights are dequantized again for each block, so that splitting an expert into two blocks
- * costs more than wider instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens,
- * nearly every expert with 128 rows on average fits one block, with 256 rows two. */
-static const shape_bound quantised_shapes[] = {
+/* Quantized weights are dequantized again for each block: that is the cost of an expert in two
+ * blocks, and it exceeds that of wider instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B).
+ * With 144 tokens nearly every expert fits one block at 128 rows on average, two at 256. */
+static const shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
 
-/* FP8 weights and tokens (Qwen3-30B-A3B, Mixtral). With weights as operand A, the second
- * accumulator and the scales leave registers for at most 96 tokens. With tokens as operand A,
- * tiles of 128 are faster per token, but M is a multiple of 64 and the epilogue is longer: they
- * pay if one tile holds most experts, even if the others have a few more rows, or if two tiles of
- * 96 no longer hold nearly every expert. If they do, the two share the reads of its weights. */
+/* FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): weight-major tiles have registers for at most 96
+ * tokens, because of the second accumulator and the scales. Token-major tiles of 128 are faster,
+ * but take tokens 64 at a time and have a longer epilogue: they pay where one tile holds most
+ * experts, or where two tiles of 96 no longer hold nearly every expert. Two tiles of 96 in a
+ * cluster share the weights that they read. */
 static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
@@ -66,14 +65,13 @@ static shape measured_shape(int64_t rows, const moelora_access *access) {
       moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
   const shape_bound *bound = native                                   ? native_shapes
                              : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
-                                                                      : quantised_shapes;
+                                                                      : quantized_shapes;
   while (rows > bound->rows)
     bound++;
   return bound->shape;
 }
 
-/* Prefers the block nearest to the wanted one, a larger before a smaller; then the wanted cluster
- * size. */
+/* Nearest to the wanted block size, larger before smaller; among equals the wanted cluster. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
   const int32_t candidate = v->block_m, known = best->block_m;
   if (candidate == known)
@@ -83,7 +81,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   return candidate >= want.block ? candidate < known : candidate > known;
 }
 
-/* ---- requirements of a row ---- */
+/* ---- what a row supports ---- */
 
 const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
                                               moelora_kernel_format format,
@@ -99,14 +97,14 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Layers store results in the layout of their kernels. The largest Hopper kernels support no other
- * layout: those that multicast weights in a cluster, and those that dequantize. */
+/* A layer chooses the layout of its results. The largest Hopper kernels support no other layout:
+ * those that share weights in a cluster, and those that dequantize into registers. */
 static bool takes_any_output(const moelora_variant *v) {
   return v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128);
 }
 
-/* Hopper kernels index the 16-byte chunks of a gathered x with 32 bits, portable ones the elements
- * between rows. */
+/* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row
+ * stride in 32 bits. */
 static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;
@@ -140,21 +138,21 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
              : "something allows no 16-byte accesses";
 }
 
-/* ---- selection among the supported rows ---- */
+/* ---- selection ---- */
 
 typedef struct tile_list {
   moelora_tile *tiles;
   int32_t count;
 } tile_list;
 
-/* Eliminates all but `best`. */
+/* Rejects all tiles but `best`. */
 static void keep(tile_list list, const moelora_tile *best, const char *why_not) {
   for (moelora_tile *t = list.tiles; best && t < list.tiles + list.count; t++)
     if (!t->why_not && t != best)
       t->why_not = why_not;
 }
 
-/* Few tokens: the single launch for the whole layer, if a row supports it. */
+/* For few tokens the first row that runs the whole layer. */
 static void keep_layer(tile_list list, bool few) {
   const moelora_tile *layer = NULL;
   for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
@@ -168,7 +166,7 @@ static void keep_layer(tile_list list, bool few) {
   keep(list, layer, "one launch for the whole layer is faster");
 }
 
-/* The newest instruction set, or the GPU's own family. */
+/* The newest instruction set of a CPU, or the GPU's own family. */
 static void keep_newest(tile_list list) {
   int32_t newest = -1;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
@@ -184,12 +182,11 @@ static void keep_measured(tile_list list, shape want) {
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
     if (!t->why_not && (!best || is_nearer(t->variant, best->variant, want)))
       best = t;
-  keep(list, best, "another tile was measured to be faster");
+  keep(list, best, "another tile was measured faster");
 }
 
-/* Differences below this ratio are insignificant. Among equals, the smallest tile that holds an
- * average expert leaves the most registers and the least padding; for larger experts, the largest
- * tile reads the least. */
+/* The model does not separate times within this factor. Among such tiles the smallest one that
+ * holds an average expert has the least padding; if none holds it, the largest one reads least. */
 #define ALIKE 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {
@@ -205,12 +202,11 @@ static void keep_fastest(tile_list list, int64_t rows) {
     if (!best || is_nearer(t->variant, best->variant, average))
       best = t;
   }
-  keep(list, best, "the model of the device finds another tile faster");
+  keep(list, best, "another tile is faster by the model of the device");
 }
 
-/* For a layer, the average over w2 and w13. */
-static double model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
-                       const moelora_device_info *device) {
+double moelora_model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
+                        const moelora_device_info *device) {
   if (v->device == MOELORA_CPU || v->role != MOELORA_ROLE_GEMM)
     return 0;
   const double ns = moelora_tile_ns(v, (double)rows, device);
@@ -225,26 +221,27 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
                            moelora_tile tiles[MOELORA_MOST_TILES]) {
   tile_list list = {tiles, 0};
   const moelora_variant *v;
-  for (int32_t i = 0; (v = moelora_variant_at(i)) && list.count < MOELORA_MOST_TILES; i++) {
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->dtype != dtype || v->device != device->device ||
         (v->role != MOELORA_ROLE_LAYER && v->role != MOELORA_ROLE_GEMM))
       continue;
     moelora_tile *t = &tiles[list.count++];
-    *t = (moelora_tile){.variant = v,
-                        .why_not = moelora_variant_runs_on(v, device)
-                                       ? moelora_tile_misfit(v, access, device)
-                                       : "it does not run on this device"};
-    if (!t->why_not)
-      t->ns = model_ns(v, rows, access, device);
+    *t = (moelora_tile){v, moelora_tile_misfit(v, access, device), 0};
+    if (!t->why_not && !moelora_variant_runs_on(v, device))
+      t->why_not = "it does not run on this device";
   }
   keep_layer(list, access->few);
   keep_newest(list);
   if (device->device == MOELORA_CPU)
-    return list.count; /* one row per instruction set */
-  if (moelora_is_measured(device))
+    return list.count; /* a row for each instruction set */
+  if (moelora_is_measured(device)) {
     keep_measured(list, measured_shape(rows, access));
-  else
-    keep_fastest(list, rows);
+    return list.count;
+  }
+  for (moelora_tile *t = tiles; t < tiles + list.count; t++)
+    if (!t->why_not)
+      t->ns = moelora_model_ns(t->variant, rows, access, device);
+  keep_fastest(list, rows);
   return list.count;
 }
 
@@ -257,7 +254,7 @@ const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
   for (int32_t i = 0; i < count; i++) {
     if (!tiles[i].why_not)
       chosen = tiles[i].variant;
-    if (tiles[i].ns > 0 && !moelora_is_measured(device) && moelora_log() >= MOELORA_LOG_PLAN)
+    if (tiles[i].ns > 0 && moelora_log() >= MOELORA_LOG_PLAN)
       fprintf(stderr, "moelora:   tile %s: %.4f ns for 1000 weights%s%s\n", tiles[i].variant->name,
               tiles[i].ns, tiles[i].why_not ? ", " : "", tiles[i].why_not ? tiles[i].why_not : "");
   }

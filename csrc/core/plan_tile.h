@@ -1,12 +1,11 @@
-/* Selection of a kernel for a projection or a layer: its inputs, and the verdict on every row of
- * the table. */
+/* Selection of the kernel of a projection or a layer: what it depends on, and its candidates. */
 #ifndef MOELORA_CORE_PLAN_TILE_H
 #define MOELORA_CORE_PLAN_TILE_H
 
 #include "core/plan.h"
 
-/* Kernel features that a problem allows, from shapes, strides and pointers of everything but
- * adapters: 16-byte accesses, TMA boxes of 64 weight rows, the whole layer in a single launch. */
+/* What a problem permits, by shapes, strides and pointers of everything but adapters: 16-byte
+ * accesses, TMA boxes of 64 weight rows, the whole layer in one launch. */
 typedef struct moelora_access {
   bool vectors, tma, decode;
   bool few;       /* few enough tokens and rows that a single launch is faster */
@@ -18,36 +17,41 @@ typedef struct moelora_access {
   bool halves; /* FP8 scales of 64 elements of K, which Hopper kernels do not support */
 } moelora_access;
 
-/* Verdict on a row of the table. */
+/* A row of the table as a candidate for a problem. */
 typedef struct moelora_tile {
   const moelora_variant *variant;
-  const char *why_not; /* why it is not selected; NULL: selected */
-  double ns;           /* per 1000 weights by the cost model; 0: not supported */
+  const char *why_not; /* it is not selected; NULL: it is */
+  double ns;           /* moelora_model_ns, if that decides; else 0 */
 } moelora_tile;
 
-enum { MOELORA_MOST_TILES = 160 };
+/* variants.c asserts that the table has no more rows. */
+enum { MOELORA_MOST_TILES = 384 };
 
-/* plan_tile.c: lists all projection and layer rows of `dtype`, for `rows` rows per expert on
- * average; at most one has no reason against it. Returns their number. */
+/* plan_tile.c: fills `tiles` with all rows of `dtype` for projections and layers, for `rows` rows
+ * per expert on average, and returns how many there are. At most one of them is selected. */
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MOST_TILES]);
-/* The selected row, or NULL. */
+/* The selected one; NULL: no row supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);
+/* How long a row takes for 1000 weights by the model of the device, with `rows` rows per expert on
+ * average, in nanoseconds; for a layer the mean of both projections. 0: it is not modeled. */
+double moelora_model_ns(const moelora_variant *variant, int64_t rows, const moelora_access *access,
+                        const moelora_device_info *device);
 /* Why a row does not support a problem; NULL: it does. */
 const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_access *access,
                                 const moelora_device_info *device);
-/* Row that differs from `variant` only in the weight format and runs on the device, or NULL. */
+/* The row that differs from `variant` in the weight format only, and runs on the device; NULL:
+ * there is none. */
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
 
-/* cost.c: whether the measured choices apply to this GPU. */
+/* cost.c: the measured tables apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
-/* cost.c: nanoseconds per 1000 weights, by a projection's row, for experts with this many rows on
- * average. */
+/* cost.c: the same for one projection. */
 double moelora_tile_ns(const moelora_variant *variant, double rows,
                        const moelora_device_info *device);
 

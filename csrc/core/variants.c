@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "core/format.h"
-#include "core/plan.h"
+#include "core/plan_tile.h"
 #include "cuda/variant_ids.h"
 
 /* Ids are consecutive from 0, in the order of each table. */
@@ -95,6 +95,8 @@ static const moelora_variant variants[] = {
 #include "cuda/variants.inc"
 };
 enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
+_Static_assert(sizeof variants / sizeof *variants <= MOELORA_MOST_TILES,
+               "a list of tiles holds every row");
 
 const moelora_variant *moelora_variant_at(int32_t index) {
   return index >= 0 && index < NUM_VARIANTS ? &variants[index] : NULL;

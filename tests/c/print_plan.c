@@ -158,16 +158,17 @@ static void print_tiles(const moelora_experts_problem *layer, const moelora_devi
       .format = moelora_kernel_format_of(layer->w13.format, layer->w13.x),
       .second = moelora_kernel_format_of(layer->w2.format, layer->w2.x),
   };
+  const int64_t rows = moelora_rows_per_expert(&layer->routes);
   moelora_tile tiles[MOELORA_MOST_TILES];
-  const int32_t count = moelora_list_tiles(moelora_rows_per_expert(&layer->routes), layer->dtype,
-                                           &access, device, tiles);
+  const int32_t count = moelora_list_tiles(rows, layer->dtype, &access, device, tiles);
   const char *space = "";
   for (int32_t i = 0; i < count; i++) {
-    if (tiles[i].ns <= 0)
+    const moelora_variant *v = tiles[i].variant;
+    if (!moelora_variant_runs_on(v, device) || moelora_tile_misfit(v, &access, device))
       continue;
     const bool chosen = !tiles[i].why_not;
-    printf("%s%s%s=%.5f%s", space, chosen ? "[" : "", tiles[i].variant->name, tiles[i].ns,
-           chosen ? "]" : "");
+    printf("%s%s%s=%.5f%s", space, chosen ? "[" : "", v->name,
+           moelora_model_ns(v, rows, &access, device), chosen ? "]" : "");
     space = " ";
   }
   printf("\n");

@@ -112,7 +112,7 @@ def test_the_log_has_every_tile_of_a_modelled_gpu(tmp_path):
     chosen, listed = log("on", "108", "2039")
     assert [name for name, why in listed if not why] == [chosen]
     assert {why for _, why in listed if why} == {
-        "the model of the device finds another tile faster"
+        "another tile is faster by the model of the device"
     }
     assert len(listed) == 5
     assert log("on", "132", "4800")[1] == [], "measured"
