@@ -140,7 +140,7 @@ template <class S, class T> struct TransposedMainloop {
 
   /* Producer: the weights of a k step, a box of 64 of depth by 64 outputs for each m64 tile. */
   struct WeightLoads {
-    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &) {}
 
     static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
       return sizeof(S::Stage::sW);
