@@ -142,7 +142,7 @@ template <class S, class T> struct TransposedMainloop {
 
   /* Producer of the weights of a k step: one box of 64 elements of K by 64 outputs per m64 tile. */
   struct WeightLoads {
-    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &) {}
 
     static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
       return sizeof(S::Stage::sW);
