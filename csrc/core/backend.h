@@ -176,7 +176,7 @@ typedef struct moelora_gemm_backward_problem {
   moelora_gemm_problem forward; /* w.data NULL: adapters alone; `out` is not used */
   const void *dout;             /* [M, top_k, N] */
   int64_t dout_stride[2];
-  void *dx; /* rows as those of x; NULL: not requested, as for all that follow */
+  void *dx; /* same rows as x; NULL: not requested, likewise for all below */
   int64_t dx_stride;
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
@@ -253,7 +253,7 @@ typedef struct moelora_quantized_problem {
   const void *scales;    /* [E, n, k / group] of scale_dtype, rows contiguous */
   const uint8_t *zeros;  /* as scales; NULL: none */
   const float
-      *tensor_scales; /* [E, 2], of tiles before w.half_tiles and of the others; NULL: none */
+      *tensor_scales; /* [E, 2]: of tiles before w.half_tiles, of the other tiles; NULL: none */
   int64_t values_stride[2], scales_stride[2], zeros_stride[2], tensor_scales_stride[2];
   moelora_dtype scale_dtype;
   int64_t group;
@@ -275,18 +275,18 @@ typedef struct moelora_device_info {
   int32_t num_units;           /* SMs, or CPU threads */
   uint32_t cpu_isa;            /* bits of moelora_isa */
   int32_t l2_bytes;            /* CUDA */
-  int32_t shared_bytes;        /* CUDA: that a CTA may ask for */
-  int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
-  int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
-  bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
+  int32_t shared_bytes;        /* CUDA: maximum per CTA, by opt-in */
+  int32_t clock_mhz;           /* CUDA: maximum SM clock; 0: unknown */
+  int64_t memory_bytes_per_us; /* CUDA: peak memory bandwidth; 0: unknown */
+  bool overlaps;               /* CUDA: the loaded code supports programmatic dependent launch */
 } moelora_device_info;
 
-/* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
+/* A backend executes plans. A NULL slot means that the operator is not supported.
  *
- * Each operator describes its workspace in one function of (problem, plan, exec), which both slots
- * call: the one that runs it for the parts of exec->workspace, and *_workspace, of an exec that has
- * none, for their size. moelora_run admits the device and the workers of the latter alone, so both
- * see the same layout. */
+ * Each operator lays out its workspace in one function of (problem, plan, exec), used by two
+ * slots: the one that runs it, and *_workspace, which returns the size and gets an exec without a
+ * workspace. moelora_run passes the same device and number of workers to both, so both compute the
+ * same layout. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
@@ -332,7 +332,7 @@ typedef struct moelora_backend {
                                 const moelora_delta_plan *plan, const moelora_exec *exec);
   moelora_status (*mlp_delta)(const moelora_mlp_delta_problem *problem,
                               const moelora_delta_plan *plan, const moelora_exec *exec);
-  bool (*is_built)(const moelora_variant *variant); /* NULL: all rows of its table are */
+  bool (*is_built)(const moelora_variant *variant); /* NULL: all variants of its table are built */
 } moelora_backend;
 
 extern const moelora_backend moelora_cpu_backend;
@@ -411,9 +411,8 @@ void moelora_clear_error(void);
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* status.c: what a backend says where it and the plan disagree, which no arguments can bring about:
- * a variant that is not one of a launcher's. Launchers have no other refusals: what cannot run is
- * refused by a check or a plan, before anything is queued. */
+/* status.c: the error of a backend that has no kernel for a planned variant, which is a bug:
+ * invalid arguments are rejected by checks and plans, before anything is launched. */
 moelora_status moelora_no_kernel(const char *variant, const char *why);
 
 #define MOELORA_TRY(CALL)                                                                          \
@@ -429,16 +428,14 @@ static inline size_t moelora_times(size_t a, size_t b) {
   return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
 }
 
-/* Carves a workspace into aligned parts. With base == NULL the parts are NULL and `used` is the
- * size to ask for. `used` stays SIZE_MAX once the parts are more than that; run.c then refuses the
- * call.
- */
+/* Carves a workspace into aligned parts. If base is NULL, parts are NULL and `used` is the
+ * required size. On overflow `used` stays SIZE_MAX, and run.c rejects the call. */
 typedef struct moelora_arena {
   char *base;
   size_t used;
 } moelora_arena;
 
-/* All of the workspace of a call. */
+/* An arena over the whole workspace of a call. */
 static inline moelora_arena moelora_workspace_of(const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   return arena;

@@ -125,7 +125,7 @@ bool moelora_is_built(const moelora_variant *variant) {
   return backend && (!backend->is_built || backend->is_built(variant));
 }
 
-/* Variant of this index among those that are compiled. */
+/* The variant with this index among the built ones. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)

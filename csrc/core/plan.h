@@ -16,8 +16,8 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
  */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 
-/* device.c: whether this build has the kernels of the variant. One that MOELORA_VARIANTS left out
- * is planned as any other, then refused. */
+/* device.c: whether this build contains the kernels of the variant. Variants excluded by
+ * MOELORA_VARIANTS are planned as usual, then rejected. */
 bool moelora_is_built(const moelora_variant *variant);
 
 /* family.c: checks the environment's limit of the compute capability; applies it to a device. */
@@ -52,19 +52,19 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
 
-/* plan_gemm.c: refuses what kernels of a layer or a projection, and the sort before them, have no
- * room for; refuses quantized weights, of which a GPU has no backward. */
+/* plan_gemm.c: rejects problems that exceed the limits of the kernels of a layer or a projection,
+ * or of the sort, and quantized weights, whose backward GPUs do not support. */
 moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
                                   const moelora_device_info *device);
 moelora_status moelora_check_native(const moelora_experts_problem *problem);
-/* plan_gemm.c: one tensor map covers the weights of all experts. */
+/* plan_gemm.c: whether one tensor map covers the weights of all experts. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
-/* plan_gemm.c: how float32 factors lie once they are rounded to the dtype of a call, contiguous, in
- * the workspace; others as they are. */
+/* plan_gemm.c: layout of float32 factors once rounded to the dtype of the call: contiguous, in the
+ * workspace. Other factors keep theirs. */
 moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
                                        int32_t num_experts);
 
-/* One projection over an alignment: what its plan depends on besides its kernel. */
+/* What the plan of a projection over an alignment depends on, besides its kernel. */
 typedef struct moelora_projection_load {
   const moelora_routes *routes;
   const moelora_weights *w;

@@ -1,4 +1,5 @@
-/* Plans of the backward of a layer: which of its results are needed, and by which kernels. */
+/* Plans the backward of a layer: which intermediate results are needed, and the kernels that
+ * compute them. */
 #include "core/check.h"
 #include "core/plan.h"
 
@@ -29,19 +30,19 @@ static moelora_backward_needs find_needs(const moelora_experts_backward_problem 
 
 /* ---- CUDA ---- */
 
-/* Rows of a block, from the average rows of an expert: as forwards, room above the average keeps
- * nearly every expert together. */
+/* Rows per block, from the average number of rows per expert. As in the forward, blocks have room
+ * above the average to hold nearly every expert whole. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
 }
 
-/* One product, of y (NULL: in the workspace) with rows of `w`, as the kernels see it. */
+/* One product of y (NULL: in the workspace) with rows of `w`. */
 typedef struct back_load {
   const moelora_weights *w;
   moelora_factors lora; /* in the dtype of the call */
   const void *y;
   int64_t y_stride;
-  bool rows_are_vectors; /* whatever its epilogue reads and writes */
+  bool rows_are_vectors; /* whatever the epilogue reads and writes */
 } back_load;
 
 static bool is_vector_product(const back_load *load) {
@@ -49,12 +50,12 @@ static bool is_vector_product(const back_load *load) {
          moelora_is_vector_row(load->y, load->y_stride, load->w->n);
 }
 
-/* What both products let a kernel do. */
+/* Kernel features that both products allow. */
 typedef struct back_access {
   bool vectors, tma;
 } back_access;
 
-/* Hopper's kernels count all 16 bytes of a dout that they gather in 32 bits. */
+/* Hopper kernels index the 16-byte chunks of a gathered dout with 32 bits. */
 static back_access find_access(const moelora_experts_backward_problem *problem,
                                const back_load loads[2]) {
   const moelora_routes *routes = &problem->forward.routes;
@@ -90,8 +91,7 @@ static const moelora_variant *choose(const moelora_experts_problem *p, const bac
   return best;
 }
 
-/* A tile scheduler's counter, and where tiles are assigned dynamically, behind it, which tile
- * follows each. */
+/* Counters of the tile scheduler: one, and with dynamic scheduling the successor of each tile. */
 static int64_t num_counters(const moelora_routes *routes, const moelora_weights *w,
                             const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)

@@ -1,25 +1,24 @@
-/* From adapters alone to their launches:
+/* Plans the delta of adapters alone, without a base product:
  *
- *   [sort] -> shrink -> expand [-> shrink -> expand] [-> sum]
- */
+ *   [sort] -> shrink -> expand [-> shrink -> expand] [-> sum] */
 #include <math.h>
 
 #include "core/check.h"
 #include "core/plan.h"
 
-/* Measured on an H200, but for those that follow from a kernel. Nanoseconds are compared with what
- * memory takes (cost.c). */
+/* Measured on an H200, except for those that follow from a kernel. Nanoseconds are compared with
+ * the memory time of cost.c. */
 #define SORT_NS 5000.     /* a launch that sorts */
-#define GROUP_NS 500.     /* windows sorted where they are loaded, if the rows make one or two */
-#define CTA_BYTES 131072. /* that a warp of an expand moves before another wave takes over */
+#define GROUP_NS 500.     /* windows sorted by each CTA, if the batch has one or two */
+#define CTA_BYTES 131072. /* bytes that a warp of an expand moves per wave */
 
 enum {
-  LIKELY_ADAPTERS = 8, /* slots lie idle, and more adapters are rarely in one batch */
-  THIN_ROWS = 8,       /* of a pair: from there on the output is most of what an expand moves */
+  LIKELY_ADAPTERS = 8, /* slots may be idle, and more adapters in one batch are rare */
+  THIN_ROWS = 8,       /* per pair: from here on an expand mostly moves outputs */
   THIN_RANKS = 64,
-  LONG_ROWS = 256,  /* of an expert: segments are listed, 32 of each of eight adapters */
-  EXPAND_ITEMS = 8, /* for each warp: B is seldom read again, and no warp is idle */
-  MIN_PART = 32,    /* rows of an item of an expand */
+  LONG_ROWS = 256,  /* per expert: segments are listed, for eight adapters with 32 rows each */
+  EXPAND_ITEMS = 8, /* per warp: B is seldom reread, and no warp is idle */
+  MIN_PART = 32,    /* rows per item of an expand */
   MOST_WAVES = 6,
 };
 
@@ -29,14 +28,13 @@ static int32_t likely_adapters(const moelora_routes *routes) {
   return routes->max_loras < LIKELY_ADAPTERS ? routes->max_loras : LIKELY_ADAPTERS;
 }
 
-/* Bytes of all factors of one pair. */
+/* Bytes of all factors of one (expert, adapter) pair. */
 static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
   return 2.0 * lora->num_slices * lora->max_rank *
          ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
 }
 
-/* Where pairs hardly repeat, to read the factors of one again costs less than to bring its rows
- * together. */
+/* If pairs rarely repeat, rereading the factors of one costs less than sorting the rows. */
 static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair,
                                      const moelora_device_info *device) {
   const double repeated =
@@ -60,7 +58,7 @@ typedef struct expand_load {
   bool vectors; /* xa, B and the output allow 16-byte accesses */
 } expand_load;
 
-/* Ranks of the narrowest kernel that takes them in one step, or of the widest. */
+/* Ranks of the narrowest kernel that covers them in one step, or of the widest. */
 static int32_t step_ranks(int32_t max_rank) {
   return max_rank <= 16 ? 16 : max_rank <= 32 ? 32 : 64;
 }
@@ -69,8 +67,8 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-/* Ranks are added up in one of two orders, as a product takes 16 neighbours or four of every eight
- * of 32 (delta/expand.cuh). Which it is follows from the tensors alone. */
+/* Ranks are accumulated in one of two orders: a product takes 16 consecutive ranks, or four of
+ * every eight in 32 (delta/expand.cuh). The order depends on the tensors only. */
 static bool sums_ranks_alike(const moelora_variant *v, const expand_load *load) {
   const bool neighbours = !load->vectors || step_ranks(load->lora->max_rank) == 16;
   return neighbours == (v->block_k == 16);
@@ -105,8 +103,8 @@ static const moelora_variant *choose_expand(const expand_load *load,
                          .gated = load->gated});
 }
 
-/* How many times as many CTAs as the GPU holds share the work. SMs do not reach memory equally
- * fast: what moves much is dealt as they become free, a megabyte to a CTA of eight warps. */
+/* Number of waves of CTAs. SMs differ in memory throughput: a large expand is distributed
+ * dynamically, one megabyte per CTA of eight warps. */
 static int32_t waves_of(const expand_load *load, double pairs, int64_t warps) {
   const moelora_factors *lora = load->lora;
   const double columns = (double)lora->num_slices * (double)lora->slice_n;
@@ -120,7 +118,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   const int64_t n = load->lora->slice_n, slices = load->lora->num_slices;
   moelora_expand_plan plan = {.part = v->block_m, .waves = 1};
   int64_t tiles = slices * moelora_divide_up(n, v->block_n);
-  if (load->gated) /* gate and up in one slice, or in one each */
+  if (load->gated) /* gate and up in one slice, or in one slice each */
     tiles = slices == 1 ? moelora_divide_up(n / 2, v->block_n)
                         : slices / 2 * moelora_divide_up(n, v->block_n);
   if (tiles == 0)
@@ -147,7 +145,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
 
 /* ---- a projection ---- */
 
-/* What memory allows: factors, and what lies on both sides of them. */
+/* Whether alignment allows 16-byte accesses to the factors, inputs and outputs. */
 static bool is_vector_shrink(const void *x, int64_t stride, int64_t k,
                              const moelora_factors *lora) {
   return moelora_is_vector_row(x, stride, k) &&
@@ -185,7 +183,7 @@ static moelora_status begin(moelora_dtype dtype, const moelora_device_info *devi
   return MOELORA_OK;
 }
 
-/* The order of rows, and how they are sorted. */
+/* The order of the rows and how they are sorted. */
 static void plan_order(const moelora_routes *routes, double bytes_of_pair,
                        const moelora_device_info *device, moelora_delta_plan *plan) {
   plan->order = order_for(routes, bytes_of_pair, device);
@@ -243,8 +241,8 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
     load.boxes = moelora_are_boxes(&p->lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
                                    p->x_stride);
     load.lists = &p->lists;
-    /* Kernels of whole segments leave what lies behind a padded rank as it is, and find a row at
-     * one stride. */
+    /* Whole-segment kernels do not clear ranks beyond the padded rank, and need rows at a constant
+     * stride. */
     const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!xa_vectors || !one_stride || exact)
@@ -275,7 +273,7 @@ moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
-  for (int32_t i = 0; i < 2; i++) { /* the second of rows that lie in the workspace */
+  for (int32_t i = 0; i < 2; i++) { /* the second projection reads rows in the workspace */
     const void *x = i ? NULL : p->x;
     const int64_t stride = i ? p->intermediate : p->x_stride;
     moelora_shrink_load load = begin_shrink(routes, p->dtype, lora[i], plan);

@@ -1,5 +1,5 @@
-/* From a problem and a device to the plan of a projection or a layer: its kernels, forced, tuned or
- * as plan_tile.c chooses them, and all around them. */
+/* The plan of a projection or a layer: its GEMM kernels, forced, tuned or chosen by plan_tile.c,
+ * and the launches around them. */
 #include <math.h>
 
 #include "core/check.h"
@@ -8,7 +8,7 @@
 
 typedef moelora_access access;
 
-/* Routed rows that an expert of this rank gets on average, at least 1. */
+/* Average number of routed rows per local expert, at least 1. */
 int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   int64_t everywhere =
       routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
@@ -20,9 +20,10 @@ double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
   return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one (measured on
- * an H100 with Qwen3-30B-A3B and Mixtral). With adapters, which come at the end of each product,
- * several launches are, from two tokens on; with Hopper's kernels for quantized weights from one. */
+/* Limits of tokens, and of rows with more than one token, up to which a single launch is faster
+ * (measured on an H100 with Qwen3-30B-A3B and Mixtral). With adapters, whose delta is computed
+ * after each product, several launches are faster from two tokens on; with Hopper's kernels for
+ * quantized weights, from one. */
 enum { FEW_TOKENS = 2, FEW_ROWS = 18 };
 
 static bool is_few(const moelora_experts_problem *p, const access *access,
@@ -36,8 +37,8 @@ static bool is_few(const moelora_experts_problem *p, const access *access,
          (!adapters && routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
 }
 
-/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantized
- * weights one copy covers tiles of neighbouring depth. */
+/* Whether one tensor map covers the weights of all experts: strided rows, or contiguous tiles.
+ * With quantized weights one copy loads adjacent K tiles. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (moelora_is_quantized(w->format))
@@ -50,7 +51,8 @@ bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
          moelora_is_map_stride(w->stride_n * w->n);
 }
 
-/* The row can run a problem. Somebody wants it, who learns why it is passed over. */
+/* Whether the variant supports the problem. The caller requested it by name, so a mismatch is
+ * logged. */
 static bool serves_as_wanted(const moelora_variant *v, const access *access,
                              const moelora_device_info *device) {
   const char *why = moelora_tile_misfit(v, access, device);
@@ -59,7 +61,7 @@ static bool serves_as_wanted(const moelora_variant *v, const access *access,
   return !why;
 }
 
-/* A forced layer or projection if it serves. */
+/* The forced layer or projection variant, if it supports the problem. */
 static const moelora_variant *forced_for(moelora_dtype dtype, const access *access,
                                          const moelora_device_info *device) {
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
@@ -89,14 +91,15 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
   return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
 }
 
-/* mma.sync and wgmma add up FP8 products otherwise: all calls stay with one of them. */
+/* mma.sync and wgmma accumulate FP8 products differently: a problem must always use the same
+ * instruction. */
 static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
                           const access *access, const moelora_device_info *device) {
   const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
   return !(fp8 && device->device == MOELORA_CUDA) || !usual || v->needs == usual->needs;
 }
 
-/* The forced variant if it serves, else the best of the table. */
+/* The forced variant if it supports the problem, otherwise the best of the table. */
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
@@ -184,7 +187,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   return MOELORA_OK;
 }
 
-/* What was measured to be best for a part of the layer, if this device runs it; NULL: nothing. */
+/* The tuned variant of one role of the layer, if this device supports it, otherwise NULL. */
 static const moelora_variant *tuned_for(moelora_role role, const moelora_experts_problem *p,
                                         const moelora_device_info *device,
                                         const moelora_device_info *seen) {
@@ -192,7 +195,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
   return tuned && moelora_variant_runs_on(tuned, device) ? tuned : NULL;
 }
 
-/* What was measured goes before the table, and after a forced variant. */
+/* A tuned variant takes precedence over the table, but not over a forced variant. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
@@ -202,7 +205,7 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
              : picked;
 }
 
-/* All around the projections of a layer, which `gemm` serves. */
+/* Plans the launches around the projections of a layer that run `gemm`. */
 static void plan_around(const moelora_experts_problem *p, const moelora_variant *gemm,
                         const moelora_device_info *device, const moelora_device_info *seen,
                         moelora_experts_plan *plan) {
@@ -213,7 +216,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts);
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
   const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
-  /* Scaled hidden states, h, and the outputs of both lie in the workspace. */
+  /* Scaled hidden states, h, and both outputs are in the workspace. */
   plan->scales_x = p->apply_router_weight_on_input;
   const moelora_projection_load first = {
       .routes = routes,
@@ -296,17 +299,16 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden) &&
                    (!saves || moelora_is_vector_row(problem->saved.gate_up,
                                                     problem->saved.gate_up_stride, problem->w13.n));
-  /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
+  /* A TMA box of packed rows is one tile, which must contain only gate rows or only up rows. */
   access.tma = access.vectors && moelora_are_map_weights(&problem->w13, experts) &&
                moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves =
       moelora_x_group(problem->w13.format) == 64 || moelora_x_group(problem->w2.format) == 64;
-  /* One kernel takes both projections, natively in rows. */
-  access.decode = access.vectors && access.format == access.second &&
-                  !problem->w13.packed && !problem->w2.packed &&
-                  !problem->apply_router_weight_on_input &&
+  /* One kernel runs both projections; native weights must be in rows. */
+  access.decode = access.vectors && access.format == access.second && !problem->w13.packed &&
+                  !problem->w2.packed && !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
   access.few = access.decode && is_few(problem, &access, device);

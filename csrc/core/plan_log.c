@@ -124,7 +124,7 @@ static void log_sort(const char *what, const moelora_sort_plan *plan) {
              plan->row_chunks, plan->table_bytes);
 }
 
-/* The launch that reads the caller's tables. */
+/* The launch that resolves the caller's tables. */
 static void log_resolve(bool resolves, const moelora_routes *routes) {
   if (resolves)
     log_part("resolve", "rows=%lld", (long long)routes->num_rows);
@@ -141,8 +141,7 @@ static void log_align(const moelora_align_plan *plan) {
 
 static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
   if (plan->variant)
-    log_part(what,
-             "%s part=%d shares=%d group=%d listed=%d few=%d window=%d span=%d work=%lld",
+    log_part(what, "%s part=%d shares=%d group=%d listed=%d few=%d window=%d span=%d work=%lld",
              plan->variant->name, plan->part, plan->shares, plan->group, plan->listed, plan->few,
              plan->window, plan->span, (long long)plan->work);
 }
@@ -160,8 +159,8 @@ static void log_projection(const char *what, const moelora_variant *variant,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
            "near_elements=%d",
-           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid),
-           plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
+           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), plan->vectors,
+           plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
            (long long)plan->num_counters, plan->near_elements);
 }

@@ -1,6 +1,4 @@
-/* From a projection and its kernel to the launch of that kernel, and to that of the shrink before
- * it.
- */
+/* Launch parameters of a projection, given its kernel, and of the shrink before it. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
@@ -17,8 +15,8 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 
-/* Behind a shrink, whose few CTAs leave their SMs one by one, those of few rows are dealt out
- * evenly; behind the projection before, not behind a shrink or a sort, they wait for its end. */
+/* After a shrink, whose few CTAs exit one by one, tiles with few rows are distributed evenly.
+ * After the previous projection, but not after a shrink or a sort, CTAs wait for it to finish. */
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)
     return MOELORA_GRID_OVERLAPPED;
@@ -29,7 +27,7 @@ static moelora_grid_plan grid_of(const moelora_projection_load *load, const moel
              : MOELORA_GRID_OVERLAPPED;
 }
 
-/* x in e4m3 lies in the workspace, in whole tiles of depth for Hopper's kernels. */
+/* Quantized x (e4m3) is in the workspace, padded to whole K tiles for Hopper's kernels. */
 static bool is_vector_x(const moelora_projection_load *load, const moelora_variant *v) {
   if (moelora_is_e4m3_kernel(v->format))
     return v->needs == MOELORA_SM90 || load->w->k % 8 == 0;
@@ -42,15 +40,15 @@ static bool is_vector_out(const moelora_projection_load *load) {
                    : load->n_out % 8 == 0;
 }
 
-/* Gate and up rows of one m64 tile alternate between two slices of an odd number of rows: then a
- * tile begins in the middle of both. */
+/* Gate and up rows of one m64 tile alternate between two slices with an odd number of rows: such a
+ * tile starts in the middle of both. */
 static bool cuts_boxes(const moelora_projection_load *load) {
   return load->gated && load->interleaved && load->lora->num_slices == 2 &&
          load->lora->slice_n % 2 != 0;
 }
 
-/* A tile scheduler's counter, and where tiles are assigned dynamically, behind it, which tile
- * follows each; SIZE_MAX is one that no workspace has. */
+/* Counters of a tile scheduler: one, and with dynamic scheduling the successor of each tile.
+ * SIZE_MAX exceeds any workspace. */
 static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
     return 1;
@@ -60,7 +58,7 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
-/* A quarter of L2, of x as the kernel reads it. */
+/* A quarter of L2, in elements of x as the kernel reads it. */
 static int32_t near_elements_of(const moelora_variant *v, const moelora_device_info *device) {
   const bool bytes = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
   return device->l2_bytes / 4 / (bytes ? 1 : 2);
@@ -86,7 +84,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
   plan.b_vectors = b_vectors && lora->max_rank % 8 == 0;
   plan.b_boxes = b_vectors && moelora_are_map_factors(lora->b, lora->num_slices, lora->slice_n) &&
                  !cuts_boxes(load);
-  /* A scale of a whole token is known behind its last tile alone. */
+  /* A per-token scale is known only after the last tile of the token. */
   const moelora_weights *next = load->next;
   if (next && load->gated && v->needs == MOELORA_SM90 &&
       moelora_stores_e4m3(v->format, v->block_n) && moelora_takes_e4m3(next->format) &&

@@ -1,39 +1,36 @@
-/* From what a shrink has to do to a kernel and the numbers that it runs with.
+/* Chooses the kernel of a shrink and its launch parameters.
  *
- * How rows are cut into items changes no bit of them; how the depth is shared does, and follows
- * from the depth alone. */
+ * How rows are split into work items does not affect results. How K is split between warps does,
+ * so it depends on K only. */
 #include "core/plan.h"
 
-/* Measured on an H200, but for those that follow from a kernel. */
+/* Measured on an H200, except for those that follow from a kernel. */
 enum {
-  RESIDENT_WARPS = 16,    /* of an SM, whose registers leave 128 to a thread */
-  THIN_SEGMENT = 4,       /* tokens; below, what A takes is all that counts */
-  FAT_SEGMENT = 64,       /* tokens; from here on, what both sides take */
-  FEW_TOKENS = 32,        /* of an item, where larger ones would leave CTAs idle */
-  MANY_TOKENS = 48,       /* of an item: A is read once for so many */
-  NARROW = 32,            /* rows of A up to which one warp has them all */
-  STAGED_RANKS = 64,      /* of whole segments by mma.sync, which leaves no registers for more */
-  HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
-  BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
-  THIN_SHARES = 2,        /* of a block that has a row or two: CTAs for more would only be in the
-                           * way of those of the GEMM behind them */
-  LISTED_KEYS = 4096,     /* that CTAs look through for their share of items */
-  NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments are long */
-  LONG_WINDOW_ROWS = 8,   /* for each SM, in windows */
+  RESIDENT_WARPS = 16, /* per SM: leaves 128 registers per thread */
+  THIN_SEGMENT = 4,    /* tokens; below, only the loads of A count */
+  FAT_SEGMENT = 64,    /* tokens; from here on, the loads of A and x count */
+  FEW_TOKENS = 32,     /* per item, where larger items would leave CTAs idle */
+  MANY_TOKENS = 48,    /* per item: A is read once for so many tokens */
+  NARROW = 32,         /* rows of A up to which one warp computes all of them */
+  STAGED_RANKS = 64,   /* of segments.cu: more would exceed its registers */
+  HALF_ROWS = 16,      /* more rows of x are bound by memory: the next GEMM can use the registers */
+  BLOCK_SHARES = 8,    /* of a block, for each tile of ranks */
+  THIN_SHARES = 2,     /* of a block with a row or two: more would delay the next GEMM */
+  LISTED_KEYS = 4096,  /* that CTAs search for their share of the items */
+  NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments count as long */
+  LONG_WINDOW_ROWS = 8,   /* per SM, in windows */
 };
 
-/* From how many tokens of a segment, and rows for each SM, whole segments are shared out: that pays
- * where much would be read twice. */
+/* Minimum tokens per segment, and rows per SM, from which whole segments are distributed over the
+ * CTAs: below, few operands would be read twice. */
 typedef struct long_segment {
   int32_t tokens, rows_of_unit;
 } long_segment;
 
-static const long_segment long_portable = {40, 128}, /* of a depth below MOELORA_LONG_DEPTH */
+static const long_segment long_portable = {40, 128}, /* for K below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
-    long_wide = {8, 7};                              /* sm_90, x twice as much where it is gathered,
-                                                      * for segments of an x that lies by position
-                                                      * are listed while the kernel that makes it
-                                                      * drains */
+    long_wide = {8, 7}; /* sm_90, twice as much where x is gathered: segments of an x by position
+                           are listed while the kernel that writes it drains */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -52,12 +49,13 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .elements = !load->vectors});
 }
 
-/* Whose kernels of whole segments serve. */
+/* The family whose whole-segment kernels are used. */
 static moelora_family segments_family(const moelora_shrink_load *load) {
   return load->family == MOELORA_SM90 && load->boxes ? MOELORA_SM90 : MOELORA_SM80;
 }
 
-/* For whole segments: as many ranks as the adapters have, up to what a kernel has room for. */
+/* A whole-segment kernel, of the smallest rank count that covers the adapters, or of the
+ * largest. */
 static const moelora_variant *find_segments(const moelora_shrink_load *load) {
   const moelora_family family = segments_family(load);
   const int32_t most = family == MOELORA_SM90 ? 128 : STAGED_RANKS;
@@ -79,7 +77,7 @@ static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
   return v->method == method && v->spans == moelora_shrink_spans(load->depth, load->vectors);
 }
 
-/* The forced row, the tuned one, or the table's. */
+/* The forced variant, the tuned one, or the usual one. */
 static const moelora_variant *prefer(const moelora_variant *usual, const moelora_shrink_load *load,
                                      moelora_method method, const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SHRINK, load->dtype, device);
@@ -91,11 +89,10 @@ static const moelora_variant *prefer(const moelora_variant *usual, const moelora
 static moelora_shrink_plan plan_segments(const moelora_variant *variant,
                                          const moelora_shrink_load *load,
                                          const moelora_device_info *device) {
-  return (moelora_shrink_plan){
-      .variant = variant,
-      .shares = 1,
-      .span = moelora_shrink_span(load->depth, load->vectors),
-      .work = (int64_t)device->num_units * variant->ctas};
+  return (moelora_shrink_plan){.variant = variant,
+                               .shares = 1,
+                               .span = moelora_shrink_span(load->depth, load->vectors),
+                               .work = (int64_t)device->num_units * variant->ctas};
 }
 
 /* ---- blocks ---- */
@@ -116,18 +113,17 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
   const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
-  /* A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
-   * GEMM behind it, whose weights then stream meanwhile. */
+  /* A large K with a narrow A is bound by memory anyway: half of an SM's registers are left to the
+   * next GEMM, whose weight loads then overlap with the shrink. */
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
   const int64_t resident = half ? RESIDENT_WARPS / 2 : RESIDENT_WARPS;
   const int64_t ctas = device->num_units * (resident / spans);
   const int64_t thin = columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2;
-  /* Items large enough to read little twice, and enough of them for all CTAs. */
+  /* Items large enough to reread little, and enough of them for all CTAs. */
   int64_t part = segments + rows / MANY_TOKENS < ctas ? FEW_TOKENS : MANY_TOKENS;
   const bool enough = load->vectors && columns > 16 && segments + rows / FEW_TOKENS >= ctas &&
                       rows >= thin * segments;
-  /* Two warps for each part of the depth share a wide A of few rows of x, if that leaves no CTA
-   * idle. */
+  /* Two warps per K span share a wide A with few rows of x, if that leaves no CTA idle. */
   const bool pairs = load->vectors && spans == 4 && columns > NARROW &&
                      segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
   const int32_t ranks = enough ? (columns <= NARROW ? 32 : 64) : pairs ? 32 : 16;
@@ -146,7 +142,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
       (few && blocks >= rows ? THIN_SHARES : BLOCK_SHARES) * moelora_divide_up(columns, v->block_n);
   const int64_t items = segments + rows / part;
   const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
-  /* As many blocks as all CTAs together have items of. */
+  /* As many blocks as all CTAs together process at a time. */
   const int64_t group = (int64_t)device->num_units * v->ctas * blocks / items;
   const bool fat = rows >= FAT_SEGMENT * segments;
   return (moelora_shrink_plan){.variant = v,
@@ -161,9 +157,9 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
 /* ---- windows ---- */
 
-/* How a kernel would serve a batch. Every row of a batch that is not sorted may be a segment. */
+/* Launch parameters of a kernel for a batch. In an unsorted batch every row may be a segment. */
 typedef struct fit {
-  int64_t part, items, ctas; /* CTAs that the GPU holds */
+  int64_t part, items, ctas; /* CTAs resident on the GPU */
 } fit;
 
 static int64_t count_items(const moelora_shrink_load *load, const moelora_variant *v,
@@ -183,7 +179,7 @@ static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
   return f;
 }
 
-/* Items for nearly all CTAs. */
+/* Whether there are items for nearly all CTAs. */
 static bool suits(const moelora_shrink_load *load, const moelora_variant *v,
                   const moelora_device_info *device) {
   const fit f = fit_of(load, v, device);
@@ -221,9 +217,9 @@ moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
   if (v->method == MOELORA_SHRINK_SEGMENTS)
     return plan_segments(v, load, device);
   const fit f = fit_of(load, v, device);
-  const moelora_windows windows = moelora_cut_windows(
-      load->routes, load->lists, load->order, 64 * v->warps, f.part,
-      moelora_divide_up(load->columns, v->block_n), f.ctas);
+  const moelora_windows windows =
+      moelora_cut_windows(load->routes, load->lists, load->order, 64 * v->warps, f.part,
+                          moelora_divide_up(load->columns, v->block_n), f.ctas);
   return (moelora_shrink_plan){.variant = v,
                                .part = (int32_t)f.part,
                                .shares = windows.shares,

@@ -32,9 +32,9 @@ typedef enum moelora_role {
   MOELORA_ROLE_LAYER,  /* a whole layer for few tokens */
   MOELORA_ROLE_SORT,   /* sort of routed rows by (expert, adapter) */
   MOELORA_ROLE_SHRINK, /* x A^T */
-  MOELORA_ROLE_EXPAND, /* xa B^T, where no GEMM takes it along */
+  MOELORA_ROLE_EXPAND, /* xa B^T, unless fused into a GEMM */
   MOELORA_ROLE_SUM,    /* over top_k */
-  MOELORA_ROLE_BACK,   /* one grouped product of a backward */
+  MOELORA_ROLE_BACK,   /* a grouped product of the backward */
   MOELORA_ROLES,
 } moelora_role;
 
@@ -74,8 +74,8 @@ typedef struct moelora_variant {
 #define MOELORA_DECODE_TOKENS 8
 #define MOELORA_DECODE_ROWS 64
 
-/* CUDA: rows of a block up to which portable kernels take what allows no 16-byte accesses; larger
- * tiles would spill registers. */
+/* CUDA: maximum rows of a block for portable kernels without 16-byte alignment; larger tiles would
+ * spill registers. */
 #define MOELORA_ELEMENT_ROWS 32
 
 /* Properties of a Hopper GEMM that follow from its row; kernels assert them. Tiles of 128 weight
@@ -120,8 +120,8 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
 /* K columns, of 128 bytes, that adapter kernels never split. */
 #define MOELORA_LINE 64
 
-/* Spans of K that every shrink of a row sums separately and then adds in order, and the extent of
- * each but the last. `vectors`: x and A are 16-byte aligned. */
+/* Number of K spans that every shrink sums separately and adds in order, and the length of each
+ * but the last. `vectors`: x and A are 16-byte aligned. */
 #define MOELORA_LONG_DEPTH 4096
 static inline int32_t moelora_shrink_spans(int64_t depth, bool vectors) {
   return vectors && depth >= MOELORA_LONG_DEPTH ? 8 : 4;
@@ -161,9 +161,10 @@ typedef struct moelora_align_plan {
   moelora_sort_plan tokens; /* sort of tokens by adapter, which precedes the rows by expert if there
                                are too many keys for one sort */
   moelora_sort_plan rows;
-  int64_t segments;   /* that it can list; 0: none */
-  bool resolves;      /* a launch reads the caller's tables; else the sort of blocks does */
-  int32_t list_parts; /* of lists: CTAs that fill one */
+  int64_t segments; /* maximum number it can list; 0: none */
+  bool resolves;    /* a separate launch resolves the caller's tables; otherwise the sort of blocks
+                       does */
+  int32_t list_parts; /* for lists: CTAs per list */
 } moelora_align_plan;
 
 typedef struct moelora_shrink_plan {
@@ -206,15 +207,15 @@ typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
   bool vectors;           /* x, w and out allow 16-byte accesses */
-  bool a_vectors;         /* so do the factors A */
-  bool b_vectors;         /* and the factors B, which are more depth of w */
-  bool b_boxes;           /* and a tensor map covers each slice of these */
-  bool quantizes_x;       /* a launch before it brings x to e4m3, */
-  bool quantizes_vectors; /* by 16-byte accesses */
-  bool stores_e4m3;      /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
-  bool stores_out;       /* and as they are, if somebody reads them */
-  int64_t num_counters;  /* of its tile scheduler */
-  int32_t near_elements; /* of x, that L2 keeps while weights stream by */
+  bool a_vectors;         /* also the factors A */
+  bool b_vectors;         /* also the factors B, which extend K of w */
+  bool b_boxes;           /* each slice of B is covered by a tensor map */
+  bool quantizes_x;       /* a launch before it quantizes x to e4m3 */
+  bool quantizes_vectors; /* with 16-byte accesses */
+  bool stores_e4m3;       /* the epilogue also stores quantized outputs, x of the next projection */
+  bool stores_out;        /* the epilogue stores unquantized outputs, if they are read */
+  int64_t num_counters;   /* of the tile scheduler */
+  int32_t near_elements;  /* elements of x that stay in L2 while weights are streamed */
 } moelora_projection_plan;
 
 /* One grouped projection. A separate launch first zeros rows of out whose expert is not local. */
@@ -243,19 +244,19 @@ typedef struct moelora_experts_plan {
   const moelora_variant *sum;
 } moelora_experts_plan;
 
-/* One product with weights as they lie, and the shrink before it. */
+/* One product with transposed weights, and the shrink before it. */
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
-  bool vectors;         /* y, w and what is written allow 16-byte accesses */
-  bool a_vectors;       /* so do the factors A, which are more depth of w */
-  bool shrinks_vectors; /* y and the factors B */
-  int64_t num_counters; /* of its tile scheduler */
+  bool vectors;         /* y, w and the outputs allow 16-byte accesses */
+  bool a_vectors;       /* also the factors A, which extend K of w */
+  bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
+  int64_t num_counters; /* of the tile scheduler */
   int32_t near_elements;
 } moelora_back_product_plan;
 
-/* Intermediate results of a backward that some wanted gradient depends on. */
+/* Intermediate results that a requested gradient depends on. */
 typedef struct moelora_backward_needs {
-  bool v; /* and dgu, h, dt */
+  bool v; /* also dgu, h, dt */
   bool dz;
   bool yb2, yb13, xa13, xa2;
 } moelora_backward_needs;
@@ -263,9 +264,10 @@ typedef struct moelora_backward_needs {
 /* The backward of a layer. */
 typedef struct moelora_backward_plan {
   moelora_backward_needs needs;
-  const moelora_variant *variant; /* CPU: whose kernels; CUDA: of both products */
+  const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of both products */
   /* CUDA */
-  moelora_back_product_plan product[2]; /* with w2, which ends in the activation; with w13 */
+  moelora_back_product_plan
+      product[2]; /* with w2, fused with the gradient of the activation; with w13 */
   moelora_align_plan align;
   const moelora_variant *sum;
 } moelora_backward_plan;

@@ -50,7 +50,7 @@ typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
-  moelora_exec sized_for; /* whose workspace is the one to ask for: NULL */
+  moelora_exec sized_for; /* its workspace is NULL: returns the required size */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
     struct {
@@ -131,7 +131,7 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   return MOELORA_OK;
 }
 
-/* The same of a layer, forward or backward. */
+/* The same for a layer, forward or backward. */
 static moelora_status finish_layer(moelora_call *call, prepared *p, size_t workspace,
                                    moelora_status (*launch)(const prepared *, const moelora_exec *),
                                    const moelora_experts_problem *forward) {

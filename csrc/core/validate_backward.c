@@ -95,8 +95,8 @@ typedef struct gradients {
   moelora_dtype dtype;
   moelora_arg inputs[8];
   int32_t num_inputs;
-  const moelora_experts_args *layer; /* or */
-  const moelora_gemm_args *gemm;     /* whose factors, routes and tables are inputs, too */
+  const moelora_experts_args *layer; /* one of layer and gemm is set */
+  const moelora_gemm_args *gemm;     /* its factors, routes and tables are also inputs */
   moelora_arg seen[16];
   int32_t count;
 } gradients;
@@ -250,7 +250,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
 
 /* ---- a projection ---- */
 
-/* Checks the forward, with dout for its output. Adapters alone are checked as a delta. */
+/* Checks the forward with dout as its output. Adapters alone are checked as a delta. */
 static moelora_status check_forward(const moelora_gemm_backward_args *args,
                                     moelora_gemm_problem *problem) {
   const moelora_gemm_args *forward = &args->forward;

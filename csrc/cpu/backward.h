@@ -175,7 +175,7 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
 /* sum over i < n of float32 a[i] times b[i] of the compute dtype */
 float moelora_cpu_dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
                            const void *from, int64_t n);
-/* The same of two rows of the compute dtype, whose elements have `bytes`. */
+/* The same for two rows of the compute dtype, with `bytes` per element. */
 float moelora_cpu_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *a,
                           const char *b, int64_t n);
 

@@ -1,9 +1,10 @@
-/* The backward of a projection, or of adapters alone, in workspace arrays. Operands of products are
- * float32 in memory, rounded to the dtype; rows are by sorted position unless stated otherwise.
+/* The backward of a projection, or of adapters alone, in workspace arrays. Operands of products
+ * are float32 in memory, rounded to the dtype; rows are by sorted position unless stated
+ * otherwise.
  *
  *   y [P, N]       = dout
  *   x              [M, K] by token, or [P, K]
- *   xa [P, s, R]   = s x A^T, computed again as the forward did
+ *   xa [P, s, R]   = s x A^T, recomputed as in the forward
  *   yb [P, s, R]   = s y B
  *   dz [P, K]      = y W + yb A, float32 by flat row
  *   dx             = sum over j of t dz, or t dz, rounded once; dt = <dz, x> + <dout, bias>
@@ -21,7 +22,7 @@ typedef struct gemm_backward_layout {
   moelora_scratch *scratch;
   moelora_back_scratch *back_scratch;
   float *x, *y;
-  float *operands; /* x as the shrink reads it; NULL: as it is */
+  float *operands; /* x as the shrink reads it; NULL: x itself */
   void *shrunk;    /* operands, as the shrink stores them */
   float *xa, *yb, *dz;
   size_t bytes;
@@ -139,7 +140,7 @@ static void load_x(void *context, int64_t i, int32_t worker) {
   moelora_cpu_kernels_of(b->variant)->load(x_row(b, p), b->layout.x + i * k, k);
 }
 
-/* Multiplies rank rows by t, and rounds them again. */
+/* Multiplies rank rows by t and rounds them again. */
 typedef struct weigh_tasks {
   const gemm_backward *b;
   float *rows;
@@ -170,7 +171,7 @@ static void weigh(const gemm_backward *b, float *rows) {
                          &tasks);
 }
 
-/* s x A^T as the forward has it, as float32. */
+/* s x A^T as in the forward, in float32. */
 static void load_xa_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const gemm_backward *b = context;
@@ -217,7 +218,7 @@ static void shrink(const gemm_backward *b) {
   weigh(b, b->layout.xa);
 }
 
-/* ---- what goes to x and to the routing weights ---- */
+/* ---- gradients of x and of routing weights ---- */
 
 static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
                     const float *values) {
@@ -286,7 +287,7 @@ static void finish_inputs(const gemm_backward *b) {
     moelora_cpu_parallel(b->exec, routes->num_rows, elements, sum_dt, (void *)b);
 }
 
-/* ---- what goes to factors and biases ---- */
+/* ---- gradients of factors and biases ---- */
 
 static void finish_factors(const gemm_backward *b) {
   const moelora_factors *lora = &b->forward->lora;

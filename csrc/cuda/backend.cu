@@ -65,7 +65,7 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->l2_bytes = l2;
   info->shared_bytes = shared;
   info->clock_mhz = clock / 1000;
-  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers a clock
+  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers per clock
   return ask_overlaps(&info->overlaps);
 }
 

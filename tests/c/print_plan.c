@@ -16,14 +16,14 @@
  *
  *   ORDER SORT SHRINK EXPAND WAVES
  *
- * With `backward` the lines are backwards of a layer, and the answer is VARIANT BLOCK_ROWS SORT SUM.
- * With `tiles` it is every row that can run the layer, as several launches, with the model's
- * nanoseconds for 1000 weights, the one to run in brackets:
+ * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM. With
+ * `tiles`, prints every row that supports the layer as separate launches, with the nanoseconds per
+ * 1000 weights of the cost model; the selected one is in brackets:
  *
  *   NAME=NS [NAME=NS] ...
  *
- * With `on SMS GB_PER_S` behind that the GPU has so many SMs and such a memory, else 132 and one
- * that is not known. With MOELORA_LOG=plan what layers launch is on stderr.
+ * A following `on SMS GB_PER_S` sets the number of SMs and the bandwidth of the GPU, which are
+ * otherwise 132 and unknown. With MOELORA_LOG=plan the launches of layers are printed to stderr.
  *
  * Other arguments are tuned plans, nine words each:
  *
@@ -146,7 +146,7 @@ static void print_backward(const moelora_experts_problem *layer,
            name_of(plan.align.rows.variant), name_of(plan.sum));
 }
 
-/* Of contiguous weights, which Hopper's kernels take, too. */
+/* With contiguous weights, which Hopper's kernels support, too. */
 static void print_tiles(const moelora_experts_problem *layer, const moelora_device_info *device) {
   const moelora_access access = {
       .vectors = true,

@@ -1,12 +1,12 @@
 /* Compares random calls on the emulated GPU with the CPU: layers, projections, adapters alone,
- * alignments, packing; as planned and with a forced kernel; and a part of the tokens, with another
- * kernel, with the whole batch, bit for bit.
+ * alignments, packing; as planned and with a forced kernel. Also compares part of the tokens, with
+ * another kernel, with the whole batch, bit for bit.
  *
  *   compare KIND FIRST COUNT [NAME]
  *
  * KIND: experts, training, gemm, delta, mlp, align, pack, devices or all. NAME: substring of
- * forced variants; "-": none. COUNT cases run of each kind: those that no variant of this name
- * suits, or that need a kernel left out of this build, are not counted. Prints a hash of all
+ * forced variants; "-": none. Runs COUNT cases of each kind, not counting those that no variant
+ * with this name supports or that need a kernel left out of this build. Prints a hash of all
  * outputs, to compare builds. */
 #define _POSIX_C_SOURCE 200112L /* setenv */
 #include "training.h"
@@ -470,7 +470,7 @@ static void test_devices(uint64_t number) {
   release_all();
 }
 
-/* Cases that were skipped before `count` had run. */
+/* Cases skipped before `count` had run. */
 static uint64_t run_cases(const char *kind, void (*test)(uint64_t), uint64_t first,
                           uint64_t count) {
   volatile uint64_t n = first, ran = 0;

@@ -109,8 +109,8 @@ void read_rows(Type type, uint64_t descriptor, int first, int count, double *to,
     }
 }
 
-/* Columns [first, first + 16) of 16 of depth, rows of 64 elements in the swizzle of 128 bytes:
- * MN-major in the words of PTX. */
+/* Columns [first, first + 16) over 16 elements of K, in rows of 64 elements with 128-byte swizzle
+ * (MN-major). */
 void read_columns(Type type, uint64_t descriptor, int first, double *to) {
   if (descriptor >> 62 != 1)
     fail("a transposed matrix without the swizzle of 128 bytes");

@@ -11,7 +11,7 @@
 static const char *wanted = "";
 static uint64_t hash = 14695981039346656037u;
 static char drawn[512];
-static jmp_buf skip; /* where a case returns that cannot run */
+static jmp_buf skip; /* target of a case that cannot run */
 static const moelora_layout native;
 
 static inline void hash_tensor(const moelora_tensor *t) {
@@ -166,7 +166,7 @@ static inline moelora_lora draw_lora(sizes s, moelora_dtype dtype, int32_t slice
   return random_lora(s, dtype, slices, draw_rank(), n, k);
 }
 
-/* Columns that share a scale. */
+/* Number of columns that share a scale. */
 static inline int64_t draw_group(moelora_format f, int64_t k) {
   const int64_t columns = 64 / moelora_tile_groups(f);
   return columns < 64 ? columns : k % 64 == 0 && maybe() ? 64 : k;

@@ -1,6 +1,6 @@
-/* Gradients of factors and biases, and rounded factors, on the emulated GPU against sums in
- * float64; and their promises, bit for bit: an adapter's gradients are those that it has alone, a
- * NaN of others changes none, and what is accumulated is what is written, added once.
+/* Tests gradients of factors and biases, and rounded factors, on the emulated GPU against float64
+ * sums. Also tests guarantees bit for bit: the gradients of an adapter equal those it has alone;
+ * NaN in other adapters do not affect it; accumulating equals overwriting plus one addition.
  *
  *   test_gradients FIRST COUNT */
 #include <math.h>
@@ -14,7 +14,7 @@
 #include "cuda/backward/gradients.h"
 #include "cuda/gemm/common/tile.cuh"
 
-/* Of core/plan.h, which is no C++. */
+/* From core/plan.h, which C++ cannot include. */
 extern "C" {
 moelora_status moelora_find_device(const moelora_exec *, const moelora_backend **,
                                    moelora_device_info *);
@@ -58,10 +58,10 @@ static float rounded(moelora_dtype dtype, float v) {
   return dtype == MOELORA_F32 ? v : value_of(dtype, round_to(dtype, v));
 }
 
-/* Rows of values, by flat row or by token, and how they lie for a kernel. */
+/* Rows of values, by flat row or by token, and their layout for a kernel. */
 struct Operand {
   moelora_row_index index;
-  int64_t width, stride, shift; // elements of a row, between rows, before the first
+  int64_t width, stride, shift; // elements per row, row stride, offset of the first
   std::vector<float> values;    // [P or M, width] of the dtype
 };
 
@@ -72,7 +72,7 @@ struct Product {
   bool weighted, transposed;
   moelora_dtype dtype[2];
   bool shared[2], wanted[2];
-  int64_t pad; // elements between rows of a gradient
+  int64_t pad; // padding between rows of a gradient, in elements
 };
 
 struct Bias {
@@ -125,7 +125,8 @@ static Case draw_case(uint64_t n) {
   generator.seed(n);
   Case c = {};
   c.dtype = maybe() ? MOELORA_BF16 : MOELORA_F16;
-  const bool split = n % 8 == 7, many = n % 8 == 3; // rows of several parts; keys of two sorts
+  const bool split = n % 8 == 7,
+             many = n % 8 == 3; // gradients with several parts; many keys: two sorts
   c.experts = split ? draw(1, 2) : draw(1, 6);
   c.top_k = draw(1, c.experts);
   c.tokens = split ? draw(2100, 4400) / c.top_k : maybe() ? draw(1, 12) : draw(13, 150);
@@ -153,7 +154,7 @@ static Case draw_case(uint64_t n) {
   return c;
 }
 
-/* A gradient's memory, all of it. */
+/* The memory of a gradient, including padding. */
 struct Memory {
   moelora_gradient view;
   std::vector<char> bytes;
@@ -184,11 +185,11 @@ static Memory new_gradient(moelora_dtype dtype, int64_t loras, int64_t experts, 
 }
 
 struct Results {
-  std::vector<Memory> gradients; // two of each product
+  std::vector<Memory> gradients; // two per product
   Memory bias;
 };
 
-/* Rows of an operand as a kernel finds them; what belongs to no row is NaN. */
+/* Lays out the rows of an operand; elements outside of rows are NaN. */
 static std::vector<uint16_t> lie(const Case &c, const Operand &o, const moelora_blocks &blocks,
                                  moelora_gradient_operand *view) {
   const int64_t positions = blocks.max_blocks * blocks.rows;
@@ -317,10 +318,10 @@ static Results run(const Case &c, bool accumulate) {
   return results;
 }
 
-/* ---- what they should be ---- */
+/* ---- expected results ---- */
 
 struct Sum {
-  double sum = 0, size = 0; // and of magnitudes
+  double sum = 0, size = 0; // sum of the values, sum of magnitudes
 };
 
 static bool is_close(float got, const Sum &want, moelora_dtype dtype) {
@@ -383,7 +384,7 @@ static void check_bias(const Case &c, const Memory &got) {
     }
 }
 
-/* Adapter l has the same bits in both. */
+/* Checks that adapter l has the same bits in both. */
 static void check_same(const Results &a, const Results &b, int64_t l, const char *what) {
   for (size_t i = 0; i < a.gradients.size(); i++) {
     const moelora_gradient &g = a.gradients[i].view;
@@ -410,7 +411,7 @@ static void check_accumulated(const Case &c, const Results &written) {
                     e = at / g.columns / g.rows % g.experts,
                     l = at / g.columns / g.rows / g.experts;
       const float v = sum.get(l, e, r, j);
-      if (v == v) // wanted
+      if (v == v) // requested
         CHECK(got.get(l, e, r, j) == rounded(g.dtype, 0.5f + v), "gradient %zu accumulates %g", i,
               got.get(l, e, r, j));
     }
@@ -435,7 +436,7 @@ static void test_gradients() {
   check_bias(c, whole.bias);
   check_accumulated(c, whole);
 
-  // One adapter alone, and beside others whose numbers are NaN.
+  // One adapter alone, and next to others with NaN.
   const int64_t l = draw(0, c.loras - 1);
   Case alone = c, spoiled = c;
   for (int32_t &mapped : alone.mapping)

@@ -1,5 +1,5 @@
-/* A training step of a layer: what the forward saves, and gradients, against those of the CPU; the
- * bits of serving; and of a part of the tokens, with another kernel. */
+/* Tests a training step of a layer: saved tensors and gradients against those of the CPU, outputs
+ * against inference bit for bit, and part of the tokens with another kernel. */
 #ifndef EMULATION_TRAINING_H
 #define EMULATION_TRAINING_H
 
@@ -22,7 +22,7 @@ static inline moelora_lora gradients_of_lora(const moelora_lora *lora, moelora_d
   return grads;
 }
 
-/* All gradients of a call, for a loop. */
+/* All gradients of a call, as an array. */
 enum { MOST_GRADIENTS = 10 };
 static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
                                  const char **names) {
@@ -120,7 +120,7 @@ static void test_training(uint64_t number) {
            forward->apply_router_weight_on_input ? " early" : "",
            args.accumulate ? " accumulate" : "");
 
-  /* The forward: the outputs of serving, and what it saves. */
+  /* The forward: outputs as in inference, and what it saves. */
   moelora_experts_args want = *forward, serving = *forward;
   want.out = like(&forward->out);
   want.saved = new_saved(dtype, forward);
@@ -138,7 +138,7 @@ static void test_training(uint64_t number) {
   compare_if("w2_shrink", &forward->saved.w2_shrink, &want.saved.w2_shrink, 4);
   hash_tensor(&forward->saved.gate_up);
 
-  /* The backward, of the same saved tensors. */
+  /* The backward, with the same saved tensors. */
   forward->saved = want.saved;
   args.grads = (moelora_experts_grads){
       .hidden_states = gradient_of(&forward->hidden_states, dtype),
@@ -164,7 +164,7 @@ static void test_training(uint64_t number) {
       hash_tensor(got[i]);
   }
 
-  /* A part of the tokens, by another kernel: its rows have the same bits. */
+  /* Part of the tokens, with another kernel: its rows have the same bits. */
   const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
   moelora_experts_backward_args less = args;
   less.forward.hidden_states = part(&forward->hidden_states, first, some);

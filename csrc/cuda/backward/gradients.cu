@@ -1,15 +1,16 @@
-/* Gradients of factors: grouped products whose depth is the rows of a part.
+/* Gradients of factors: grouped products whose K is the rows of a part.
  *
  *   index of step i + 6, rows of step i + 3    cp.async
  *   products of step i                         ldmatrix.trans, mma.sync
  *
- * Both operands lie as rows in memory, so that the depth is the slow dimension of what is in
- * shared memory, and ldmatrix transposes both. ranks^T is operand A of m16n8k16, wide operand B. A
- * CTA of 4 warps has a tile of RANKS columns of ranks by 128 of wide, a warp 32 of the latter; a
- * step is 32 rows, two k16. Pitches of 16 bytes more than a row spread 8 rows over all banks.
+ * Both operands are stored as rows, so K is their slow dimension in shared memory, and ldmatrix
+ * transposes both. ranks^T is operand A of m16n8k16, wide is operand B. A CTA of 4 warps computes
+ * a tile of RANKS columns of ranks by 128 of wide, a warp 32 of the latter; a step is 32 rows, two
+ * k16. Rows are padded by 16 bytes against bank conflicts.
  *
- * Rows past the end of a part are zeros in both operands. Sums go to the gradient through shared
- * memory; those of one of several parts to float32 slots, which sum_slots() adds up in order. */
+ * Rows beyond the end of a part are zero in both operands. Sums are stored to the gradient through
+ * shared memory, or, if a gradient has several parts, to float32 slots, which sum_slots() adds in
+ * order. */
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -17,11 +18,11 @@ namespace {
 
 template <int RANKS_> struct GradientShape {
   static constexpr int RANKS = RANKS_, ROWS = 32, STAGES = 4, THREADS = 128;
-  static constexpr int CTAS = 4; // of an SM, as registers allow
+  static constexpr int CTAS = 4; // per SM, limited by registers
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int TILES = RANKS / 16, WARP_COLUMNS = 32;
-  /* Steps of which the index is in shared memory: from that of the products to that of the copies,
-   * and as many beyond. */
+  /* Steps whose index is in shared memory: from the multiplied step to the copied step, and as
+   * many ahead. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
@@ -30,7 +31,7 @@ template <int RANKS_> struct GradientShape {
   };
   struct Index {
     int32_t position[ROWS], row[ROWS];
-    float weight[ROWS]; // 0 past the end
+    float weight[ROWS]; // 0 beyond the end
   };
   struct SharedStorage {
     union {
@@ -55,7 +56,7 @@ template <class S> struct PartTile {
   const GradientProduct &p;
   const moelora_gradient_part &part;
   GradientTile tile;
-  uint32_t active; // bit of each m16 tile that has ranks
+  uint32_t active; // bit mask: m16 tiles that have ranks
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
   __device__ __forceinline__ int steps() const { return (part.count + S::ROWS - 1) / S::ROWS; }
@@ -70,7 +71,7 @@ template <class S> struct PartTile {
     }
   }
 
-  /* Starts copies of the index of a step, by one warp. */
+  /* Starts to copy the index of a step; called by one warp. */
   __device__ __forceinline__ void load_index(typename S::Index &index, int step) const {
     const int i = threadIdx.x, at = step * S::ROWS + i;
     if (i >= S::ROWS)
@@ -85,7 +86,7 @@ template <class S> struct PartTile {
       index.weight[i] = 0.f;
   }
 
-  /* Where a row of an operand begins, which is `there`. */
+  /* Address of a row of an operand, if it is `there`. */
   template <class T>
   __device__ __forceinline__ const T *row_of(const moelora_gradient_operand &operand,
                                              const typename S::Index &index, int i) const {
@@ -95,7 +96,8 @@ template <class S> struct PartTile {
     return (const T *)operand.data + row * operand.stride;
   }
 
-  /* `count` (at most 8) elements and zeros behind them; `from` counts if there are any. */
+  /* Copies `count` (at most 8) elements and zero-fills the rest; `from` may be NULL if count is 0.
+   */
   template <class T>
   static __device__ __forceinline__ void copy(uint32_t to, const T *from, const T *mapped,
                                               int count, bool vectors) {
@@ -106,7 +108,7 @@ template <class S> struct PartTile {
       copy_elements(to, from, count);
   }
 
-  /* Starts copies of the rows of a step. */
+  /* Starts to copy the rows of a step. */
   template <class T>
   __device__ __forceinline__ void load_rows(typename S::Stage &stage,
                                             const typename S::Index &index, int step) const {
@@ -142,7 +144,7 @@ template <class S> struct PartTile {
     }
   }
 
-  /* Multiplies two neighbours along the depth, rounded again. */
+  /* Multiplies two elements, adjacent in K, and rounds them again. */
   template <class T>
   static __device__ __forceinline__ uint32_t weigh(uint32_t pair, float first, float second) {
     const T *two = (const T *)&pair;
@@ -191,13 +193,14 @@ template <class S> struct PartTile {
     }
   }
 
-  /* The sums of the part to shared memory. All threads come here, and leave the stages. */
+  /* Computes the sums of the part in shared memory, which replace the stages. Called by all
+   * threads. */
   template <class T> __device__ __forceinline__ void run(typename S::SharedStorage &shared) const {
     constexpr int STAGES = S::STAGES;
     float rAcc[S::TILES][S::WARP_COLUMNS / 8][4] = {};
     const int all = steps();
 
-    // The index of the first stages, then the stages.
+    // Prologue: the index of the first stages, then the stages.
     for (int step = 0; step < STAGES - 1; step++)
       load_index(shared.index[step], step);
     copy_async_commit();
@@ -212,11 +215,11 @@ template <class S> struct PartTile {
 
 #pragma unroll 1
     for (int step = 0; step < all; step++) {
-      // Wait for the stage, and until all threads are done with the one before.
+      // Wait for the stage, and until all threads have finished the previous one.
       copy_async_wait<STAGES - 2>();
       __syncthreads();
 
-      // Start the copies of the stage that takes its place.
+      // Start the copies of the stage that replaces it.
       const int next = step + STAGES - 1;
       if (next < all)
         load_rows<T>(shared.stages[next % STAGES], shared.index[next % S::INDICES], next);
@@ -242,7 +245,7 @@ template <class S> struct PartTile {
   }
 };
 
-/* Stores the sums of a part that is one of several: [rank columns, columns] of its slot. */
+/* Stores the sums of one of several parts: [rank columns, columns] of its slot. */
 template <class S>
 __device__ __forceinline__ void store_slot(const GradientGroup &group, const GradientProduct &p,
                                            const GradientTile &tile, int slot,
@@ -286,7 +289,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   }
 }
 
-/* The gradients of several parts: their slots, in order. */
+/* Gradients with several parts: adds their slots in order. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
@@ -322,7 +325,7 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.most_parts > 0 && gradient.experts == 1;
 }
 
-/* Accesses of 4 elements of 16 or 32 bits. */
+/* Whether accesses to 4 elements of 16 or 32 bits are aligned. */
 bool allows_quads(const moelora_gradient &g) {
   return !g.data ||
          ((uintptr_t)g.data % (4 * moelora_dtype_bytes(g.dtype)) == 0 && g.columns % 4 == 0 &&
@@ -348,7 +351,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   p.columns = (int32_t)from.columns;
   p.weighted = from.weighted;
   p.transposed = from.transposed;
-  // Ranks that a row has not are not read.
+  // Ranks that a row lacks are not read.
   p.ranks_vectors = allows_vectors(p.ranks, p.ranks_slice, 0);
   p.wide_vectors = allows_vectors(p.wide, 0, from.columns);
   p.quads = true;
@@ -358,7 +361,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   }
 }
 
-/* What the kernels take but for the tiles, whose ranks are `*most` at most. */
+/* Kernel arguments except for the tiles; their number of ranks is at most `*most`. */
 GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradient_rows *list,
                         int32_t *most) {
   GradientLaunch s = {};

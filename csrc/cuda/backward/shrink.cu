@@ -42,7 +42,7 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
   static constexpr int RANKS = 16 * TILES;
   const BackShrinkParams &p;
   uint32_t base;
-  int64_t position; // of the part's first row
+  int64_t position; // first row of the part
   int slice, chunk, expert;
   uint32_t row[kTokens / 16]; // of y, for token threadIdx.x / 8 + 16 i
 

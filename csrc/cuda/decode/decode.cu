@@ -1,34 +1,35 @@
-/* The whole layer in one launch, for a handful of tokens: weights stream from memory straight into
- * the operands of mma, and the grid waits for itself instead of for a next launch.
+/* The whole layer in one launch, for a few tokens. Weights are loaded from memory directly into
+ * the operand registers of mma, and grid syncs replace launches.
  *
  *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
  *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    8 outputs, ungated 16
  *   SHRINK2   xa2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
- * are the four kinds of items; those of W2 go over all active experts (see decode/tables.cuh), so
- * that there is no z in memory and no launch for its sum. There are three grid syncs: xa13 is
- * ready, h is ready, xa2 is ready. A CTA arrives when it has no more items that write, one that
- * cannot have any at once, and waits as late as it can: a base product comes before the wait for
- * the shrink that it is added to.
+ * are the four kinds of work items. Those of W2 cover all active experts (see decode/tables.cuh),
+ * so that z is never stored and its sum takes no launch. There are three grid syncs: xa13 is
+ * ready, h is ready, xa2 is ready. A CTA arrives once it has no more items that write (at once if
+ * it has none), and waits as late as possible: the base product precedes the wait for the shrink
+ * whose delta is added to it.
  *
- * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
- * warp. The others go to a CTA: of W2 a warp has the products with every eighth active expert, of a
- * shrink a span of the depth; what they find meets in shared memory. Tokens lie there, too, first x
- * and then h, where they fit.
+ * An item is 16 weight rows by the 8 tokens, with K in blocks of 32. A W13 item is processed by
+ * one warp, the others by a CTA: in W2 each warp multiplies every eighth active expert, in a
+ * shrink each warp has a span of K; the partial sums are combined in shared memory. Tokens are
+ * kept in shared memory if they fit, first x and then h.
  *
- * All sums are those of several launches, to the bit: a product with a weight has one accumulator,
- * in the order of the depth, and the adapter behind it; a shrink adds up as many spans; what waits
- * for the sum over top_k is rounded.
+ * Results equal those of the separate launches bit for bit: a base product has one accumulator, in
+ * the order of K, and the delta is added after it; a shrink adds the same spans; what is summed
+ * over top_k is rounded before.
  *
- * A warp multiplies k-spans: neighbouring blocks of one active expert, in chunks of eight. The next
- * chunk, be it of the next span or item, is loaded half by half as registers become free. In a
- * block lane (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8
- * and of token g, and exchanges them for what two products of 16 neighbours take. So d[2i + j] is
- * row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
+ * A warp multiplies K spans: consecutive blocks of one active expert, in chunks of eight. The next
+ * chunk, possibly of the next span or item, is loaded in halves as registers become free. In a
+ * block, lane (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8
+ * and of token g, and exchanges them so that each of two products has 16 consecutive elements.
+ * d[2i + j] is then row g + 8i, token 2c + j. If gated, rows g are gate rows and rows g + 8 the
+ * matching up rows.
  *
- * Tokens are columns, and columns do not mix: a token takes only what its experts and its adapter
- * add, whatever the neighbours' factors hold. */
+ * Tokens are columns of the mma, so the values of one token never affect another, whatever its
+ * factors contain. */
 #include "cuda/decode/epilogue.cuh"
 #include "cuda/decode/expand.cuh"
 #include "cuda/decode/grid.cuh"
@@ -40,19 +41,19 @@ namespace {
 
 /* ---- the kernel ---- */
 
-/* Cold state: what a thread asks for now and then, for registers are scarce. */
+/* State that is rarely read; kept in shared memory because registers are scarce. */
 struct ColdState {
   int projection;
-  WorkItem item; // at hand; of a shrink, the tile is its index
-  float d[4];    // of a product
-  bool more;     // products of it
-  bool turn;     // of the partial sums
+  WorkItem item; // the current item; of a shrink, the tile is its index
+  float d[4];    // accumulators of a product
+  bool more;     // the item has more products
+  bool turn;     // which buffer of partial sums
   WorkIterator work;
-  OperandRows<2> next; // of the prefetch buffer
+  OperandRows<2> next; // rows of the prefetch buffer
   GridSync sync;
 };
 
-/* d = the product that `work` is at and moves on from. */
+/* d = the product at `work`, which advances to the next one. */
 template <class T>
 __device__ __forceinline__ void
 multiply_next(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
         continue;
       }
     }
-    /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
+    /* Every warp executes the iteration after the shrinks, even without work: it arrives and waits
+     * there. */
 #pragma unroll 1
     for (;;) {
       cold.item = item_of(p, work.kind, work.index);
@@ -219,7 +221,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  /* Of an item, a warp's or, of weights in tiles, a CTA's. */
+  /* Outputs per item, of a warp or, with weights in tiles, of a CTA. */
   const int64_t outputs =
       (moelora_is_quantized(p.w13.format) ? 16 * kWarps : 16) / (params.gated ? 2 : 1);
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
@@ -233,9 +235,9 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
     params.xa[i] = l.xa[i];
     params.a_vectors[i] = plan->projection[i].a_vectors;
     params.b_vectors[i] = plan->projection[i].b_vectors;
-    params.span_blocks[i] = moelora_shrink_span(i ? p.intermediate : p.hidden,
-                                                plan->projection[i].a_vectors) /
-                            kBlockDepth;
+    params.span_blocks[i] =
+        moelora_shrink_span(i ? p.intermediate : p.hidden, plan->projection[i].a_vectors) /
+        kBlockDepth;
   }
   const int64_t active_experts =
       p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;

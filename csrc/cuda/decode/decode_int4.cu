@@ -1,4 +1,4 @@
-/* The layer of a few tokens: INT4 weights. */
+/* The single-launch layer for a few tokens: INT4 weights. */
 #include "cuda/decode/tiles.cuh"
 
 namespace decode {

@@ -1,4 +1,4 @@
-/* The layer of a few tokens: NVFP4 weights. */
+/* The single-launch layer for a few tokens: NVFP4 weights. */
 #include "cuda/decode/tiles.cuh"
 
 namespace decode {

@@ -1,5 +1,5 @@
-/* What the decode kernels do with the sums of an item: biases, activation, rounding, and what warps
- * leave for each other. Each of these as the kernels of several launches do it, to the bit. */
+/* Epilogue of the decode kernels: combines the partial sums of warps, then applies bias,
+ * activation and rounding. Results equal those of the separate kernels bit for bit. */
 #ifndef MOELORA_CUDA_DECODE_EPILOGUE_CUH
 #define MOELORA_CUDA_DECODE_EPILOGUE_CUH
 
@@ -8,12 +8,12 @@
 
 namespace decode {
 
-/* Floats between tokens and between warps of what warps leave for each other: writes and reads of a
- * warp cover all banks. */
+/* Strides in floats between tokens and between warps of the partial sums: a warp reads and writes
+ * without bank conflicts. */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
 
-/* What warps found, or of W2 the rows of an item: flat rows kTokenPitch apart. Two, so that an item
- * need not wait until those before it have been read. */
+/* Partial sums of warps, or, in W2, the rows of an item: flat rows kTokenPitch apart.
+ * Double-buffered, so that an item need not wait until the previous one has been read. */
 struct Partials {
   float sums[2][kWarps * kWarpPitch];
 };
@@ -31,8 +31,8 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
   return Element<T>::to_float(((const T *)data)[at]);
 }
 
-/* Adds up what the warps of a shrink found, in the order of the depth, and writes the ranks of
- * token `warp`, times 2^-MISSING. */
+/* Adds the partial sums of a shrink in the order of K and writes the ranks of token `warp`, scaled
+ * by 2^-MISSING. */
 template <class T, int MISSING>
 __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tables &t,
                                                 const WorkItem &item, const float *partial) {
@@ -52,7 +52,8 @@ __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tab
   to[lane] = Element<T>::round(r.first + lane < r.rank ? scaling * sum : 0.f);
 }
 
-/* Rounds the product of a W2 item with an active expert, times 2^MISSING, for its rows. */
+/* Rounds the product of a W2 item with one active expert, scaled by 2^MISSING, and stores it by
+ * row. */
 template <class T, int MISSING>
 __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &t,
                                            const WorkItem &item, const float (&d)[4], float *rows) {
@@ -93,17 +94,15 @@ __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables
   ((T *)problem.out)[token * problem.out_stride + output] = Element<T>::round(sum);
 }
 
-/* An output of W13 of a row: gate and up, ungated the first alone. */
+/* Stores one output of W13 for a row, from gate and up, or from `gate` alone if ungated. */
 template <class T>
 __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int output, float gate,
                                         float up) {
-  const float h = p.gated      ? Activation(p.p.activation)(gate, up)
-                  : gate < 0.f ? 0.f
-                               : gate * gate;
+  const float h = p.gated ? Activation(p.p.activation)(gate, up) : gate < 0.f ? 0.f : gate * gate;
   ((T *)p.h)[row * p.p.intermediate + output] = Element<T>::round(h);
 }
 
-/* Writes the outputs of a W13 item from the registers of its warp. */
+/* Stores the outputs of a W13 item from the accumulators of its warp. */
 template <class T>
 __device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t,
                                              const WorkItem &item, const float (&d)[4]) {
@@ -131,8 +130,8 @@ __device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables
   }
 }
 
-/* Writes the outputs of token `warp` of a W13 item of weights in tiles: gated, the first half of the
- * warps has gate, the other up. Products lack 2^MISSING. */
+/* Stores the outputs of token `warp` of a W13 item with weights in tiles. If gated, the first half
+ * of the warps has gate, the other half up. Products are still to be scaled by 2^MISSING. */
 template <class T, int MISSING>
 __device__ __forceinline__ void epilogue_w13_shared(const DecodeParams &p, const Tables &t,
                                                     int active, int first, const float *partial) {
@@ -141,8 +140,8 @@ __device__ __forceinline__ void epilogue_w13_shared(const DecodeParams &p, const
   const int64_t row = t.row[active][token], bias = t.expert[active] * w13.bias_stride_e;
   const auto value = [&](int at, int half) {
     const float v = partial[(half * warps + at / 16) * kWarpPitch + token * kTokenPitch + at % 16];
-    const float add = w13.bias ? to_float<T>(w13.bias, bias + weight_row(p, W13, first + at, half))
-                               : 0.f;
+    const float add =
+        w13.bias ? to_float<T>(w13.bias, bias + weight_row(p, W13, first + at, half)) : 0.f;
     return fmaf(v, (float)(1 << MISSING), add);
   };
 #pragma unroll 1

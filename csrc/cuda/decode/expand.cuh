@@ -1,4 +1,4 @@
-/* Adapters on top of a base product of the decode kernel: xa B^T. */
+/* Expand of the decode kernel: adds xa B^T to the base product. */
 #ifndef MOELORA_CUDA_DECODE_EXPAND_CUH
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
@@ -8,14 +8,14 @@
 
 namespace decode {
 
-/* Two neighbouring k16 slabs of a segment, whose slabs are listed over all slices: 16 ranks to two
- * lanes of a quad. */
+/* Two consecutive k16 slabs of a segment, whose slabs are listed over all slices; two lanes of a
+ * quad hold 16 ranks. */
 struct DoubleSlab {
-  int segment, rank, slabs; // of one slice
-  int first;                // of the two
+  int segment, rank, slabs; // per slice
+  int first;                // first of the two
 };
 
-/* visit(slab) for the double slabs of an item, in their order; a shrink has none. */
+/* Calls visit(slab) for the double slabs of an item, in order; a shrink item has none. */
 template <class Visit>
 __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Tables &t,
                                               const WorkItem &item, Visit visit) {
@@ -32,9 +32,9 @@ __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Table
   }
 }
 
-/* This lane's eight ranks of a double slab. */
+/* A lane's eight ranks of a double slab. */
 struct LaneRanks {
-  int slice, column, left; // left: 0 where there are none
+  int slice, column, left; // left: number of valid ranks, 0 if none
 };
 
 __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const DoubleSlab &slab) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
   return e;
 }
 
-/* They in B's row of g + 8 half; NULL where the slice has none. */
+/* Address of the ranks in B's row of g + 8 half; NULL if the slice has no such row. */
 template <bool TILES>
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tabl
   });
 }
 
-/* The first `count` of eight elements; what a factor holds beyond the true rank may be NaN. */
+/* Keeps the first `count` of eight elements: beyond the true rank a factor may hold NaN. */
 __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   auto keep = [&](uint32_t word, int first) {
     return count >= first + 2 ? word : count == first + 1 ? word & 0xffff : 0;
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
-/* d += xa B^T for the tokens that carry each adapter. */
+/* d += xa B^T for the tokens of each adapter. */
 template <class T, bool TILES>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&d)[4]) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, c
     const int active = t.segment_active[slab.segment], width = moelora_padded_rank(f.max_rank);
     const uint32_t tokens = t.segment_tokens[slab.segment];
     uint4 b[2];
-    uint32_t rows = 0; // bit of each half that some lane of the quad has ranks for
+    uint32_t rows = 0; // bit mask: row halves with ranks in any lane of the quad
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint16_t *from = slab_row<TILES>(p, t, item, slab, e, half);

@@ -1,5 +1,5 @@
-/* How the CTAs of a decode kernel work as one: how many there are, how they wait for each other,
- * how they begin. */
+/* Grid-wide coordination of the decode kernel: number of CTAs, grid syncs, and the start of the
+ * layer. */
 #ifndef MOELORA_CUDA_DECODE_GRID_CUH
 #define MOELORA_CUDA_DECODE_GRID_CUH
 
@@ -9,8 +9,8 @@
 
 namespace decode {
 
-/* CTAs per SM. Memory that is half as fast, that of 8.x and 12.x, needs half as much in flight, and
- * portable code a few registers more. */
+/* CTAs per SM. 8.x and 12.x have about half the bandwidth and need half as many loads in flight;
+ * the portable code takes a few more registers. */
 constexpr int kMostResident = 2;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 1;
@@ -18,11 +18,11 @@ constexpr int kResident = 1;
 constexpr int kResident = kMostResident;
 #endif
 
-/* A grid sync in two halves. */
+/* A split grid sync: arrive, then wait. */
 struct GridSync {
   unsigned arrival;
-  bool waits;   // for the grid sync of that arrival
-  bool shrinks; // come or have come, and the CTA has not arrived behind them
+  bool waits;   // whether the grid sync of that arrival is still to be waited for
+  bool shrinks; // shrink items remain or have run, and the CTA has not arrived after them
 };
 
 __device__ __forceinline__ void arrive(GridSync &sync) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait(GridSync &sync) {
   sync.waits = false;
 }
 
-/* Tables and x, ready for the first item of W13. */
+/* Builds tables and loads x, before the first W13 item. */
 template <bool TILES>
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
@@ -61,11 +61,11 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
   __syncthreads();
 }
 
-/* From the reading that all agree on; rare enough not to take registers of the loop. */
+/* Restarts from the agreed tables; out of line, so that it takes no registers of the main loop. */
 template <bool TILES>
 __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                          uint16_t *staged, GridSync &sync) {
-  __syncthreads(); // all have seen that readings differ
+  __syncthreads(); // all threads have seen that readings differ
   if (threadIdx.x == 0)
     t.agreed = true;
   begin_layer<TILES>(p, t, tokens, staged, sync, p.reading);

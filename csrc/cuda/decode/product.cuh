@@ -1,5 +1,5 @@
-/* Products of the decode kernel: weights from memory straight into the operands of mma, a chunk
- * ahead of their use. */
+/* Products of the decode kernel: weights are loaded from memory into the operand registers of mma,
+ * one chunk ahead. */
 #ifndef MOELORA_CUDA_DECODE_PRODUCT_CUH
 #define MOELORA_CUDA_DECODE_PRODUCT_CUH
 
@@ -9,19 +9,19 @@
 
 namespace decode {
 
-constexpr int kBatch = 4; // blocks that are multiplied and then loaded anew at once
-constexpr int kAhead = 1; // chunks that a warp brings to L2 before a grid sync; 0: none
+constexpr int kBatch = 4; // blocks that are multiplied and then reloaded together
+constexpr int kAhead = 1; // chunks that a warp prefetches to L2 before a grid sync; 0: none
 
-/* Blocks of a k-span in which this lane's eight elements are inside the depth. */
+/* Number of blocks of a K span in which this lane's eight elements are within K. */
 __device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, const KSpan &span) {
   const int k = span.first * kBlockDepth + threadIdx.x % 4 * 8;
   return min(span.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);
 }
 
-/* A lane's share of one operand's rows in a k-span. */
+/* A lane's rows of one operand in a K span. */
 template <int ROWS> struct OperandRows {
   const uint16_t *row[ROWS];
-  int there; // blocks
+  int there; // blocks within K
 };
 
 __device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {
@@ -42,19 +42,20 @@ __device__ __forceinline__ OperandRows<2> weights_of(const DecodeParams &p, cons
   return s;
 }
 
-/* x, a row for a token, or h, a row for a routed row. */
+/* x, one row per token, or h, one row per routed row. */
 struct TokenRows {
-  const uint16_t *rows; // in shared memory, if all of them fit there
+  const uint16_t *rows; // in shared memory, if all rows fit
   int64_t stride;
 };
 
-/* What is shared is missing from L1, through which weights come. */
+/* Shared memory reduces L1, through which weights are loaded. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Begins to copy rows, all or those that are their own `lead`, to shared memory if they fit: a batch that asked
- * memory for its columns would wait each time, and a grid sync empties L1. Where eight rows lie an
- * odd number of 64 bytes apart, a block of them covers all banks; for TILES, whose rows ldmatrix
- * reads to the end of a tile, an odd number of 16 bytes, with zeros behind the depth. */
+/* Starts to copy rows to shared memory if they fit: all of them, or only those that are their own
+ * `lead`. Reading them from memory would stall every batch of columns, and a grid sync invalidates
+ * L1. The stride is chosen against bank conflicts: an odd multiple of 64 bytes for blocks of eight
+ * rows; with TILES, whose rows are read by ldmatrix up to the end of a tile, an odd multiple of 16
+ * bytes, with zeros beyond K. */
 template <bool TILES>
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const int32_t *lead,
@@ -83,8 +84,8 @@ __device__ __forceinline__ OperandRows<1> tokens_of(const DecodeParams &p, const
           row < 0 ? 0 : blocks_inside(p, kind, span)};
 }
 
-/* The register prefetch buffer: weights of a chunk that is to be multiplied, and where the chunk
- * behind it is. */
+/* The register prefetch buffer: weights of the next chunk, and the address of the chunk after it.
+ */
 struct PrefetchBuffer {
   uint4 w[kChunk][2];
   OperandRows<2> next;
@@ -106,7 +107,7 @@ template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS>
   s.there -= kChunk;
 }
 
-/* Has the buffer go on where `work` is; factors that do not allow vectors stay out of it. */
+/* Points the buffer to the span at `work`; factors without 16-byte alignment bypass it. */
 constexpr int kElements = 1 << 30;
 
 __device__ __forceinline__ void follow(const DecodeParams &p, const Tables &t,
@@ -123,7 +124,7 @@ __device__ __forceinline__ void start(const DecodeParams &p, const Tables &t,
   step_chunk(buffer.next);
 }
 
-/* d += rows x^T over one block, 16 neighbours at a time. */
+/* d += rows x^T over one block, 16 consecutive elements at a time. */
 template <class T>
 __device__ __forceinline__ void multiply_block(float (&d)[4], const uint4 (&w)[2], const uint4 &x) {
   const uint4 low = neighbors_16(w[0]), high = neighbors_16(w[1]), tokens = neighbors_16(x);
@@ -150,7 +151,8 @@ __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuff
   }
 }
 
-/* Brings to L2 what a warp loads later in its k-span: a line of 128 bytes is two blocks. */
+/* Prefetches the weights that a warp loads next in its K span to L2: a 128-byte line is two
+ * blocks. */
 __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
   const int c = threadIdx.x % 4;
 #pragma unroll
@@ -161,7 +163,7 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
         prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
-/* d += the k-span that the buffer has begun to load; `work` is behind it. */
+/* d += the K span whose first chunk is in the buffer; `work` is already at the next. */
 template <class T>
 __device__ __forceinline__ void
 multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,
@@ -174,7 +176,7 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
       follow(p, t, work, buffer);
     multiply_batch<T, 0>(d, buffer, x);
     load_batch<0>(buffer);
-    if (blocks > -kBatch) // the branch also keeps the loads above from sinking below
+    if (blocks > -kBatch) // the branch also keeps the compiler from moving the loads above below it
       multiply_batch<T, kBatch>(d, buffer, x);
     load_batch<kBatch>(buffer);
     step_chunk(buffer.next);
@@ -182,8 +184,8 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
   } while (blocks > 0);
 }
 
-/* d += the k-span that the buffer is at, of factors that do not allow vectors. The buffer has taken
- * its first chunk as loaded. */
+/* d += the K span of factors without 16-byte alignment. The buffer treats its first chunk as
+ * loaded. */
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
                                                   const OperandRows<1> &x, float (&d)[4]) {

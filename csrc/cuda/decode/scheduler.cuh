@@ -1,5 +1,5 @@
-/* The scheduler of the decode kernel: which work items a CTA has, how its warps go through them,
- * and which rows of weights, factors and outputs belong to them. */
+/* Work scheduler of the decode kernel: which items a CTA processes, how its warps iterate over
+ * them, and which rows of weights, factors and outputs they cover. */
 #ifndef MOELORA_CUDA_DECODE_SCHEDULER_CUH
 #define MOELORA_CUDA_DECODE_SCHEDULER_CUH
 
@@ -10,43 +10,42 @@
 namespace decode {
 
 constexpr int kBlockDepth = 32;
-constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
+constexpr int kChunk = 8; // blocks in flight: 64 registers of the 128 available at two CTAs per SM
 
 struct DecodeParams {
   moelora_experts_problem p;
-  int32_t tiles13;            // items of W13 of an active expert
+  int32_t tiles13;            // W13 items per active expert
   moelora_divisor by_tiles13; // of weights in tiles
-  int32_t most_shrinks13;     // more items SHRINK13 cannot have, whatever ids say
-  int32_t staged_bytes;       // for tokens in shared memory; of weights in tiles
-  int32_t span_blocks[2];     // of a shrink: blocks of depth that are summed apart; of w13, of w2
+  int32_t most_shrinks13;     // upper bound of SHRINK13 items, whatever ids contain
+  int32_t staged_bytes;       // shared memory for tokens; of weights in tiles
+  int32_t span_blocks[2];     // of a shrink: blocks of K per span; of w13, of w2
   bool gated, interleaved;
-  bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
-  uint32_t *digests;               // [CTAs] of what each read of the tables
-  Reading *reading;                // of the first CTA
+  bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
+  uint32_t *digests;               // [CTAs] of each CTA's reading of the tables
+  Reading *reading;                // the first CTA's
   uint16_t *h;                     // [P, I]
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
-/* launch_<FORMAT>, of decode.cu and a file for each kernel format of tiles: queues its kernel on at
- * most `work` CTAs. */
+/* launch_<FORMAT>, defined in decode.cu and in one file per tiled kernel format: launches the
+ * kernel on at most `work` CTAs. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   moelora_status launch_##FORMAT(const DecodeParams &params, int64_t work,                         \
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"
 
-/* Where a warp is: before product `part` of an item. Of W2 that is the one with active expert
- * number `part`, which a CTA's warps share out; of a shrink the warp's span of the depth. */
+/* Position of a warp: before product `part` of an item. In W2 that is active expert `part`, with
+ * experts split over a CTA's warps; in a shrink it is the warp's span of K. */
 struct WorkIterator {
   int kind, index, part;
 };
 
-/* An item: 16 rows of the weights of active expert number `active`, which in one of W2 is that of
- * the product at hand. */
+/* A work item: 16 weight rows of active expert `active`; in W2, of the current product's expert. */
 struct WorkItem {
   int kind, active, tile;
 };
 
-/* A k-span: neighbouring blocks of one active expert, what a warp sums in one accumulator. */
+/* A K span: consecutive blocks of one active expert, summed by a warp in one accumulator. */
 struct KSpan {
   int active, first, blocks;
 };
@@ -76,15 +75,15 @@ __device__ __forceinline__ WorkItem item_of(const DecodeParams &p, int kind, int
   return item;
 }
 
-/* ---- from one k-span to the next ---- */
+/* ---- iteration over K spans ---- */
 
-/* Shrink items are dealt from the last CTA on: the first ones cannot have any of SHRINK13. */
+/* Number of CTAs that have no SHRINK13 items: shrink items are distributed from the last CTA on. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.most_shrinks13, 0);
 }
 
-/* Items of W13 belong to single warps, first to those of free CTAs, then to the others; in a CTA
- * last to the warp that takes part in grid syncs. */
+/* Distributes W13 items to warps: first to those of CTAs without shrink items, then to the others;
+ * within a CTA the warp that handles grid syncs comes last. */
 __device__ __forceinline__ void deal_w13(const DecodeParams &p, Tables &t) {
   const int ctas = gridDim.x, cta = blockIdx.x, free = free_ctas(p);
   t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
@@ -97,7 +96,7 @@ __device__ __forceinline__ int first_item(const Tables &t, int kind) {
   return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-/* Settles on an item: behind the last shrink, on the first of what follows. */
+/* Starts an item; after the last shrink item, the first item of the next kind. */
 __device__ __forceinline__ void open_item(const DecodeParams &p, const Tables &t,
                                           WorkIterator &work) {
   if (is_shrink(work.kind) && work.index >= t.items[work.kind])
@@ -109,7 +108,7 @@ __device__ __forceinline__ bool is_there(const Tables &t, const WorkIterator &wo
   return work.index < t.items[work.kind];
 }
 
-/* What comes next; an empty span where a warp has nothing of an item, or no item. */
+/* The K span at `work`; empty if the warp has no part of the item, or there is no item. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
   KSpan span = {0, 0, 0};
@@ -130,7 +129,7 @@ __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
   return span;
 }
 
-/* To the next product. False when that is of another item. */
+/* Advances to the next product. Returns false if that belongs to another item. */
 __device__ __forceinline__ bool advance(const DecodeParams &p, const Tables &t,
                                         WorkIterator &work) {
   if (work.kind == W2 && work.part + kWarps < t.active_experts) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ RankTile ranks_of(const DecodeParams &p, const Tables
   return r;
 }
 
-/* Output that row g + 8 half of an item stands for; it may lie behind the last one. */
+/* Output of row g + 8 half of an item; may be beyond the last. */
 __device__ __forceinline__ int output_of(const DecodeParams &p, const WorkItem &item, int g,
                                          int half) {
   const bool gate_up = item.kind == W13 && p.gated;
@@ -173,7 +172,7 @@ __device__ __forceinline__ int outputs_of(const DecodeParams &p, int kind) {
   return (int)(kind == W13 ? p.p.intermediate : p.p.hidden);
 }
 
-/* Row of w13 or w2, and of its bias, that makes an output. */
+/* Row of w13 or w2, and of its bias, that computes an output. */
 __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, int output,
                                               int half) {
   if (kind == W2 || !p.gated)
@@ -181,9 +180,10 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
   return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
 }
 
-/* ---- items of weights in tiles: all of a CTA ---- */
+/* ---- items of weights in tiles, processed by a whole CTA ---- */
 
-/* Of W13, gated, half of the warps have gate rows, the others the matching up rows. */
+/* Warps per half: in gated W13 items half of the warps have gate rows, the others the matching up
+ * rows. */
 __device__ __forceinline__ int warps_of_half(const DecodeParams &p) {
   return p.gated ? kWarps / 2 : kWarps;
 }
@@ -196,8 +196,7 @@ __device__ __forceinline__ int depth_tiles_of(const DecodeParams &p, int kind) {
   return (depth_of(p, kind) + MOELORA_PACK - 1) / MOELORA_PACK;
 }
 
-/* This warp's item: one of W13 is 16 outputs for each warp of a half, so that `tile` is the
- * warp's. */
+/* This warp's item: in W13 each warp of a half has 16 outputs, so `tile` is per warp. */
 __device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, const WorkIterator &work) {
   WorkItem item = {work.kind, work.part, work.index};
   if (work.kind == W13) {
@@ -208,22 +207,22 @@ __device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, const Wo
   return item;
 }
 
-/* The warp has product `work.part` of the item. */
+/* Whether the warp has product `work.part` of the item. */
 __device__ __forceinline__ bool has_product(const DecodeParams &p, const Tables &t,
                                             const WorkIterator &work, const WorkItem &item) {
   return work.kind == W2 ? work.part < t.active_experts
                          : work.part == 0 && item.tile * 16 < p.p.intermediate;
 }
 
-/* Before the first product of an item. */
+/* Position before the first product of an item. */
 __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
   return {kind, index, kind == W13 ? 0 : (int)threadIdx.x / 32};
 }
 
 /* ---- rows of an item that is not in tiles ---- */
 
-/* Rows g and g + 8 of the item of `work`, at the depth where `span` begins. What lies behind the
- * last row repeats it: nobody looks at the sums. */
+/* Rows g and g + 8 of the item at `work`, at the start of `span`. Rows beyond the last repeat it;
+ * their sums are not stored. */
 __device__ __forceinline__ void item_rows(const DecodeParams &p, const Tables &t,
                                           const WorkIterator &work, const KSpan &span, int g,
                                           const uint16_t *(&row)[2]) {

@@ -1,11 +1,10 @@
-/* Products of weights in tiles. A warp has a pipeline of its own in shared memory: the next slabs
- * that it is to multiply, be they of the next item or of W2 behind W13, for neither depends on what
- * the grid waits for. A slab is what 16 rows have of a tile of four-bit numbers, 64 of depth:
+/* Products with weights in tiles. Each warp has its own pipeline in shared memory, which holds the
+ * next slabs that it multiplies, across items and from W13 to W2: weights do not depend on grid
+ * syncs. A slab is 16 rows of a tile of 4-bit values, 64 elements of K:
  *
- *   values [32 lanes] 16 bytes    as in the tile: a lane's share of operand A of four mma
+ *   values [32 lanes] 16 bytes    as in the tile: a lane's part of operand A of four mma
  *   scales [8][2 rows][groups]    as in the tile
- *   zeros  [8][2 rows][groups]    as in the tile
- */
+ *   zeros  [8][2 rows][groups]    as in the tile */
 #ifndef MOELORA_CUDA_DECODE_SLABS_CUH
 #define MOELORA_CUDA_DECODE_SLABS_CUH
 
@@ -14,8 +13,8 @@
 
 namespace decode {
 
-/* Slabs in flight: 104 KB of an SM with two CTAs, 50 KB of one where fewer items than CTAs leave it
- * one; with them a CTA just fits the 99 KB of the smallest chips. */
+/* Stages: 104 KB of an SM with two CTAs, or 50 KB if fewer items than CTAs leave one per SM; a CTA
+ * then just fits the 99 KB of the smallest GPUs. */
 constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
@@ -23,13 +22,13 @@ template <moelora_kernel_format FORMAT>
 constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
-/* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
+/* Addresses of a warp's next slabs; each is copied to the stage of the slab multiplied last. */
 struct SlabProducer {
-  WorkIterator work; // behind the product at hand
+  WorkIterator work; // ahead of the current product
   const char *from;  // this lane's 16 bytes of the values of the next slab
-  int64_t step;      // bytes to the slab behind it
-  int scales;        // from there to this lane's 16 bytes of what follows values; 0: none
-  int left;          // slabs of the product
+  int64_t step;      // bytes to the next slab
+  int scales;        // from there to this lane's 16 bytes of scales or zeros; 0: none
+  int left;          // remaining slabs of the product
 };
 
 __device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeParams &p,
@@ -37,7 +36,7 @@ __device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeP
   return kind == W13 ? p.p.w13 : p.p.w2;
 }
 
-/* Bytes from a lane's values to what it copies of the scales, and behind them of the zeros. */
+/* Byte offset from a lane's values to its part of the scales, followed by the zeros. */
 __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
   const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
   const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
@@ -49,7 +48,7 @@ __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab)
   return 0;
 }
 
-/* What a warp keeps of its producer in shared memory while a shrink needs the registers. */
+/* Producer state that a warp keeps in shared memory while a shrink needs the registers. */
 struct ParkedProducer {
   WorkIterator work;
   const char *from; // of lane 0
@@ -72,7 +71,7 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   s.left = parked.left;
 }
 
-/* Where the tiles of this warp's product begin. */
+/* Address of the first tile of this warp's product. */
 __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
                                                      const WorkItem &item) {
   const moelora_weights &w = weights_in_tiles(p, item.kind);
@@ -80,7 +79,7 @@ __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, cons
          (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
 }
 
-/* To the next product, if there is one. */
+/* Advances to the next product, if any. */
 __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
                                              SlabProducer &s) {
   while (s.left == 0 && is_there(t, s.work)) {
@@ -101,7 +100,7 @@ __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables
   }
 }
 
-/* Begins to copy the next slab to `stage`. */
+/* Starts to copy the next slab to `stage`. */
 __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                         uint32_t stage) {
   if (s.left == 0)
@@ -109,12 +108,12 @@ __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, 
   const uint32_t to = stage + threadIdx.x % 32 * 16;
   copy_async_16(to, s.from, 16, s.left > 0);
   copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.left > 0 && s.scales != 0);
-  copy_async_commit(); // also where nothing was left: groups are counted
+  copy_async_commit(); // also without a copy: waits count commit groups
   s.from += s.step;
   s.left -= s.left > 0;
 }
 
-/* A warp's stages, and which one is next. */
+/* A warp's stages, and the index of the next one. */
 template <moelora_kernel_format FORMAT> struct SlabPipeline {
   uint32_t first, stage;
 
@@ -125,7 +124,7 @@ template <moelora_kernel_format FORMAT> struct SlabPipeline {
   }
 };
 
-/* From the first item of W13 on. */
+/* Fills the pipeline from the first W13 item on. */
 template <moelora_kernel_format FORMAT>
 __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                      SlabPipeline<FORMAT> &pipeline) {
@@ -139,7 +138,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Brings to L2 what a warp copies next of its product, before a grid sync. */
+/* Prefetches what a warp copies next of its product to L2, before a grid sync. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;
@@ -151,13 +150,13 @@ __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
 
 /* ---- tokens ---- */
 
-/* A lane's share of operand B: of tokens in shared memory, where ldmatrix reads, else where it
- * reads itself. */
+/* A lane's part of operand B: read from shared memory by ldmatrix if tokens are staged, otherwise
+ * from global memory. */
 struct TokenColumns {
   bool staged;
   uint32_t shared;
   const uint16_t *from;
-  int left; // of depth
+  int left; // elements of K
 };
 
 __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const Tables &t, int kind,
@@ -167,7 +166,7 @@ __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const 
   TokenColumns x;
   x.staged = tokens.rows == staged;
   const int token = x.staged ? lane % 8 : lane / 4, row = t.row[active][token];
-  // Whatever is in the columns of absent tokens stays there.
+  // Columns of absent tokens are undefined and not stored.
   const int64_t at = (row < 0 ? 0 : kind == W13 ? token : row) * tokens.stride;
   x.shared = shared_address(staged) + ((uint32_t)at + lane / 8 * 8) * 2;
   x.from = tokens.rows + at + lane % 4 * 2;
@@ -175,8 +174,8 @@ __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const 
   return x;
 }
 
-/* b[i / 4][i % 4]: columns 8 i + 2 (lane % 4) and the next of token lane / 4; on to the next tile.
- */
+/* b[i / 4][i % 4]: columns 8 i + 2 (lane % 4) and the next, of token lane / 4; advances to the
+ * next tile. */
 template <bool STAGED>
 __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4]) {
   if constexpr (STAGED) {
@@ -194,8 +193,8 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* d += the slabs of a product, which are the next in the pipeline. Tokens that are not STAGED are
- * loaded a slab ahead. */
+/* d += the slabs of a product, which are next in the pipeline. Tokens that are not STAGED are
+ * loaded one slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
                                                moelora_format format, int slabs, TokenColumns &x,
@@ -217,10 +216,10 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
     if (!STAGED && slabs > 0)
       load_columns<STAGED>(x, next);
     copy_async_wait<kStages - 1>();
-    __syncwarp(); // scales are copied for each other
+    __syncwarp(); // lanes copy scales for each other
     TileFragment<FORMAT, T> w;
     w.load(pipeline.stage + lane * 16, pipeline.stage + scales, pipeline.stage + zeros, format);
-    __syncwarp(); // all have read
+    __syncwarp(); // all lanes have read the stage
     produce(p, t, producer, pipeline.stage);
     pipeline.advance();
     uint32_t a[4];
@@ -237,12 +236,12 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
   }
 }
 
-/* d = this warp's product of an item, without 2^MISSING. */
+/* d = this warp's product of an item, not yet scaled by 2^MISSING. */
 template <class T, moelora_kernel_format FORMAT>
-__device__ __forceinline__ void
-multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item,
-               const TokenRows &tokens, const uint16_t *staged, SlabProducer &producer,
-               SlabPipeline<FORMAT> &pipeline, float (&d)[4]) {
+__device__ __forceinline__ void multiply_tiles(const DecodeParams &p, const Tables &t,
+                                               const WorkItem &item, const TokenRows &tokens,
+                                               const uint16_t *staged, SlabProducer &producer,
+                                               SlabPipeline<FORMAT> &pipeline, float (&d)[4]) {
   const moelora_format format = weights_in_tiles(p, item.kind).format;
   const int slabs = depth_tiles_of(p, item.kind);
   TokenColumns x = columns_of(p, t, item.kind, tokens, staged, item.active);

@@ -1,13 +1,13 @@
-/* What every CTA of the decode kernel finds out for itself from ids, in shared memory.
+/* Tables that every CTA of the decode kernel builds from ids, in shared memory.
  *
- * All of it follows from a reading of the caller's tables, of which a CTA asks each element once.
- * As other streams may write to them, CTAs compare what they read where they wait for each other
- * anyway; if it is not the same, they begin again from the first one's reading.
+ * They follow from a reading of the caller's tables, in which a CTA loads each element once. Since
+ * other streams may write these tables meanwhile, CTAs compare their readings at a grid sync; if
+ * they differ, all restart from the reading of the first CTA.
  *
- * An active expert is one that some token chose; a segment is the tokens of an active expert that
- * carry one adapter. Active experts go by the first row that names them, segments by active expert
- * and then by first token. A token that names an expert twice belongs to it once, in the first of
- * these rows. */
+ * An active expert is one chosen by some token; a segment is the tokens of an active expert with
+ * one adapter. Active experts are ordered by the first row that names them, segments by active
+ * expert and then by first token. A token that names an expert twice belongs to it once, in the
+ * first of these rows. */
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
@@ -21,20 +21,20 @@ constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, active experts or segments two by two");
 
-/* As many as compare their readings with a thread to each four. */
+/* As many as can compare their readings with four per thread. */
 constexpr int kMostCtas = 4 * kThreads;
-/* Of all digests, so that not all CTAs ask for the same lines at once. */
+/* Copies of all digests, so that CTAs load different lines. */
 constexpr int kCopies = 16;
 
-/* Words from copy to copy. */
+/* Words between copies. */
 __host__ __device__ inline size_t digest_pitch(size_t ctas) {
   return (ctas + 31) / 32 * 32;
 }
 
-/* What a CTA works on, in this order. */
+/* Kinds of work items, in execution order. */
 enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
-/* What was read of the caller's tables. */
+/* What a CTA read of the caller's tables. */
 struct Reading {
   int32_t expert[kRows]; // of each row, local; -1: skipped
   int32_t adapter[kTokens], rank[kTokens];
@@ -44,36 +44,36 @@ constexpr int kReadingWords = sizeof(Reading) / 4;
 
 struct Tables {
   Reading own;
-  uint32_t digest; // of it
-  bool differs;    // from another CTA's
-  bool agreed;     // all began again from the first CTA's
+  uint32_t digest; // of the reading
+  bool differs;    // whether another CTA's reading differs
+  bool agreed;     // whether all restarted from the first CTA's reading
   int32_t active_experts, segments;
-  int32_t items[DONE];         // of each kind, in the whole grid
-  int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
+  int32_t items[DONE];         // of each kind, over the whole grid
+  int32_t first_w13, next_w13; // first W13 item of this CTA's first warp; step between warps
   int32_t expert[kRows];
   int32_t row[kRows][kTokens]; // flat row of an active expert's token, -1: none
-  int32_t lead[kRows];         // of each flat row the one that its expert's token has; -1: skipped
-  float row_weight[kRows];     // routing weight
+  int32_t lead[kRows];     // for each flat row, the row used for its expert and token; -1: skipped
+  float row_weight[kRows]; // routing weight
   int32_t first_segment[kRows + 1];
-  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
-  uint32_t segment_tokens[kRows];                                             // bit of each token
-  int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
-  // while being built
-  uint32_t leads[kRows * kTokens / 32]; // bit of each row or cell that comes first
+  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as given
+  uint32_t segment_tokens[kRows];                                             // bit mask of tokens
+  int32_t shrinks_end[2][kRows]; // cumulative number of shrink items per segment, of w13 and of w2
+  // only while the tables are built
+  uint32_t leads[kRows * kTokens / 32]; // bit mask of the rows or cells that come first
 };
 
-/* True rank in a stack. */
+/* True rank, limited to that of the stack. */
 __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
 
-/* Bits in the first `end` of up to 32 words; all lanes of a warp together. */
+/* Number of set bits before `end` in up to 32 words; called by all lanes of a warp. */
 __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
   const int lane = threadIdx.x % 32;
   return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
 }
 
-/* One warp, two rows to a lane. */
+/* Called by one warp, two rows per lane. */
 __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_routes &r,
                                                     const Reading *agreed) {
   const int lane = threadIdx.x % 32;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_rou
     t.active_experts = active_experts;
 }
 
-/* A thread per token. */
+/* Called by one thread per token. */
 __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token,
                                              const Reading *agreed) {
   if (agreed) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   if (token < r.num_tokens)
     adapter = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
   if (inside(adapter, r.max_loras)) {
-    bool enabled = true; // decided last, so that all loads are under way together
+    bool enabled = true; // read last, so that all loads are in flight together
     if (r.adapter_enabled)
       enabled = r.adapter_enabled_bytes == 1 ? ((const uint8_t *)r.adapter_enabled)[adapter] != 0
                                              : ((const int32_t *)r.adapter_enabled)[adapter] != 0;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   t.own.scaling[token] = scaling;
 }
 
-constexpr int kCells = kRows * kTokens / kThreads; // of one thread
+constexpr int kCells = kRows * kTokens / kThreads; // per thread
 
-/* Needs the active experts; a thread per cell (active expert, token). */
+/* Requires the active experts; one thread per cell (active expert, token). */
 __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   const int token = threadIdx.x % kTokens;
 #pragma unroll
@@ -165,12 +165,11 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   }
 }
 
-/* Needs the rows of the same thread and the adapters; eight neighbouring lanes for an active
- * expert. */
+/* Requires the adapters and this thread's rows; eight consecutive lanes per active expert. */
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
   const int adapter = t.own.adapter[token], rank = t.own.rank[token];
-  uint32_t carriers[kCells]; // of this cell's adapter; 0: base or no row
+  uint32_t carriers[kCells]; // of this cell's adapter; 0: base only, or no row
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
@@ -201,7 +200,7 @@ __device__ __forceinline__ void find_segments(Tables &t) {
   __syncthreads();
 }
 
-/* Needs the segments; one warp sums up the shrink items of a projection. */
+/* Requires the segments; one warp sums the shrink items of a projection. */
 __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
   const int s = threadIdx.x % 32 * 2;
   int own[2];
@@ -215,7 +214,7 @@ __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &
     t.items[projection ? SHRINK2 : SHRINK13] = sum;
 }
 
-/* Segment of a shrink item; all lanes of a warp together. */
+/* Segment of a shrink item; called by all lanes of a warp. */
 __device__ __forceinline__ int segment_of(const Tables &t, int projection, int item) {
   const int lane = threadIdx.x % 32;
   const int *end = t.shrinks_end[projection];
@@ -223,8 +222,9 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
-/* The digest of the reading, which goes to this CTA's place in `digests`, as the first CTA's
- * reading itself goes to `first`. A warp; finalizer of MurmurHash3, over words and their places. */
+/* Writes the digest of this CTA's reading to its place in `digests`; the first CTA also writes its
+ * reading to `first`. Called by one warp. The digest applies the finalizer of MurmurHash3 to words
+ * and their indices. */
 __device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Reading *first) {
   const int lane = threadIdx.x % 32;
   uint32_t digest = 0;
@@ -244,7 +244,7 @@ __device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Re
     t.digest = digest;
 }
 
-/* Once all CTAs have published theirs: a thread looks at those of four. */
+/* Called once all CTAs have published; each thread compares four. */
 __device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *digests) {
   const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
   if (at >= ctas)
@@ -257,8 +257,8 @@ __device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *dige
     t.differs = true;
 }
 
-/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` of an active expert,
- * `columns`. agreed: the reading to begin from; NULL: a CTA's own. */
+/* Builds all tables. `tiles13` W13 items per active expert and `columns` W2 items are given by the
+ * caller. agreed: the reading to use, or NULL for the CTA's own. */
 __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
                                              int tiles13, int columns, const Reading *agreed) {
   const bool lora =

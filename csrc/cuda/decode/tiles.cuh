@@ -1,8 +1,9 @@
 /* The layer of decode.cu with weights in tiles.
  *
- * Here items of W13 belong to a CTA, too: 16 outputs for each warp or, gated, for each two, of which
- * one multiplies the gate rows, the other the up rows. Weights come through the pipelines of slabs.cuh, which never run empty between the
- * start of the kernel and its last item; the shrinks beside them read A into registers as ever. */
+ * Here W13 items are processed by a CTA, too: 16 outputs per warp or, gated, per pair of warps,
+ * one of which multiplies gate rows, the other up rows. Weights pass through the pipelines of
+ * slabs.cuh, which stay filled from the start of the kernel to its last item; shrinks still load A
+ * to registers. */
 #ifndef MOELORA_CUDA_DECODE_TILES_CUH
 #define MOELORA_CUDA_DECODE_TILES_CUH
 
@@ -15,7 +16,7 @@
 namespace decode {
 namespace {
 
-/* d = the product of the shrink item that `work` is at and moves on from. */
+/* d = the product of the shrink item at `work`, which advances to the next one. */
 template <class T>
 __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
                                                 WorkIterator &work, const TokenRows &tokens,
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   extern __shared__ __align__(16) uint16_t staged[];
   GridSync sync;
   sync.waits = false;
-  int turn = 0; // of the partial sums
+  int turn = 0; // which buffer of partial sums
   if (threadIdx.x == 0)
     t.agreed = false;
   begin_layer<true>(p, t, tokens, staged, sync, nullptr);
@@ -138,11 +139,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
-/* Bytes for tokens of a CTA: here weights do not come through L1. Of the 227 KB that Hopper gives,
- * two CTAs then take all but what L1 needs for factors; smaller chips have room for less. */
+/* Shared memory for tokens per CTA; weights do not pass through L1 here. With Hopper's 227 KB, two
+ * CTAs use all but what L1 needs for factors; smaller GPUs have less. */
 constexpr int kMostStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
-/* The kernel of a kernel format. */
+/* Launches the kernel of a kernel format. */
 template <moelora_kernel_format FORMAT>
 moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exec *exec,
                             bool *fits) {

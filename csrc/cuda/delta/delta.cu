@@ -1,22 +1,21 @@
-/* Adapters alone: which launches, in which order, and what lies in the workspace.
+/* Host side of the delta of adapters alone: launch sequence and workspace layout.
  *
  *   resolve -> [sort] -> shrink -> expand [-> sum]
  *
- * x A^T and whatever waits for a sum is stored by
- * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
- * reading the factors of a repeated one again costs less. */
+ * Intermediate results are stored by flat row. Small batches are sorted by each CTA, or not at
+ * all: if pairs rarely repeat, rereading the factors of a repeated pair costs less. */
 #include "cuda/delta/delta.h"
 #include "cuda/backend.h"
 
 namespace {
 
-/* Rows that wait for their sum. */
+/* Rows to be summed over top_k. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;
 };
 
-/* Of up to two projections, the second of what the first leaves in `act`. */
+/* Up to two projections; the second reads `act`, which the first writes. */
 struct DeltaLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
@@ -24,7 +23,7 @@ struct DeltaLayout {
   void *xa[2]; // [P, slices, padded rank]
   void *act;   // [P, k of the second]
   Waiting z;
-  uint8_t *written; // [P], which of them are there; NULL: what rows say
+  uint8_t *written; // [P], whether each row was written; NULL: follows from the rows
   size_t bytes;
 };
 
@@ -56,7 +55,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   return l;
 }
 
-/* What all projections need of the rows. */
+/* Resolves and sorts the rows, for all projections. */
 moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
                          const moelora_delta_plan *plan, const moelora_exec *exec) {
   const bool listed = plan->order == MOELORA_LISTED;
@@ -71,7 +70,7 @@ moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
              : MOELORA_OK;
 }
 
-/* Number `i` of a plan's projections, of rows that have been found. */
+/* Runs projection `i` of the plan, once the rows are found. */
 moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int i,
                        const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &l->routes;
@@ -159,8 +158,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
 
 namespace {
 
-/* A projection to `act`, and one of that which sums over top_k. Where `act` lies is not known yet.
- */
+/* A projection to `act`, and one of it that sums over top_k. The address of `act` is set later. */
 struct MlpProjections {
   moelora_delta_problem of[2];
 
@@ -170,7 +168,7 @@ struct MlpProjections {
       projection.dtype = p.dtype;
     }
     moelora_delta_problem &up = of[0], &down = of[1];
-    up.routes.lora_scalings = nullptr; // once, behind the activation
+    up.routes.lora_scalings = nullptr; // applied once, after the activation
     up.lora = p.gate_up;
     up.x = p.x;
     up.x_stride = p.x_stride;

@@ -1,21 +1,21 @@
-/* What the host side of the adapters' delta hands to its kernels. Strides count elements. */
+/* Arguments of the delta kernels. Strides count elements. */
 #ifndef MOELORA_CUDA_DELTA_H
 #define MOELORA_CUDA_DELTA_H
 
 #include "cuda/launch/launch.h"
 
-/* Routed rows and what each of them carries. Kernels go over windows of `window` rows in this
- * order; a list is cut into windows block by block, so that each of these knows one pair. */
+/* Routed rows with their expert and adapter. Kernels process them in windows of `window` rows, in
+ * this order; a list is cut into windows block by block, so that each window has one pair. */
 typedef struct delta_rows {
   moelora_delta_order order;
   int32_t window;
   int32_t max_rank;
   moelora_routes routes; /* resolved */
   moelora_list_blocks lists;
-  /* MOELORA_SORTED: of moelora_sorted_rows */
+  /* MOELORA_SORTED: from moelora_sorted_rows */
   const int32_t *row, *expert, *adapter;
   const int32_t *count;
-  const moelora_segment *segments; /* NULL: not listed, too short */
+  const moelora_segment *segments; /* NULL: too few rows to list segments */
 } delta_rows;
 
 /* xa[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */
@@ -32,7 +32,7 @@ typedef struct delta_shrink {
   int64_t xa_stride[3]; /* slice, token, choice */
 } delta_shrink;
 
-/* z[p] = xa[p, slice] B[l, e]^T in columns slice * slice_n on; then silu, weight and sum. */
+/* z[p] = xa[p, slice] B[l, e]^T in columns from slice * slice_n on; then silu, weight and sum. */
 typedef struct delta_expand {
   delta_rows rows;
   const void *xa;
@@ -43,15 +43,16 @@ typedef struct delta_expand {
   bool add;                  /* out += z */
   void *out;
   int64_t out_stride[2]; /* token, choice */
-  uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
-  bool after_shrink;     /* queued right behind the shrink of the same rows: all but xa is there */
+  uint8_t *written;      /* [P], set to 1 for the rows written, or NULL */
+  bool after_shrink;     /* launched directly after the shrink of the same rows: only xa may be
+                            unfinished */
 } delta_expand;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* windows.cu, expand.cu; both set the window of `rows`. */
+/* windows.cu and expand.cu; both set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,

@@ -1,29 +1,28 @@
-/* Expand: z[p, slice * N + n] = sum over r of xa[p, slice, r] B[slice][l, e, n, r], into out
+/* Expand: z[p, slice * N + n] = sum over r of xa[p, slice, r] B[slice][l, e, n, r], stored to out:
  *
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
- * An item is some rows of a segment of a window, its columns are cut into tiles. Warps work alone.
- * Two kernels, the second for segments of so few rows that B is what they cost:
+ * A work item is some rows of a segment of a window; its columns are split into tiles. Warps work
+ * independently. There are two kernels, the second for segments with so few rows that loads of B
+ * dominate:
  *
- *   expand_rows   xa, out and B come through shared memory, on their way while the steps before are
- *                 multiplied: 16 rows and K_SPAN ranks of two groups of 32 columns, neighbours or a
- *                 gate and its up. B stays in registers for an item if K_SPAN ranks cover the true
- *                 rank. The CTAs that share a window take its tiles in turn, neighbouring warps
- *                 neighbouring columns.
- *   expand_thin   B straight into registers, and up to 8 rows at a time (delta/tile.cuh); no silu.
- *                 The tiles of all items lie in one line, and each warp of the CTAs that share the
- *                 window takes an equal part of it, so that most of its tiles have the same rows.
- */
+ *   expand_rows   xa, out and B are staged in shared memory, copied while the previous steps are
+ *                 multiplied: 16 rows by K_SPAN ranks of two groups of 32 columns, adjacent ones or
+ * a gate and its up. B stays in registers for a whole item if K_SPAN covers the true rank. The CTAs
+ * of a window take its tiles in turn, adjacent warps adjacent columns. expand_thin   B is loaded
+ * directly to registers and multiplied with up to 8 rows (delta/tile.cuh); no silu. Each warp of
+ * the CTAs of a window takes an equal, contiguous range of the tiles of all items, so that most of
+ * its tiles share their rows. */
 #include "cuda/delta/tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"
 
 namespace {
 
-/* CTAs of an SM, as registers allow: B alone takes 16 of them for each 16 ranks. */
+/* CTAs per SM, limited by registers: B takes 16 of them per 16 ranks. */
 template <int STEPS, bool SILU, bool VECTORS>
 constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
-/* Steps on their way, as many as kPortableShared holds. */
+/* Stages, as many as fit kPortableShared. */
 template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
 
 template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
@@ -31,13 +30,12 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
   alignas(16) char stages[WARPS][STAGES][Expand<T, STEPS, SILU, VECTORS>::STAGE_BYTES];
   Window<kRows<STEPS>> window;
   RowAddresses<kRows<STEPS>> addresses;
-  Step<SILU> steps[WARPS][STAGES]; // what each stage is of
+  Step<SILU> steps[WARPS][STAGES]; // the step in each stage
   Step<SILU> next[WARPS];
   int work_units;
 };
 
-/* tiles: of columns; part: rows of an item; stride: what all warps that share a window take at
- * once. */
+/* tiles: of columns; part: rows per item; stride: number of warps that share a window. */
 template <class T, int STEPS, bool SILU, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS>)
     expand_rows(const __grid_constant__ delta_expand p, int tiles, int part, int shares,
@@ -70,9 +68,9 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
       if (threadIdx.x % 32 == 0)
         to = s;
     };
-    // What comes next is not in registers while there are products.
+    // The next step is kept in shared memory during the products, to save registers.
     const auto fill = [&](int slot) {
-      __syncwarp(); // the stage has been read, what comes next is there
+      __syncwarp(); // the stage has been read, and the next step is written
       Step<SILU> s = shared.next[warp];
       char *stage = shared.stages[warp][slot];
       keep(shared.steps[warp][slot], s);
@@ -136,12 +134,12 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
 /* ---- thin segments ---- */
 
 constexpr int kThinThreads = 256, kWindow = 512;
-constexpr int kPart = 32; // rows of an item at most
+constexpr int kPart = 32; // maximum rows per item
 
-/* CTAs of an SM, as registers allow. */
+/* CTAs per SM, limited by registers. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
 
-/* Where a warp goes on: `left` tiles of a work unit, from tile `tile` of an item on. */
+/* Where a warp continues: `left` tiles of a work unit, from tile `tile` of an item on. */
 struct Next {
   int work_unit, item, tile, left;
 };
@@ -150,7 +148,7 @@ struct ThinExpandShared {
   Window<kWindow> window;
   RowAddresses<kWindow> addresses;
   int work_units;
-  Next next[kThinThreads / 32]; // not in registers meanwhile
+  Next next[kThinThreads / 32]; // kept here to save registers
 };
 
 template <class T, int STEPS>

@@ -1,12 +1,13 @@
-/* One step of the expand: what a warp copies to shared memory, multiplies and stores.
+/* One step of the expand: a warp copies it to shared memory, multiplies and stores.
  *
- * Which column of B or rank of xa a slot of an mma stands for is free, as long as both sides agree:
- *   ranks    lane q = lane % 4 takes ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16): one read of
- *            16 (8) bytes makes its slots of two (one) products
- *   columns  slot j of product t stands for column 8 (j / 2) + 2t + j % 2 of a group, so that a
- *            lane ends up with 8 neighbouring columns of rows lane / 4 and lane / 4 + 8
- * A stage holds them in that order: a panel is 8 rows of up to 32 ranks, and lane t reads the t-th
- * 16 (8) bytes of it. All accesses to memory are whole sectors. */
+ * The ranks and columns that the slots of an mma hold are free to choose, as long as both operands
+ * agree:
+ *   ranks    lane q = lane % 4 has ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16), so that one
+ *            load of 16 (8) bytes fills its slots of two (one) products
+ *   columns  slot j of product t holds column 8 (j / 2) + 2t + j % 2 of a group, so that a
+ *            lane ends up with 8 adjacent columns of rows lane / 4 and lane / 4 + 8
+ * A stage holds them in that order: a panel is 8 rows of up to 32 ranks, and lane t reads its t-th
+ * 16 (8) bytes. All global accesses are whole sectors. */
 #ifndef MOELORA_CUDA_DELTA_EXPAND_CUH
 #define MOELORA_CUDA_DELTA_EXPAND_CUH
 
@@ -14,12 +15,12 @@
 
 constexpr int kGroup = 32; // columns
 
-/* Warps of a CTA. */
+/* Warps per CTA. */
 template <int STEPS> constexpr int kWarps = STEPS <= 2 ? 8 : 4;
-/* Rows of a window at most: two of a thread. */
+/* Maximum rows of a window: two per thread. */
 template <int STEPS> constexpr int kRows = 64 * kWarps<STEPS>;
 
-/* Zeroes element `count` and those behind it. */
+/* Clears the elements from `count` on. */
 template <int WORDS>
 __device__ __forceinline__ void mask_elements(uint32_t (&v)[WORDS], int count) {
 #pragma unroll
@@ -27,7 +28,7 @@ __device__ __forceinline__ void mask_elements(uint32_t (&v)[WORDS], int count) {
     v[i] &= (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
 }
 
-/* Zeroes a lane's ranks from the true rank on, of those that four lanes have from `first` on. */
+/* Clears a lane's ranks from the true rank on; four lanes hold the ranks from `first` on. */
 template <int WORDS>
 __device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int rank) {
   if (first + 8 * WORDS > rank)
@@ -47,14 +48,14 @@ __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *fro
   }
 }
 
-/* Element `i` of some. */
+/* Element `i` of packed words. */
 template <class T, int WORDS>
 __device__ __forceinline__ float element_of(const uint32_t (&v)[WORDS], int i) {
   const uint16_t bits = (uint16_t)(v[i / 2] >> i % 2 * 16);
   return Element<T>::to_float(*(const T *)&bits);
 }
 
-/* COLUMNS neighbours of out from element `at` on. */
+/* COLUMNS adjacent elements of out, from `at` on. */
 template <class T, int COLUMNS>
 __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
                                               const float (&z)[COLUMNS]) {
@@ -70,20 +71,20 @@ __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
     *(uint2 *)to = make_uint2(words[0], words[1]);
 }
 
-/* Where the rows of a window lie, and their weights. */
+/* Addresses of the rows of a window, and their weights. */
 template <int ROWS> struct RowAddresses {
   int64_t xa[ROWS], out[ROWS]; // of slice 0, of column 0
   float weight[ROWS];
 };
 
-/* An expand behind a shrink starts when all of that has waited for what it reads: all but xa is
- * there, and it may begin after its first loads. */
+/* An expand after a shrink starts once the inputs of the shrink are complete: only xa is
+ * unfinished, so it may call this after its first loads. */
 __device__ __forceinline__ void begin() {
   wait_for_previous_kernel();
   start_next_kernel();
 }
 
-/* Row i of a window is flat row `row`; marks it as written if that is wanted and `marks`. */
+/* Row i of a window is flat row `row`. Marks it as written, if `marks` and if requested. */
 template <int ROWS>
 __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddresses<ROWS> &addresses,
                                                int i, uint32_t row, bool marks) {
@@ -98,7 +99,8 @@ __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddress
     p.written[row] = 1;
 }
 
-/* A share of a window and where its rows lie; `part` rows of a segment are an item. */
+/* Loads a share of a window and the addresses of its rows; an item has up to `part` rows of a
+ * segment. */
 template <int THREADS, int ROWS>
 __device__ __forceinline__ void load_share(const delta_expand &p, int work_unit, int shares,
                                            int part, Window<ROWS> &window,
@@ -110,8 +112,8 @@ __device__ __forceinline__ void load_share(const delta_expand &p, int work_unit,
       [&](int rows, int) { return (rows + part - 1) / part; });
 }
 
-/* Part of a window's rows by tile of columns. A warp goes over them in steps of as many as there
- * are warps, without a division. */
+/* (part of a window's rows, tile of columns). A warp steps by the number of warps, without a
+ * division. */
 struct TileCoord {
   int part, tile;
 
@@ -123,13 +125,13 @@ struct TileCoord {
   }
 };
 
-/* Rows from `from` to `to` - 1 of a segment of a window, and columns. */
+/* Rows `from` to `to` - 1 of a segment of a window, and a tile of columns. */
 template <bool SILU> struct ExpandItem {
-  static constexpr int SOURCES = SILU ? 2 : 1; // xa of gate and up may differ in slice
+  static constexpr int SOURCES = SILU ? 2 : 1; // gate and up may read different slices of xa
   int from, to;
-  int slice[SOURCES], first[2], end[SOURCES]; // first column of either group, end of the slice
+  int slice[SOURCES], first[2], end[SOURCES]; // first column of each group, end of the slice
 
-  /* A warp. */
+  /* Called by one warp. */
   template <int ROWS>
   __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, TileCoord at,
                                        int part) {
@@ -137,7 +139,7 @@ template <bool SILU> struct ExpandItem {
     from = w.low[segment] + (at.part - w.first[segment]) * part;
     to = min(from + part, w.high[segment]);
     const int n = (int)p.lora.slice_n, slices = p.lora.num_slices;
-    // one slice holds gate and up, or the first half of the slices does gate
+    // one slice holds gate and up, or the first half of the slices is gate
     const int width = SILU && slices == 1 ? n / 2 : n;
     const int columns = SILU ? kGroup : 2 * kGroup, tiles = (width + columns - 1) / columns;
     slice[0] = 0;
@@ -154,21 +156,21 @@ template <bool SILU> struct ExpandItem {
   }
 };
 
-/* Rows [row, row + 16) of an item, ranks [k, k + K_SPAN) of them. rank: the true one; 0: behind the
- * last item. */
+/* Rows [row, row + 16) of an item, ranks [k, k + K_SPAN). rank: the true rank; 0: after the last
+ * item. */
 template <bool SILU> struct Step {
   ExpandItem<SILU> item;
   TileCoord at;
   int row, k, rank;
 };
 
-/* STEPS products of 16 ranks are one k-span of B. */
+/* STEPS products of 16 ranks form one K span of B. */
 template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
-  static constexpr int K_SPAN = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks of a read
+  static constexpr int K_SPAN = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks per load
   static constexpr int LOADS = K_SPAN / (4 * CHUNK);
   static constexpr int SOURCES = SILU ? 2 : 1, ROWS = kRows<STEPS>;
-  static constexpr bool ONE_SPAN = VECTORS && STEPS < 4; // covers every rank
-  static constexpr int ROW_VECTORS = CHUNK / 2; // of ranks, 16 bytes each, of a row of a panel
+  static constexpr bool ONE_SPAN = VECTORS && STEPS < 4; // one span covers all ranks
+  static constexpr int ROW_VECTORS = CHUNK / 2;          // 16-byte chunks of ranks per panel row
   static constexpr int PANEL_BYTES = 8 * 16 * ROW_VECTORS;
   /* A stage: out [row / 8][group][lane], xa [source][row / 8][load], B [group][product][load]. */
   static constexpr int XA_AT = SILU ? 0 : 4 * 32 * 16;
@@ -177,7 +179,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 
   uint32_t b[2][4][LOADS][CHUNK / 2];
 
-  /* Eight elements to shared memory, of which `count` are there; others may be anything. */
+  /* Copies eight elements to shared memory, of which the first `count` are valid. */
   static __device__ __forceinline__ void copy_vector(char *to, const T *from, int count) {
     if constexpr (VECTORS)
       copy_async_16(shared_address(to), from, 16, count > 0);
@@ -185,7 +187,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       copy_elements(shared_address(to), from, max(0, min(8, count)));
   }
 
-  /* The step's ranks of 8 ROWS8 rows; find(m8, j, &there) says where row j of eight is. */
+  /* Loads the step's ranks of 8 ROWS8 rows; find(m8, j, &there) returns the address of row j of
+   * eight. */
   template <int ROWS8, class Find>
   static __device__ __forceinline__ void copy_ranks(char *to, const Step<SILU> &s, Find find) {
 #pragma unroll
@@ -239,11 +242,11 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  /* The one of a step's rows in eight number `m8` whose columns this lane stores. */
+  /* The row, among the step's eight rows `m8`, whose columns this lane stores. */
   static __device__ __forceinline__ int own_row(const Step<SILU> &s, int m8) {
     return s.row + m8 * 8 + threadIdx.x % 32 / 4;
   }
-  /* First of the 8 columns of group `g` that a lane stores, and how many there are. */
+  /* First of the 8 columns of group `g` that a lane stores, and how many are valid. */
   static __device__ __forceinline__ int out_column(const delta_expand &p,
                                                    const ExpandItem<SILU> &item, int g) {
     return item.slice[0] * (int)p.lora.slice_n + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
@@ -267,7 +270,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       }
   }
 
-  /* Ranks from `first` on of a panel, zeros from the true rank on. */
+  /* Reads ranks from `first` on of a panel; zeros from the true rank on. */
   static __device__ __forceinline__ void read_panel(uint32_t (&v)[CHUNK / 2], const char *panel,
                                                     int first, int rank) {
     read_words(v, panel + threadIdx.x % 32 * (int)sizeof v);

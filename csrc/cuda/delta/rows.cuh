@@ -1,12 +1,11 @@
-/* Windows of routed rows in shared memory, cut into segments of one (expert, adapter) pair, and
- * these into items of work.
+/* Windows of routed rows in shared memory, split into segments of one (expert, adapter) pair, and
+ * segments into work items.
  *
- * Several CTAs share a window: each of them loads all of it and takes every so many of its items,
- * so that none waits for the one that got the most segments. A row that has no adapter, an adapter
- * of rank 0 or no expert here has rank 0 and belongs to no segment: nothing of it is read or
- * written.
+ * Several CTAs share a window: each loads all of it and takes every n-th item, which balances
+ * segments of different lengths. A row without an adapter, with an adapter of rank 0 or without a
+ * local expert has rank 0 and belongs to no segment; it is neither read nor written.
  *
- * Batches of a window or two are sorted by each CTA for itself: that takes less than a launch. */
+ * Batches of one or two windows are sorted by each CTA, which costs less than a launch. */
 #ifndef MOELORA_CUDA_DELTA_ROWS_CUH
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
@@ -16,8 +15,8 @@
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
 
-/* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
- * high[s] - 1, and items from first[s] on. */
+/* A window of at most ROWS rows and its segments, in order: segment s has rows low[s] to high[s] -
+ * 1, and items from first[s] on. */
 template <int ROWS> struct Window {
   static constexpr int WORDS = ROWS / 32;
   int32_t row[ROWS], expert[ROWS], adapter[ROWS], rank[ROWS];
@@ -25,13 +24,13 @@ template <int ROWS> struct Window {
     struct {
       int32_t low[ROWS], high[ROWS], first[ROWS];
     };
-    uint16_t bins[6 * ROWS]; // of group_rows(), which is done before there are segments
+    uint16_t bins[6 * ROWS]; // of group_rows(), which finishes before segments exist
   };
-  uint32_t starts[WORDS]; // bit of each row that starts a segment
-  int32_t sums[WORDS];    // items of 32 segments
+  uint32_t starts[WORDS]; // bit mask: rows that start a segment
+  int32_t sums[WORDS];    // number of items of each 32 segments
   int32_t segments, items;
 
-  /* The segment of an item that is there; all lanes of a warp ask for the same one. */
+  /* The segment of a valid item; all lanes of a warp pass the same item. */
   __device__ __forceinline__ int segment_of(int item) const {
     const int lane = threadIdx.x % 32, stride = (segments + 31) / 32;
     const bool group = lane * stride < segments && first[lane * stride] <= item;
@@ -41,7 +40,7 @@ template <int ROWS> struct Window {
   }
 };
 
-/* What `window` of a list is: rows [first, end) of block `block` of the list of `adapter`. */
+/* A window of a list: rows [first, end) of block `block` of the list of `adapter`. */
 struct ListWindow {
   int32_t adapter = -1;
   int64_t block = 0, first = 0, end = 0;
@@ -51,14 +50,14 @@ __device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
   return (r.lists.block_size + r.window - 1) / r.window;
 }
 
-/* Windows of the list that entry `at` of lora_ids names. */
+/* Number of windows of the list of entry `at` of lora_ids. */
 __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t at,
                                                    int32_t *adapter) {
   *adapter = -1;
   if (at >= r.lists.num_active)
     return 0;
   int32_t id[1] = {r.lists.lora_ids[at]};
-  active_adapters(r.routes, id); // resolved: -1, or in range
+  active_adapters(r.routes, id); // resolved: -1, or a valid adapter
   if (id[0] < 0)
     return 0;
   *adapter = id[0];
@@ -67,8 +66,8 @@ __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t 
   return min(max(used + size - 1, (int64_t)0) / size, r.lists.blocks) * windows_per_block(r);
 }
 
-/* Calls visit(adapter, windows before it, its windows) for each list, from all lanes of a warp with
- * one list each; adapter is -1 for lanes without one. Returns the number of windows. */
+/* Calls visit(adapter, windows before it, its windows) for each list, from all lanes of a warp
+ * with one list per lane; adapter is -1 for lanes without one. Returns the number of windows. */
 template <class Visit>
 __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visit) {
   int64_t before = 0;
@@ -83,8 +82,8 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
   return before;
 }
 
-/* Sorted rows that are none have windows too: to ask how many there are would cost every kernel a
- * round trip to memory before its first load. */
+/* Includes windows of sorted rows without an adapter: reading their number first would cost every
+ * kernel a round trip to memory before its first load. */
 __device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
   if (r.order == MOELORA_LISTED)
     return for_each_list(r, [](int32_t, int64_t, int64_t) {});
@@ -111,7 +110,7 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
   return found;
 }
 
-/* Row `i` of a window by routing or after sorting. */
+/* Row `i` of a window, by routing or in sorted order. */
 __device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t window, int i) {
   RoutedRow found;
   const int64_t at = window * r.window + i;
@@ -120,7 +119,7 @@ __device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t win
   if (r.order != MOELORA_SORTED)
     return routed_row(r.routes, (uint32_t)at);
   const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
-  if (at < *r.count) { // in flight with the others
+  if (at < *r.count) { // in flight with the other loads
     found.row = row;
     found.expert = expert;
     found.adapter = adapter;
@@ -145,17 +144,17 @@ __device__ __forceinline__ RoutedRow listed_row(const delta_rows &r, const ListW
   return found;
 }
 
-/* Puts the rows of a window in the order of their pairs, then of their numbers, the same in every
- * CTA; those of rank 0 come last, as none. Begins and ends with a barrier.
+/* Sorts the rows of a window by pair, then by row, identically in every CTA; rows of rank 0 come
+ * last. Begins and ends with a barrier.
  *
- * Shared atomics count the rows of each pair, a scan makes of that where they begin. The order in
- * which they arrived is no one's but this CTA's: each row counts the earlier ones of its pair. */
+ * Shared atomics count the rows of each pair, and a scan turns the counts into offsets. The order
+ * of arrival differs between CTAs, so each row counts the earlier rows of its pair. */
 template <int THREADS, int ROWS, int PASSES>
 __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w, int thread,
                                            RoutedRow (&own)[PASSES], int (&rank)[PASSES]) {
-  uint32_t *const words = (uint32_t *)w.bins; // two bins each
+  uint32_t *const words = (uint32_t *)w.bins; // two bins per word
   int max_loras = r.routes.max_loras;
-  asm volatile("" : "+r"(max_loras)); // nor does what follows from it
+  asm volatile("" : "+r"(max_loras)); // keeps the compiler from hoisting what depends on it
   const int used = r.routes.num_experts * max_loras / 2 + 1;
   const int per_thread = (used + THREADS - 1) / THREADS, begin = min(thread * per_thread, used);
   const int end = min(begin + per_thread, used);
@@ -229,16 +228,16 @@ __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w,
   }
 }
 
-/* Fills `w`, between barriers: whoever still reads the window before is waited for. On the way,
- * each(i, p) is called by one thread for every row i of the window that has an adapter, and
- * count(rows, rank) says how many items a segment is. */
+/* Fills `w`; begins with a barrier, for readers of the previous window, and ends with one. Calls
+ * each(i, p) from one thread for every row i of the window that has an adapter; count(rows, rank)
+ * returns the number of items of a segment. */
 template <int THREADS, int ROWS, class Each, class Count>
 __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
                                             Each each, Count count) {
   constexpr int PASSES = ROWS / THREADS, WORDS = ROWS / 32;
   static_assert(ROWS % THREADS == 0 && THREADS % 32 == 0 && WORDS <= 32, "a word to a lane");
   int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread)); // what follows from it takes no register between windows
+  asm volatile("" : "+r"(thread)); // values derived from it take no registers between windows
   const int lane = thread % 32;
   RoutedRow own[PASSES];
   int rank[PASSES];
@@ -267,7 +266,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
     w.expert[i] = own[pass].expert;
     w.adapter[i] = own[pass].adapter;
     w.rank[i] = rank[pass];
-    if (*(volatile int32_t *)&w.rank[i] > 0) // asked when it is needed: predicates are few
+    if (*(volatile int32_t *)&w.rank[i] > 0) // loaded when needed: predicate registers are scarce
       each(i, (uint32_t)own[pass].row);
   }
   __syncthreads();

@@ -1,9 +1,9 @@
-/* Up to 8 rows by some columns of B, both straight from memory: what expands of thin segments are
- * made of. Columns of B are the M side of m16n8k16, rows the N side.
+/* Products of up to 8 rows with some columns of B, both loaded directly to registers, for expands
+ * of thin segments. Columns of B are the M side of m16n8k16, rows the N side.
  *
- * Ranks have the slots that they have in delta/expand.cuh, so that a row's bits are the same.
- * Slot g + 8 j of product t stands for column 2 t + j of those that the lanes with lane / 4 = g
- * store: a lane ends up with neighbouring columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
+ * Ranks have the same slots as in delta/expand.cuh, so that a row gets the same bits. Slot g + 8 j
+ * of product t holds column 2 t + j of those that the lanes with lane / 4 = g store: a lane ends
+ * up with adjacent columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
 #ifndef MOELORA_CUDA_DELTA_TILE_CUH
 #define MOELORA_CUDA_DELTA_TILE_CUH
 
@@ -11,30 +11,30 @@
 
 /* STEPS products of 16 ranks cover every rank. */
 template <class T, int STEPS> struct ThinTile {
-  static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks of a load
+  static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks per load
   static constexpr int LOADS = 4 * STEPS / CHUNK;
-  static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // 16 columns each, as registers allow
-  static constexpr int OWN = 2 * PRODUCTS;            // columns of a lane
+  static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // of 16 columns each, limited by registers
+  static constexpr int OWN = 2 * PRODUCTS;            // columns per lane
   static constexpr int COLUMNS = 8 * OWN;
-  static constexpr int SIDE = 8; // rows of a product
+  static constexpr int SIDE = 8; // rows per product
   using Ranks = uint32_t[LOADS][CHUNK / 2];
 
   Ranks b[OWN];
 
-  /* Zeros from the true rank on. */
+  /* Clears ranks from the true rank on. */
   static __device__ __forceinline__ void mask(Ranks &v, int rank) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++)
       mask_ranks(v[i], i * 4 * CHUNK, rank);
   }
 
-  /* Where in a row a lane's ranks of a load are; those behind the true one are not read. */
+  /* Offset in a row of a lane's ranks of load `i`; ranks beyond the true rank are not loaded. */
   static __device__ __forceinline__ int chunk(int i, int rank) {
     const int r = i * 4 * CHUNK + (int)(threadIdx.x % 4) * CHUNK;
     return r < rank ? r : 0;
   }
 
-  /* The lane's columns from `own` on of the n rows of a factor; those behind are read again. */
+  /* The lane's columns from `own` on, of a factor with n rows; columns beyond repeat the last. */
   __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
                                          int rank) {
     const T *row = factor + min(own, n - OWN) * stride;
@@ -72,7 +72,8 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* What rows `own` and own + 1 of a window below `to` hold in `out` from `column` on. */
+  /* Previous values in `out` of rows `own` and own + 1 of a window, if below `to`, from `column`
+   * on. */
   using Old = uint32_t[2][OWN / 2];
   template <int ROWS>
   static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
@@ -88,7 +89,7 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* out = old + weight d, of the same rows and columns. */
+  /* out = old + weight d, for the same rows and columns. */
   template <int ROWS>
   static __device__ __forceinline__ void
   finish(const float (&d)[PRODUCTS][4], const Old &old, const delta_expand &p,
@@ -106,14 +107,15 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* Of lane / 4 among those of a warp's tile from `first` on; from n on nobody wants them. */
+  /* The first column of lane / 4 in a warp's tile from `first` on; columns from n on are not
+   * stored. */
   static __device__ __forceinline__ int own_column(int first) {
     return first + (int)(threadIdx.x % 32 / 4) * OWN;
   }
 
-  /* out [+]= weight xa B^T of rows [from, to) of a window and the lane's columns from `own` on of n
-   * in a slice, whose first is column `slice` of out. find_xa(row) is where the ranks of a row
-   * lie, asked for when all other loads are under way. */
+  /* out [+]= weight xa B^T for rows [from, to) of a window and the lane's columns from `own` on,
+   * of n in a slice that starts at column `slice` of out. find_xa(row) returns the address of a
+   * row's ranks; it is called once all other loads are issued. */
   template <int ROWS, class Find>
   __device__ __forceinline__ void expand(const delta_expand &p, const RowAddresses<ROWS> &addresses,
                                          int from, int to, int rank, int own, int n, int slice,
@@ -127,7 +129,7 @@ template <class T, int STEPS> struct ThinTile {
       Ranks xa;
       load_xa(xa, find_xa(min(row + (int)(threadIdx.x % 32 / 4), to - 1)), rank);
       mask(xa, rank);
-      if (row == from) { // not before: other loads are on their way
+      if (row == from) { // after the other loads are issued
 #pragma unroll
         for (int c = 0; c < OWN; c++)
           mask(b[c], rank);

@@ -1,10 +1,10 @@
 /* Shrink: xa[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
  *
- * An item is up to `part` tokens of one segment of a window and up to RANKS rows of A, slice after
- * slice, each slice as many as its true rank rounded up to 16. The CTAs that share a window take
- * its items in turn.
+ * A work item is up to `part` tokens of one segment of a window by up to RANKS rows of A, slice
+ * after slice; each slice has its true rank rounded up to 16. The CTAs of a window take its items
+ * in turn.
  *
- * Long segments of large batches are for segments.cu and segments_sm90.cu. */
+ * Long segments of large batches are left to shrink/segments.cu and segments_sm90.cu. */
 #include "cuda/delta/rows.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/shrink/product.cuh"
@@ -12,30 +12,30 @@
 
 namespace {
 
-template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
+template <class S> constexpr int kRows = 2 * S::THREADS; // maximum rows of a window: two per thread
 
 struct DeltaShrinkParams {
   delta_shrink s;
   int32_t part, shares;
 };
 
-/* Columns of A from `first` on, as many as an item takes, of rows [low, high) of a window. */
+/* Up to RANKS columns of A from `first` on, for rows [low, high) of a window. */
 struct ShrinkItem {
   int low, high, first, adapter, expert, rank;
 };
 
-/* Columns of A of all slices together. */
+/* Columns of A over all slices. */
 __device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
   return moelora_padded_rank(rank) * s.lora.num_slices;
 }
 
-/* Items that RANKS columns at a time make of each part of a segment. */
+/* Items per part of a segment, of RANKS columns each. */
 template <int RANKS>
 __device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
   return ceil_divide(columns_of(s, rank), RANKS);
 }
 
-/* A warp; parts of a segment have up to `part` rows, all about the same number. */
+/* Called by one warp; a segment is split evenly into parts of up to `part` rows. */
 template <int RANKS, int ROWS>
 __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
                                                 const Window<ROWS> &w, int number) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ T *row_of_xa(const delta_shrink &s, uint32_t row, int
          row % top_k * s.xa_stride[2];
 }
 
-/* Zeros from the true rank, rounded up to 16, to the largest one: the first item of some rows. All
- * threads come here. */
+/* Clears xa from the true rank, rounded up to 16, to the largest rank; done by the first item of
+ * the rows. Called by all threads. */
 template <class T, int THREADS>
 __device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkItem &item,
                                             const int32_t *rows) {
@@ -88,7 +88,7 @@ struct WorkCursor {
   int work_unit, item;
 };
 
-/* What a warp works on: the same for all, in as few registers as there are. */
+/* What a warp works on: the same for all lanes, in few registers. */
 struct WarpItem {
   ShrinkItem item;
   WorkCursor cursor;
@@ -97,7 +97,7 @@ struct WarpItem {
 template <class S> struct DeltaShrinkShared {
   Sums<S> sums;
   Window<kRows<S>> window;
-  int32_t x[kRows<S>]; // row of x that belongs to each row
+  int32_t x[kRows<S>]; // row of x of each row
   int work_units;
   WarpItem items[S::WARPS];
 };
@@ -126,14 +126,14 @@ template <class S> struct WindowOperands {
   }
 };
 
-/* Adds up the sums, scales, rounds and stores. All threads come here. */
+/* Adds the partial sums, scales, rounds and stores. Called by all threads. */
 template <class T, class S>
 __device__ __forceinline__ void store(const DeltaShrinkParams &p, const ShrinkItem &item,
                                       DeltaShrinkShared<S> &shared) {
   constexpr int RANK_VECTORS = S::RANKS / 8;
   const delta_shrink &s = p.s;
   int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
+  asm volatile("" : "+r"(thread)); // values derived from it take no registers between items
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * RANK_VECTORS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
@@ -174,17 +174,16 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
 #pragma unroll 1
     while (at.item < w.items) {
       const ShrinkItem found = find_item<S::RANKS>(p.s, p.part, w, at.item);
-      __syncwarp(); // the item before is no longer needed
+      __syncwarp(); // the previous item is no longer read
       if (threadIdx.x % 32 == 0)
         own = {found, at};
       __syncwarp();
       const int warp = threadIdx.x / 32;
-      multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low,
-                                               WindowOperands<S>{p.s, shared.x, item},
-                                               item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
-                                               warp % S::DEPTHS, shared.sums);
+      multiply_tokens<T, S, VECTORS, S::TILES>(
+          item.high - item.low, WindowOperands<S>{p.s, shared.x, item},
+          item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k, warp % S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
-      at = own.cursor; // not in registers meanwhile
+      at = own.cursor; // kept here to save registers
       at.item += p.shares;
     }
   }
@@ -203,7 +202,7 @@ moelora_status launch(const delta_shrink &s, const moelora_shrink_plan &plan,
                                                    exec, p);
 }
 
-/* What kernels of whole segments take. */
+/* Arguments of the whole-segment kernels. */
 moelora_shrink_launch whole_segments(const delta_shrink &s) {
   const moelora_routes &routes = s.rows.routes;
   moelora_shrink_launch l = {};

@@ -129,10 +129,10 @@ typedef struct moelora_epilogue {
   bool out_unread;
 } moelora_epilogue;
 
-/* What a gated or activated projection leaves of itself from before its activation, for a backward:
- * rows of w, by flat row. */
+/* Values before the activation of a gated or activated projection, saved for the backward: rows of
+ * w's outputs, by flat row. */
 typedef struct moelora_before_activation {
-  void *rows; /* [P, N]; NULL: nothing */
+  void *rows; /* [P, N]; NULL: not saved */
   int64_t stride;
 } moelora_before_activation;
 
@@ -144,7 +144,7 @@ typedef struct moelora_gemm_launch {
   moelora_weight_rows weights;
   moelora_lora_operands adapters;
   moelora_epilogue epilogue;
-  moelora_before_activation before; /* of kernels that save it */
+  moelora_before_activation before; /* of kernels that save them */
 } moelora_gemm_launch;
 
 /* Shrink of the same rows:
@@ -194,15 +194,15 @@ moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_ro
                                     const moelora_list_blocks *to_lists, bool overlaps,
                                     const moelora_exec *exec);
 
-/* What the sorts of an alignment need beside their results; NULL where they do not. */
+/* Scratch memory of the sorts of an alignment; NULL if not needed. */
 typedef struct moelora_sort_scratch {
   uint32_t *table;
   int32_t *order;                          /* [M] */
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 } moelora_sort_scratch;
 
-/* align.cu: takes it for blocks, and fills these. `routes` are resolved; of `from`, where that is
- * not NULL, behind the end of the kernel before. */
+/* align.cu: allocates the scratch memory and fills `blocks`. `routes` are resolved from `from`,
+ * unless that is NULL, after the previous kernel. */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,

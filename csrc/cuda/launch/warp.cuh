@@ -19,10 +19,11 @@ template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value
   return value;
 }
 
-/* Of 32 neighbouring elements of two bytes, lane c of four has 8c to 8c + 7. Returns what mma takes
- * from it of the first 16, .x and .y, and of the others, .z and .w. Hopper adds the products of an
- * instruction alike in whatever order they come, so that there both operands may have another one
- * within the 16; older chips add eight at a time, those that the instruction's layout says. */
+/* Permutes 32 consecutive 16-bit elements, of which lane c of four holds 8c to 8c + 7. Returns a
+ * lane's operand of mma for the first 16, .x and .y, and for the others, .z and .w. Hopper adds
+ * the products of an instruction in any order with the same result, so both operands may be
+ * permuted within the 16. Older GPUs add eight at a time, which must be those of the instruction's
+ * layout. */
 __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   const bool low = threadIdx.x % 4 < 2;
   const uint32_t first = __shfl_xor_sync(~0u, low ? v.z : v.x, 2);

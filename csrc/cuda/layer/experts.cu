@@ -5,9 +5,9 @@
  *
  * or, for a few tokens, the single kernel of decode.cu.
  *
- * What stays between the projections lies by position in the blocks of rows: the shrink results xa,
- * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
- * writes them in boxes. */
+ * Intermediate results are stored by position in the blocks of rows, so that TMA can read and
+ * write them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
+ * [position, K]. */
 #include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/layer/alignment.cuh"
@@ -244,7 +244,7 @@ moelora_saved_shrink saved_shrink(const moelora_factors *lora, const moelora_sav
   return s;
 }
 
-/* What a backward needs besides gate_up: the shrink results. */
+/* Saves what the backward needs besides gate_up: the shrink results. */
 moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *l,
                          const moelora_exec *exec) {
   moelora_save_launch s = {};
@@ -257,7 +257,7 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
   return moelora_cuda_save_rows(&s, exec);
 }
 
-/* saves_alone: out is left to another kernel. */
+/* saves_alone: computes what is to be saved, but not `out`, which another kernel writes. */
 moelora_status run_staged(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                           bool saves_alone, const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec);
@@ -362,7 +362,7 @@ moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   return staged;
 }
 
-/* The problem with factors in the dtype of the layer, and the workspace after them. */
+/* The problem with factors rounded to the dtype of the layer, and the workspace after them. */
 struct Prepared {
   moelora_rounded_factors rounded[2];
   moelora_experts_problem problem;

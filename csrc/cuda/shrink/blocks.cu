@@ -1,13 +1,12 @@
 /* Shrink: xa[position, slice * xa_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[k] )
  *
- * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
+ * for rows of adapter l and r below its true rank, and zero from there to the next multiple of 16.
  *
- * An item (items.cuh) is some tokens of a segment and up to RANKS rows of A. Where its
- * adapter has fewer, teams that would have none have tokens of their own. Long segments of large
- * batches are for segments.cu and segments_sm90.cu.
+ * A work item (items.cuh) is some tokens of a segment by up to RANKS rows of A. If the adapter has
+ * fewer ranks, the teams without ranks take other tokens. Long segments of large batches are left
+ * to segments.cu and segments_sm90.cu.
  *
- * How the depth is shared depends on it alone, so that neither other tokens nor other adapters
- * change a bit. */
+ * The split of K depends on K only, so that other tokens and adapters never change a result. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/shrink/items.cuh"
 #include "cuda/variant_ids.h"
@@ -19,13 +18,13 @@ template <class S> struct ShrinkShared {
   ShrinkItems<S> list;
 };
 
-/* The kernel behind this one relies on all that is before it. */
+/* The next kernel may read the results of all earlier kernels. */
 __device__ __forceinline__ void wait_and_start_next() {
   wait_for_previous_kernel();
   start_next_kernel();
 }
 
-/* Where the operands of an item lie, tokens from `low` on. */
+/* Addresses of the operands of an item, for tokens from `low` on. */
 struct BlockOperands {
   const moelora_shrink_launch &s;
   const SegmentItem &item;
@@ -42,7 +41,7 @@ struct BlockOperands {
                 rank_of(s.adapters.lora, item.packed), column, columns, k);
   }
 
-  /* Rows of A are on their way: x may still be in the making. */
+  /* Loads of A are issued first: the previous kernel may still be writing x. */
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
     uint32_t row[N];
     wait_and_start_next();
@@ -56,7 +55,7 @@ struct BlockOperands {
   }
 };
 
-/* Adds up the sums of a team's warps, scales and rounds. */
+/* Adds the sums of a team's warps, scales and rounds. */
 template <class T, class S>
 __device__ __forceinline__ void store(const ShrinkParams &p, const SegmentItem &item, int split,
                                       const Sums<S> &sums) {
@@ -110,10 +109,11 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  // Where x lies by position the kernel before is the one that makes it, and blocks are older.
+  // If x is by position, the previous kernel is the one that writes it; blocks were written
+  // earlier.
   if (p.s.tokens.divisor.value)
     wait_and_start_next();
-  // Blocks that are not in use hold nothing to find.
+  // Only blocks in use are searched.
   const int blocks = p.listed ? 0
                      : p.few  ? (int)p.s.schedule.blocks.max_blocks
                               : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
@@ -134,13 +134,13 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
         list.found[warp] = found;
       __syncthreads();
     }
-    // One call for both: what multiplies is most of the kernel.
+    // A single call: the product loop is most of the code size.
 #pragma unroll 1
     for (int w = 0; w < lists; w++)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);
     __syncthreads();
   }
-  wait_and_start_next(); // who had nothing to do
+  wait_and_start_next(); // for threads without work
 }
 
 template <class T, class S, bool VECTORS>

@@ -1,44 +1,43 @@
-/* The items of a shrink that goes block by block: up to `part` tokens of a segment, for each team
- * that takes tokens, by up to RANKS rows of A, slice after slice.
+/* Work items of the blockwise shrink: up to `part` tokens of a segment, per team that takes
+ * tokens, by up to RANKS rows of A, slice after slice.
  *
- * Where the sort has listed segments, every CTA counts the items of all of them, and takes each
- * gridDim-th: none has more than one more than another, and those that run together share A or x in
- * L2. Where it has not, segments are found in blocks: the items of a block are dealt to `shares`
- * work units, and these to CTAs, so that those that run together work on a `group` of neighbouring
- * blocks; the warps of a CTA look for the items of a work unit each. That serves as well where
- * segments are few. */
+ * If the sort has listed segments, every CTA counts the items of all segments and takes every
+ * gridDim-th: CTAs differ by at most one item, and concurrent ones share A or x in L2. Otherwise
+ * segments are searched in blocks: the items of a block are distributed to `shares` work units,
+ * and these to CTAs, such that concurrent CTAs work on a `group` of adjacent blocks; each warp of
+ * a CTA searches the items of one work unit. That is also used for few segments. */
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 
 #include "cuda/shrink/segments.cuh"
 
-constexpr int kLanes = 8;    // tokens of a block that a lane looks after
-constexpr int kShares = 8;   // of a block, for every RANKS ranks
-constexpr int kSegments = 5; // that a thread loads at once
+constexpr int kLanes = 8;    // tokens of a block per lane
+constexpr int kShares = 8;   // per block, for every RANKS ranks
+constexpr int kSegments = 5; // loads in flight per thread
 
 struct ShrinkParams {
   moelora_shrink_launch s;
   int32_t part, shares, group;
-  bool listed; // segments, which all CTAs share evenly
-  bool few;    // one look of all CTAs finds everything
+  bool listed; // whether segments are listed and distributed evenly to all CTAs
+  bool few;    // one pass of all CTAs over the blocks finds all items
 };
 
-/* How the teams of a CTA share an item of so many columns: team t * ranks + r has the r-th part of
- * the columns and the t-th of the tokens. */
+/* How the teams of a CTA share an item with a given number of columns: team t * ranks + r takes
+ * the r-th part of the columns and the t-th of the tokens. */
 template <class S> struct Teams {
   static_assert(S::TEAMS <= 2, "one side takes them all");
   int ranks, tokens;
 
   __device__ __forceinline__ explicit Teams(int columns)
       : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
-  /* Tokens of each team that takes some of `count`. */
+  /* Tokens per team, of `count`. */
   __device__ __forceinline__ int split(int count) const {
     return ceil_divide(count, 8 * tokens) * 8;
   }
 };
 
-/* How a segment of `rows` tokens is cut: into parts of `tokens`, and these into chunks of columns.
- */
+/* How a segment of `rows` tokens is split: into parts of `tokens`, and these into chunks of
+ * columns. */
 template <class S> struct SegmentCut {
   int tokens = 1, parts = 0, chunks = 0;
 
@@ -58,13 +57,13 @@ template <class S> struct SegmentCut {
 };
 
 template <class S> struct ShrinkItems {
-  static constexpr int OF_WARP = 32 * kLanes / kShares; // of a work unit at most
+  static constexpr int OF_WARP = 32 * kLanes / kShares; // maximum per work unit
   static constexpr int LISTED = S::WARPS * OF_WARP;
   SegmentItem items[S::WARPS][OF_WARP];
   int found[S::WARPS];
 
-  /* Lists the CTA's items from number `from` on that fit, and returns how many it has in all. All
-   * threads come here. */
+  /* Lists the CTA's items from number `from` on, as many as fit, and returns their total number.
+   * Called by all threads. */
   __device__ __forceinline__ int list(const ShrinkParams &p, int from) {
     const int segments = segments_of(p.s), each = ceil_divide(segments, S::THREADS);
     const int low = min((int)threadIdx.x * each, segments), high = min(low + each, segments);
@@ -72,7 +71,7 @@ template <class S> struct ShrinkItems {
     int own = 0, all;
     visit(p, low, high, [&](int, const int4 &, const SegmentCut<S> &cut) { own += cut.items(); });
     int before = sum_before<S::WARPS>(own, found, &all, [] { __syncthreads(); });
-    // Of the CTA's items, number cta + i ctas of all, the first of this thread's segments.
+    // First of the CTA's items, which are number cta + i * ctas of all, in this thread's segments.
     int slot = before <= cta ? 0 : ceil_divide(before - cta, ctas), next = cta + slot * ctas;
     if (next < before + own)
       visit(p, low, high, [&](int key, const int4 &v, const SegmentCut<S> &cut) {
@@ -86,13 +85,13 @@ template <class S> struct ShrinkItems {
     return all <= cta ? 0 : ceil_divide(all - cta, ctas);
   }
 
-  /* Writes the items of a work unit and returns how many there are; a warp. */
+  /* Lists the items of a work unit and returns their number. Called by one warp. */
   __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit) {
     const moelora_shrink_launch &s = p.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = s.schedule.blocks.rows;
     if (work_unit >= blocks * p.shares)
       return 0;
-    const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the groups before
+    const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the previous groups
     const int height = min(p.group, blocks - before), rest = work_unit - before * p.shares;
     const int block = before + rest % height, share = rest / height;
     const int position = block * rows;
@@ -136,7 +135,7 @@ template <class S> struct ShrinkItems {
   }
 
 private:
-  /* Segments [low, high) of the list, some loads on their way at once. */
+  /* Visits segments [low, high) of the list, with several loads in flight. */
   template <class Visit>
   static __device__ __forceinline__ void visit(const ShrinkParams &p, int low, int high,
                                                Visit visit) {
@@ -153,7 +152,7 @@ private:
     }
   }
 
-  /* Item `number` of a segment: all parts of a chunk follow each other. */
+  /* Item `number` of a segment: the parts of a chunk are consecutive. */
   static __device__ __forceinline__ SegmentItem item_of(const moelora_shrink_launch &s, int key,
                                                         const int4 &v, const SegmentCut<S> &cut,
                                                         int number) {

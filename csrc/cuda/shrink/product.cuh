@@ -1,13 +1,13 @@
-/* What the shrink kernels share: rows of A by token rows, and their sums over the depth.
+/* Products of rows of A with rows of x, and their sums over K, for the shrink kernels.
  *
- * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
- * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
- * depth the elements 8 (t%4) to 8 (t%4) + 7; lanes exchange what makes two products of 16
- * neighbours of that, as those of all kernels are. Rows of A or tokens that are not there repeat
- * the last ones: their sums reach no other row, and nobody stores them.
+ * Operands are loaded directly to registers, 16 bytes per lane: rows of A are the M side, tokens
+ * the N side of m16n8k16. Lane t loads row t/4 of eight and, of each 32 elements of K, elements 8
+ * (t%4) to 8 (t%4) + 7; lanes exchange these so that a product has 16 consecutive elements of K,
+ * as in all kernels. Rows beyond the last one of A or x repeat it: their sums are not stored and
+ * affect no other row.
  *
- * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
- * each a k-span of whole lines of 64, and what they found is added up in that order. */
+ * Each of the TEAMS teams of warps has TEAM_RANKS rows of A. The DEPTHS warps of a team split K
+ * into spans of whole lines of 64, whose sums are added in order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
@@ -16,18 +16,17 @@
 #include "cuda/launch/warp.cuh"
 #include "cuda/ptx/mma.cuh"
 
-constexpr int kStep = 32, kLine = 64; // of depth
-constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
-constexpr int kRegisters = 108;       // so many for sums, pointers and loads
+constexpr int kStep = 32, kLine = 64; // elements of K
+constexpr int kResidentWarps = 16;    // per SM, which leaves 128 registers per thread:
+constexpr int kRegisters = 108;       // available for sums, pointers and loads
 
-template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_>
-struct Shape {
-  static constexpr int RESIDENT = RESIDENT_; // warps of an SM
-  static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
+template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_> struct Shape {
+  static constexpr int RESIDENT = RESIDENT_; // warps per SM
+  static constexpr int TILES = TILES_;       // of 16 rows of A each, per warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
   static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
-  static constexpr int PITCH = RANKS + 4; // no bank conflicts between the lanes of a store
+  static constexpr int PITCH = RANKS + 4; // lanes store without bank conflicts
 };
 
 template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
@@ -37,7 +36,7 @@ __device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) 
   return min(packed % kRanks, lora.max_rank);
 }
 
-/* Columns of A of all slices together. */
+/* Columns of A over all slices. */
 __device__ __forceinline__ int columns_of(const moelora_factors &lora, int packed) {
   return moelora_padded_rank(rank_of(lora, packed)) * lora.num_slices;
 }
@@ -50,7 +49,7 @@ __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }
 
-/* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
+/* 16 bytes of a row with `left` remaining elements; zeros beyond. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS)
@@ -59,12 +58,12 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
     return load_elements(from, left);
 }
 
-/* What a lane loads: 16 M rows of A, and of 8 N tokens. */
+/* Operands of a lane: 16 M rows of A and 8 N tokens. */
 template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
-  int left; // of each, for this warp
+  int left; // elements per row left for this warp
 
-  /* Ranks from `column` on, of `columns` that all slices have together, depth from `k` on. */
+  /* Addresses of ranks from `column` on, of `columns` over all slices, at element `k` of K. */
   __device__ __forceinline__ void find_a(const moelora_factors &lora, int adapter, int expert,
                                          int rank, int column, int columns, int k) {
     const int lane = threadIdx.x % 32;
@@ -105,15 +104,15 @@ template <class T, class S, int M, int N> struct Rows {
   }
 };
 
-/* The sums of a warp for 16 M columns of A from `column` on, nothing if that is behind the last,
- * and up to 8 N tokens, over k-span number `span` of the team's. `operands` finds both.
- * All threads come here. */
+/* Sums of a warp for 16 M columns of A from `column` on (none beyond the last) and up to 8 N
+ * tokens, over K span `span` of the team. `operands` provides both addresses. Called by all
+ * threads. */
 template <class T, class S, bool VECTORS, int M, int N, class Operands>
 __device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,
                                          Sums<S> &sums) {
   constexpr int LOADS = 2 * M + N;
   constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
-  constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
+  constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // in flight
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int columns = operands.columns();
   float d[M][N][4] = {};
@@ -142,8 +141,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
           x[slot][n] = neighbors_16(x[slot][n]);
 #pragma unroll
         for (int m = 0; m < M; m++) {
-          const uint4 low = neighbors_16(a[slot][2 * m]),
-                      high = neighbors_16(a[slot][2 * m + 1]);
+          const uint4 low = neighbors_16(a[slot][2 * m]), high = neighbors_16(a[slot][2 * m + 1]);
           const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
           const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
@@ -159,7 +157,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
       }
     }
   }
-  __syncthreads(); // the sums before have been read
+  __syncthreads(); // the previous sums have been read
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -171,7 +169,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   __syncthreads();
 }
 
-/* multiply() for `tokens` of them, as few n8 tiles as hold them. */
+/* multiply() for `tokens` tokens, with the fewest n8 tiles. */
 template <class T, class S, bool VECTORS, int M, class Operands>
 __device__ __forceinline__ void multiply_tokens(int tokens, const Operands &operands, int column,
                                                 int depth, int span, Sums<S> &sums) {
@@ -191,7 +189,7 @@ __device__ __forceinline__ void multiply_tokens(int tokens, const Operands &oper
   }
 }
 
-/* Eight columns of a token: what the warps of a team found, in their order. */
+/* Adds eight columns of a token over the warps of a team, in order. */
 template <class S>
 __device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, int token,
                                           int column) {
@@ -204,13 +202,13 @@ __device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, 
     }
 }
 
-/* Sums of ranks r and r + 1, scaled and rounded, zeros from the true rank on. */
+/* Sums of ranks r and r + 1, scaled and rounded; zeros from the true rank on. */
 template <class T>
 __device__ __forceinline__ uint32_t round_two(const float *sum, float scaling, int r, int rank) {
   return pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
 }
 
-/* The same of eight ranks from r on. */
+/* The same for eight ranks from r on. */
 template <class T>
 __device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scaling, int r,
                                              int rank) {

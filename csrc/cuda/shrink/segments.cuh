@@ -1,12 +1,12 @@
-/* Whole segments, as the alignment lists them, shared out evenly among the CTAs of a shrink.
+/* Distributes whole segments, as listed by the alignment, evenly over the CTAs of a shrink.
  *
- * Segments are laid end to end, each as long as what it reads: its rows of x and, for every TOKENS
- * of them, its rows of A. Every CTA takes an equal part of that length. A segment that lies in
- * several parts is cut between rows, in sixteens, or, if twice as many rows of A as of x would be
- * read twice, goes to one of them; what a part has of it is cut evenly into items of up to TOKENS
- * rows. Where CTAs are many to a segment, each takes an equal part of one segment instead, and
- * reads no second A. How rows are cut changes no bit: each is multiplied by itself, over all of the
- * depth, in the same order. */
+ * A segment costs the rows that it reads: its rows of x and, per TOKENS of them, its rows of A.
+ * Segments are concatenated, and every CTA takes an equal part of the total. A segment in several
+ * parts is split between rows, at multiples of 16. If that rereads more than twice as many rows of
+ * A as it has rows of x, it goes to one part as a whole. What a part has of a segment is split
+ * evenly into items of up to TOKENS rows. With many CTAs per segment, each CTA takes an equal part
+ * of one segment instead and reads no second A. The split does not affect results: each row is
+ * multiplied by itself, over all of K, in the same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -14,18 +14,18 @@
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/launch/warp.cuh"
 
-constexpr int kListedItems = 64; // of a CTA, listed at once
+constexpr int kListedItems = 64; // per CTA, listed at a time
 constexpr int kCut = 16;         // rows
-constexpr int kAnotherPart = 32; // rows that a pass over the depth for another segment costs
+constexpr int kAnotherPart = 32; // cost in rows of another pass over K for another segment
 
-/* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
- * beginning of block `block` on, a position; each block has `share` of them. */
+/* Some rows of a segment by columns of A from `first` on. The first is row `row` after the start
+ * of block `block`, a position; each block has `share` of them. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // of `share` as a divisor
   int tokens, first;
 
-  /* Where a token's row lies. */
+  /* Position of a token's row. */
   __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
     const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
     return block + blocks * s.schedule.blocks.rows + at - blocks * share;
@@ -37,7 +37,7 @@ struct SegmentItem {
   }
 };
 
-/* Slice 0 of what an item's token becomes. */
+/* Address of a token's results in slice 0. */
 template <class T>
 __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const SegmentItem &item,
                                         int token) {
@@ -45,21 +45,21 @@ __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const Se
   return (T *)s.xa + (s.by_row ? s.schedule.blocks.sorted_ids[at] : at) * s.adapters.xa_stride;
 }
 
-/* Items of a CTA, in shared memory; WARPS warps list them. */
+/* Items of a CTA in shared memory, listed by WARPS warps. */
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
   int64_t warp_length[WARPS];
   int warp_used[WARPS];
-  int longest; // rows of x of a segment
-  // The CTA's part, the first segment that reaches into it and where that begins, and the CTAs of
-  // each segment, see SegmentLength.
+  int longest; // maximum rows of x of a segment
+  // The CTA's part, the first segment in it and where that starts, and the number of CTAs per
+  // segment (see SegmentLength).
   int64_t part_begin, part_end, begin;
   int first, ctas;
-  int all; // items that the part has
+  int all; // number of items of the part
 };
 
-/* Sum of `value` over the threads before this one, and over all of them; one `sync`. */
+/* Sum of `value` over the preceding threads, and over all; calls `sync` once. */
 template <int WARPS, class Value, class Sync>
 __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS], Value *all,
                                             Sync sync) {
@@ -77,11 +77,11 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
   return before + inclusive - value;
 }
 
-/* What a segment reads, in rows; or, if they are not 0, the CTAs that each segment gets. */
+/* Length of a segment in rows read; if not 0, CTAs per segment instead. */
 template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
-  bool whole = false; // not cut
+  bool whole = false; // not split
 
   __device__ __forceinline__ SegmentLength(const moelora_shrink_launch &s, int2 packed_and_count,
                                            int ctas = 0) {
@@ -94,7 +94,7 @@ template <class L> struct SegmentLength {
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
-  /* The first of the segment's `count` rows that lies behind `cut`; it begins at `begin`. */
+  /* The first of the segment's `count` rows after `cut`, for a segment that starts at `begin`. */
   __device__ __forceinline__ int row_at(int count, int64_t begin, int64_t cut) const {
     if (cut <= begin || rows == 0)
       return 0;
@@ -114,8 +114,8 @@ __device__ __forceinline__ int4 load_segment(const moelora_shrink_launch &s, int
   return *(const int4 *)&s.schedule.blocks.segments[i];
 }
 
-/* The CTA's part. All threads of the list's warps come here and synchronize by sync(); `sizes` is
- * shared memory for the (packed rank, count) of every segment. */
+/* Finds the CTA's part. Called by all threads of the list's warps, which synchronize by sync();
+ * `sizes` is shared memory for the (packed rank, count) of every segment. */
 template <class L, class Sync>
 __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &list, int2 *sizes,
                                           Sync sync) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   if (threadIdx.x == 0)
     list.first = segments, list.longest = 0;
   sync();
-  const int per_thread = ceil_divide(segments, THREADS) | 1; // odd: all banks
+  const int per_thread = ceil_divide(segments, THREADS) | 1; // odd: avoids bank conflicts
   const int low = min((int)threadIdx.x * per_thread, segments),
             high = min(low + per_thread, segments);
   int64_t own = 0, all;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // An equal part, a second A and the pass over it would be as much.
+  // Equal parts, unless rereading A and another pass over K cost as much.
   if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;
@@ -170,8 +170,8 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   sync();
 }
 
-/* Lists the items of the CTA's part from number `listed` on that fit, and counts all. The first
- * warp does, a lane for each segment. */
+/* Lists the CTA's items from number `listed` on, as many as fit, and counts all. Done by the first
+ * warp, one segment per lane. */
 template <class L>
 __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
   if (threadIdx.x >= 32)

@@ -1,17 +1,17 @@
 /* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in blocks.cu.
  *
  *   TMA warp        A(0) A(1) A(2)  ...   rows of A of k step i
- *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, wherever they lie
- *   consumers            0    1     ...   wgmma of step i, in flight beside that of step i - 1
+ *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, gathered by cp.async
+ *   consumers            0    1     ...   wgmma of step i, in flight with that of step i - 1
  *
- * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
- * of depth. Two consumer warpgroups multiply by wgmma, tokens as operand A, columns of A as operand
- * B: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on. Rows that an item
- * does not have hold anything: their accumulators are not stored and reach no other row. So the
- * third 64 tokens may end among the rows of A.
+ * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline whose stages
+ * hold 64 elements of K. Two consumer warpgroups run wgmma with tokens as operand A and columns of
+ * A as operand B: warpgroup w has tokens 64w to 64w + 63, the first one also those from 128 on.
+ * Rows that an item lacks are undefined: their accumulators are not stored and affect no other
+ * row. For that reason the third 64 tokens may extend into the rows of A.
  *
- * Every `span` of depth sums begin anew and are added up in that order, as those of
- * shrink/product.cuh are. 128 columns leave registers for that with 128 tokens. */
+ * Accumulation restarts after every `span` of K, and the sums of spans are added in order, as in
+ * shrink/product.cuh. With 128 tokens, 128 columns leave enough registers for that. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/shrink/segments.cuh"
@@ -32,17 +32,17 @@ template <int RANKS_> struct ShrinkShape {
   };
   struct SharedStorage {
     Stage stages[STAGES];
-    uint4 headers[STAGES][2]; // the item, in its first stage; after the last item expert -1
+    uint4 headers[STAGES][2]; // the item, in its first stage; expert -1 after the last item
     PipelineBarriers<STAGES> barriers;
   };
-  static constexpr int SHARED_BYTES = 1024 + sizeof(SharedStorage); // aligned for the swizzle
+  static constexpr int SHARED_BYTES = 1024 + sizeof(SharedStorage); // alignment of the swizzle
   static_assert(sizeof(Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
   using Ring = Pipeline<SharedStorage>;
 };
 
 namespace {
 
-constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A of a TMA box
+constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A per TMA box
 
 /* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
 struct ShrinkMaps {
@@ -50,7 +50,7 @@ struct ShrinkMaps {
   StackDims dims;
 };
 
-/* A warp's shared memory and its place in the pipeline. */
+/* A warp's shared memory and its state in the pipeline. */
 template <class S> struct ShrinkContext : S::Ring {
   using Storage = typename S::SharedStorage;
   using S::Ring::base;
@@ -82,14 +82,14 @@ template <class S> struct ShrinkContext : S::Ring {
   }
 };
 
-/* Columns of A that an item has. */
+/* Number of columns of A of an item. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
-/* The TMA warp: rows of A of the listed items. The elected lane issues all loads of an item: with
- * few tokens there is little time for each. */
+/* The TMA warp: loads rows of A of the listed items. The elected lane issues all loads of an item:
+ * with few tokens there is little time for each. */
 template <class S>
 __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                        const typename S::List &list, int items,
@@ -132,8 +132,8 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
   }
 }
 
-/* The gather warps: rows of x of the listed items. Those of the next item are found once the first
- * stages of this one are in flight. */
+/* The gather warps: copy rows of x of the listed items. The addresses of the next item are
+ * computed once the first stages of this one are in flight. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
@@ -153,7 +153,8 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
     for (int step = 0; step < k_steps; step++, warp.advance()) {
       if (step == min((int)S::STAGES, k_steps - 1))
         find(number + 1);
-      // Wait until consumers have released the stage, and start the copies; their end arrives.
+      // Wait until consumers have released the stage, then issue the copies, which arrive on its
+      // barrier.
       warp.wait_empty();
       gather.copy(warp.sX());
       barrier_arrive_cp_async(warp.full());
@@ -167,11 +168,12 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
                                         ShrinkContext<S> warp) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
-  // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
+  // If x is by position, the previous kernel is the GEMM that writes it; segments were written
+  // earlier.
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
 
-  // The CTA's part of all segments, as many items at a time as the list holds.
+  // The CTA's part of all segments, as many items at a time as fit the list.
   take_part(s, list, (int2 *)scratch, sync);
   for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
     list_items(s, list, listed);
@@ -184,10 +186,10 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
       load_a<S>(maps, s, list, items, warp);
     else
       gather_x<S>(s, list, items, warp);
-    sync(); // all have read the list
+    sync(); // all threads have read the list
   }
 
-  // The stage after the last item.
+  // A stage marks the end of the items.
   warp.wait_empty();
   if (threadIdx.x == 0) {
     warp.write_header({-1, 0, 0, 0, 1, 0, 0, 0});
@@ -197,7 +199,7 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
     barrier_arrive_cp_async(warp.full());
 }
 
-/* Stores the rows of a tile of 64 tokens, which begins at token `first` of an item. */
+/* Stores a tile of 64 tokens, which starts at token `first` of an item. */
 template <class T, int N>
 __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const SegmentItem &item,
                                            int first, int columns, const float (&rAcc)[N / 2]) {
@@ -223,12 +225,12 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   }
 }
 
-/* TILES tiles of 64 tokens of an item, whose first stage is at hand, by N columns. */
+/* Multiplies TILES tiles of 64 tokens of an item, whose first stage is full, by N columns. */
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
                                               const SegmentItem &item, int columns, int span,
                                               ShrinkContext<S> &warp, int consumer) {
-  float rAcc[TILES][N / 2], rSum[TILES][N / 2]; // of a span, of those before
+  float rAcc[TILES][N / 2], rSum[TILES][N / 2]; // of this span, of the previous spans
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
     rSum[i / (N / 2)][i % (N / 2)] = 0.f;
@@ -240,7 +242,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     for (int i = 0; i < TILES * N / 2; i++)
       rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
 
-    // The k steps.
+    // K loop.
     const int end = min(begin + span, s.tokens.k);
     int previous = 0;
 #pragma unroll 1
@@ -261,7 +263,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
               rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16, b + 2 * k16);
       wgmma_commit();
 
-      // The wgmmas of the step before are done: release its stage.
+      // The previous wgmma is complete: release its stage.
       wgmma_wait<1>();
       if (k > begin)
         warp.release(previous);
@@ -281,7 +283,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rSum[i]);
 }
 
-/* An item, with the narrowest N from N on that holds its columns. */
+/* Consumes an item with the smallest N that holds its columns, from N on. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,
@@ -297,7 +299,7 @@ __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
   }
   if (tiles == 1)
     return consume_tiles<S, T, N, 1>(s, item, columns, span, warp, consumer);
-  for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
+  for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens belong to the other consumer
     warp.wait_full();
     warp.release(warp.stage);
     warp.advance();
@@ -330,7 +332,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     warpgroup_reg_dealloc<120>();
-    produce<S>(&maps, s, list, shared, warp); // the stages are scratch memory until they are full
+    produce<S>(&maps, s, list, shared,
+               warp); // stages serve as scratch memory until they are filled
   } else {
     warpgroup_reg_alloc<192>();
     wait_for_previous_kernel();
@@ -342,7 +345,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- host ---- */
 
-/* Boxes of 16 and, where a slice has as many, of 64 ranks by 64 of depth. */
+/* Boxes of 16 and, if a slice has as many, of 64 ranks by 64 elements of K. */
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};

@@ -1,27 +1,27 @@
-/* Shrink of long segments: both sides through shared memory.
+/* Shrink of long segments with both operands in shared memory.
  *
- * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
- * They are those of shrink/product.cuh to the bit: instructions get the same operands, and every
- * `span` of depth sums begin anew and are added up in that order.
+ * A work item is up to TOKENS rows of x by up to RANKS rows of A, over all of K. Results equal
+ * those of shrink/product.cuh bit for bit: instructions get the same operands, accumulation
+ * restarts after every `span` of K, and the sums of spans are added in order.
  *
- * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
- * never pause.
+ * Copies run STAGES - 1 k steps ahead of the products, also across items, so that the pipeline
+ * never drains.
  *
- * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements, 16-byte chunk c of row i at
- * c ^ i % 8, so that ldmatrix reads a chunk of eight rows from all banks. Rows that an item does
- * not have are neither loaded nor stored: what their memory holds stays in its own rows and columns
- * of a product. Depth past the end is zero in both. */
+ * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements; 16-byte chunk c of row i is
+ * at c ^ i % 8, so that ldmatrix reads eight rows without bank conflicts. Rows that an item lacks
+ * are neither loaded nor stored: stale memory affects only their own rows and columns of the
+ * product. K beyond the end is zero in both. */
 #ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
 #define MOELORA_CUDA_SHRINK_STAGED_CUH
 
 #include "cuda/shrink/product.cuh"
 
-/* Of whose warps an SM holds kResidentWarps, two CTAs: one has products while the other waits. */
+/* An SM holds kResidentWarps, two CTAs: one multiplies while the other waits. */
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
-  static constexpr int STAGES = 4;                                   // what shared memory holds
-  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
+  static constexpr int STAGES = 4;                                   // limited by shared memory
+  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // of 16 rows each, per warp
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
 };
 
@@ -31,14 +31,14 @@ __device__ __forceinline__ int staged_chunk(int row, int chunk) {
 
 template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
 
-/* x [, depth], rows `stride` elements apart. */
+/* x [, K], rows `stride` elements apart. */
 struct StagedRows {
   const void *x;
   int64_t stride;
   int depth, span; // span: a multiple of kLine
 };
 
-/* Row of A that is column `column` of all slices together; NULL if there is none. */
+/* Row of A of column `column` over all slices; NULL if there is none. */
 template <class T>
 __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, int adapter,
                                                   int expert, int rank, int column) {
@@ -80,12 +80,12 @@ template <class T, class C> struct StagedLoader {
   }
 };
 
-/* What a warp has of an item's products: columns `column` to `column` + 31 of every step-th tile of
- * 16 rows from first_tile on. The fewer columns an item has, the fewer rows to a warp. */
+/* A warp's part of an item: columns `column` to `column` + 31 of every step-th tile of 16 rows
+ * from first_tile on. With fewer columns, more warps share the rows. */
 template <class T, class C> struct Products {
   int column, first_tile, step;
   using Tiles = float[C::TILES][2][2][4]; // [][16 columns][8 of them][]
-  Tiles d, sum;                           // of a span, of those before
+  Tiles d, sum;                           // of this span, of the previous spans
 
   __device__ __forceinline__ explicit Products(int columns) {
     const int warp = threadIdx.x / 32, across = min(columns, C::RANKS) <= 32   ? 1
@@ -113,14 +113,14 @@ template <class T, class C> struct Products {
 
   __device__ __forceinline__ void add(uint32_t stage, int tokens) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 2 // with all four, registers spill
+#pragma unroll 2 // fully unrolled, registers spill
     for (int chunk = 0; chunk < kLine / 8; chunk += 2) {
-      uint32_t b[2][4]; // of 16 columns: of eight of them two halves of the depth, of the others
+      uint32_t b[2][4]; // per 16 columns: two halves of K for the first eight, then for the others
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        load_matrix_x4(b[j], stage + staged_chunk(C::TOKENS + column + j * 16 + lane / 16 * 8 +
-                                                      lane % 8,
-                                                  chunk + lane / 8 % 2));
+        load_matrix_x4(b[j],
+                       stage + staged_chunk(C::TOKENS + column + j * 16 + lane / 16 * 8 + lane % 8,
+                                            chunk + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < C::TILES; i++) {
         const int first = 16 * (first_tile + i * step);
@@ -135,7 +135,8 @@ template <class T, class C> struct Products {
     }
   }
 
-  /* visit(token, column, sums of this column and the next) for what this lane has of an item. */
+  /* Calls visit(token, column, sums of this column and the next) for this lane's part of an item.
+   */
   template <class Visit> __device__ __forceinline__ void for_each(int tokens, Visit visit) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -154,8 +155,8 @@ template <class T, class C> struct Products {
   }
 };
 
-/* Items 0 to `items` - 1: find(number) has tokens(), columns(), x_row(token) and row_of_a(column),
- * store(number, products) stores. All threads come here. */
+/* Runs items 0 to `items` - 1: find(number) returns an item with tokens(), columns(), x_row(token)
+ * and row_of_a(column); store(number, products) stores. Called by all threads. */
 template <class T, class C, class Find, class Store>
 __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
                                            int items, Find find, Store store) {

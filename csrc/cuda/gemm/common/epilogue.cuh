@@ -47,9 +47,9 @@ struct Activation {
 enum class EpilogueMode {
   GENERAL, // all options
   GATED,   // bias, gated activation
-  SILU,    // the most frequent one of them, without a limit
+  SILU,    // silu without a limit, the most common gated activation
   PLAIN,   // bias, relu^2 or nothing
-  THROUGH, // of a backward, through the activation
+  THROUGH, // backward: gradient of the activation
 };
 
 /* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */
@@ -84,7 +84,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     square<N>(d, g);
   }
 
-  /* The parts of it. */
+  /* The steps of begin(). */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {

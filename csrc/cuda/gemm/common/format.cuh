@@ -29,7 +29,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
   static constexpr int MAX_TILE_BYTES = moelora_max_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
-  // The same without the scale of the tile.
+  // The same, without the scale of the tile.
   static constexpr int MAX_ROW_BYTES =
       MAX_TILE_BYTES - (moelora_has_tile_scale(FORMAT) ? MOELORA_TILE_SCALE_BYTES : 0);
 

@@ -41,8 +41,8 @@ template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
-/* Extents of a CTA's tile. Where w is TRANSPOSED, an m64 tile of a stage is 64 of depth in rows of
- * 64 outputs, and rows of a LoRA factor A are depth, too. */
+/* Extents of a CTA's tile. If w is TRANSPOSED, an m64 tile of a stage is 64 elements of K, in rows
+ * of 64 outputs, and rows of a LoRA factor A extend K, too. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_ = MOELORA_KERNEL_NATIVE>
 struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
@@ -52,10 +52,9 @@ struct Extent {
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens per lane of a warp
   static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-  static constexpr bool TRANSPOSED =
-      false;                           // a backward's: outputs are columns of w, depth its rows
-  static constexpr bool SAVES = false; // leaves what is before the activation, too
-  static constexpr bool HALF_TILES = false; // some tiles have half as many rows
+  static constexpr bool TRANSPOSED = false; // backward: outputs are columns of w, K its rows
+  static constexpr bool SAVES = false;      // whether it also stores values before the activation
+  static constexpr bool HALF_TILES = false; // whether some tiles have half as many rows
 };
 
 /* A half tile (`half` 1 or 2) has the first or second half of a column's m64 tiles, numbered from

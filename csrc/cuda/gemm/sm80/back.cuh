@@ -1,4 +1,4 @@
-/* sm_80 and up: products of a backward, with native weights as they lie. */
+/* sm_80 and up: products of the backward, with native transposed weights. */
 #ifndef MOELORA_CUDA_SM80_BACK_CUH
 #define MOELORA_CUDA_SM80_BACK_CUH
 

@@ -172,7 +172,7 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
   }
 }
 
-/* In the mode that a launch asks for. */
+/* Selects the epilogue mode of the launch. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                           const Tile &tile, int count) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_l
     store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
 }
 
-/* Of a backward: through the activation, or as it is. */
+/* Backward: with the gradient of the activation, or plain. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
                                           const Tile &tile, int count) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
       break;
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++) {
-      float d[4]; // chosen without a branch: accumulators stay in registers
+      float d[4]; // selected without a branch, to keep the accumulators in registers
 #pragma unroll
       for (int i = 0; i < S::N8_TILES; i++)
 #pragma unroll
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       if (threadIdx.x == 32)
         next = fetched;
     }
-    // While the first stages of a tile are on their way, the one before is stored.
+    // Store the previous tile while the first stages of the next one are in flight.
     if (finished_count > 0)
       store_any<E, T, VECTORS>(sum, g, finished, finished_count);
     if (last)
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-/* The kernel of extents E. */
+/* Kernel with extents E. */
 template <class E, class T, int STAGES> struct KernelSm80 {
   template <bool VECTORS>
   static moelora_status run_as(const LaunchOf<E> *g, const moelora_exec *exec) {

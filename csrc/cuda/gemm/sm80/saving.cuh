@@ -1,4 +1,5 @@
-/* sm_80 and up: activated projections of native weights that save what is before the activation. */
+/* sm_80 and up: activated projections with native weights that also store values before the
+ * activation. */
 #ifndef MOELORA_CUDA_SM80_SAVING_CUH
 #define MOELORA_CUDA_SM80_SAVING_CUH
 

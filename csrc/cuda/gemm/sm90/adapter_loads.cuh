@@ -50,7 +50,7 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
 template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
-  if (stages == 0 || S::TRANSPOSED) // there products leave tokens and ranks out
+  if (stages == 0 || S::TRANSPOSED) // there, products are predicated by token and rank
     return {stages, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
@@ -124,8 +124,8 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
   __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
 }
 
-/* Rows of factors A, 16 of depth in each slab: zeros beyond the true rank and behind the last
- * output; the gather warps. */
+/* Copies rows of the factors A, 16 of K per slab; zeros beyond the true rank and the last output.
+ * Called by the gather warps. */
 template <class S, class T, bool VECTORS, int THREADS>
 __device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
                                                   const SegmentList<S> &list, int slabs,
@@ -153,10 +153,11 @@ __device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, 
     }
   }
   if (!VECTORS)
-    __threadfence_block(); // cp.async.mbarrier.arrive orders asynchronous copies only
+    __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
 }
 
-/* What consumers that leave tokens out have to know of a stage; one lane. */
+/* Writes the token ranges of a stage's slabs, for consumers that predicate by token. Called by one
+ * lane. */
 template <class S>
 __device__ __forceinline__ void write_slab_tokens(const SegmentList<S> &list, int slabs,
                                                   SlabIterator &cursor, uint32_t header) {
@@ -166,7 +167,7 @@ __device__ __forceinline__ void write_slab_tokens(const SegmentList<S> &list, in
   }
 }
 
-/* A stage's rows of xa, of the first `tokens`, by THREADS threads. */
+/* Copies a stage's rows of xa, for the first `tokens` tokens, by THREADS threads. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void
 copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &list, int slabs,

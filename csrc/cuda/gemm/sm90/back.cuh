@@ -1,4 +1,4 @@
-/* Hopper: products of a backward, with native weights as they lie. */
+/* Hopper: products of the backward, with native transposed weights. */
 #ifndef MOELORA_CUDA_SM90_BACK_CUH
 #define MOELORA_CUDA_SM90_BACK_CUH
 

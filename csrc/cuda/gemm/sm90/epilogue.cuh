@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
-/* What a consumer's accumulators hold before the activation, to flat rows. */
+/* Stores a consumer's accumulators before the activation, by flat row. */
 template <class S, class T>
 __device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
                                           const moelora_gemm_launch &g, const TileHeader &header,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
   }
 }
 
-/* One body for tiles of all N: little code fits the instruction cache beside the main loops. */
+/* Not specialized by N: the instruction cache has little room besides the main loops. */
 template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr int N = S::TOKENS, BUFFERS = WarpContext<S>::BUFFERS;
   static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;

@@ -44,14 +44,15 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Epilogue buffers per consumer that do not alias a pipeline stage.
   static constexpr int OWN_BUFFERS = 2;
 
-  // Whether the others alias the last stage of a tile.
+  // Whether further buffers alias the last stage of a tile.
   static constexpr bool ALIASES = TOKENS_ > kEpilogueTokens;
 
-  // Traits that the shapes of kernels hide.
+  // Defaults, which shapes override.
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens
-  // Kernels with an epilogue for any projection; the others are for those of whole layers.
+  // Kernels whose epilogue supports any projection; the others only support those of a whole
+  // layer.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
 };

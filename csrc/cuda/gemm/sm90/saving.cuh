@@ -1,4 +1,5 @@
-/* Hopper: activated projections of native weights that save what is before the activation. */
+/* Hopper: activated projections with native weights that also store values before the activation.
+ */
 #ifndef MOELORA_CUDA_SM90_SAVING_CUH
 #define MOELORA_CUDA_SM90_SAVING_CUH
 

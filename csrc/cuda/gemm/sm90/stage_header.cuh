@@ -62,8 +62,8 @@ struct SlabsHeader {
   }
 };
 
-/* In an adapter stage whose consumers leave tokens out: those of slab `slab`, in place of the tile.
- */
+/* Token range of slab `slab`, in an adapter stage whose consumers predicate by token; replaces the
+ * tile. */
 struct SlabTokens {
   int low, high;
 
