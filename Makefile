@@ -16,7 +16,7 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
   sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint conformance test-c test-py test-lowest test-newest test-pythons \
+.PHONY: demo test nightly build lint conformance test-c test-py test-lowest test-newest test-pythons \
         sanitize fuzz test-gpu sanitize-gpu emulate emulate-few bench-cpu bench-gpu tables docs types \
         wheel check-wheel sdist clean
 
@@ -34,6 +34,14 @@ test: export MOELORA_WERROR = 1
 test: build
 	$(MAKE) --no-print-directory -j 2 lint types conformance test-c
 	$(MAKE) --no-print-directory test-py
+
+# `make test` and the checks that CI has no time for: all parametrizations and slow tests
+# (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
+# with all copies, sanitizers, random arguments, the lowest versions of transformers and PEFT.
+nightly: export MOELORA_NIGHTLY = 1
+nightly: export MOELORA_CUDA_ARCH ?= release
+nightly: test
+	$(MAKE) --no-print-directory emulate sanitize fuzz test-lowest
 
 # torch by itself first: the other packages then find it there and cannot pull in another one.
 $(VENV)/.ready: requirements-torch.txt requirements.txt
@@ -159,19 +167,33 @@ emulate:
 	  for copies in now late any; do \
 	    EMULATION_CAPABILITY=$${arch%0} EMULATION_COPIES=$$copies \
 	      build/emulation/$$arch/compare all $(EMULATE_FROM) $(EMULATE); \
+	    EMULATION_CAPABILITY=$${arch%0} EMULATION_COPIES=$$copies \
+	      build/emulation/$$arch/test_gradients $(EMULATE_FROM) 8; \
 	  done; \
 	done
 
 # What CI has the time for, a minute or two: Hopper's sources with a few of the GEMM variants, among
-# them each way of making a tile, compiled without optimization, and a handful of calls.
-EMULATE_FEW := _16x|_96x\d+x\d+_sm90|bf16_144x256|bf16_w8a8_128x
+# them each main loop, compiled without optimization, and a handful of calls.
+EMULATE_FEW := gemm_bf16_(\w+_)?(16x|96x\d+x\d+_sm90|144x256x64)|bf16_w8a8_128x
 emulate-few:
 	@set -e; test "$$(uname -m)" = x86_64 && command -v $(CXX) > /dev/null || \
 	  { echo "emulate-few: NOT RUN, this is not x86-64 or has no C++ compiler ($(CXX))"; exit 0; }; \
 	$(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=900 OUT=build/emulation/few \
-	  ROWS='$(EMULATE_FEW)' EXTRA=-O0; \
+	  MOELORA_VARIANTS='$(EMULATE_FEW)' EXTRA=-O0; \
 	build/emulation/few/test_engine; \
-	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare all 0 8
+	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare all 0 8; \
+	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/test_gradients 0 3
+
+# One variant by its name, forced in a few projections and layers: what to run after an edit of a
+# kernel. Compiles what includes the edited file, and of the GEMM variants this one alone.
+#   make emulate-variant VARIANT=gemm_bf16_96x128x64_sm90
+.PHONY: emulate-variant
+emulate-variant:
+	@test -n "$(VARIANT)" || { echo "VARIANT is not set, expected the name of a variant"; exit 1; }
+	@$(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=900 \
+	  OUT=build/emulation/few MOELORA_VARIANTS='^$(VARIANT)$$' EXTRA=-O0 build/emulation/few/compare
+	@set -e; for kind in gemm experts; do EMULATION_CAPABILITY=90 EMULATION_COPIES=any \
+	  build/emulation/few/compare $$kind $(EMULATE_FROM) $(or $(EMULATE_CASES),4) $(VARIANT); done
 
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)

@@ -1,7 +1,7 @@
-"""Does a row's result depend on its batch? Differing bits of random compositions, and the cost.
+"""Does a row's result depend on its batch? Differing bits of random compositions.
 
     python -m benchmarks.invariance --out benchmarks/results/h200-invariance.json
-    python -m benchmarks.invariance --device cpu --compositions 200 --no-cost
+    python -m benchmarks.invariance --device cpu --compositions 200
     python -m benchmarks.invariance --only "layer bf16" --compositions 500
 
 A pool has some hundred tokens: input, experts, weights, adapter, of ranks from 1 to 128 or none. A
@@ -9,14 +9,12 @@ composition is a batch of 1 to 8192 of them, in any order, some of them several 
 operator runs it; each row has to have the bits that its token has when all tokens of the pool are
 one batch. Rows of the file, of which `differing` elements do not:
 
-    mode     invariant, or default: there they differ, or else nothing would be shown
     path     own: the kernels of this device; cc80: those of every GPU since Ampere
     forced   a kernel variant that plans were told to use where they can; "": none. Those without a
              differing bit are one row, which says how many they are
     against  another path instead of the same one, which no promise is about
 
-`cost` has the layer of `python -m moelora bench` in both modes. The exit status is 1 if a bit
-differs in the mode, or nothing was compared.
+The exit status is 1 if a bit differs, or nothing was compared.
 """
 
 import argparse
@@ -38,9 +36,7 @@ from benchmarks.grid.calls import DTYPES
 from benchmarks.grid.quantized import FORMATS, FP8, KERNELS, kernels_of, packed
 from benchmarks.problems import Problem, Spec
 from moelora import _C
-from moelora.bench import baselines, harness, results, shapes
-from moelora.bench.command import GraphTimer
-from moelora.bench.layer import Layer
+from moelora.bench import results
 
 MOST = {"cuda": 8192, "cpu": 96}  # tokens of a composition
 POOL = {"cuda": 640, "cpu": 48}
@@ -61,32 +57,29 @@ QUANTIZED = replace(EVERY, experts=6, hidden=320, inter=192, ranks=(16, 64, 3))
 VLLM = replace(EVERY, experts=12, hidden=1160, inter=192, ranks=(32, 32, 32), bias=False)
 VLLM = replace(VLLM, pass_ranks=False, scalings=False)
 SGLANG = replace(EVERY, slices=1, hidden=264, inter=136, ranks=(64, 17, 3), bias=False)
-COST = {"qwen3": 128, "mixtral": 8, "dsv2lite": 64}
-TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096, 16384)
 
-Operator = Callable[[Problem, Tensor, bool], Tensor]  # of a composition: its problem, the index
+Operator = Callable[[Problem, Tensor], Tensor]  # of a composition: its problem, the index
 
 
 # ---- operators: a row of the result for each token ----
 
 
-def layer(p: Problem, _: Tensor, invariant: bool, **weights) -> Tensor:
-    return moelora.fused_experts_lora(**p.kwargs() | weights, batch_invariant=invariant)
+def layer(p: Problem, _: Tensor, **weights) -> Tensor:
+    return moelora.fused_experts_lora(**p.kwargs() | weights)
 
 
-def gemm(which: str, p: Problem, _: Tensor, invariant: bool, **weights) -> Tensor:
-    arguments = p.gemm_kwargs(which, which == "w2") | weights
-    return moelora.fused_moe_lora_gemm(**arguments, batch_invariant=invariant)
+def gemm(which: str, p: Problem, _: Tensor, **weights) -> Tensor:
+    return moelora.fused_moe_lora_gemm(**p.gemm_kwargs(which, which == "w2") | weights)
 
 
-def delta(which: str, p: Problem, _: Tensor, invariant: bool) -> Tensor:
+def delta(which: str, p: Problem, _: Tensor) -> Tensor:
     run = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}[which]
     arguments = p.gemm_kwargs(which, which == "w2")
     del arguments["w"], arguments["bias"]
-    return run(**arguments, num_experts=p.w13.size(0), batch_invariant=invariant)
+    return run(**arguments, num_experts=p.w13.size(0))
 
 
-def vllm(base: Tensor, block: int, p: Problem, index: Tensor, invariant: bool) -> Tensor:
+def vllm(base: Tensor, block: int, p: Problem, index: Tensor) -> Tensor:
     """Its `fused_moe_lora` onto `base`, by lists of blocks or, of block 0, without."""
     a, b = factors(p, "w13")
     out, slots, experts = base[index], len(p.spec.ranks), p.w13.size(0)
@@ -101,16 +94,15 @@ def vllm(base: Tensor, block: int, p: Problem, index: Tensor, invariant: bool) -
         *(out, p.hidden_states, a, b, p.topk_weights, *who, p.token_lora_mapping, a[0].size(2)),
         *(p.topk_ids.size(1), active, slots if block else None, None, *tiles, *tiles),
         num_experts=experts,
-        batch_invariant=invariant,
     )
     return out
 
 
-def sglang(base: Tensor, p: Problem, index: Tensor, invariant: bool) -> Tensor:
+def sglang(base: Tensor, p: Problem, index: Tensor) -> Tensor:
     info = moelora.MoELoRABatchInfo(p.token_lora_mapping, p.lora_ranks, p.lora_scalings, None)
     both = (p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b)
     who = (p.hidden_states, p.topk_ids, p.topk_weights, info)
-    return moelora.run_moe_lora(*who, *both, base[index], batch_invariant=invariant)
+    return moelora.run_moe_lora(*who, *both, base[index])
 
 
 # ---- pools ----
@@ -239,9 +231,9 @@ class Prover:
 
     def reference(self) -> dict[str, Tensor]:
         everyone = torch.arange(self.size, device=self.device)
-        return {n: run(self.pool.problem, everyone, True) for n, run in self.pool.operators.items()}
+        return {n: run(self.pool.problem, everyone) for n, run in self.pool.operators.items()}
 
-    def count(self, want: dict[str, Tensor], compositions: int, invariant=True) -> dict[str, Count]:
+    def count(self, want: dict[str, Tensor], compositions: int) -> dict[str, Count]:
         counts = {name: Count() for name in want}
         for _ in range(compositions):
             if time.monotonic() > self.until:
@@ -250,7 +242,7 @@ class Prover:
             index = torch.tensor(tokens, device=self.device)
             p = self.pool.compose(index)
             for name, run in self.pool.operators.items():
-                counts[name].add(run(p, index, invariant), want[name][index], self.adapted[index])
+                counts[name].add(run(p, index), want[name][index], self.adapted[index])
         return counts
 
 
@@ -277,7 +269,7 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
             if not count.compositions:
                 continue
             head = {"pool": name, "operator": operator, "format": pool.format}
-            yield head | {"mode": "invariant", "path": "own", "forced": ""} | what | count.row()
+            yield head | {"path": "own", "forced": ""} | what | count.row()
 
     def each_forced(want: dict[str, Tensor], path: str) -> Iterator[dict]:
         for variant in forced(pool, device):
@@ -289,7 +281,6 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
 
     own = prover.reference()
     yield from rows(prover.count(own, compositions))
-    yield from rows(prover.count(own, again, invariant=False), mode="default")
     yield from each_forced(own, "own")
     if device == "cpu":
         return
@@ -307,7 +298,7 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
 
 
 def promised(row: dict) -> bool:
-    return row["mode"] == "invariant" and "against" not in row
+    return "against" not in row
 
 
 def summed(rows: list[dict]) -> list[dict]:
@@ -331,40 +322,6 @@ def summed(rows: list[dict]) -> list[dict]:
     ]
 
 
-# ---- cost ----
-
-
-@torch.no_grad()
-def cost(models: dict[str, int], tokens: tuple, ranks: list[int], budget_ms: float) -> Iterator:
-    """The layer in both modes, replays of CUDA graphs in turn."""
-    timer, generator = GraphTimer(), torch.Generator("cuda").manual_seed(1234)
-    for key in models:
-        stack = Layer(shapes.find(key)[1], "bf16", ranks, 8, generator)
-        found, _ = baselines.baselines_of(stack, ["invariant"], baselines.Options())
-        situation = harness.Situation(key, 1, "many", "uniform")
-        bench = harness.Bench(stack, found, situation, timer, budget_ms)
-        for count in tokens:
-            for row in bench.measure(count, generator):
-                head = {name: row[name] for name in ("model", "tokens", "rank")}
-                times = {
-                    f"{who}{end}_us": row[f"{who}{end}_us"]
-                    for who in ("ours", "ours_invariant")
-                    for end in ("", "_base")
-                }
-                yield head | times
-        del stack, found, bench
-
-
-def ratio(rows: list[dict], end: str, few: bool) -> float:
-    """Geometric mean of what the mode costs, up to 4 tokens or beyond."""
-    logs = [
-        math.log(row[f"ours_invariant{end}_us"] / row[f"ours{end}_us"])
-        for row in rows
-        if (row["tokens"] <= 4) == few
-    ]
-    return round(math.exp(sum(logs) / len(logs)), 4) if logs else math.nan
-
-
 # ---- command ----
 
 
@@ -374,8 +331,6 @@ def main(argv=None) -> int:
     parser.add_argument("--compositions", default=10000, type=int, help="over all pools")
     parser.add_argument("--again", default=10, type=int, help="of each pool and forced variant")
     parser.add_argument("--only", default="", help="pools whose names begin so, commas between")
-    parser.add_argument("--no-cost", action="store_true")
-    parser.add_argument("--budget-ms", default=20.0, type=float, help="per mode and case")
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--deadline-s", default=math.inf, type=float, help="compose no more then")
     parser.add_argument("--out", help="result file to write")
@@ -393,10 +348,8 @@ def main(argv=None) -> int:
         rows += made
         compositions += max((row["compositions"] for row in made), default=0)
         bad = sum(row["differing"] for row in made if promised(row))
-        control = sum(row["differing"] for row in made if row["mode"] == "default")
         paths = sum(row["differing"] for row in made if "against" in row)
-        print(f"{name}: {bad} differing, {control} in default mode, {paths} between paths",
-              flush=True)  # fmt: skip
+        print(f"{name}: {bad} differing, {paths} between paths", flush=True)
         for row in made:
             if promised(row) and row["differing"]:
                 print(f"    {row}")
@@ -407,16 +360,7 @@ def main(argv=None) -> int:
         "calls": sum(row["compositions"] for row in held),
         "elements": sum(row["elements"] for row in held),
         "differing": differing,
-        "differing_by_default": sum(r["differing"] for r in rows if r["mode"] == "default"),
     }
-    if args.device == "cuda" and not args.no_cost:
-        costs = list(cost(COST, TOKENS, [16, 64], args.budget_ms))
-        rows += costs
-        summary["cost"] = {
-            f"{'1-4' if few else '16-16384'} tokens{end.replace('_', ', ')}": ratio(costs, end, few)
-            for few in (True, False)
-            for end in ("", "_base")
-        }
     print(summary)
     if args.out:
         results.write(args.out, rows, **summary, seconds=round(time.monotonic() - started))

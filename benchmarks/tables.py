@@ -48,8 +48,6 @@ ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
 SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
     decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
     first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
-INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without: ours_base_us,
-    without in the mode: ours_invariant_base_us"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
@@ -80,7 +78,6 @@ TABLES = {
     "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
-    "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
 
 
@@ -367,14 +364,9 @@ def engine_bits():
 
 
 def invariance_found():
-    meta, rows = load("h200-invariance")
-    cost = meta["cost"]
-    more = {name: f"{100 * (value - 1):.1f} %" for name, value in cost.items()}
+    meta, _ = load("h200-invariance")
     return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
-        {meta["compositions"]:,} compositions {meta["differing"]} differ in the mode; without it
-        {meta["differing_by_default"]:,} do. The mode costs {more["1-4 tokens"]} of the time of 1 to
-        4 tokens with adapters and {more["1-4 tokens, base"]} without, from 16 tokens on
-        {more["16-16384 tokens"]} and {more["16-16384 tokens, base"]} (geometric means)."""
+        {meta["compositions"]:,} compositions {meta["differing"]} differ."""
 
 
 def cpu_ranges():

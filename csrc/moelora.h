@@ -90,8 +90,8 @@ typedef struct moelora_exec {
    * it is done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* number of threads that parallel_for uses; 0 counts as 1 */
-  /* Read by moelora_prepare_*: the result of a row does not depend, bit for bit, on the other rows
-   * of the batch or on their number. moelora_set_batch_invariant sets it for every call. */
+  /* Ignored, and to be removed in the next release: in every call the result of a row does not
+   * depend, bit for bit, on the other rows of the batch or on their number. */
   bool batch_invariant;
 } moelora_exec;
 
@@ -288,6 +288,38 @@ typedef struct moelora_gemm_args {
 
 moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
                                     moelora_call *call);
+
+/* Gradients of a projection; absent ones are not computed. w is frozen and has none. */
+typedef struct moelora_gemm_grads {
+  moelora_tensor x;            /* in its shape and dtype */
+  moelora_tensor topk_weights; /* [M, top_k] float32 */
+  /* In the shapes of the factors and the bias, each in the dtype of x or in float32. num_slices is
+   * 0, or that of the factors. */
+  moelora_lora lora;
+  moelora_tensor bias; /* [E, N] */
+} moelora_gemm_grads;
+
+/* For row p with expert e and adapter l, and t its routing weight with mul_routed_weight, else 1:
+ *
+ *   v         = dout[p] W[e] + s (dout[p] B) A
+ *   dx       += t v                        summed over the rows that share a row of x
+ *   dt        = <v, x> + <dout[p], bias[e]>      zero without mul_routed_weight
+ *   dB[l,e]  += dout[p]^T (t s x A^T)            dA[l,e] += (t s dout[p] B)^T x
+ *   dbias[e] += t dout[p]
+ *
+ * without w, of adapters alone: W and the bias count as zero. Roundings, order of sums and what
+ * stays apart are those of moelora_experts_backward_args. Nothing is saved: s x A^T is computed
+ * again. */
+typedef struct moelora_gemm_backward_args {
+  moelora_gemm_args forward; /* as in the forward; w may be absent; `out` is not read */
+  int32_t num_experts;       /* without w: experts on this rank */
+  moelora_tensor dout;       /* [M, top_k, N], in the dtype of x */
+  moelora_gemm_grads grads;  /* outputs */
+  bool accumulate;           /* as in moelora_experts_backward_args */
+} moelora_gemm_backward_args;
+
+moelora_status moelora_prepare_gemm_backward(const moelora_gemm_backward_args *args,
+                                             const moelora_exec *exec, moelora_call *call);
 
 /* ---- the whole layer ---- */
 
@@ -492,9 +524,9 @@ moelora_status moelora_force_variant(const char *names);
  * MOELORA_MAX_CC sets the initial limit; if it is not a valid number, every gemm and layer fails.
  */
 moelora_status moelora_limit_capability(int32_t compute_capability);
-/* Makes all calls prepared from now on batch invariant (see moelora_exec), or only those whose
- * exec requests it. MOELORA_BATCH_INVARIANT=1 sets the initial value; any value but 0 and 1 makes
- * every operator fail. CPU calls are always batch invariant. */
+/* Every call is batch invariant (see moelora_exec): the first does nothing, the second returns true.
+ * Both are to be removed in the next release. The environment variable MOELORA_BATCH_INVARIANT is
+ * not read. */
 void moelora_set_batch_invariant(bool on);
 bool moelora_is_batch_invariant(void);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs

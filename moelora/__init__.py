@@ -1,13 +1,13 @@
-"""Mixture-of-experts operators with LoRA adapters applied inside the grouped GEMM.
+"""Mixture-of-experts operators with LoRA adapters fused into the grouped GEMM.
 
-Notation of all docstrings: `M` tokens, `top_k` experts chosen per token, `E` experts on this
-rank, `K` hidden size, `I` intermediate size of one expert, `R` maximum rank of a stack of
-adapters, `max_loras` adapter slots.
+Notation in all docstrings: `M` tokens, `top_k` experts per token, `E` experts on this rank, `K`
+hidden size, `I` intermediate size of an expert, `R` maximum rank of a stack of adapters,
+`max_loras` adapter slots.
 """
 
 import torch  # noqa: F401  loads the libraries that moelora._C is linked against
 
-from moelora import startup as _startup  # noqa: F401  says why the extension does not load
+from moelora import startup as _startup  # noqa: F401  explains why the extension does not load
 
 # isort: split
 from moelora import _C

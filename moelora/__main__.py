@@ -7,7 +7,7 @@ import sys
 from moelora import __version__
 
 EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
-COMMANDS = {  # {name: the module that adds it}
+COMMANDS = {  # {name: module that adds it}
     "info": "moelora.commands.info",
     "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
@@ -17,7 +17,7 @@ COMMANDS = {  # {name: the module that adds it}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; the exit status."""
+    """Run one command and return the exit status."""
     parser = argparse.ArgumentParser(prog="moelora", description="moelora's commands")
     parser.add_argument("--version", action="version", version=f"moelora {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")

@@ -30,8 +30,7 @@ def moe_align_block_size(
 
     Parameters
     ----------
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token.
+    {topk_ids}
     block_size : int
         Rows of one block.
     num_experts : int
@@ -41,21 +40,16 @@ def moe_align_block_size(
 
     Returns
     -------
-    sorted_token_ids : Tensor, shape (blocks * block_size,), int32
-        Flat row indices; padding is `M * top_k`. `blocks` is an upper bound known without
+    {sorted_rows} `blocks` is an upper bound known without
         looking at `topk_ids`.
     expert_ids : Tensor, shape (blocks,), int32
         Local expert of each block, -1 past the end.
-    num_tokens_post_padded : Tensor, shape (1,), int32
-        Rows in use, padding included.
+    {num_tokens_post_padded}
 
     Raises
     ------
-    ValueError
-        A shape, dtype or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
+    {ValueError}
+    {TypeError}
 
     Notes
     -----
@@ -126,10 +120,8 @@ def moe_lora_align_block_size(
 
     Parameters
     ----------
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64
-        Adapter slot of each token, -1 for none.
+    {topk_ids}
+    {token_lora_mapping}
     num_experts, block_size, expert_map
         As in `moe_align_block_size`.
     max_loras : int
@@ -143,8 +135,7 @@ def moe_lora_align_block_size(
         vLLM's form, written: expert of each block, -1 past the end.
     num_tokens_post_pad : Tensor, shape (max_loras,), int32, optional
         vLLM's form, written: rows in use of each list, padding included.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off: its tokens become base rows.
+    {adapter_enabled?} Tokens of one that is off become base rows.
     lora_ids : Tensor, shape (any,), int32, optional
         vLLM's form: adapters whose lists are written. Those of other adapters, and of disabled
         ones, stay as they are; -1 and ids from `max_loras` on are skipped.
@@ -155,25 +146,20 @@ def moe_lora_align_block_size(
 
     Returns
     -------
-    sorted_token_ids : Tensor, shape (blocks * block_size,), int32
-        Flat row indices; padding is `M * top_k`.
+    {sorted_rows}
     expert_ids : Tensor, shape (blocks,), int32
         Local expert of each block, -1 past the end.
     lora_ids : Tensor, int32
         Adapter of each block ("uniform", shape (blocks,)) or of each row ("segmented", shape
         (blocks * block_size,)); -1 for base rows, padding and past the end.
-    num_tokens_post_padded : Tensor, shape (1,), int32
-        Rows in use, padding included.
+    {num_tokens_post_padded}
 
     In vLLM's form: None.
 
     Raises
     ------
-    ValueError
-        A shape, dtype or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
+    {ValueError}
+    {TypeError}
 
     Notes
     -----
@@ -238,10 +224,8 @@ def moe_sorting(
 
     Parameters
     ----------
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token.
-    topk_weights : Tensor, shape (M, top_k)
-        Routing weights; cast to float32 if they are not.
+    {topk_ids}
+    {topk_weights}
     num_experts, block_size, expert_map
         As in `moe_align_block_size`.
     out_to_zero : Tensor, contiguous, floating point, optional
@@ -255,18 +239,13 @@ def moe_sorting(
         The weight of each row, 0 in padding.
     sorted_expert_ids : Tensor, shape (blocks,), int32
         Local expert of each block, -1 past the end. An expert without rows has one block.
-    num_tokens_post_padded : Tensor, shape (1,), int32
-        Rows in use, padding included.
+    {num_tokens_post_padded}
 
     Raises
     ------
-    ValueError
-        A shape, dtype or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
+    {ValueError}
+    {TypeError}
+    {RuntimeError}
 
     Notes
     -----

@@ -1,11 +1,12 @@
-"""What autograd does with the operators: it records a layer, and nothing else.
+"""Autograd support: layers, projections and deltas are recorded, other operators raise.
 
-A kernel at the Autograd key asks for every operator, however it is called: by its wrapper, as
-torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers take `call`, which asks the
-same in a tenth of the time and passes the kernel by. Under inference mode neither runs.
+Every operator has a kernel at the Autograd key, which sees it however it is called: by its wrapper,
+as torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers use `call`, which performs
+the same check in a tenth of the time and bypasses the kernel. Under inference mode neither runs.
 
-A call that autograd would record runs `fused_experts_lora_saving` if it is of a layer, and raises
-otherwise, instead of losing the gradient. Nothing has a second or a forward-mode derivative.
+If autograd would record a call, a layer runs `fused_experts_lora_saving`; projections and deltas
+save nothing but their arguments; other operators raise instead of losing the gradient. There are no
+second or forward-mode derivatives.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from moelora.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _written: dict[Any, tuple[int, ...]] = {}
-_library = torch.library.Library("moelora", "FRAGMENT")  # its kernels live as long as it does
+_library = torch.library.Library(
+    "moelora", "FRAGMENT"
+)  # its kernels live as long as the library object
 
 
 def call(op: Any, args: tuple[Any, ...]) -> Any:
-    """`op(*args)` from a wrapper.
+    """Call `op(*args)` from a wrapper.
 
     Raises
     ------
     RuntimeError
-        An argument that has no gradient requires one and grad mode is on, or has a tangent.
+        An argument without gradient support requires one and grad mode is on, or has a tangent.
     """
     if torch.is_inference_mode_enabled() or _transformed():
         return op(*args)
@@ -44,7 +47,7 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 def register(names: Sequence[str]) -> None:
-    """Gives the operators of these names their Autograd kernel."""
+    """Register the Autograd kernels of these operators."""
     for name in names:
         op = getattr(torch.ops.moelora, name).default
         arguments = enumerate(op._schema.arguments)
@@ -66,7 +69,7 @@ def _kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def _transformed() -> bool:
-    """Whether what a tensor requires may hide below wrappers, or is a tangent."""
+    """Whether a tensor may be wrapped by a functional transform, or is a tangent."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
@@ -81,7 +84,7 @@ def _has_tangent(value: Any) -> bool:
 def _is_recorded(args: tuple[Any, ...]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    for value in args:  # most of the microsecond that grad mode costs a call
+    for value in args:  # this loop is most of the microsecond that grad mode costs per call
         if type(value) is list:
             for item in value:
                 if item.requires_grad:
@@ -92,14 +95,17 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 
 
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
-    """The call as autograd records it."""
+    """Call the operator such that autograd records it."""
     name = name_of(op)
-    if name in ("fused_experts_lora", "fused_experts_lora_saving"):
+    if name in ("fused_experts_lora", "fused_experts_lora_saving", *PROJECTIONS):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
         _refuse(op, args, _requires, FROZEN)
         if torch._C._are_functorch_transforms_active():
             _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
         counts = [len(a) if isinstance(a, list) else -1 for a in args]
+        if name in PROJECTIONS:
+            result = _Projection.apply(op, counts, *_flat(args))  # type: ignore[no-untyped-call]
+            return None if _written[op] else result
         results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
         return results[0] if name == "fused_experts_lora" else results
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
@@ -116,10 +122,14 @@ WEIGHTS = (
 NO_BACKWARD = {
     "fused_experts_lora_out": "there is no backward of a call with out=: leave it out, or call "
     "under torch.no_grad()",
+    "fused_moe_lora_gemm_out": "there is no backward of a call with out=: leave it out, or call "
+    "under torch.no_grad()",
+    "fused_moe_lora_gemm_backward": TWICE,
     "fused_experts_lora_backward": TWICE,
     "fused_experts_lora_backward_out": TWICE,
 }
 FROZEN = {
+    "w": WEIGHTS,
     "w13": WEIGHTS,
     "w2": WEIGHTS,
     "lora_scalings": "a scaling has no gradient: pass {name}.detach(), and multiply the factors by "
@@ -144,7 +154,7 @@ def _refuse(
     reasons: dict[str, str],
     what: str = "requires a gradient",
 ) -> None:
-    """Raises for the first argument with a reason that is recorded, if one is."""
+    """Raise for the first argument that would be recorded, if any."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
@@ -155,7 +165,9 @@ def _refuse(
 
 
 def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
-    """A backward that saved what was written here must notice, as with any in-place operator."""
+    """Bump version counters, as any in-place operator must: a backward that saved the tensor then
+    notices.
+    """
     written = _written[op]
     if written:
         torch.autograd.graph.increment_version(_flat(tuple(args[i] for i in written)))
@@ -163,7 +175,7 @@ def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
 
 # ---- a layer ----
 
-# Bits of `wanted` of fused_experts_lora_backward, by the arguments that have gradients.
+# Bits of `wanted` of fused_experts_lora_backward, by argument.
 WANTED = {
     "hidden_states": 1,
     "topk_weights": 2,
@@ -174,7 +186,7 @@ WANTED = {
     "w13_bias": 64,
     "w2_bias": 128,
 }
-_ARGUMENTS = 20  # of a layer, before those that say how weights lie
+_ARGUMENTS = 20  # of a layer, before the layout arguments
 _PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 13, "w2_bias": 14} | {
     "w13_lora_a": 6,
     "w13_lora_b": 7,
@@ -188,7 +200,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
-    """`flat` in lists of `counts` elements; below 0: no list."""
+    """`flat` split into lists of `counts` elements; negative: not a list."""
     values = iter(flat)
     return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 
@@ -198,10 +210,10 @@ def _is_absent(value: Tensor) -> bool:
 
 
 class _Layer(torch.autograd.Function):
-    """fused_experts_lora_saving, whose arguments come with their lists unfolded.
+    """fused_experts_lora_saving, with its list arguments flattened.
 
-    Saves tensors as autograd does everywhere, so that one that is written to between forward and
-    backward is refused; absent ones, which all calls share, are constants.
+    Saves tensors with autograd, so that in-place writes between forward and backward are detected;
+    absent ones, which all calls share, are constants.
     """
 
     @staticmethod
@@ -222,13 +234,13 @@ class _Layer(torch.autograd.Function):
         nothing = [None] * (1 + len(ctx.saves))
         if grad_out is None:
             return tuple(nothing)
-        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacks them, which is done once
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
         saved = [next(tensors) for _ in range(3)]
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
-            # contiguous() leaves a tensor without elements in any strides
+            # contiguous() keeps any strides of a tensor without elements
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
         found = torch.ops.moelora.fused_experts_lora_backward.default(
@@ -243,7 +255,91 @@ class _Layer(torch.autograd.Function):
 
 
 def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
-    """What fused_experts_lora_backward returns, by argument; w13 has `slices`."""
+    """Outputs of fused_experts_lora_backward by argument; w13 has `slices`."""
     dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
     grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
     return dict(zip(WANTED, grads, strict=True))
+
+
+# ---- projections, and the deltas of adapters alone ----
+
+PROJECTIONS = ("fused_moe_lora_gemm", "moe_lora_gate_up_delta", "moe_lora_down_delta")
+
+# Bits of `wanted` of fused_moe_lora_gemm_backward, by the arguments that have gradients.
+WANTED_OF_PROJECTION = {"x": 1, "topk_weights": 2, "lora_a": 4, "lora_b": 8, "bias": 16}
+
+
+class _Projection(torch.autograd.Function):
+    """An operator of PROJECTIONS, whose arguments come with their lists unfolded. A delta writes to
+    its first argument, to which it adds or not."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, counts: list[int], *flat: Any) -> Any:
+        args = _nested(counts, flat)
+        with torch._C._AutoDispatchBelowAutograd():
+            out = op(*args)
+        ctx.op, ctx.counts = op, counts
+        saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
+        if _written[op]:
+            out, saves[0] = flat[0], False
+            _count_writes(op, tuple(args))
+            ctx.mark_dirty(out)
+        ctx.save_for_backward(*(v for v, s in zip(flat, saves, strict=True) if s))
+        ctx.saves = saves
+        ctx.rest = [None if v is out else v for v, s in zip(flat, saves, strict=True) if not s]
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
+        if grad_out is None:
+            return tuple([None] * (2 + len(ctx.saves)))
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)
+        args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
+        names = _names(ctx.op)
+        given = dict(zip(names, args, strict=True))
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[2:]), strict=True))
+        wanted = sum(
+            bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
+        )
+        result = [[None] * count if count >= 0 else None for count in ctx.counts]
+        if wanted:
+            found = _projection_backward(grad_out.contiguous(), given, wanted)
+            for name, bit in WANTED_OF_PROJECTION.items():
+                if bit & wanted:
+                    result[names.index(name)] = found[name]
+        if needs.get("out") and given["add_inputs"]:
+            result[0] = grad_out
+        return None, None, *_flat(tuple(result))
+
+
+def _projection_backward(grad_out: Tensor, given: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """Gradients by argument, of the arguments of an operator of PROJECTIONS."""
+    absent = given["x"].new_empty(0)
+    a, b = given["lora_a"], given["lora_b"]
+    dx, dt, *factors, bias = torch.ops.moelora.fused_moe_lora_gemm_backward.default(
+        grad_out,
+        given["x"],
+        given.get("w", absent),
+        given["topk_weights"],
+        given["topk_ids"],
+        given["token_lora_mapping"],
+        a,
+        b,
+        given["lora_ranks"],
+        given["lora_scalings"],
+        given["adapter_enabled"],
+        given.get("bias", absent),
+        given["expert_map"],
+        given["mul_routed_weight"],
+        given.get("num_experts", 0),
+        wanted,
+        False,
+        *(
+            given[n]
+            for n in ("w_format", "w_order", "w_rows", "w_x_format", "w_x_scale")
+            if n in given
+        ),
+    )
+    grads = dx, dt, factors[: len(a)], factors[4 : 4 + len(b)], bias
+    return dict(zip(WANTED_OF_PROJECTION, grads, strict=True))

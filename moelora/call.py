@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from moelora import _C, autograd, trace
 from moelora._C import error_number
+from moelora.docstrings import expand
 from moelora.storage import holds
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
@@ -39,7 +40,11 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
     """An operator whose failure, if an argument is not what the signature says, tells which.
 
     Looking only at calls that failed, it costs nothing to speak of, and refuses nothing that works.
+    Its docstring gets what it shares with others (moelora/docstrings.py).
     """
+
+    if function.__doc__:
+        function.__doc__ = expand(function.__doc__)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -159,11 +164,6 @@ def _check_integers(name: str, tensor: Tensor, wanted: str) -> None:
 
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def invariant_or_absent(batch_invariant: bool) -> tuple[bool, ...]:
-    """The last argument of a compiled operator: most calls need not say it."""
-    return (True,) if batch_invariant else ()
 
 
 def factor_list(factors: Factors | None) -> list[Tensor]:

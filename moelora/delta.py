@@ -21,7 +21,6 @@ from moelora.call import (
     enabled_or_absent,
     factor_list,
     ids_or_absent,
-    invariant_or_absent,
     operators,
     run,
     typed,
@@ -63,7 +62,6 @@ def _delta(
     num_experts: int | None,
     mul_routed_weight: bool,
     add_inputs: bool,
-    batch_invariant: bool,
     out: Tensor | None,
 ) -> Tensor:
     a, b = factor_list(lora_a), factor_list(lora_b)
@@ -91,7 +89,6 @@ def _delta(
         experts,
         mul_routed_weight,
         add_inputs,
-        *invariant_or_absent(batch_invariant),
     )
     return out
 
@@ -126,29 +123,24 @@ def moe_lora_gate_up_delta(
     x : Tensor, shape (M, K) or (M * top_k, K)
         Input of each token, or of each routed row. float32, bfloat16 or float16 (CUDA: the
         latter two); the dtype of all factors and of the result.
-    topk_weights : Tensor, shape (M, top_k), optional
-        Routing weights. Read if `mul_routed_weight`.
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token. A row whose id is out of range is skipped.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64
-        Adapter slot of each token, -1 for none.
+    {topk_weights?} Read if `mul_routed_weight`.
+    {topk_ids} A row whose id is out of range is skipped.
+    {token_lora_mapping}
     lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K)
         Shrink factors: one for all columns, or one for gate and one for up. An expert dimension of
         1 is one factor shared by all experts.
     lora_b : Tensor or sequence of tensors, shape (max_loras, E or 1, 2 I / slices, R)
         Expand factors, as many.
-    lora_ranks, lora_scalings, adapter_enabled, expert_map
-        As in `fused_moe_lora_gemm`.
-    num_experts : int, optional
-        Experts on this rank, where factors do not say it because all are shared. None is unknown:
-        every id from 0 up has the shared factors.
-    mul_routed_weight : bool
-        Multiply row (m, j) by `topk_weights[m, j]`.
+    {lora_ranks?}
+    {lora_scalings?}
+    {adapter_enabled?}
+    {expert_map?} Their rows are skipped.
+    {num_experts?}
+    {mul_routed_weight}
     add_inputs : bool
         Add to `out`, where rows without an adapter keep their bits. False: `out` becomes the delta,
         0 in those rows.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {batch_invariant}
     out : Tensor, shape (M, top_k, 2 I), optional
         The base product. None: the delta in a new tensor.
 
@@ -159,15 +151,7 @@ def moe_lora_gate_up_delta(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
 
     Notes
     -----
@@ -189,7 +173,6 @@ def moe_lora_gate_up_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
-        batch_invariant,
         out,
     )
 
@@ -219,18 +202,22 @@ def moe_lora_down_delta(
     ----------
     x : Tensor, shape (M, top_k, I) or (M * top_k, I)
         The activation of each routed row.
-    topk_weights, topk_ids, token_lora_mapping
-        As in `moe_lora_gate_up_delta`.
+    {topk_weights?} Read if `mul_routed_weight`.
+    {topk_ids} A row whose id is out of range is skipped.
+    {token_lora_mapping}
     lora_a : Tensor, shape (max_loras, E or 1, R, I)
         Shrink factors.
     lora_b : Tensor, shape (max_loras, E or 1, K, R)
         Expand factors.
-    lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts
+    {lora_ranks?}
+    {lora_scalings?}
+    {adapter_enabled?}
+    {expert_map?} Their rows are skipped.
+    {num_experts?}
+    {mul_routed_weight} For a base product that has it already.
+    add_inputs : bool
         As in `moe_lora_gate_up_delta`.
-    mul_routed_weight : bool
-        Multiply row (m, j) by `topk_weights[m, j]`, where the base product has it already.
-    add_inputs, batch_invariant : bool
-        As in `moe_lora_gate_up_delta`.
+    {batch_invariant}
     out : Tensor, shape (M, top_k, K), optional
         The base product. None: the delta in a new tensor.
 
@@ -241,15 +228,7 @@ def moe_lora_down_delta(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     return _delta(
         operators.moe_lora_down_delta.default,
@@ -266,6 +245,5 @@ def moe_lora_down_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
-        batch_invariant,
         out,
     )

@@ -1,7 +1,7 @@
-"""The arguments of a call in a file, as `MOELORA_DUMP` writes and `moelora replay` reads them.
+"""Files with the arguments of a call: written by `MOELORA_DUMP`, read by `moelora replay`.
 
-A safetensors file. Each tensor is the bytes of its elements, once where expanded dimensions show
-them again; "moelora_dump" of the header's metadata is JSON:
+A safetensors file. Each tensor consists of the bytes of its elements, without repetition in
+expanded dimensions; "moelora_dump" of the header's metadata is JSON:
 
     {"op": ..., "args": [...], "error": ..., "moelora": ..., "torch": ...}
 
@@ -29,11 +29,11 @@ from moelora.storage import holds, reach
 KEY = "moelora_dump"
 STRINGS = ("op", "error", "moelora", "torch")
 MAX_DIM = 64
-# Gaps between elements, expanded dimensions, results and tables of a call: what they may take
-# beside a file of some size.
+# Memory that gaps between elements, expanded dimensions, results and tables of a call may take,
+# relative to the size of a file.
 TIMES, BYTES = 64, 64 << 20
 MAX_INT = 1 << 20  # experts, slots, rows of a block
-UNLIMITED = 2**31 - 1  # experts where lists are sorted already and none are counted
+UNLIMITED = 2**31 - 1  # number of experts for sorted lists, which do not count them
 
 
 def nbytes(args: Sequence[Any]) -> int:
@@ -42,7 +42,7 @@ def nbytes(args: Sequence[Any]) -> int:
 
 
 def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
-    """Makes a new file that only its owner can read; never follows a link, leaves no half of it."""
+    """Create a file that only its owner can read; never follows links or leaves a partial file."""
     tensors: list[Tensor] = []
     content = {
         "op": op,
@@ -62,7 +62,7 @@ def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
     with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         try:
             file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in tensors:  # one of them at a time on the host
+            for tensor in tensors:  # one at a time on the host
                 elements = _elements(tensor).cpu().contiguous().reshape(-1)
                 file.write(elements.view(torch.uint8).numpy().data)
         except BaseException:
@@ -71,9 +71,9 @@ def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """What `write` wrote: "op", "args", and as strings "error", "moelora" and "torch".
+    """Content of a file: "op", "args", and the strings "error", "moelora" and "torch".
 
-    Nothing in the file is executed, and tensors take `TIMES` its size and `BYTES` at most.
+    Nothing in the file is executed, and tensors take at most `TIMES` its size plus `BYTES`.
 
     Raises
     ------
@@ -116,14 +116,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _elements(t: Tensor) -> Tensor:
-    """Every element of `t` once, where expanded dimensions show them again."""
+    """Elements of `t`, without repetition in expanded dimensions."""
     return t.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
 
 
 def _laid_out(
     elements: Tensor, shape: Sequence[int], strides: Sequence[int], device: str
 ) -> Tensor:
-    """A tensor of these strides from its elements; what lies between them is zero."""
+    """A tensor with these strides from its elements; zeros in between."""
     flat = elements.new_zeros(reach(shape, strides), device=device)
     tensor = flat.as_strided(shape, strides)
     _elements(tensor).copy_(elements)
@@ -147,11 +147,11 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     }
 
 
-# ---- reading, where nothing is trusted ----
+# ---- reading untrusted files ----
 
 
 class _Budget:
-    """How many bytes what a file asks for may still take."""
+    """Remaining bytes that the content of a file may allocate."""
 
     def __init__(self, size: int):
         self.most = self.left = TIMES * size + BYTES
@@ -225,7 +225,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_call(op: Any, args: list[Any], budget: _Budget) -> None:
-    """As many arguments as there are, and numbers and results that such a file explains."""
+    """Check the number of arguments, and that numbers and results are plausible for the file."""
     arguments = op._schema.arguments
     needed = sum(not argument.has_default_value() for argument in arguments)
     if not needed <= len(args) <= len(arguments):
@@ -238,7 +238,7 @@ def _check_call(op: Any, args: list[Any], budget: _Budget) -> None:
             raise ValueError(f"{argument.name} is {value}, wanted at most {MAX_INT}")
     try:
         results = op(*(_on_meta(value) for value in args))
-    except Exception:  # the call itself will say so
+    except Exception:  # the call itself reports it
         return
     for tensor in _tensors(results if isinstance(results, tuple) else [results]):
         budget.spend(tensor.nbytes, f"a result of shape {tuple(tensor.shape)}")

@@ -1,9 +1,9 @@
 """Shape functions of the compiled operators, for torch.compile, export and meta tensors.
 
-What an operator refuses is said in C alone. Before a shape function runs, its arguments go there
-as meta tensors, so that a call is refused while it is traced as it would be when it runs. Symbolic
-sizes are there what they are in the example that is traced, which puts no guards on them; a call
-with sizes that no example has is checked when it runs.
+Only C validates arguments. Before a shape function runs, its arguments are passed there as meta
+tensors, so that tracing a call raises the same errors as running it. Symbolic sizes have the values
+of the traced example, without guards; a call with sizes that have no example is validated when it
+runs.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ def max_blocks(mode: int, num_rows: int, num_experts: int, max_loras: int, block
 
 
 class _Unknown(Exception):
-    """A size has no example."""
+    """A size without an example value."""
 
 
 def _example(value: Any) -> Any:
-    """`value` as its example has it, a tensor as a meta tensor."""
+    """`value` with example sizes, a tensor as a meta tensor."""
     if isinstance(value, list):
         return [_example(item) for item in value]
     if isinstance(value, Tensor):
@@ -49,7 +49,7 @@ def _example(value: Any) -> Any:
 
 
 def _check_devices(op: Any, args: tuple[Any, ...], on_host: set[str]) -> None:
-    """What meta tensors cannot say: they have one device, and the call they stand for another."""
+    """Check what meta tensors cannot express: all tensors of the call are on one device."""
     first = next(value for value in args if isinstance(value, Tensor))
     for argument, value in zip(op._schema.arguments, args, strict=False):
         for tensor in value if isinstance(value, list) else [value]:
@@ -68,9 +68,9 @@ def _is_absent(tensor: Tensor) -> bool:
 
 @dataclass
 class Operator:
-    """What csrc/glue/ops.inc says of an operator: its tensors, by name, and what it returns."""
+    """Description of an operator from csrc/glue/ops.inc: its tensors by name, and its results."""
 
-    shapes: dict[str, list[str]] = field(default_factory=dict)  # of tensors, in names of sizes
+    shapes: dict[str, list[str]] = field(default_factory=dict)  # of tensors, as names of sizes
     on_host: set[str] = field(default_factory=set)
     returns: list[tuple[str, list[str]]] = field(default_factory=list)  # dtype and shape
 
@@ -86,13 +86,13 @@ def _operators() -> dict[str, Operator]:
             operator.returns.append((name, names))
         elif kind == "host":
             operator.on_host.add(name)
-        elif kind != "list":  # a list has a tensor for each slice
+        elif kind != "list":  # a list has one tensor per slice
             operator.shapes[name] = names
     return found
 
 
 def _blocks(given: dict[str, Any]) -> int:
-    """Of an alignment, whose mode is an argument or known from what it writes."""
+    """Number of blocks of an alignment, whose mode is an argument or implied by its outputs."""
     mode = given.get("mode", SORTING if "out_to_zero" in given else BASE)
     rows, experts = given["topk_ids"].numel(), given["num_experts"]
     return max_blocks(mode, rows, experts, given.get("max_loras", 0), given["block_size"])
@@ -112,13 +112,13 @@ def _depth_tiles(given: dict[str, Any]) -> int:
     return -(-given["values"].size(2) * (8 // of.bits) // of.tile_columns)
 
 
-# Sizes that are those of no tensor, from the arguments of a call.
+# Sizes that no tensor has, computed from the arguments.
 DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rows": lambda given: given["rows"] if "rows" in given else _rows(given),
     "columns": lambda given: given["columns"],
     "blocks": _blocks,
     "adapter_ids": lambda given: (_blocks if given["mode"] == UNIFORM else _rows)(given),
-    # of weights in tiles
+    # quantized weights
     "N": lambda given: given["w_rows"] if given["w_format"] else given["w"].size(1) * PACK,
     "row_tiles": _row_tiles,
     "depth_tiles": _depth_tiles,
@@ -127,7 +127,7 @@ DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _sizes(operator: Operator, given: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by name, as tensors have them that have as many dimensions as they should."""
+    """Sizes by name, from tensors with the expected number of dimensions."""
     sizes: dict[str, Any] = {}
     for name, names in operator.shapes.items():
         tensor = given[name]
@@ -153,7 +153,7 @@ def _dtype(word: str, given: dict[str, Any]) -> torch.dtype:
 
 
 def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What the forward of a layer returns and saves."""
+    """Outputs of a layer's forward that saves."""
     x, ids, w13 = given["hidden_states"], given["topk_ids"], given["w13"]
     rows, a13, a2 = ids.size(0) * ids.size(1), given["w13_lora_a"], given["w2_lora_a"]
     unpacked = w13.size(1) * (PACK if w13.dim() == 5 else 1)
@@ -166,7 +166,7 @@ def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What a layer's backward returns."""
+    """Outputs of a layer's backward."""
 
     def like(name: str, at: int = 0) -> Tensor:
         of = given[name] if isinstance(given[name], list) else [given[name]]
@@ -183,10 +183,26 @@ def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
     )
 
 
+def _projection_gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What a projection's backward returns."""
+
+    def like(name: str, at: int = 0) -> Tensor:
+        of = given[name] if isinstance(given[name], list) else [given[name]]
+        bit = autograd.WANTED_OF_PROJECTION[name]
+        if not given["wanted"] & bit or at >= len(of) or _is_absent(of[at]):
+            return given["x"].new_empty((0,), dtype=torch.float32)
+        own = name in ("x", "topk_weights") or not given["float32"]
+        return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
+
+    factors = [like(name, at) for name in ("lora_a", "lora_b") for at in range(4)]
+    return (like("x"), like("topk_weights"), *factors, like("bias"))
+
+
 # Of operators that return nothing in the place of some tensors.
 OUTPUTS: dict[str, Callable[[dict[str, Any]], tuple[Tensor, ...]]] = {
     "fused_experts_lora_saving": _saved,
     "fused_experts_lora_backward": _gradients,
+    "fused_moe_lora_gemm_backward": _projection_gradients,
 }
 
 
@@ -204,14 +220,16 @@ def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
 
 
 def _register(name: str, operator: Operator) -> None:
-    """The shape function of an operator, behind the checks in C."""
+    """Shape function of an operator, after validation in C."""
     op = getattr(torch.ops.moelora_meta, name).default
     arguments = op._schema.arguments
 
     def shapes(*args: Any) -> Any:
         _check_devices(op, args, operator.on_host)
         try:
-            with torch._C._DisableTorchDispatch():  # a fake tensor mode would make fakes again
+            with (
+                torch._C._DisableTorchDispatch()
+            ):  # a fake tensor mode would create fake tensors again
                 op(*_example(list(args)))
         except _Unknown:
             pass

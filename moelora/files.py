@@ -1,4 +1,4 @@
-"""Files of a folder that is not trusted."""
+"""Files of untrusted folders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """`folder / name`, for a name that another file gives or a file that may be a link.
+    """`folder / name`, for a name from another file, or a file that may be a link.
 
-    Links are followed within the folder. Snapshots in the cache of the Hub are links to blobs of
-    the same repository, `../../blobs`, which are followed, too. The folder itself may be a link.
+    Links within the folder are followed, as are links of Hub cache snapshots to blobs of the same
+    repository, `../../blobs`. The folder itself may be a link.
 
     Raises
     ------
@@ -24,7 +24,7 @@ def file_in(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         root, target = folder.resolve(), path.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, until Python 3.12
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links, until Python 3.12
         raise ValueError(f"{path} cannot be found: {error}") from None
     homes = [root]
     if root.parent.name == "snapshots":
@@ -38,7 +38,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; ValueError if it holds something else."""
+    """The object in a JSON file; ValueError if it contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Weight formats as the compiled part has them: the rows of csrc/formats.inc."""
+"""Weight formats of the extension: the rows of csrc/formats.inc."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from moelora import _C
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A moelora_format: its place in `FORMATS` is its code, in operators and in state dicts."""
+    """A moelora_format. Its index in `FORMATS` is its code, in operators and in state dicts."""
 
     name: str
-    kernel: str  # formats of one have the same kind of numbers: `QuantizedWeights.format`
-    group_rows: int  # of a tile, by `group_columns` of it, share a scale
+    kernel: str  # type of values, shared by several formats: `QuantizedWeights.format`
+    group_rows: int  # rows of a tile by `group_columns` that share a scale
     group_columns: int
     has_zeros: bool
-    bits: int  # of a number
+    bits: int  # per value
     tile_columns: int
     tile_bytes: int
 
     @property
     def row_scales(self) -> bool:
-        """Whether rows of a tile of FP8 have scales of their own."""
+        """Whether each row of an FP8 tile has its own scale."""
         return self.bits == 8 and self.group_rows == 1
 
 
@@ -36,12 +36,12 @@ CODES = {
 
 
 def code_of(kernel: str, group_columns: int, has_zeros: bool, row_scales: bool) -> int:
-    """The code of the format of which all this is true.
+    """Code of the format with these properties.
 
     Raises
     ------
     ValueError
-        There is none.
+        There is no such format.
     """
     key = kernel, group_columns, has_zeros, row_scales
     if key not in CODES:

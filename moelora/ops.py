@@ -103,24 +103,24 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
     return weights.layout
 
 
-def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[float, ...]:
+def _last(w: Weights, x: Tensor) -> tuple[float, ...]:
     """What an operator takes behind its other arguments: nothing in most calls."""
-    if isinstance(w, Tensor) and not batch_invariant:
+    if isinstance(w, Tensor):
         return ()
-    return *_layout_of("w", w, x, x.size(1) if x.dim() == 2 else None), batch_invariant
+    return _layout_of("w", w, x, x.size(1) if x.dim() == 2 else None)
 
 
 def _last_of_layer(
-    w13: Weights, w2: Weights, x: Tensor, activation: Activation, batch_invariant: bool
+    w13: Weights, w2: Weights, x: Tensor, activation: Activation
 ) -> tuple[float, ...]:
     """The same of a layer: the layout of w13, then that of w2, whose order is known."""
-    if isinstance(w13, Tensor) and isinstance(w2, Tensor) and not batch_invariant:
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor):
         return ()
     hidden = x.size(1) if x.dim() == 2 else None
     gated = 1 if activation == "relu2" else 2
     inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
     first, (format2, _, *rest2) = _layout_of("w13", w13, x, hidden), _layout_of("w2", w2, x, inter)
-    return *first, format2, *rest2, batch_invariant
+    return *first, format2, *rest2
 
 
 @typed
@@ -157,31 +157,22 @@ def fused_moe_lora_gemm(
         latter two); the dtype of all weights, factors, biases and of the result.
     w : Tensor, shape (E, N, K), or PackedWeights or QuantizedWeights
         Expert weights.
-    topk_weights : Tensor, shape (M, top_k)
-        Routing weights; cast to float32 if they are not. Read if `mul_routed_weight`.
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token. A row whose id is out of range becomes 0.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Factors without it are refused.
+    {topk_weights} Read if `mul_routed_weight`.
+    {topk_ids} A row whose id is out of range becomes 0.
+    {token_lora_mapping?} Factors without it are refused.
     lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors, one for each slice of the output columns. An expert dimension of 1 is
         one factor shared by all experts.
     lora_b : Tensor or sequence of tensors, shape (max_loras, E or 1, N / slices, R), optional
         Expand factors, one for each slice.
-    lora_ranks : Tensor, shape (max_loras,), int32, optional
-        True rank of each adapter, `<= R`; the rest of its factors is not read. Absent: `R`.
-    lora_scalings : Tensor, shape (max_loras,), float32, optional
-        Scaling of each adapter. Absent: 1, that is folded into `lora_b`.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off. Absent: all are on.
+    {lora_ranks?}
+    {lora_scalings?}
+    {adapter_enabled?}
     bias : Tensor, shape (E, N), optional
         Added to each row of an expert.
-    expert_map : Tensor, shape (E_global,), int32, optional
-        Local expert of each global expert, -1 for experts of other ranks, whose rows become 0.
-    mul_routed_weight : bool
-        Multiply row (m, j) by `topk_weights[m, j]`.
-    batch_invariant : bool
-        Each row has the bits that it has in any other batch. False: as `set_batch_invariant` says.
+    {expert_map?} Their rows become 0.
+    {mul_routed_weight}
+    {batch_invariant}
     out : Tensor, shape (M, top_k, N), optional
         Where to write the result.
 
@@ -192,15 +183,7 @@ def fused_moe_lora_gemm(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
 
     Notes
     -----
@@ -224,39 +207,24 @@ def fused_moe_lora_gemm(
         ids_or_absent("expert_map", expert_map, absent),
         mul_routed_weight,
     )
-    last = _last(w, x, batch_invariant)
+    last = _last(w, x)
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
     run(operators.fused_moe_lora_gemm_out.default, *args, out, *last)
     return out
 
 
-def layer_arguments(
-    hidden_states: Tensor,
-    w13: Weights,
-    w2: Weights,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    *,
-    token_lora_mapping: Tensor | None = None,
-    w13_lora_a: Factors | None = None,
-    w13_lora_b: Factors | None = None,
-    w2_lora_a: Factors | None = None,
-    w2_lora_b: Factors | None = None,
-    lora_ranks: Tensor | None = None,
-    lora_scalings: Tensor | None = None,
-    adapter_enabled: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    activation: Activation = "silu",
-    activation_alpha: float | None = None,
-    activation_limit: float | None = None,
-    expert_map: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[tuple[Any, ...], tuple[float, ...]]:
-    """The arguments of `fused_experts_lora` as its compiled operators take them: those that every
-    call has, and those behind them, which most calls leave out."""
+def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """The arguments of `fused_experts_lora`, all but `out`, as its compiled operators take them.
+
+    They come in the order of its signature. Returned are those that every call has, and those
+    behind them, which most calls leave out.
+    """
+    hidden_states, w13, w2, topk_weights, topk_ids, *options = arguments
+    token_lora_mapping, w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b, *options = options
+    lora_ranks, lora_scalings, adapter_enabled, w13_bias, w2_bias, *options = options
+    activation, activation_alpha, activation_limit, expert_map, *options = options
+    apply_router_weight_on_input, _ = options
     absent = absent_tensor(hidden_states)
     args = (
         hidden_states,
@@ -280,7 +248,7 @@ def layer_arguments(
         ids_or_absent("expert_map", expert_map, absent),
         apply_router_weight_on_input,
     )
-    return args, _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)
+    return args, _last_of_layer(w13, w2, hidden_states, activation)
 
 
 @typed
@@ -334,12 +302,9 @@ def fused_experts_lora(
         with the `gate_up` that says so.
     w2 : Tensor, shape (E, K, I), or PackedWeights or QuantizedWeights
         Down projection of each expert. It may be quantized where `w13` is not, and otherwise.
-    topk_weights : Tensor, shape (M, top_k)
-        Routing weights; cast to float32 if they are not.
-    topk_ids : Tensor, shape (M, top_k), int32 or int64
-        Experts of each token. A choice whose id is out of range contributes nothing.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Factors without it are refused.
+    {topk_weights}
+    {topk_ids} A choice whose id is out of range contributes nothing.
+    {token_lora_mapping?} Factors without it are refused.
     w13_lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors of `w13`: one for all its columns, or one for gate and one for up. An
         expert dimension of 1 is one factor shared by all experts.
@@ -349,13 +314,9 @@ def fused_experts_lora(
         Shrink factors of `w2`.
     w2_lora_b : Tensor, shape (max_loras, E or 1, K, R), optional
         Expand factors of `w2`.
-    lora_ranks : Tensor, shape (max_loras,), int32, optional
-        True rank of each adapter, `<= R`; the rest of its factors is not read. Absent: `R`.
-    lora_scalings : Tensor, shape (max_loras,), float32, optional
-        `alpha / r` of each adapter, `alpha / sqrt(r)` for rsLoRA. Absent: 1, that is folded into
-        the expand factors.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off. Absent: all are on.
+    {lora_ranks?}
+    {lora_scalings?}
+    {adapter_enabled?}
     w13_bias : Tensor, shape (E, 2 I), optional
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional
@@ -368,14 +329,10 @@ def fused_experts_lora(
     activation_limit : float, optional
         Clamps before "silu" or "swigluoai": `g` to at most the limit, `u` to within plus or minus
         the limit; others take none. Absent: no clamp for "silu", 7 for the two "swigluoai".
-    expert_map : Tensor, shape (E_global,), int32, optional
-        Local expert of each global expert, -1 for experts of other ranks, which contribute
-        nothing.
+    {expert_map?} They contribute nothing.
     apply_router_weight_on_input : bool
         Multiply the input instead of the output by the routing weight; needs `top_k == 1`.
-    batch_invariant : bool
-        Each token has the bits that it has in any other batch. False: as `set_batch_invariant`
-        says.
+    {batch_invariant}
     out : Tensor, shape (M, K), optional
         Where to write the result; `hidden_states` itself is allowed.
 
@@ -386,16 +343,12 @@ def fused_experts_lora(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
+    {ValueError}
+    {TypeError}
     RuntimeError
         `w13`, `w2` or `lora_scalings` requires a gradient, and grad mode is on: they are frozen. Or
         another argument does, and `out` is given.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {NotImplementedError}
 
     Notes
     -----
@@ -415,23 +368,11 @@ def fused_experts_lora(
     torch.Size([4, 64])
     """
     args, last = layer_arguments(
-        *(hidden_states, w13, w2, topk_weights, topk_ids),
-        token_lora_mapping=token_lora_mapping,
-        w13_lora_a=w13_lora_a,
-        w13_lora_b=w13_lora_b,
-        w2_lora_a=w2_lora_a,
-        w2_lora_b=w2_lora_b,
-        lora_ranks=lora_ranks,
-        lora_scalings=lora_scalings,
-        adapter_enabled=adapter_enabled,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-        activation=activation,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        batch_invariant=batch_invariant,
+        *(hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping),
+        *(w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b),
+        *(lora_ranks, lora_scalings, adapter_enabled, w13_bias, w2_bias),
+        *(activation, activation_alpha, activation_limit, expert_map),
+        *(apply_router_weight_on_input, batch_invariant),
     )
     if out is None:
         return run(operators.fused_experts_lora.default, *args, *last)

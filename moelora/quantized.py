@@ -1,4 +1,4 @@
-"""Quantized expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
+"""Quantized expert weights in the tiles that kernels read (layout: csrc/moelora.h)."""
 
 from __future__ import annotations
 
@@ -20,42 +20,41 @@ from moelora.storage import check_held
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
 X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)
-ALIGNMENT = 16  # bytes, of a tile
+ALIGNMENT = 16  # alignment of a tile in bytes
 FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format", "x_scale")
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights(FromFP8):
-    """Expert weights of four bits, MXFP4, NVFP4 or INT4 with groups of columns, or of eight: FP8.
+    """Quantized expert weights: 4-bit (MXFP4, NVFP4, INT4 with groups of columns) or FP8.
 
-    Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
-    `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted
-    wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`,
-    from a quarter or half of the memory, unless activations become FP8 too.
+    Created by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
+    `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from checkpoint tensors; accepted
+    wherever `w13`, `w2` or `w` is. On a CPU the result is bit-identical to that with `unpack()`,
+    with a quarter or half of the memory, unless activations are quantized to FP8.
 
     Attributes
     ----------
     data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
         Tiles of 64 rows by 64 columns (FP8: 128), values before their scales.
     format : {"mxfp4", "nvfp4", "int4", "fp8"}
-        What a number is: e2m1, with scales that are powers of two or e4m3; unsigned, of four bits,
-        minus 8 or minus its zero point; e4m3.
+        Type of a value: e2m1, with power-of-two or e4m3 scales; unsigned 4-bit minus 8 or minus its
+        zero point; e4m3.
     group_size : int
         Columns that share a scale.
     has_zeros : bool
         Whether groups have zero points.
     gate_up : {None, "concatenated", "interleaved"}
-        What the rows are: those of one projection; gate rows, then as many up rows; or both in
-        turns.
+        Row order: a single projection; gate rows before as many up rows; or both interleaved.
     shape : torch.Size
         The logical shape (E, N, K).
     dtype : torch.dtype
-        bfloat16 or float16: that of the activations.
+        Dtype of the activations, bfloat16 or float16.
     row_scales : bool
-        Of FP8: whether rows of a tile have scales of their own.
+        FP8: whether each row of a tile has its own scale.
     x_format : {"native", "group", "token", "static"}
-        What multiplies the weights: `x` as it is, or in FP8 with a scale for each group of columns
-        of a token, for each token, or with `x_scale`.
+        Format of `x` in the product: unquantized, or FP8 with a scale per group of columns of a
+        token, per token, or with `x_scale`.
     x_scale : float
         0 unless `x_format` is "static".
     """
@@ -82,16 +81,16 @@ class QuantizedWeights(FromFP8):
 
     @property
     def layout(self) -> tuple[int, int, int, int, float]:
-        """moelora_layout of csrc/moelora.h: format, order, rows, and what multiplies them."""
+        """moelora_layout of csrc/moelora.h: format, order, rows, and format of x."""
         x_format = X_FORMATS.index(self.x_format)
-        x_scale = self.x_scale if self.x_format == "static" else 0.0  # which torch.compile knows
+        x_scale = self.x_scale if self.x_format == "static" else 0.0  # supported by torch.compile
         return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, x_scale
 
     def _code(self) -> int:
         return code_of(self.format, self._group_columns(), self.has_zeros, self.row_scales)
 
     def _group_columns(self) -> int:
-        """Columns of a tile that share a scale: all of its row, or as many as a group has."""
+        """Columns of a tile that share a scale: at most those of the tile."""
         if self.format == "fp8":
             narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
             return 64 if narrow and not self.row_scales else 128
@@ -104,21 +103,22 @@ class QuantizedWeights(FromFP8):
         return replace(self, data=self.data.to(device))
 
     def unpack(self) -> Tensor:
-        """The weights as one tensor of shape (E, N, K) and of `dtype`, each number rounded once.
+        """The weights as one tensor of shape (E, N, K) and of `dtype`; each element is rounded
+        once.
 
-        A number is its value times its scale, which is rounded to `dtype` before.
+        An element is its value times its scale, where the scale is first rounded to `dtype`.
         """
         code = COMPUTE_DTYPES.index(self.dtype)
         op = operators.unpack_quantized.default
         return run(op, self.data, *self.layout[:3], self.shape[2], code)
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """Two tensors, that safetensors and torch.save take: `data`, and numbers that describe it.
+        """Two tensors for safetensors or torch.save: `data`, and numbers that describe it.
 
         Parameters
         ----------
         prefix : str
-            Put before both names.
+            Prefix of both names.
         """
         code, order, rows, x_format, x_scale = self.layout
         (bits,) = struct.unpack("<i", struct.pack("<f", x_scale))
@@ -129,14 +129,14 @@ class QuantizedWeights(FromFP8):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor], prefix: str = "") -> QuantizedWeights:
-        """What `state_dict` described.
+        """Restore weights from `state_dict`.
 
         Raises
         ------
         ValueError
-            `layout` is no description of weights, or not one of `data`.
+            `layout` is invalid, or does not match `data`.
         KeyError
-            One of both is missing.
+            One of the tensors is missing.
         """
         data, layout = state[f"{prefix}data"], state[f"{prefix}layout"]
         check_held(f"{prefix}data", data)
@@ -147,7 +147,7 @@ class QuantizedWeights(FromFP8):
         if data.dim() == 0:
             raise ValueError(f"{prefix}data has no dimensions, expected [E, ...]")
         numbers = layout.tolist()
-        if data.data_ptr() % ALIGNMENT:  # safetensors gives views of a file
+        if data.data_ptr() % ALIGNMENT:  # safetensors returns views of a file
             data = data.clone()
         if len(numbers) != len(FIELDS):
             raise ValueError(f"{prefix}layout has {len(numbers)} numbers, expected {FIELDS}")
@@ -206,22 +206,21 @@ class QuantizedWeights(FromFP8):
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
-        """MXFP4 as gpt-oss has it: `value = e2m1 * 2^(scale - 127)`.
+        """MXFP4 as in gpt-oss: `value = e2m1 * 2^(scale - 127)`.
 
-        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
-        there is never more than one expert.
+        Experts are packed one by one: the additional memory is that of one expert.
 
         Parameters
         ----------
         blocks : Tensor, shape (E, N, K / 32, 16) or (E, N, K / 2), uint8, or one for each expert
-            Two numbers of a row in each byte, the even column in the low nibble.
+            Two values of a row per byte, the even column in the low nibble.
         scales : Tensor, shape (E, N, K / 32), uint8 or float8_e8m0fnu, or one for each expert
-            Exponents of the scales; at most 128, which is a scale of 2.
+            Exponents of the scales; at most 128, i.e. a scale of 2.
         gate_up : {None, "concatenated", "interleaved"}
-            Of a gated `w13`: whether gate rows come before up rows, or alternate with them, as
-            those of gpt-oss do. None for any other weight.
+            For a gated `w13`: whether gate rows precede up rows or alternate with them, as in
+            gpt-oss. None for other weights.
         dtype : torch.dtype
-            bfloat16 or float16: that of the activations. In bfloat16 all numbers are exact.
+            Dtype of the activations, bfloat16 or float16. In bfloat16 all values are exact.
 
         Raises
         ------
@@ -252,24 +251,23 @@ class QuantizedWeights(FromFP8):
     ) -> QuantizedWeights:
         """NVFP4 (W4A16): `value = e2m1 * weight_scale * weight_scale_2`.
 
-        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
-        there is never more than one expert.
+        Experts are packed one by one: the additional memory is that of one expert.
 
         Parameters
         ----------
         weight : Tensor, shape (E, N, K / 2), uint8, or one for each expert
-            Two numbers of a row in each byte, the even column in the low nibble; `weight_packed` of
+            Two values of a row per byte, the even column in the low nibble; `weight_packed` of
             compressed-tensors.
         weight_scale : Tensor, shape (E, N, K / 16), float8_e4m3fn or uint8, or one for each expert
             Scales of 16 columns of a row; not negative.
         weight_scale_2 : Tensor, shape (E,) or (E, 2), float32, or one for each expert
             Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it.
         weight_global_scale : Tensor, shape (E,) or (E, 2), float32, or one for each expert
-            The same as compressed-tensors has it, which divides: `1 / weight_scale_2`. One of both
-            must be there.
+            The reciprocal, as in compressed-tensors: `1 / weight_scale_2`. One of both is
+            required.
         gate_up, dtype
-            As of `from_mxfp4`. On a GPU products lack `weight_scale_2` up to the end of their sum,
-            and all numbers are exact.
+            As in `from_mxfp4`. On a GPU, `weight_scale_2` is applied to the accumulators, so that
+            all values are exact.
 
         Raises
         ------
@@ -304,41 +302,40 @@ class QuantizedWeights(FromFP8):
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
-        """INT4 as GPTQ checkpoints have it: `value = (q - zero) * scale`.
+        """INT4 as in GPTQ checkpoints: `value = (q - zero) * scale`.
 
-        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
-        there is never more than one expert.
+        Experts are packed one by one: the additional memory is that of one expert.
 
         Parameters
         ----------
         qweight : Tensor, shape (E, K / 8, N), int32, or one for each expert
-            Eight consecutive columns of a row in each word, the first in the lowest bits. Gate and
-            up of one `w13` follow each other along N.
+            Eight consecutive columns of a row per word, the first in the lowest bits. Gate and up
+            of a `w13` are concatenated along N.
         scales : Tensor, shape (E, K / group, N), or one for each expert
             float32, bfloat16 or float16; rounded to `dtype`.
         qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
-            Zero points of eight rows in each word. If all are 8, as of symmetric checkpoints, they
-            are dropped.
+            Zero points of eight rows per word. Dropped if all are 8, as in symmetric checkpoints.
         g_idx : Tensor, shape (E, K), int32 or int64, or one for each expert, optional
-            Group of each column. Only `k // group_size` is taken: weights quantized in the order of
-            their activations (`desc_act`) are refused.
+            Group of each column. Must be `k // group_size`: weights with activation order
+            (`desc_act`) are refused.
         bits : int
             4.
         group_size : int, optional
             32, a multiple of 64, or -1 for all columns; must be that of `scales`. Absent: that of
             `scales`.
         sym : bool, optional
-            True: no zero points but 8. False: there are zero points. Absent: as `qzeros` says.
+            True: all zero points are 8. False: there are zero points. Absent: determined by
+            `qzeros`.
         checkpoint_format : {"gptq", "gptq_v2"}
-            Of the former the stored zero points are smaller by one than what they mean.
+            In the former, stored zero points are smaller by one than their meaning.
         gate_up, dtype
-            As of `from_mxfp4`.
+            As in `from_mxfp4`.
 
         Raises
         ------
         ValueError
-            A shape, a dtype or a value is not as above, or a scale is not finite or beyond
-            65504 of either sign.
+            A shape, a dtype or a value is not as above, or a scale is not finite or exceeds 65504
+            in magnitude.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError
@@ -369,28 +366,27 @@ class QuantizedWeights(FromFP8):
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
-        """INT4 as AWQ checkpoints have it: `value = (q - zero) * scale`.
+        """INT4 as in AWQ checkpoints: `value = (q - zero) * scale`.
 
-        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
-        there is never more than one expert.
+        Experts are packed one by one: the additional memory is that of one expert.
 
         Parameters
         ----------
         qweight : Tensor, shape (E, K, N / 8), int32, or one for each expert
-            Eight consecutive rows of a column in each word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
+            Eight consecutive rows of a column per word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
         scales : Tensor, shape (E, K / group, N), or one for each expert
             float32, bfloat16 or float16; rounded to `dtype`.
         qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
-            Zero points in the order of `qweight`. If all are 8, as of symmetric checkpoints
-            (`zero_point: false`), they are dropped.
+            Zero points in the order of `qweight`. Dropped if all are 8, as in symmetric checkpoints
+            (`zero_point: false`).
         group_size, gate_up, dtype
-            As of `from_gptq`.
+            As in `from_gptq`.
 
         Raises
         ------
         ValueError
-            A shape or a dtype is not as above, or a scale is not finite or beyond
-            65504 of either sign.
+            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
+            magnitude.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError
@@ -416,29 +412,28 @@ class QuantizedWeights(FromFP8):
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
-        """INT4 as compressed-tensors has it in its format "pack-quantized".
+        """INT4 as in the format "pack-quantized" of compressed-tensors.
 
-        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
-        there is never more than one expert.
+        Experts are packed one by one: the additional memory is that of one expert.
 
         Parameters
         ----------
         weight_packed : Tensor, shape (E, N, K / 8), int32, or one for each expert
-            Eight consecutive columns of a row in each word, the first in the lowest bits, plus 8.
+            Eight consecutive columns of a row per word, the first in the lowest bits, plus 8.
         weight_scale : Tensor, shape (E, N, K / group), or one for each expert
             float32, bfloat16 or float16; rounded to `dtype`.
         weight_zero_point : Tensor, shape (E, N / 8, K / group), int32, or one for each, optional
-            Zero points of eight consecutive rows in each word, plus 8. Absent: 0 before the 8.
+            Zero points of eight consecutive rows per word, plus 8. Absent: 0 (stored as 8).
         weight_shape : Tensor, shape (E, 2) or (2,), or one for each expert, optional
-            N and K; refused if they are others, as of a K that was padded to fill words.
+            N and K; a mismatch is refused, e.g. if K was padded to fill words.
         group_size, gate_up, dtype
-            As of `from_gptq`.
+            As in `from_gptq`.
 
         Raises
         ------
         ValueError
-            A shape or a dtype is not as above, or a scale is not finite or beyond
-            65504 of either sign.
+            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
+            magnitude.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError

@@ -1,4 +1,4 @@
-"""Expert weights of FP8 as checkpoints hold them, for `QuantizedWeights`."""
+"""Read FP8 expert weights from checkpoints, for `QuantizedWeights`."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class FromFP8:
         return cls._pack_fp8(found, activations, kind, scale, gate_up, dtype)
 
 
-# ---- what checkpoints hold -> values, scales by rows of blocks ----
+# ---- checkpoints -> values, scales by rows of blocks ----
 
 
 def read_block(
@@ -266,7 +266,7 @@ def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
 def _checkpoint(
     weight: Stack, scales: Stack, of_rows: Tensor, block: tuple[int, int], gate_up: GateUp | None
 ) -> Checkpoint:
-    """`of_rows` says which row of scales each row of the weight takes."""
+    """`of_rows` maps each row of the weight to a row of scales."""
     rows, columns = weight[0].shape
     high, wide = block
     narrow = wide % DEPTH != 0 and wide < columns
@@ -276,7 +276,7 @@ def _checkpoint(
         if row_scales:
             wanted += ", as rows of a tile of 64 are of several blocks"
         raise ValueError(f"block is {block}, expected {wanted}")
-    # packing takes blocks of as many rows, or else a scale for each row
+    # packing takes blocks with this many rows, or one scale per row
     taken = None if torch.equal(of_rows, torch.arange(rows) // high) else of_rows
     high = high if taken is None else 1
 
@@ -295,7 +295,7 @@ def _checkpoint(
 
 
 def _fill_tiles(of_rows: Tensor, gate_up: GateUp | None) -> bool:
-    """Whether all rows of a tile take one row of scales."""
+    """Whether all rows of each tile use one row of scales."""
     rows = len(of_rows)
     row, half = torch.arange(rows), max(1, rows // 2)
     up, i = torch.zeros_like(row), row

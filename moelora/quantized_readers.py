@@ -1,7 +1,7 @@
-"""Four-bit weights of one expert as checkpoints hold them -> values, scales and zeros by rows.
+"""Read 4-bit weights of an expert from checkpoints: values, scales and zeros by rows.
 
-What packing takes: values (N, K / 2) uint8, the even column in the low nibble; scales
-(N, K / group); zeros (N, K / group) uint8, or None. Those of FP8 are in quantized_fp8.py.
+Packing takes values (N, K / 2) uint8, the even column in the low nibble; scales (N, K / group);
+zeros (N, K / group) uint8, or None. quantized_fp8.py reads FP8 weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from moelora.storage import check_held
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # of a number
+Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # type of a value
 
 BLOCK = 32  # columns that share an MXFP4 scale
 NVFP4_BLOCK = 16  # that share one of NVFP4
 LARGEST_E8M0 = 128  # a scale of 2
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column of eight each nibble of a word is
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # offset of stored zeros
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Quantized weights that are still to be packed, expert by expert."""
+    """Quantized weights to be packed, expert by expert."""
 
     format: Format
     shape: tuple[int, int, int]
@@ -42,7 +42,7 @@ class Checkpoint:
 
 
 class Stack:
-    """One tensor for all experts, or one for each, under the name that messages give it."""
+    """One tensor for all experts, or one each, with its name in messages."""
 
     def __init__(self, name: str, tensors: PerExpert):
         self.name = name
@@ -68,7 +68,7 @@ class Stack:
         return self.name if self.is_tensor else f"{self.name}[{expert}]"
 
     def check(self, like: Stack, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-        """Every expert of `like` is here, of this shape and one of these dtypes."""
+        """Check that every expert of `like` is present, with this shape and one of these dtypes."""
         if len(self) != len(like):
             raise ValueError(
                 f"{self.name} has {len(self)} experts, expected {len(like)} as {like.name}"
@@ -85,7 +85,7 @@ class Stack:
                 self.fail(expert, f"is on {tensor.device}", f"{like[0].device} as {like.name}")
 
     def matrix(self, wanted: str) -> tuple[int, int]:
-        """The shape of the first expert, which has two dimensions and some numbers."""
+        """Shape of the first expert, which must have two non-empty dimensions."""
         if self[0].dim() != 2:
             self.fail(0, f"has shape {self._shape(self[0])}", wanted)
         self.refuse_empty()
@@ -104,11 +104,11 @@ class Stack:
 
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_SCALE = 65504.0  # the largest number of float16
+LARGEST_SCALE = 65504.0  # largest float16 value
 
 
 def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -> int:
-    """Columns of a group; -1 says all of them."""
+    """Columns per group; -1: all columns."""
     group = columns // groups if groups and columns % groups == 0 else 0
     if group not in (32, columns) and (group == 0 or group % 64):
         got = f"has {groups} groups for {columns} columns"
@@ -131,7 +131,7 @@ def nibbles(bytes_: Tensor) -> Tensor:
 
 def words(packed: Tensor) -> Tensor:
     """(..., n) int32 -> (..., 4 n) uint8, the low byte first."""
-    # contiguous() leaves a dimension of one any stride; that of a vector is 1 then
+    # contiguous() keeps any stride of a dimension of size one; that of a vector then becomes 1
     return packed.contiguous().reshape(-1).view(torch.uint8).reshape(*packed.shape[:-1], -1)
 
 
@@ -200,7 +200,7 @@ def nvfp4(
 
 
 def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
-    """(E, 1) or (E, 2) float32 above 0, of numbers or vectors for each expert."""
+    """(E, 1) or (E, 2) positive float32, from numbers or vectors per expert."""
     if len(scales) != len(values):
         got = f"{scales.name} has {len(scales)} experts"
         raise ValueError(f"{got}, expected {len(values)} as {values.name}")

@@ -1,4 +1,4 @@
-"""What `import moelora` needs of torch, in words: the dynamic linker's name a symbol at best."""
+"""Explain import errors: the requirements of `import moelora` on torch."""
 
 import importlib.metadata
 import platform
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-LOWEST_TORCH = (2, 11)  # the first with every function of csrc/glue/abi.h
+LOWEST_TORCH = (2, 11)  # the first with all functions of csrc/glue/abi.h
 
 
 def check_torch(version: str) -> None:
-    """ImportError for a torch without the C ABI that the extension calls."""
+    """ImportError for a torch without the C ABI that the extension uses."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and tuple(map(int, found.groups())) < LOWEST_TORCH:
         wanted = ".".join(map(str, LOWEST_TORCH))
@@ -19,7 +19,7 @@ def check_torch(version: str) -> None:
 
 
 def explain(error: ImportError, folder: Path = Path(__file__).parents[1]) -> ImportError:
-    """Why the extension of the package in `folder` does not load, with what to do about it."""
+    """Why the extension of the package in `folder` does not load, and what to do about it."""
     if isinstance(error, ModuleNotFoundError) or "cannot import name '_C'" in str(error):
         if not (folder / "csrc").is_dir():
             return ImportError(
@@ -38,7 +38,7 @@ def explain(error: ImportError, folder: Path = Path(__file__).parents[1]) -> Imp
 
 
 def _is_installed() -> bool:
-    """Whether there is a moelora with its extension, behind a source tree on the path."""
+    """Whether a moelora with its extension is installed, hidden by a source tree on the path."""
     found = importlib.metadata.distributions(name="moelora")
     return any(Path(str(d.locate_file("moelora/_C.abi3.so"))).is_file() for d in found)
 

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie, and whether its storage still has them.
+"""Check whether the storage of a tensor still contains its elements.
 
 FSDP and offloading free parameters by `untyped_storage().resize_(0)`: the tensor keeps its shape,
 and torch's own operators then read address 0.
@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one of a view."""
+    """Number of elements from the first to the last one of a view."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def holds(t: Tensor) -> bool:
-    """Whether the storage of a tensor has all its elements; True where it has none of its own."""
+    """Whether the storage of a tensor has all its elements; True if it has no storage."""
     if not torch._C._has_storage(t):
         return True
     return _end(t) <= t.untyped_storage().nbytes()
 
 
 def check_held(name: str, t: Tensor) -> None:
-    """Raises ValueError, as the compiled operators do, for a tensor that has lost its elements.
+    """Raise ValueError, as the compiled operators do, for a tensor whose storage was freed.
 
-    For functions of torch's, which would read them all the same.
+    Called before torch functions, which would read it nevertheless.
     """
     if not torch.compiler.is_compiling() and not holds(t):
         raise ValueError(
@@ -39,6 +39,6 @@ def check_held(name: str, t: Tensor) -> None:
 
 
 def _end(t: Tensor) -> int:
-    """Bytes of a storage that a tensor reaches into; 0 without elements."""
+    """End of a tensor within its storage, in bytes; 0 without elements."""
     elements = reach(t.shape, t.stride())
     return (t.storage_offset() + elements) * t.element_size() if elements else 0

@@ -1,4 +1,4 @@
-"""Text from files and other programs, for a terminal."""
+"""Sanitize text from files and other programs for a terminal."""
 
 
 def printable(text: object) -> str:

@@ -1,10 +1,10 @@
-"""What the environment asks for around every call of an operator; nothing, and no time, by default.
+"""Logging, profiling and dumps of operator calls, enabled by environment variables.
 
-MOELORA_LOG=plan     the library prints what every gemm and layer runs, and why
+MOELORA_LOG=plan     the library prints the kernels of every gemm and layer, and why
 MOELORA_LOG=shapes   also the arguments of every call, before it is checked
 MOELORA_NVTX=1       every call is a range in Nsight's timeline
-MOELORA_DUMP=folder  a call that raises leaves its arguments there: moelora replay FILE
-MOELORA_DUMP_MIB=n   what all of them may take in one process, 4096 by default
+MOELORA_DUMP=folder  a call that raises writes its arguments there: moelora replay FILE
+MOELORA_DUMP_MIB=n   limit of all dumps of a process, 4096 by default
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from moelora import _C, dump
 
-MAX_DUMPS = 8  # of one process: an error that repeats should not fill a disk
-DUMP_MIB = 4096  # of one process: a layer of a large model, once
+MAX_DUMPS = 8  # per process: a repeating error should not fill the disk
+DUMP_MIB = 4096  # per process: one call of a layer of a large model
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass
 class Settings:
-    """What is on."""
+    """Which features are enabled."""
 
     shapes: bool = False
     nvtx: bool = False
@@ -55,19 +55,19 @@ class Settings:
 
     @property
     def active(self) -> bool:
-        """False: operators are called without a detour."""
+        """False: operators are called directly."""
         return self.shapes or self.nvtx or bool(self.dump)
 
 
 settings = Settings.from_environment()
 active = settings.active
 _dumps = itertools.count()
-_dumped = 0  # bytes of tensors in the dumps of this process
+_dumped = 0  # bytes of tensors in this process's dumps
 _dump_lock = threading.Lock()
 
 
 def call(op: Any, args: tuple[Any, ...]) -> Any:
-    """`op(*args)` with what the settings ask for around it."""
+    """Call `op(*args)` with the enabled features."""
     if settings.shapes:
         print(f"moelora: {describe(op, args)}", file=sys.stderr, flush=True)
     with _range(op, args) if settings.nvtx else contextlib.nullcontext():
@@ -85,7 +85,7 @@ def name_of(op: Any) -> str:
 
 
 def describe(op: Any, args: tuple[Any, ...]) -> str:
-    """The call on one line; absent tensors and numbers are left out."""
+    """The call on one line, without absent tensors and numbers."""
     names = (argument.name for argument in op._schema.arguments)
     shown = ((n, _text(a)) for n, a in zip(names, args, strict=False))
     return " ".join([name_of(op), *(f"{n}={text}" for n, text in shown if text)])
@@ -108,7 +108,7 @@ def _range(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
     first = next((list(a.shape) for a in args if isinstance(a, Tensor)), "")
     try:
         torch.cuda.nvtx.range_push(f"moelora.{name_of(op)} {first}")
-    except RuntimeError:  # a build of torch without CUDA
+    except RuntimeError:  # a torch build without CUDA
         settings.nvtx = False
         warnings.warn("MOELORA_NVTX=1: this torch has no NVTX", RuntimeWarning, stacklevel=2)
         yield
@@ -120,11 +120,11 @@ def _range(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _dump(op: Any, args: tuple[Any, ...], error: Exception) -> None:
-    """Writes the arguments; whatever goes wrong here must not hide `error`."""
+    """Write the arguments; failures here must not hide `error`."""
     number = next(_dumps)
     if number >= MAX_DUMPS:
         return
-    # The folder may be everybody's: nobody else can know the name, or read what is in the file.
+    # The folder may be shared: other users must not guess the name, nor read the file.
     name = f"moelora-{name_of(op)}-{os.getpid()}-{number}-{secrets.token_hex(8)}.safetensors"
     path = Path(settings.dump) / name
     try:

@@ -1,7 +1,7 @@
-"""The backward of a layer by hand: the forward that saves for it, and the gradients.
+"""Explicit backward of a layer: the forward that saves for it, and the gradients.
 
-Autograd runs both for `fused_experts_lora`; called directly, they serve graphs of other kinds, and
-gradients that are added to given buffers.
+Autograd runs both for `fused_experts_lora`. Call them directly without autograd, or to accumulate
+gradients into given buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
 
 class Saved(NamedTuple):
-    """What a forward saves, by flat row `p = m * top_k + j`, in the dtype of `hidden_states`.
+    """Tensors saved by a forward, by flat row `p = m * top_k + j`, in the dtype of `hidden_states`.
 
     Attributes
     ----------
@@ -49,9 +49,9 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients by the argument of `fused_experts_lora`; None where it is absent or not wanted.
+    """Gradients by argument of `fused_experts_lora`; None if absent or not requested.
 
-    Those of factors are a list where the factors are a sequence.
+    Those of factors are a list if the factors are a sequence.
     """
 
     hidden_states: Tensor | None = None
@@ -64,17 +64,30 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
+# What `**options` stands for: the keywords of `fused_experts_lora`, in their order.
+OPTIONS = {
+    p.name: p
+    for p in inspect.signature(fused_experts_lora).parameters.values()
+    if p.kind is p.KEYWORD_ONLY and p.name != "out"
+}
+
+
 def _with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Has `**options` be seen as what it stands for: the options of `fused_experts_lora`."""
+    """Replace `**options` in the signature by the options of `fused_experts_lora`."""
     own = inspect.signature(function)
-    theirs = inspect.signature(fused_experts_lora).parameters
     taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = {p.name for p in taken} | {"out"}
-    options = [p for p in theirs.values() if p.name not in names]
     hints = typing.get_type_hints(fused_experts_lora)
-    function.__signature__ = own.replace(parameters=[*taken, *options])  # type: ignore[attr-defined]
-    function.__annotations__ |= {p.name: hints[p.name] for p in options}
+    function.__signature__ = own.replace(parameters=[*taken, *OPTIONS.values()])  # type: ignore[attr-defined]
+    function.__annotations__ |= {name: hints[name] for name in OPTIONS}
     return function
+
+
+def _values(options: dict[str, Any]) -> list[Any]:
+    """The options as `fused_experts_lora` would have them, with its defaults."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    return [options.get(name, p.default) for name, p in OPTIONS.items()]
 
 
 @typed
@@ -110,7 +123,7 @@ def fused_experts_lora_saving(
     NotImplementedError
         The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
     return out, Saved(*saved)
 
@@ -192,7 +205,7 @@ def fused_experts_lora_backward(
     gradient of a token without an adapter has the bits that it has without adapters. Activations
     that quantized weights round to FP8 have the gradient of the identity there.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     present = [
         *("hidden_states", "topk_weights"),
         *(name for name in FACTORS if factor_list(options.get(name))),
@@ -230,7 +243,7 @@ def fused_experts_lora_backward(
 
 
 def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:
-    """A gradient as its argument came: one factor or a sequence of them, in `dtype` if given."""
+    """Gradient in the form of its argument: a factor or a sequence of them, in `dtype` if given."""
     if isinstance(found, list):
         return found[0] if isinstance(argument, Tensor) else found
     return found if dtype is None else found.to(dtype)

@@ -1,6 +1,6 @@
-"""Tuned plans in files: what `moelora tune` writes and $MOELORA_CONFIG_DIR holds.
+"""Files of tuned plans, written by `moelora tune` and read from $MOELORA_CONFIG_DIR.
 
-One file for each layer, dtype and device::
+One file per layer, dtype and device::
 
     {
       "moelora": "0.1.0",                       the version that measured
@@ -10,10 +10,10 @@ One file for each layer, dtype and device::
       "plans": {"16": "gemm_bf16_16x128x64_sm90", "1024": "gemm_bf16_96x128x64_sm90"}
     }
 
-`plans` maps a number of tokens to the variant for at most so many; the largest serves all beyond.
-Several with commas between them are of different roles: a projection, a sort, a shrink, a sum.
-A CPU's device is {"type": "cpu", "name": ..., "features": [...]}. Anything else in a file (what was
-measured, when) is for people.
+`plans` maps a maximum number of tokens to a variant; the largest also serves larger batches. A
+comma-separated list names variants of different roles: a projection, a sort, a shrink, a sum. A
+CPU's device is {"type": "cpu", "name": ..., "features": [...]}. Anything else in a file (what was
+measured, when) is informative.
 """
 
 import json
@@ -32,8 +32,8 @@ from moelora.terminal import printable
 DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
 
-MAX_BYTES = 1 << 20  # of a file; a hundred plans take a hundredth of it
-MAX_PLANS = 1 << 10  # of a file; the library takes no more
+MAX_BYTES = 1 << 20  # per file; a hundred plans take a hundredth of it
+MAX_PLANS = 1 << 10  # per file; the library accepts no more
 
 
 def cpu_name() -> str:
@@ -48,7 +48,7 @@ def cpu_name() -> str:
 
 
 def this_device(kind: str) -> dict[str, Any]:
-    """How a file names the CPU or the current GPU."""
+    """Description of the CPU or the current GPU in files."""
     if kind == "cpu":
         return {"type": "cpu", "name": cpu_name(), "features": _C.cpu_features().split()}
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -61,7 +61,7 @@ def this_device(kind: str) -> dict[str, Any]:
 
 
 def file_name(content: dict[str, Any]) -> str:
-    """The name under which `content` is kept, made of what it is for."""
+    """File name for `content`, derived from its layer, dtype and device."""
     layer = content["layer"]
     device = "".join(c if c.isalnum() else "_" for c in content["device"]["name"])
     return (
@@ -71,7 +71,7 @@ def file_name(content: dict[str, Any]) -> str:
 
 
 def write(folder: str | Path, content: dict[str, Any]) -> Path:
-    """Writes one file in one step; a library that starts meanwhile reads the old or the new one."""
+    """Write a file atomically: a process that starts meanwhile reads the old or the new one."""
     path = Path(folder) / file_name(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
@@ -81,12 +81,12 @@ def write(folder: str | Path, content: dict[str, Any]) -> Path:
 
 
 def load(folder: str | Path) -> int:
-    """Hands the plans of all files in `folder` to the library; returns how many.
+    """Add the plans of all files in `folder` to the library; return their number.
 
-    Warns of whatever cannot be read, names unknown variants, or was measured by another version,
-    and never raises: `import moelora` comes by here. Plans of other CPUs are left out with a
-    warning, those of other GPUs are the library's to tell apart, as asking a GPU for its name would
-    initialise CUDA.
+    Warns about files that cannot be read, name unknown variants, or were measured by another
+    version, and never raises, since `import moelora` calls it. Plans of other CPUs are skipped with
+    a warning; the library recognizes those of other GPUs, since querying a GPU's name would
+    initialize CUDA.
     """
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
@@ -97,7 +97,7 @@ def load(folder: str | Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """The text of a regular file; a pipe is not waited for."""
+    """Text of a regular file; never waits for a pipe."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)
@@ -130,7 +130,7 @@ def _load_file(path: Path) -> int:
         if len(plans) > MAX_PLANS:
             raise ValueError(f"{len(plans)} plans, wanted at most {MAX_PLANS}")
         version = str(content["moelora"])
-    except Exception as error:  # whatever a file may hold
+    except Exception as error:  # a file may contain anything
         _warn(f"{path} is not a file of tuned plans: {error!r:.200}")
         return 0
     if device["type"] == "cpu" and device.get("features") != _C.cpu_features().split():
@@ -154,6 +154,6 @@ def _warn(text: str) -> None:
 
 
 def load_configured() -> None:
-    """Loads $MOELORA_CONFIG_DIR, where it is set."""
+    """Load $MOELORA_CONFIG_DIR, if set."""
     if folder := os.environ.get("MOELORA_CONFIG_DIR"):
         load(folder)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import DTYPES
 from checks import assert_close_to_ref, guarded_empty  # noqa: F401  (for `from conftest import`)
+from covering import NIGHTLY, thin
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -37,3 +38,10 @@ def device(request) -> str:
 def device_and_dtype(request) -> tuple[str, torch.dtype]:
     """Every device with every compute dtype that its backend has."""
     return request.param
+
+
+@pytest.hookimpl(trylast=True)  # what -k and -m leave
+def pytest_collection_modifyitems(config, items):
+    if not NIGHTLY:
+        items[:], dropped = thin(items)
+        config.hook.pytest_deselected(items=dropped)

@@ -171,6 +171,19 @@ typedef struct moelora_experts_backward_problem {
   bool accumulate;
 } moelora_experts_backward_problem;
 
+/* The backward of a projection. */
+typedef struct moelora_gemm_backward_problem {
+  moelora_gemm_problem forward; /* w.data NULL: adapters alone; `out` is not used */
+  const void *dout;             /* [M, top_k, N] */
+  int64_t dout_stride[2];
+  void *dx; /* rows as those of x; NULL: not requested, as for all that follow */
+  int64_t dx_stride;
+  float *dtopk_weights; /* [M, top_k] */
+  int64_t dtopk_weights_stride[2];
+  moelora_gradient a[MOELORA_MAX_SLICES], b[MOELORA_MAX_SLICES], bias;
+  bool accumulate;
+} moelora_gemm_backward_problem;
+
 /* moelora_lists, reduced. */
 typedef struct moelora_list_blocks {
   int32_t *sorted_token_ids; /* [max_loras, rows]; NULL: rows come from moelora_routes */
@@ -266,7 +279,6 @@ typedef struct moelora_device_info {
   int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
   int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
   bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
-  bool batch_invariant;        /* of one call: its kernels and numbers give a row one result */
 } moelora_device_info;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
@@ -291,6 +303,10 @@ typedef struct moelora_backend {
                            const moelora_exec *exec);
   moelora_status (*gemm)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                          const moelora_exec *exec);
+  size_t (*gemm_backward_workspace)(const moelora_gemm_backward_problem *problem,
+                                    const moelora_backward_plan *plan, const moelora_exec *exec);
+  moelora_status (*gemm_backward)(const moelora_gemm_backward_problem *problem,
+                                  const moelora_backward_plan *plan, const moelora_exec *exec);
   size_t (*experts_workspace)(const moelora_experts_problem *problem,
                               const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*experts)(const moelora_experts_problem *problem,
@@ -316,6 +332,7 @@ typedef struct moelora_backend {
                                 const moelora_delta_plan *plan, const moelora_exec *exec);
   moelora_status (*mlp_delta)(const moelora_mlp_delta_problem *problem,
                               const moelora_delta_plan *plan, const moelora_exec *exec);
+  bool (*is_built)(const moelora_variant *variant); /* NULL: all rows of its table are */
 } moelora_backend;
 
 extern const moelora_backend moelora_cpu_backend;
@@ -334,6 +351,9 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan);
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan);
+moelora_status moelora_plan_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                          const moelora_device_info *device,
+                                          moelora_backward_plan *plan);
 moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,
                                              const moelora_device_info *device,
                                              moelora_backward_plan *plan);
@@ -355,6 +375,8 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem);
 
 /* validate_backward.c */
+moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *args,
+                                           moelora_gemm_backward_problem *problem);
 moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
                                               moelora_experts_backward_problem *problem);
 

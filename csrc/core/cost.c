@@ -1,13 +1,13 @@
-/* What plans weigh against each other: nanoseconds on the device at hand.
+/* Cost models of plans: estimated times, in nanoseconds on the current device.
  *
- * Where two ways differ in the bytes that they move and in their launches, a launch takes about as
- * long on any GPU, and bytes take as long as its memory needs. On GPUs whose choices were measured
- * the figures are what they were measured with, whatever the driver says of their memory.
+ * A launch takes about as long on any GPU, and bytes take as long as its memory needs. On GPUs
+ * whose choices were measured, the model uses the figures of that measurement, whatever the driver
+ * reports.
  *
- * A tile of a projection is a bound of five: memory, L2, tensor cores, shared memory, and what
- * makes numbers of quantized weights. The longest of these hides most of the others, the more the
- * more warps with another state share an SM. The times are to be compared with each other: of a
- * whole kernel they say little. */
+ * A tile of a projection has five bounds: memory, L2, tensor cores, shared memory, and
+ * dequantization. The longest hides most of the others; more so if more warps in other phases
+ * share the SM. Times are only comparable with each other, and do not predict the time of a whole
+ * kernel. */
 #include <math.h>
 
 #include "core/format.h"
@@ -17,8 +17,8 @@
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* H200, and H200 as MOELORA_MAX_CC=80 has it, which is how the portable kernels were measured. The
- * other GPUs of its chip, H100 and GH200, have its choices until they are measured. */
+/* H200, and H200 with MOELORA_MAX_CC=80, with which the portable kernels were measured. Other GPUs
+ * with the same chip, H100 and GH200, share its choices until they are measured. */
 static const struct {
   int32_t compute_capability, num_units;
   double bytes_per_ns;
@@ -45,38 +45,39 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
   return bytes / (SHARE_OF_PEAK * (double)device->memory_bytes_per_us / 1e3);
 }
 
-/* ---- a tile of a projection ---- */
+/* ---- tile of a projection ---- */
 
-/* What an SM does in a clock. Those of tensor cores are dense products of 16 bits from the data
- * sheets; the others, and what is attained, make the model agree with what was measured on an H200
- * (tests/test_plan_tiles.py counts how often). */
+/* Throughput of an SM per clock. Tensor core figures are dense 16-bit products from the data
+ * sheets. The others, and the attainable shares, are fitted to measurements on an H200
+ * (tests/test_plan_tiles.py counts the agreement). */
 #define L2_BYTES 20.7      /* of operands */
-#define SHARED_BYTES 116.  /* of 128 */
+#define SHARED_BYTES 116.  /* of a peak of 128 */
 #define DEQUANTIZED 25.    /* weights */
-#define TENSOR_SHARE 0.81  /* of the peak, by wgmma */
-#define MMA_SYNC_SHARE 0.5 /* by mma.sync where there is something newer */
-#define FP8_RATE 1.6       /* of the 16-bit one, promotion of sums included */
-#define UNHIDDEN 0.5       /* of what is not the longest, of one that is resident */
+#define TENSOR_SHARE 0.81  /* of the peak, with wgmma */
+#define MMA_SYNC_SHARE 0.5 /* with mma.sync on GPUs with newer instructions */
+#define FP8_RATE 1.6       /* relative to 16 bits, including promotion */
+#define UNHIDDEN 0.5       /* unhidden share of the other bounds, with one resident CTA */
 #define USUAL_MHZ 1830.
 
 static double tensor_flops(const moelora_variant *v, const moelora_device_info *device) {
   const int32_t capability = device->compute_capability;
   const double fp8 = v->needs == MOELORA_SM90 && moelora_is_e4m3_kernel(v->format) ? FP8_RATE : 1;
-  if (capability >= 90 && capability < 120) /* Blackwell's own instructions have no kernels here */
+  if (capability >= 90 &&
+      capability < 120) /* there are no kernels for Blackwell's own instructions */
     return 4096 * (v->needs == MOELORA_SM90 ? fp8 * TENSOR_SHARE : MMA_SYNC_SHARE);
   return TENSOR_SHARE * (capability == 80 ? 2048 : 1024);
 }
 
-/* What hides latency on an SM: of Hopper's kernels CTAs, two where these are of 128 weight rows and
- * shared memory has room for both, with 2 KiB besides the stages of each. Portable kernels have
- * eight warps, or stages enough to do without. */
+/* Latency hiding on an SM. Hopper kernels: two CTAs if tiles have 128 weight rows and shared
+ * memory holds both, with 2 KiB besides the stages of each. Portable kernels: eight warps, or
+ * enough stages. */
 static double resident(const moelora_variant *v, const moelora_device_info *device) {
   const bool fit = 2 * (moelora_pipeline_bytes(v) + 2048) <= device->shared_bytes + 1024;
   return v->needs != MOELORA_SM90 || (moelora_shares_sm(v->block_n) && fit) ? 2 : 1;
 }
 
-/* Blocks that an expert of `rows` rows on average has: the sum over j of how likely it is to have
- * more than j block_m rows, as a Poisson distribution has them. */
+/* Expected number of blocks of an expert with `rows` rows on average: sum over j of the
+ * probability of more than j block_m rows, for a Poisson distribution. */
 static double expected_blocks(double rows, double block) {
   const double deviation = sqrt(rows);
   double blocks = 1;
@@ -87,8 +88,8 @@ static double expected_blocks(double rows, double block) {
   return blocks;
 }
 
-/* Rows that a block multiplies: kernels take the narrowest width that holds those it has, from half
- * of block_m on, by 16 of them, or by 64 where they are operand A. */
+/* Expected number of rows that a block multiplies: kernels select the smallest width that holds
+ * its rows, starting at half of block_m, in steps of 16, or 64 if tokens are operand A. */
 static double expected_width(const moelora_variant *v, double rows_of_block) {
   const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
   const double step = first ? 64 : 16;
@@ -101,7 +102,7 @@ double moelora_tile_ns(const moelora_variant *v, double rows, const moelora_devi
   const bool fp8_x = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
   const double clocks = device->num_units *
                         (device->clock_mhz > 0 ? device->clock_mhz : USUAL_MHZ) /
-                        1e3; /* of all SMs, in a ns */
+                        1e3; /* of all SMs, per ns */
   const double weight =
       native ? 2 : (double)moelora_step_bytes(v->format) / (MOELORA_PACK * MOELORA_PACK);
   const double x = fp8_x ? 1 : 2;
@@ -111,7 +112,7 @@ double moelora_tile_ns(const moelora_variant *v, double rows, const moelora_devi
       moelora_memory_ns(device, weight),
       (blocks * weight / v->cluster + products * x / v->block_n) / (L2_BYTES * clocks),
       2 * products / (tensor_flops(v, device) * clocks),
-      /* 64 weight rows for every row, and the other way round */
+      /* each row of x reads 64 weight rows, and vice versa */
       ((native || fp8_x ? blocks * weight : 0) + products * x / 64) / (SHARED_BYTES * clocks),
       native || fp8_x ? 0 : blocks / (DEQUANTIZED * clocks),
   };

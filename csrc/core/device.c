@@ -80,7 +80,6 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   MOELORA_REQUIRE(index >= 0 && index < MOELORA_MAX_DEVICES,
                   "exec.device_index is %d, expected 0 to %d", index, MOELORA_MAX_DEVICES - 1);
   MOELORA_TRY(device_info(*backend, exec->device, index, info));
-  info->batch_invariant = exec->batch_invariant || moelora_is_batch_invariant();
   if (exec->device == MOELORA_CPU)
     info->num_units = moelora_workers(exec);
   return MOELORA_OK;
@@ -121,11 +120,16 @@ const char *moelora_cpu_features(void) {
   return text;
 }
 
-/* Variant of this index among those whose backend is compiled. */
+bool moelora_is_built(const moelora_variant *variant) {
+  const moelora_backend *backend = backend_of(variant->device);
+  return backend && (!backend->is_built || backend->is_built(variant));
+}
+
+/* Variant of this index among those that are compiled. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)
-    if (backend_of(variant->device) && index-- == 0)
+    if (moelora_is_built(variant) && index-- == 0)
       return variant;
   return NULL;
 }

@@ -87,7 +87,7 @@ static bool has_family(const moelora_variant *variant, const moelora_device_info
   if (variant->needs != MOELORA_SM80)
     return variant->needs == (int32_t)family_of(device->compute_capability);
   if (variant->role != MOELORA_ROLE_GEMM)
-    return true; /* all others are made for what every GPU has */
+    return true; /* all other kernels fit every GPU */
   return moelora_pipeline_bytes(variant) <= device->shared_bytes;
 }
 

@@ -1,4 +1,4 @@
-/* External control of plans, by API or environment: forced variants and batch invariance. */
+/* External control of plans, by API or environment: forced variants. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -10,8 +10,6 @@
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
 static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_VARIANT */
-static _Atomic(bool) invariant;
-static _Atomic(bool) invariant_unknown; /* MOELORA_BATCH_INVARIANT is neither 0 nor 1 */
 
 static const char unknown[] = "no such variant";
 
@@ -39,15 +37,11 @@ static void force(const moelora_variant *const *variants) {
 }
 
 static void read_environment(void) {
-  const char *names = getenv("MOELORA_FORCE_VARIANT"), *same = getenv("MOELORA_BATCH_INVARIANT");
+  const char *names = getenv("MOELORA_FORCE_VARIANT");
   if (names && *names) {
     const moelora_variant *variants[MOELORA_ROLES];
     forced_wrong = parse_names(names, &variants);
     force(forced_wrong ? NULL : variants);
-  }
-  if (same && *same) {
-    invariant = strcmp(same, "1") == 0;
-    invariant_unknown = !invariant && strcmp(same, "0") != 0;
   }
 }
 
@@ -64,14 +58,11 @@ moelora_status moelora_force_variant(const char *names) {
 }
 
 void moelora_set_batch_invariant(bool on) {
-  pthread_once(&environment_once, read_environment);
-  invariant = on;
-  invariant_unknown = false;
+  (void)on;
 }
 
 bool moelora_is_batch_invariant(void) {
-  pthread_once(&environment_once, read_environment);
-  return invariant;
+  return true;
 }
 
 moelora_status moelora_check_told(void) {
@@ -79,8 +70,6 @@ moelora_status moelora_check_told(void) {
   const char *wrong = forced_wrong;
   MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", getenv("MOELORA_FORCE_VARIANT"),
                   wrong);
-  MOELORA_REQUIRE(!invariant_unknown, "MOELORA_BATCH_INVARIANT is '%s', expected 0 or 1",
-                  getenv("MOELORA_BATCH_INVARIANT"));
   return moelora_check_limit();
 }
 

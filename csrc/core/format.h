@@ -30,7 +30,7 @@ typedef enum moelora_values {
 typedef enum moelora_scale {
   MOELORA_SCALE_NONE,
   MOELORA_SCALE_E8M0,    /* one byte, an exponent */
-  MOELORA_SCALE_E4M3,    /* one byte; the tile has a float32 scale as well */
+  MOELORA_SCALE_E4M3,    /* one byte; the tile also has a float32 scale */
   MOELORA_SCALE_X_DTYPE, /* two bytes, the dtype of x */
   MOELORA_SCALE_F32,
 } moelora_scale;
@@ -86,7 +86,7 @@ static MOELORA_CONSTEXPR bool moelora_has_e8m0_scales(moelora_format format) {
       ;
 }
 
-/* Whether scales are e4m3, in a byte, and a tile has a float32 scale of its own beside them. */
+/* Whether scales are e4m3, one byte each, with an additional float32 scale per tile. */
 static MOELORA_CONSTEXPR bool moelora_has_tile_scale(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ...)                   \
@@ -205,7 +205,7 @@ static MOELORA_CONSTEXPR bool moelora_is_e4m3_kernel(moelora_kernel_format kerne
 /* Bytes of the values of a tile, 64 x 64 nibbles or 64 x 128 e4m3; scales and zeros follow. */
 enum { MOELORA_TILE_VALUES = 64 * 64 / 2, MOELORA_FP8_TILE_VALUES = 64 * 128 };
 
-/* Bytes of the scale of a tile, padded. */
+/* Bytes of the scale of a tile, with padding. */
 enum { MOELORA_TILE_SCALE_BYTES = 16 };
 
 /* K extent of a tile. */
@@ -253,8 +253,7 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
   return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1 : 2;
 }
 
-/* Bytes from the start of a tile of four bits to its own scale, where it has one; those of values,
- * scales and zeros. */
+/* Offset of a 4-bit tile's own scale, if it has one: the bytes of values, scales and zeros. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format) {
   return MOELORA_TILE_VALUES +
          64 * moelora_tile_groups(format) *

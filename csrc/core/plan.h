@@ -16,6 +16,10 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
  */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 
+/* device.c: whether this build has the kernels of the variant. One that MOELORA_VARIANTS left out
+ * is planned as any other, then refused. */
+bool moelora_is_built(const moelora_variant *variant);
+
 /* family.c: checks the environment's limit of the compute capability; applies it to a device. */
 moelora_status moelora_check_limit(void);
 moelora_device_info moelora_limited(const moelora_device_info *device);
@@ -71,7 +75,7 @@ typedef struct moelora_projection_load {
   const void *out;     /* NULL: ordered by position, in the workspace */
   int64_t out_stride[2];
   int64_t n_out; /* outputs per row */
-  bool gated, interleaved, weighted, out_f32;
+  bool gated, interleaved, weighted;
   const moelora_weights *next; /* weights of the projection whose x is `out`; NULL: none */
   bool next_reads_out;         /* its adapters read `out` unquantized */
   bool x_is_quantized;         /* by the previous projection */
@@ -153,6 +157,9 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
                        const moelora_gemm_plan *plan);
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan);
+void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                const moelora_device_info *device,
+                                const moelora_backward_plan *plan);
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
                                    const moelora_device_info *device,
                                    const moelora_backward_plan *plan);

@@ -166,3 +166,10 @@ moelora_status moelora_plan_experts_backward(const moelora_experts_backward_prob
     return plan_cuda(problem, device, plan);
   return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
 }
+
+moelora_status moelora_plan_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                          const moelora_device_info *device,
+                                          moelora_backward_plan *plan) {
+  *plan = (moelora_backward_plan){0};
+  return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
+}

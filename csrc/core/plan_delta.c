@@ -1,8 +1,7 @@
 /* From adapters alone to their launches:
  *
  *   [sort] -> shrink -> expand [-> shrink -> expand] [-> sum]
- *
- * or one of them for few rows. */
+ */
 #include <math.h>
 
 #include "core/check.h"
@@ -12,21 +11,16 @@
  * memory takes (cost.c). */
 #define SORT_NS 5000.     /* a launch that sorts */
 #define GROUP_NS 500.     /* windows sorted where they are loaded, if the rows make one or two */
-#define LONG_PART_NS 250. /* factors of a pair that one cluster should not read alone */
-#define MLP_BYTES 512e3   /* of one SM, at 100 bytes a nanosecond: what the other launches take */
-#define WAITING_ELEMENTS (8 << 20) /* that L2 keeps in float32 until they are summed */
 #define CTA_BYTES 131072. /* that a warp of an expand moves before another wave takes over */
 
 enum {
   LIKELY_ADAPTERS = 8, /* slots lie idle, and more adapters are rarely in one batch */
   THIN_ROWS = 8,       /* of a pair: from there on the output is most of what an expand moves */
   THIN_RANKS = 64,
-  THIN_PER_EXPERT = 8 * LIKELY_ADAPTERS, /* rows of one launch for both halves */
   LONG_ROWS = 256,  /* of an expert: segments are listed, 32 of each of eight adapters */
   EXPAND_ITEMS = 8, /* for each warp: B is seldom read again, and no warp is idle */
   MIN_PART = 32,    /* rows of an item of an expand */
   MOST_WAVES = 6,
-  MLP_SHARED = 48 << 10, /* that a kernel gets without asking */
 };
 
 /* ---- rows ---- */
@@ -75,18 +69,16 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-/* A batch-invariant call may run it: ranks are added up in one of two orders, as a product takes 16
- * neighbours or four of every eight of 32 (delta_expand.cuh). The table's choice of a step does not
- * depend on the batch. */
+/* Ranks are added up in one of two orders, as a product takes 16 neighbours or four of every eight
+ * of 32 (delta/expand.cuh). Which it is follows from the tensors alone. */
 static bool sums_ranks_alike(const moelora_variant *v, const expand_load *load) {
   const bool neighbours = !load->vectors || step_ranks(load->lora->max_rank) == 16;
   return neighbours == (v->block_k == 16);
 }
 
-static bool expand_serves(const moelora_variant *v, const expand_load *load,
-                          const moelora_device_info *device) {
+static bool expand_serves(const moelora_variant *v, const expand_load *load) {
   if (!v || v->gated != load->gated || !(v->elements || load->vectors) ||
-      (device->batch_invariant && !sums_ranks_alike(v, load)))
+      !sums_ranks_alike(v, load))
     return false;
   if (v->method == MOELORA_EXPAND_THIN)
     return is_thin(load->lora, load->gated, load->vectors) && load->lora->max_rank <= v->block_k;
@@ -96,7 +88,7 @@ static bool expand_serves(const moelora_variant *v, const expand_load *load,
 static const moelora_variant *choose_expand(const expand_load *load,
                                             const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_EXPAND, load->dtype, device);
-  if (expand_serves(forced, load, device))
+  if (expand_serves(forced, load))
     return forced;
   const moelora_routes *routes = load->routes;
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
@@ -153,7 +145,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   return plan;
 }
 
-/* ---- both halves ---- */
+/* ---- a projection ---- */
 
 /* What memory allows: factors, and what lies on both sides of them. */
 static bool is_vector_shrink(const void *x, int64_t stride, int64_t k,
@@ -174,44 +166,9 @@ static bool are_vector_strides(const void *data, const int64_t *strides, int32_t
   return all;
 }
 
-/* Rows of one launch for both halves, one slice for a cluster. */
-static const moelora_variant *choose_one(const moelora_delta_problem *p, moelora_delta_order order,
-                                         bool gated, bool vectors, double parts,
-                                         const moelora_device_info *device) {
-  const moelora_routes *routes = &p->routes;
-  if (device->batch_invariant || !p->x || !p->out || p->xa || order == MOELORA_LISTED ||
-      !is_thin(&p->lora, gated, vectors) || routes->num_rows == 0 ||
-      routes->num_rows > MOELORA_WINDOW_ROWS ||
-      routes->num_rows > (int64_t)THIN_PER_EXPERT * routes->num_experts)
-    return NULL;
-  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_DELTA, p->dtype, device);
-  if (forced && p->lora.max_rank <= forced->block_k)
-    return forced;
-  /* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
-  enum { LARGE = 8, SMALL = 4, HELD = 16 / LARGE };
-  const moelora_variant *large = moelora_variant_like(
-      &(moelora_variant){.device = MOELORA_CUDA,
-                         .dtype = p->dtype,
-                         .role = MOELORA_ROLE_DELTA,
-                         .needs = MOELORA_SM80,
-                         .block_k = step_ranks(p->lora.max_rank),
-                         .warps = parts > (double)device->num_units * HELD ? SMALL : LARGE});
-  /* The largest clusters for few parts leave SMs idle; that counts where a part is long. */
-  const double bytes = 2.0 * p->lora.max_rank * (double)(p->k + p->lora.slice_n);
-  return moelora_memory_ns(device, bytes) <= LONG_PART_NS || 8 * parts >= 0.75 * device->num_units
-             ? large
-             : NULL;
-}
-
 static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_t columns,
                                          moelora_dtype dtype, const moelora_device_info *device) {
   return moelora_plan_sum(dtype, moelora_is_vector_row(out, stride, columns), NULL, device);
-}
-
-/* Rows that wait for their sum do so in float32. */
-static bool waits_in_f32(const moelora_routes *routes, int64_t columns,
-                         const moelora_device_info *device) {
-  return !device->batch_invariant && (double)routes->num_rows * (double)columns <= WAITING_ELEMENTS;
 }
 
 static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
@@ -269,20 +226,14 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
     plan->order = MOELORA_LISTED;
   else
     plan_order(routes, pair_bytes(&p->lora, p->k, p->x, p->out), device, plan);
-  if (p->out && p->sum_top_k) {
-    plan->waiting_f32 = waits_in_f32(routes, p->columns, device);
+  if (p->out && p->sum_top_k)
     plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
-  }
   const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &p->lora);
   const bool xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
   const bool gated = p->silu_and_mul && !p->sum_top_k;
   const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
   const bool whole = !gated || p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0;
   const bool expand_vectors = is_vector_expand(&p->lora) && xa_vectors && out_vectors && whole;
-  plan->parts = p->lora.num_slices * moelora_expected_pairs(routes, LIKELY_ADAPTERS);
-  plan->one = choose_one(p, plan->order, gated, vectors && expand_vectors, plan->parts, device);
-  if (plan->one)
-    return MOELORA_OK;
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   if (p->x) {
@@ -293,7 +244,7 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
                                    p->x_stride);
     load.lists = &p->lists;
     /* Kernels of whole segments leave what lies behind a padded rank as it is, and find a row at
-     * one stride. Not by the number of slots, for another shrink sums in another order. */
+     * one stride. */
     const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!xa_vectors || !one_stride || exact)
@@ -310,41 +261,10 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
 
 /* ---- an adapter MLP ---- */
 
-static const moelora_variant *choose_mlp(const moelora_mlp_delta_problem *p,
-                                         const moelora_device_info *device) {
-  const int32_t top_k = p->routes.top_k;
-  const double ranks = p->gate_up.num_slices * (double)p->gate_up.max_rank;
-  const double bytes = 2.0 * top_k *
-                       (ranks * p->hidden + p->gate_up.max_rank * 2.0 * p->intermediate +
-                        p->down.max_rank * (double)(p->hidden + p->intermediate));
-  const double shared = 2.0 * p->hidden + 2.0 * top_k * p->intermediate +
-                        4.0 * top_k * (ranks + p->down.max_rank + 1) + 64;
-  if (device->batch_invariant || shared > MLP_SHARED)
-    return NULL;
-  const bool vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
-                       moelora_are_vector_factors(p->gate_up.a, p->gate_up.num_slices) &&
-                       moelora_are_vector_factors(p->gate_up.b, p->gate_up.num_slices) &&
-                       moelora_are_vector_factors(p->down.a, 1) &&
-                       moelora_are_vector_factors(p->down.b, 1);
-  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_MLP, p->dtype, device);
-  if (forced && (vectors || forced->elements))
-    return forced;
-  if (bytes > MLP_BYTES || p->routes.num_tokens > device->num_units)
-    return NULL;
-  return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
-                                                 .dtype = p->dtype,
-                                                 .role = MOELORA_ROLE_MLP,
-                                                 .needs = MOELORA_SM80,
-                                                 .elements = !vectors});
-}
-
 moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
                                       const moelora_device_info *device, moelora_delta_plan *plan) {
   MOELORA_TRY(begin(p->dtype, device, plan));
   if (device->device == MOELORA_CPU)
-    return MOELORA_OK;
-  plan->one = choose_mlp(p, device);
-  if (plan->one)
     return MOELORA_OK;
   const moelora_routes *routes = &p->routes;
   const moelora_factors *lora[2] = {&p->gate_up, &p->down};
@@ -354,7 +274,6 @@ moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
              device, plan);
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
-  plan->waiting_f32 = waits_in_f32(routes, p->hidden, device);
   plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
   for (int32_t i = 0; i < 2; i++) { /* the second of rows that lie in the workspace */
     const void *x = i ? NULL : p->x;

@@ -20,22 +20,20 @@ double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
   return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
 
-/* Multiples of MOELORA_SPLIT_DEPTH of a part of a tile, at least. */
-enum { LEAST_SPLIT = 10 };
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one (measured on
+ * an H100 with Qwen3-30B-A3B and Mixtral). With adapters, which come at the end of each product,
+ * several launches are, from two tokens on; with Hopper's kernels for quantized weights from one. */
+enum { FEW_TOKENS = 2, FEW_ROWS = 18 };
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
- * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. With quantized weights, of which there are fewer
- * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
-enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
-
-static bool is_few(const moelora_routes *routes, const access *access,
+static bool is_few(const moelora_experts_problem *p, const access *access,
                    const moelora_device_info *device) {
+  const moelora_routes *routes = &p->routes;
   if (!moelora_is_native_kernel(access->format))
     return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
+  const bool adapters =
+      routes->token_lora_mapping.data && p->w13_lora.num_slices + p->w2_lora.num_slices > 0;
   return routes->num_tokens == 1 ||
-         (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
+         (!adapters && routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
 }
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantized
@@ -91,12 +89,11 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
   return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
 }
 
-/* mma.sync and wgmma add up FP8 products otherwise: batch-invariant calls stay with one of them. */
+/* mma.sync and wgmma add up FP8 products otherwise: all calls stay with one of them. */
 static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
                           const access *access, const moelora_device_info *device) {
   const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
-  return !(fp8 && device->device == MOELORA_CUDA && device->batch_invariant) || !usual ||
-         v->needs == usual->needs;
+  return !(fp8 && device->device == MOELORA_CUDA) || !usual || v->needs == usual->needs;
 }
 
 /* The forced variant if it serves, else the best of the table. */
@@ -205,26 +202,6 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
              : picked;
 }
 
-/* Split-K of w2, of blocks of `gemm`: where a long depth makes tiles that are fewer than the CTAs
- * that Hopper holds, each is cut into as many parts as fill these. Launches count in 16 bits. */
-static void plan_splits(const moelora_experts_problem *p, const moelora_variant *gemm,
-                        const moelora_device_info *device, moelora_experts_plan *plan) {
-  const int64_t depth = moelora_divide_up(p->intermediate, MOELORA_SPLIT_DEPTH);
-  int64_t splits = 1;
-  if (plan->partial_f32 && gemm->needs == MOELORA_SM90 && device->device == MOELORA_CUDA &&
-      depth <= INT16_MAX) {
-    const double tiles =
-        moelora_expected_pairs(&p->routes, 1) * (double)moelora_divide_up(p->hidden, gemm->block_n);
-    const double held = device->num_units * moelora_float_ctas(plan->w2->format);
-    splits = tiles > 0 && held / tiles < MOELORA_MOST_SPLITS ? (int64_t)(held / tiles)
-                                                             : MOELORA_MOST_SPLITS;
-    splits = splits < depth / LEAST_SPLIT ? splits : depth / LEAST_SPLIT;
-  }
-  splits = splits > 1 ? splits : 1;
-  plan->split_tiles = (int32_t)moelora_divide_up(depth, splits);
-  plan->splits = (int32_t)moelora_divide_up(depth, plan->split_tiles);
-}
-
 /* All around the projections of a layer, which `gemm` serves. */
 static void plan_around(const moelora_experts_problem *p, const moelora_variant *gemm,
                         const moelora_device_info *device, const moelora_device_info *seen,
@@ -258,7 +235,6 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       .lora = &w2_lora,
       .x_stride = p->intermediate,
       .n_out = p->hidden,
-      .out_f32 = plan->partial_f32,
       .x_is_quantized = plan->projection[0].stores_e4m3,
   };
   plan->projection[1] = moelora_plan_projection(&second, plan->w2, device);
@@ -328,12 +304,12 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.halves =
       moelora_x_group(problem->w13.format) == 64 || moelora_x_group(problem->w2.format) == 64;
   /* One kernel takes both projections, natively in rows. */
-  access.decode = !device->batch_invariant && access.vectors && access.format == access.second &&
+  access.decode = access.vectors && access.format == access.second &&
                   !problem->w13.packed && !problem->w2.packed &&
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && is_few(&problem->routes, &access, device);
+  access.few = access.decode && is_few(problem, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w13_lora, device));
@@ -354,11 +330,6 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
     plan->staged = last;
   }
   plan->w2 = moelora_tile_of_format(last, access.second, device);
-  /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
-   * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU ||
-                      (last->block_m <= MOELORA_FLOAT_ROWS && !device->batch_invariant);
-  plan_splits(problem, last, device, plan);
   if (device->device == MOELORA_CUDA)
     plan_around(problem, last, device, &seen, plan);
   return MOELORA_OK;

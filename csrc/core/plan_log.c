@@ -74,11 +74,10 @@ static void log_plan(const char *operator, const char *shape, const char *dtype,
                                                   : "";
   list_kernels(more, sizeof more, first);
   fprintf(stderr,
-          "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s%s)\n",
+          "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s)\n",
           operator, *dtype ? " " : "", dtype, (long long)routes->num_tokens, routes->top_k,
           routes->num_experts, shape, kernels, *kernels && *more ? " " : "", more, blocks, where,
-          (long long)moelora_rows_per_expert(routes), why,
-          device->batch_invariant ? "; batch invariant" : "");
+          (long long)moelora_rows_per_expert(routes), why);
 }
 
 void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
@@ -92,7 +91,6 @@ static const char *epilogue_name(moelora_epilogue_plan epilogue) {
   static const char *const names[] = {
       [MOELORA_EPILOGUE_GENERAL] = "general",
       [MOELORA_EPILOGUE_PLAIN] = "plain",
-      [MOELORA_EPILOGUE_PLAIN_F32] = "plain_f32",
       [MOELORA_EPILOGUE_GATED] = "gated",
   };
   return names[epilogue];
@@ -144,9 +142,9 @@ static void log_align(const moelora_align_plan *plan) {
 static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
   if (plan->variant)
     log_part(what,
-             "%s part=%d shares=%d group=%d listed=%d few=%d splits=%d window=%d span=%d work=%lld",
+             "%s part=%d shares=%d group=%d listed=%d few=%d window=%d span=%d work=%lld",
              plan->variant->name, plan->part, plan->shares, plan->group, plan->listed, plan->few,
-             plan->splits, plan->window, plan->span, (long long)plan->work);
+             plan->window, plan->span, (long long)plan->work);
 }
 
 static void log_expand(const char *what, const moelora_expand_plan *plan) {
@@ -157,12 +155,12 @@ static void log_expand(const char *what, const moelora_expand_plan *plan) {
 }
 
 static void log_projection(const char *what, const moelora_variant *variant,
-                           const moelora_projection_plan *plan, int32_t splits) {
+                           const moelora_projection_plan *plan) {
   log_part(what,
-           "%s epilogue=%s grid=%s splits=%d vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
+           "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
            "near_elements=%d",
-           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), splits,
+           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid),
            plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
            (long long)plan->num_counters, plan->near_elements);
@@ -201,7 +199,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
   log_align(&plan->align);
   log_part("zero_skipped", "rows=%lld", (long long)problem->routes.num_rows);
   log_shrink("shrink", &plan->shrink);
-  log_projection("w", plan->variant, &plan->projection, 1);
+  log_projection("w", plan->variant, &plan->projection);
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
@@ -235,12 +233,25 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   if (plan->scales_x)
     log_part("scale_x", "rows=%lld", (long long)problem->routes.num_tokens);
   log_shrink("shrink13", &plan->shrink[0]);
-  log_projection("w13", w13, &plan->projection[0], 1);
+  log_projection("w13", w13, &plan->projection[0]);
   log_shrink("shrink2", &plan->shrink[1]);
-  log_projection("w2", plan->w2, &plan->projection[1], plan->splits);
+  log_projection("w2", plan->w2, &plan->projection[1]);
   if (plan->sum)
-    log_part("sum", "%s float32=%d splits=%d of %d", plan->sum->name, plan->partial_f32,
-             plan->splits, plan->split_tiles * MOELORA_SPLIT_DEPTH);
+    log_part("sum", "%s", plan->sum->name);
+}
+
+void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                const moelora_device_info *device,
+                                const moelora_backward_plan *plan) {
+  last.count = 0;
+  name_variant("backward", plan->variant);
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->forward.w.n,
+           (long long)problem->forward.w.k);
+  log_plan("gemm_backward", shape, moelora_dtype_name(problem->forward.dtype),
+           &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
 }
 
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
@@ -277,7 +288,6 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
   static const char *const shrinks[] = {"shrink", "shrink2"}, *const expands[] = {"expand",
                                                                                   "expand2"};
   const char *kernels = plan->variant                  ? plan->variant->name
-                        : plan->one                    ? plan->one->name
                         : plan->family == MOELORA_SM90 ? "adapters_sm90"
                                                        : "adapters_sm80";
   last.count = 0;
@@ -286,8 +296,7 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
     name_variant(shrinks[i], plan->shrink[i].variant);
     name_variant(expands[i], plan->expand[i].variant);
   }
-  if (!plan->one)
-    name_sorts(&plan->align);
+  name_sorts(&plan->align);
   name_variant("sum", plan->sum);
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
@@ -301,17 +310,13 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
                                        [MOELORA_GROUPED] = "grouped",
                                        [MOELORA_SORTED] = "sorted",
                                        [MOELORA_LISTED] = "listed"};
-  log_resolve(!plan->one || plan->one->role != MOELORA_ROLE_MLP, routes);
+  log_resolve(true, routes);
   log_part("rows", "order=%s", orders[plan->order]);
-  if (plan->one) {
-    log_part("delta", "%s parts=%g", plan->one->name, plan->parts);
-  } else {
-    log_align(&plan->align);
-    for (int32_t i = 0; i < 2; i++) {
-      log_shrink(shrinks[i], &plan->shrink[i]);
-      log_expand(expands[i], &plan->expand[i]);
-    }
+  log_align(&plan->align);
+  for (int32_t i = 0; i < 2; i++) {
+    log_shrink(shrinks[i], &plan->shrink[i]);
+    log_expand(expands[i], &plan->expand[i]);
   }
   if (plan->sum)
-    log_part("sum", "%s float32=%d", plan->sum->name, plan->waiting_f32);
+    log_part("sum", "%s", plan->sum->name);
 }

@@ -14,9 +14,6 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   const bool sm90 = v->needs == MOELORA_SM90;
   if (load->weighted || (sm90 && load->out))
     return MOELORA_EPILOGUE_GENERAL;
-  if (load->out_f32)
-    return load->gated || v->block_m > MOELORA_FLOAT_ROWS ? MOELORA_EPILOGUE_GENERAL
-                                                          : MOELORA_EPILOGUE_PLAIN_F32;
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 

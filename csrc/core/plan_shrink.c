@@ -1,29 +1,23 @@
 /* From what a shrink has to do to a kernel and the numbers that it runs with.
  *
- * How rows are cut into items changes no bit of them; how the depth is shared does. Kernels that
- * read registers, and those of whole segments that sum as they do, share it by the depth alone
- * where a call is batch invariant; others take all of it at once, or share it as leaves no SM idle.
- */
+ * How rows are cut into items changes no bit of them; how the depth is shared does, and follows
+ * from the depth alone. */
 #include "core/plan.h"
 
 /* Measured on an H200, but for those that follow from a kernel. */
 enum {
   RESIDENT_WARPS = 16,    /* of an SM, whose registers leave 128 to a thread */
-  LOAD_DEPTH = 32,        /* of a step of one warp */
   THIN_SEGMENT = 4,       /* tokens; below, what A takes is all that counts */
   FAT_SEGMENT = 64,       /* tokens; from here on, what both sides take */
   FEW_TOKENS = 32,        /* of an item, where larger ones would leave CTAs idle */
   MANY_TOKENS = 48,       /* of an item: A is read once for so many */
   NARROW = 32,            /* rows of A up to which one warp has them all */
-  LONG_DEPTH = 4096,      /* of blocks: from here on eight warps share it */
-  LONG_WINDOW = 1024,     /* of windows: beyond, eight warps share it */
-  SUMMED_RANKS = 64,      /* of whole segments: registers for two sums, see shrink_staged.cuh */
+  STAGED_RANKS = 64,      /* of whole segments by mma.sync, which leaves no registers for more */
   HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
   BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
   THIN_SHARES = 2,        /* of a block that has a row or two: CTAs for more would only be in the
                            * way of those of the GEMM behind them */
   LISTED_KEYS = 4096,     /* that CTAs look through for their share of items */
-  LOADS_OF_SPLIT = 48,    /* of a lane: with no more, the depth is not split further */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments are long */
   LONG_WINDOW_ROWS = 8,   /* for each SM, in windows */
 };
@@ -34,7 +28,7 @@ typedef struct long_segment {
   int32_t tokens, rows_of_unit;
 } long_segment;
 
-static const long_segment long_portable = {40, 128}, /* of a depth below LONG_DEPTH */
+static const long_segment long_portable = {40, 128}, /* of a depth below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
     long_wide = {8, 7};                              /* sm_90, x twice as much where it is gathered,
                                                       * for segments of an x that lies by position
@@ -58,75 +52,57 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .elements = !load->vectors});
 }
 
-/* Parts of the depth whose sums are added up, of every shrink of a row of a batch-invariant call.
- */
-static int32_t spans_of(const moelora_shrink_load *load) {
-  return load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
+/* Whose kernels of whole segments serve. */
+static moelora_family segments_family(const moelora_shrink_load *load) {
+  return load->family == MOELORA_SM90 && load->boxes ? MOELORA_SM90 : MOELORA_SM80;
 }
 
-/* Whose kernels of whole segments serve: those of Hopper sum in another order. */
-static moelora_family segments_family(const moelora_shrink_load *load,
-                                      const moelora_device_info *device) {
-  return load->family == MOELORA_SM90 && load->boxes && !device->batch_invariant ? MOELORA_SM90
-                                                                                 : MOELORA_SM80;
-}
-
-/* For whole segments: as many ranks as the adapters have, up to 128, or 64 that are summed in
- * parts. */
-static const moelora_variant *find_segments(const moelora_shrink_load *load,
-                                            const moelora_device_info *device) {
-  const int32_t most = device->batch_invariant ? SUMMED_RANKS : 128;
+/* For whole segments: as many ranks as the adapters have, up to what a kernel has room for. */
+static const moelora_variant *find_segments(const moelora_shrink_load *load) {
+  const moelora_family family = segments_family(load);
+  const int32_t most = family == MOELORA_SM90 ? 128 : STAGED_RANKS;
   const int32_t ranks = load->columns <= 32 ? 32 : load->columns <= 64 ? 64 : 128;
   return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
                                                  .dtype = load->dtype,
                                                  .role = MOELORA_ROLE_SHRINK,
                                                  .method = MOELORA_SHRINK_SEGMENTS,
-                                                 .needs = segments_family(load, device),
+                                                 .needs = family,
                                                  .block_n = ranks < most ? ranks : most});
 }
 
-/* A batch-invariant call may run it. */
-static bool sums_alike(const moelora_variant *v, const moelora_shrink_load *load) {
-  return v->method == MOELORA_SHRINK_SEGMENTS
-             ? v->needs == MOELORA_SM80 && v->block_n <= SUMMED_RANKS
-             : v->spans == spans_of(load);
-}
-
-static bool serves(const moelora_variant *v, const moelora_shrink_load *load, moelora_method method,
-                   const moelora_device_info *device) {
-  if (!v || !(v->elements || load->vectors) || (device->batch_invariant && !sums_alike(v, load)))
+static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
+                   moelora_method method) {
+  if (!v || !(v->elements || load->vectors))
     return false;
   if (v->method == MOELORA_SHRINK_SEGMENTS)
     return load->listed && (v->needs != MOELORA_SM90 || load->boxes);
-  return v->method == method;
+  return v->method == method && v->spans == moelora_shrink_spans(load->depth, load->vectors);
 }
 
 /* The forced row, the tuned one, or the table's. */
 static const moelora_variant *prefer(const moelora_variant *usual, const moelora_shrink_load *load,
                                      moelora_method method, const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SHRINK, load->dtype, device);
-  return serves(forced, load, method, device)        ? forced
-         : serves(load->tuned, load, method, device) ? load->tuned
-                                                     : usual;
+  return serves(forced, load, method)        ? forced
+         : serves(load->tuned, load, method) ? load->tuned
+                                             : usual;
 }
 
 static moelora_shrink_plan plan_segments(const moelora_variant *variant,
                                          const moelora_shrink_load *load,
                                          const moelora_device_info *device) {
-  const int64_t lines = moelora_divide_up(load->depth, MOELORA_LINE);
   return (moelora_shrink_plan){
       .variant = variant,
       .shares = 1,
-      .splits = 1,
-      .span = (int32_t)(moelora_divide_up(lines, spans_of(load)) * MOELORA_LINE),
+      .span = moelora_shrink_span(load->depth, load->vectors),
       .work = (int64_t)device->num_units * variant->ctas};
 }
 
 /* ---- blocks ---- */
 
 static bool are_long_blocks(const moelora_shrink_load *load, const moelora_device_info *device) {
-  const bool sm90 = segments_family(load, device) == MOELORA_SM90;
-  if (!load->listed || !load->vectors || (!sm90 && load->depth >= LONG_DEPTH))
+  const bool sm90 = segments_family(load) == MOELORA_SM90;
+  if (!load->listed || !load->vectors || (!sm90 && load->depth >= MOELORA_LONG_DEPTH))
     return false;
   const long_segment from = !sm90                    ? long_portable
                             : load->columns > NARROW ? long_wide
@@ -139,7 +115,7 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
 moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
-  const int32_t spans = spans_of(load);
+  const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
   /* A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
    * GEMM behind it, whose weights then stream meanwhile. */
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
@@ -158,7 +134,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   const bool few = load->vectors && ranks == 16 && rows * columns / 16 <= ctas;
   const moelora_variant *usual =
       are_long_blocks(load, device)
-          ? find_segments(load, device)
+          ? find_segments(load)
           : find(load, MOELORA_SHRINK_BLOCKS, ranks, spans, half && ranks <= 32 ? 1 : 0);
   const moelora_variant *v = prefer(usual, load, MOELORA_SHRINK_BLOCKS, device);
   if (v->method == MOELORA_SHRINK_SEGMENTS)
@@ -179,7 +155,6 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                .group = (int32_t)(fat && group < blocks ? group + 1 : blocks),
                                .listed = listed,
                                .few = few,
-                               .splits = 1,
                                .work = listed ? items * moelora_divide_up(columns, v->block_n)
                                               : blocks * shares};
 }
@@ -188,13 +163,8 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
 /* How a kernel would serve a batch. Every row of a batch that is not sorted may be a segment. */
 typedef struct fit {
-  int64_t part, splits, items, ctas; /* CTAs that the GPU holds */
+  int64_t part, items, ctas; /* CTAs that the GPU holds */
 } fit;
-
-/* CTAs that the GPU holds in clusters of `size`: large ones do not fill every group of SMs. */
-static int64_t held_in_clusters(int64_t ctas, int64_t size) {
-  return size > 2 ? ctas - ctas / 16 : ctas;
-}
 
 static int64_t count_items(const moelora_shrink_load *load, const moelora_variant *v,
                            int64_t part) {
@@ -205,19 +175,11 @@ static int64_t count_items(const moelora_shrink_load *load, const moelora_varian
 
 static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
                   const moelora_device_info *device) {
-  fit f = {.part = v->block_m, .splits = 1};
+  fit f = {.part = v->block_m};
   f.ctas = (int64_t)device->num_units * RESIDENT_WARPS / v->warps;
   if (v->block_m > FEW_TOKENS && count_items(load, v, f.part) < f.ctas)
     f.part = FEW_TOKENS;
   f.items = count_items(load, v, f.part);
-  const int64_t tokens = moelora_divide_up(load->rows, load->segments), teams = v->warps / v->spans;
-  const int64_t n8_tiles = moelora_divide_up(tokens < f.part ? tokens : f.part, 8);
-  const int64_t a_tiles = v->block_n / 16 / teams; /* of a warp */
-  const int64_t loads = load->depth * (2 * a_tiles + n8_tiles) / (LOAD_DEPTH * v->spans);
-  const bool shares = device->overlaps && !device->batch_invariant;
-  for (int64_t more = 2; shares && more <= v->cluster; more++)
-    if (more * f.items <= held_in_clusters(f.ctas, more) && 2 * loads > more * LOADS_OF_SPLIT)
-      f.splits = more;
   return f;
 }
 
@@ -225,7 +187,7 @@ static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
 static bool suits(const moelora_shrink_load *load, const moelora_variant *v,
                   const moelora_device_info *device) {
   const fit f = fit_of(load, v, device);
-  return 4 * f.splits * f.items >= 3 * f.ctas;
+  return 4 * f.items >= 3 * f.ctas;
 }
 
 static const moelora_variant *choose_windows(const moelora_shrink_load *load,
@@ -235,15 +197,12 @@ static const moelora_variant *choose_windows(const moelora_shrink_load *load,
       load->columns > NARROW || load->rows >= (int64_t)NARROW_LONG_ROWS * experts;
   if (load->vectors && load->listed && long_segments &&
       load->rows >= (int64_t)LONG_WINDOW_ROWS * device->num_units)
-    return find_segments(load, device);
-  const int32_t spans = device->batch_invariant                      ? spans_of(load)
-                        : load->vectors && load->depth > LONG_WINDOW ? 8
-                                                                     : 4;
+    return find_segments(load);
+  const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
   const moelora_method windows = MOELORA_SHRINK_WINDOWS;
   if (load->vectors) {
-    const moelora_variant *wide = find(load, windows, 64, 4, 0);
-    if (load->columns > NARROW && suits(load, wide, device) &&
-        !(device->batch_invariant && wide->spans != spans))
+    const moelora_variant *wide = spans == 4 ? find(load, windows, 64, spans, 0) : NULL;
+    if (wide && load->columns > NARROW && suits(load, wide, device))
       return wide;
     const moelora_variant *middle = find(load, windows, 32, spans, 0);
     if (load->columns > 16 && load->rows >= THIN_SEGMENT * load->segments &&
@@ -264,11 +223,10 @@ moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
   const fit f = fit_of(load, v, device);
   const moelora_windows windows = moelora_cut_windows(
       load->routes, load->lists, load->order, 64 * v->warps, f.part,
-      moelora_divide_up(load->columns, v->block_n), held_in_clusters(f.ctas, f.splits) / f.splits);
+      moelora_divide_up(load->columns, v->block_n), f.ctas);
   return (moelora_shrink_plan){.variant = v,
                                .part = (int32_t)f.part,
                                .shares = windows.shares,
-                               .splits = (int32_t)f.splits,
                                .window = windows.rows,
-                               .work = windows.count * windows.shares * f.splits};
+                               .work = windows.count * windows.shares};
 }

@@ -14,9 +14,10 @@ enum {
   /* two launches, with a table of counts between them */
   MAX_LARGE_CHUNKS = 128,                      /* about one CTA per SM of large GPUs */
   MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
-  ROUND_WORDS = 1000, /* of the table, read while a CTA counts MOELORA_SORT_THREADS items */
-  TINY_ITEMS = 64,    /* each compared with all others; no empty blocks, nothing to zero */
-  /* of lists: each CTA finds the layout by itself, which is worth so many rows */
+  ROUND_WORDS = 1000, /* words of the table that are read in the time a CTA counts
+                         MOELORA_SORT_THREADS items */
+  TINY_ITEMS = 64,    /* pairwise comparison; no empty blocks, no memory to zero */
+  /* lists: each CTA computes the layout redundantly, which pays off for this many rows */
   PART_ROWS = 4096,
   MOST_PARTS = 32,
 };
@@ -145,7 +146,7 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));
   moelora_plan_blocks(&problem->routes, 1, 1, device, NULL, plan);
-  plan->segments = 0; /* lists are made from rows */
+  plan->segments = 0; /* lists are built from rows */
   const moelora_list_blocks *lists = &problem->lists;
   const int64_t parts = lists->rows / PART_ROWS;
   const int64_t most = lists->num_active <= INT32_MAX / MOST_PARTS ? MOST_PARTS : 1;
@@ -165,8 +166,8 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
       rows == 1 ? routes->num_rows : moelora_max_blocks(routes, rows, cluster);
   const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
   plan_alignment(&a, device, tuned, plan);
-  /* A sort that compares items has one CTA read the tables itself, for blocks that nothing else
-   * shares them with. */
+  /* The sort by pairwise comparison resolves the tables itself in a single CTA, unless other
+   * kernels need the resolved tables before the blocks. */
   const moelora_sort_plan *first = plan->tokens.variant ? &plan->tokens : &plan->rows;
   plan->resolves = rows == 1 || first->variant->block_m > TINY_ITEMS;
 }

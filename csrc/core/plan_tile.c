@@ -1,14 +1,13 @@
-/* Which row of the table a projection or a layer runs. All rows are candidates, and every one but
- * the one to run has a reason against it:
+/* Selects the table row of a projection or a layer. All rows are candidates; each one but the
+ * selected row gets a reason against it:
  *
- *   it cannot run the problem, or not on this device                     misfit
- *   one launch for the whole layer is faster, or several are             keep_layer
- *   the instructions of the device's own family serve                    keep_newest
- *   on a GPU that was measured, another tile was the fastest there       keep_measured
- *   on others a model of the device finds another one faster             keep_fastest
+ *   it does not support the problem or the device                        misfit
+ *   a single launch for the whole layer is faster, or several are        keep_layer
+ *   the instructions of the device's own family are preferred            keep_newest
+ *   on a measured GPU, another tile was the fastest                      keep_measured
+ *   on other GPUs, the cost model prefers another one                    keep_fastest
  *
- * None of it depends on adapters: a base row must meet the same kernel whatever the batch carries.
- */
+ * Independent of adapters: a base row must use the same kernel whatever the batch carries. */
 #include "core/plan_tile.h"
 
 #include <math.h>
@@ -17,46 +16,46 @@
 #include "core/format.h"
 #include "core/log.h"
 
-/* ---- what was measured on an H200, for it and the GPUs of the same chip ---- */
+/* ---- measured on an H200, used for GPUs with the same chip ---- */
 
-/* The shape of a CUDA kernel that suits a load. */
+/* Shape of the CUDA kernel that suits a load. */
 typedef struct shape {
   int32_t block, cluster;
 } shape;
 
-/* A shape for up to so many rows of an expert on average. */
+/* Shape for experts with up to `rows` rows on average. */
 typedef struct shape_bound {
   int64_t rows;
   shape shape;
 } shape_bound;
 
-/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, needs room
- * above the average to keep nearly every expert together, so that its weights are read once. The
- * bounds are where the times of two neighbours cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B,
- * DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
+/* Shapes by average number of rows per expert. Routing is uneven: a block, or a cluster of blocks,
+ * needs room above the average to hold nearly every expert whole, so that its weights are read
+ * once. Bounds are the crossing points of neighboring shapes on an H200 (Qwen3-30B-A3B,
+ * Mixtral-8x7B, DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
 static const shape_bound native_shapes[] = {
-    {8, {16, 1}},          /* nothing but weights moves */
-    {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
-    {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
-    {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
-    {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
-    {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
+    {8, {16, 1}}, /* bound by weights alone */
+    {26,
+     {32, 1}}, /* reading the weights of a few experts twice costs less than wider instructions */
+    {44, {64, 1}},         /* 96 on Hopper: two CTAs of 64 per SM were slower */
+    {80, {96, 1}},         /* the largest tile with two CTAs per SM */
+    {116, {128, 1}},       /* products begin to matter: 256 weight rows per read of x */
+    {INT64_MAX, {144, 2}}, /* bound by products: multicast of weights */
 };
 
-/* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
- * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144
- * tokens nearly every expert of 128 rows on average has one block, and one of 256 has two. */
+/* 4-bit weights are dequantized again for each block, so that splitting an expert into two blocks
+ * costs more than wider instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens,
+ * nearly every expert with 128 rows on average fits one block, with 256 rows two. */
 static const shape_bound quantised_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
 
-/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
- * accumulator and scales leave no room for more than 96 tokens. Where these are operand A, 128 take
- * a fifth less time, but come 64 at a time and leave more to be done behind a tile's depth: that
- * pays where one tile holds most experts, whatever few rows others have beyond, or two tiles of 96
- * no longer hold nearly every expert. Where they do, they share what they read of its weights. Of
- * 32 tokens an expert on average some have more. */
+/* FP8 weights and tokens (Qwen3-30B-A3B, Mixtral). With weights as operand A, the second
+ * accumulator and the scales leave registers for at most 96 tokens. With tokens as operand A,
+ * tiles of 128 are faster per token, but M is a multiple of 64 and the epilogue is longer: they
+ * pay if one tile holds most experts, even if the others have a few more rows, or if two tiles of
+ * 96 no longer hold nearly every expert. If they do, the two share the reads of its weights. */
 static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
@@ -73,7 +72,8 @@ static shape measured_shape(int64_t rows, const moelora_access *access) {
   return bound->shape;
 }
 
-/* Nearest to the wanted block, a larger one before a smaller one; of these the wanted cluster. */
+/* Prefers the block nearest to the wanted one, a larger before a smaller; then the wanted cluster
+ * size. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
   const int32_t candidate = v->block_m, known = best->block_m;
   if (candidate == known)
@@ -83,7 +83,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   return candidate >= want.block ? candidate < known : candidate > known;
 }
 
-/* ---- what a row can run ---- */
+/* ---- requirements of a row ---- */
 
 const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
                                               moelora_kernel_format format,
@@ -99,14 +99,14 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Results of a layer lie as its kernels like them. The largest of Hopper know no others: those that
- * share weights in a cluster, and those that make weights in registers. */
+/* Layers store results in the layout of their kernels. The largest Hopper kernels support no other
+ * layout: those that multicast weights in a cluster, and those that dequantize. */
 static bool takes_any_output(const moelora_variant *v) {
   return v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128);
 }
 
-/* Hopper's kernels count all 16 bytes of an x that they gather in 32 bits, portable ones the
- * elements from row to row. */
+/* Hopper kernels index the 16-byte chunks of a gathered x with 32 bits, portable ones the elements
+ * between rows. */
 static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;
@@ -134,27 +134,27 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
       return "it takes no FP8 scales of 64 columns";
     return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
   }
-  /* Element by element, larger tiles would spill registers. */
+  /* Larger tiles would spill with element-wise copies. */
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS
              ? NULL
              : "something allows no 16-byte accesses";
 }
 
-/* ---- which of those that can ---- */
+/* ---- selection among the supported rows ---- */
 
 typedef struct tile_list {
   moelora_tile *tiles;
   int32_t count;
 } tile_list;
 
-/* Strikes out all but `best`. */
+/* Eliminates all but `best`. */
 static void keep(tile_list list, const moelora_tile *best, const char *why_not) {
   for (moelora_tile *t = list.tiles; best && t < list.tiles + list.count; t++)
     if (!t->why_not && t != best)
       t->why_not = why_not;
 }
 
-/* For few tokens the whole layer, as the first row says that takes it. */
+/* Few tokens: the single launch for the whole layer, if a row supports it. */
 static void keep_layer(tile_list list, bool few) {
   const moelora_tile *layer = NULL;
   for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
@@ -187,9 +187,9 @@ static void keep_measured(tile_list list, shape want) {
   keep(list, best, "another tile was measured to be faster");
 }
 
-/* Of tiles whose times are so near to each other the model says nothing. The smallest one that
- * holds an average expert leaves registers and the fewest products with padding; beyond, the
- * largest reads the least. */
+/* Differences below this ratio are insignificant. Among equals, the smallest tile that holds an
+ * average expert leaves the most registers and the least padding; for larger experts, the largest
+ * tile reads the least. */
 #define ALIKE 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {
@@ -208,7 +208,7 @@ static void keep_fastest(tile_list list, int64_t rows) {
   keep(list, best, "the model of the device finds another tile faster");
 }
 
-/* Of a layer, as long as w2 takes on average beside w13. */
+/* For a layer, the average over w2 and w13. */
 static double model_ns(const moelora_variant *v, int64_t rows, const moelora_access *access,
                        const moelora_device_info *device) {
   if (v->device == MOELORA_CPU || v->role != MOELORA_ROLE_GEMM)
@@ -240,7 +240,7 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
   keep_layer(list, access->few);
   keep_newest(list);
   if (device->device == MOELORA_CPU)
-    return list.count; /* a row for each instruction set */
+    return list.count; /* one row per instruction set */
   if (moelora_is_measured(device))
     keep_measured(list, measured_shape(rows, access));
   else

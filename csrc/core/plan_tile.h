@@ -1,58 +1,57 @@
-/* The choice of a kernel for a projection or a layer: what it depends on, and every row of the
- * table beside that. */
+/* Selection of a kernel for a projection or a layer: its inputs, and the verdict on every row of
+ * the table. */
 #ifndef MOELORA_CORE_PLAN_TILE_H
 #define MOELORA_CORE_PLAN_TILE_H
 
 #include "core/plan.h"
 
-/* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
- * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
+/* Kernel features that a problem allows, from shapes, strides and pointers of everything but
+ * adapters: 16-byte accesses, TMA boxes of 64 weight rows, the whole layer in a single launch. */
 typedef struct moelora_access {
   bool vectors, tma, decode;
-  bool few;       /* tokens and rows, so that one launch is better than several */
-  bool layer;     /* a whole layer, whose results lie as its kernels like them */
-  int64_t x_rows; /* of x, so far apart; FP8 ones lie in the workspace */
+  bool few;       /* few enough tokens and rows that a single launch is faster */
+  bool layer;     /* a whole layer, whose results have the layout of its kernels */
+  int64_t x_rows; /* maximum offset of rows of x; FP8 x is in the workspace */
   int64_t x_stride, k;
   moelora_kernel_format format;
-  moelora_kernel_format second; /* that of w2, where it is a layer */
-  bool halves; /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
+  moelora_kernel_format second; /* format of w2 in a layer */
+  bool halves; /* FP8 scales of 64 elements of K, which Hopper kernels do not support */
 } moelora_access;
 
-/* A row of the table beside a problem. */
+/* Verdict on a row of the table. */
 typedef struct moelora_tile {
   const moelora_variant *variant;
-  const char *why_not; /* it is not the one to run; NULL: it is */
-  double ns;           /* of 1000 weights by the model of the device; 0: it does not serve */
+  const char *why_not; /* why it is not selected; NULL: selected */
+  double ns;           /* per 1000 weights by the cost model; 0: not supported */
 } moelora_tile;
 
 enum { MOELORA_MOST_TILES = 160 };
 
-/* plan_tile.c: all rows of `dtype` that are projections or layers, of which at most one has no
- * reason against it, where an expert has `rows` rows on average; how many these are. */
+/* plan_tile.c: lists all projection and layer rows of `dtype`, for `rows` rows per expert on
+ * average; at most one has no reason against it. Returns their number. */
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MOST_TILES]);
-/* That one; NULL: none serves. */
+/* The selected row, or NULL. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);
-/* Why a row cannot run a problem; NULL: it can. */
+/* Why a row does not support a problem; NULL: it does. */
 const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_access *access,
                                 const moelora_device_info *device);
-/* The row that differs from `variant` in nothing but the weight format, and runs on the device;
- * NULL: there is none. */
+/* Row that differs from `variant` only in the weight format and runs on the device, or NULL. */
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
 
-/* cost.c: the measured choices are those of this GPU. */
+/* cost.c: whether the measured choices apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
-/* cost.c: nanoseconds that 1000 weights of an expert of so many rows on average take, by a row of a
- * projection. */
+/* cost.c: nanoseconds per 1000 weights, by a projection's row, for experts with this many rows on
+ * average. */
 double moelora_tile_ns(const moelora_variant *variant, double rows,
                        const moelora_device_info *device);
 
-/* family.c: what the stages of a projection's kernel keep in shared memory. */
+/* family.c: shared memory of the stages of a projection's kernel. */
 int32_t moelora_pipeline_bytes(const moelora_variant *variant);
 
 #endif

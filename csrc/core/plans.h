@@ -33,8 +33,6 @@ typedef enum moelora_role {
   MOELORA_ROLE_SORT,   /* sort of routed rows by (expert, adapter) */
   MOELORA_ROLE_SHRINK, /* x A^T */
   MOELORA_ROLE_EXPAND, /* xa B^T, where no GEMM takes it along */
-  MOELORA_ROLE_DELTA,  /* both, of few rows */
-  MOELORA_ROLE_MLP,    /* both of both projections, of few tokens */
   MOELORA_ROLE_SUM,    /* over top_k */
   MOELORA_ROLE_BACK,   /* one grouped product of a backward */
   MOELORA_ROLES,
@@ -64,7 +62,7 @@ typedef struct moelora_variant {
    * (for an expand, ranks). */
   int32_t block_m, block_n, block_k;
   int32_t stages;
-  int32_t cluster; /* CUDA: CTAs that multicast weight rows; of adapters, that split K */
+  int32_t cluster; /* CUDA: CTAs that multicast weight rows */
   int32_t warps;   /* CUDA: warps per CTA; 0: not used */
   int32_t ctas;    /* CUDA: CTAs per SM, limited by registers */
   int32_t spans;   /* CUDA: warps of a CTA that split K */
@@ -79,15 +77,6 @@ typedef struct moelora_variant {
 /* CUDA: rows of a block up to which portable kernels take what allows no 16-byte accesses; larger
  * tiles would spill registers. */
 #define MOELORA_ELEMENT_ROWS 32
-
-/* CUDA: rows of a block up to which a projection can leave its results in float32. */
-#define MOELORA_FLOAT_ROWS 16
-
-/* CTAs per SM of Hopper GEMMs with such small blocks. 4-bit weights: three, because per warp
- * dequantization takes longer than loading. */
-static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_kernel_format format) {
-  return moelora_is_four_bits(moelora_format_of_kernel(format)) ? 3 : 2;
-}
 
 /* Properties of a Hopper GEMM that follow from its row; kernels assert them. Tiles of 128 weight
  * rows have one consumer warpgroup and two or three CTAs per SM; tiles of 256 have two and one. */
@@ -115,11 +104,6 @@ static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, 
 /* Maximum number of tiles that are split into halves; see TileScheduler. */
 #define MOELORA_MAX_HALF_TILES 128
 
-/* Split-K: maximum number of splits, and their granularity, a multiple of the k step of all
- * kernels. */
-#define MOELORA_MOST_SPLITS 4
-#define MOELORA_SPLIT_DEPTH 128
-
 /* Tokens are operand A of wgmma (token-major), in units of 64; otherwise operand B, in n8 tiles. */
 static MOELORA_CONSTEXPR bool moelora_is_token_major(moelora_kernel_format format,
                                                      int32_t block_m) {
@@ -135,6 +119,18 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
 
 /* K columns, of 128 bytes, that adapter kernels never split. */
 #define MOELORA_LINE 64
+
+/* Spans of K that every shrink of a row sums separately and then adds in order, and the extent of
+ * each but the last. `vectors`: x and A are 16-byte aligned. */
+#define MOELORA_LONG_DEPTH 4096
+static inline int32_t moelora_shrink_spans(int64_t depth, bool vectors) {
+  return vectors && depth >= MOELORA_LONG_DEPTH ? 8 : 4;
+}
+static inline int32_t moelora_shrink_span(int64_t depth, bool vectors) {
+  const int64_t spans = moelora_shrink_spans(depth, vectors);
+  const int64_t lines = (depth + MOELORA_LINE - 1) / MOELORA_LINE;
+  return (int32_t)((lines + spans - 1) / spans * MOELORA_LINE);
+}
 
 /* Limits of sort kernels: items per CTA at once, items ranked by pairwise comparison, and keys
  * whose counts fit 99 KiB of shared memory, which every GPU allows: three bins of 4 bytes each, in
@@ -177,7 +173,6 @@ typedef struct moelora_shrink_plan {
   int32_t group;                  /* blocks that concurrent CTAs work on */
   bool listed;                    /* segments listed by the sort are distributed evenly over CTAs */
   bool few;                       /* over blocks: a single pass of all CTAs finds all items */
-  int32_t splits;                 /* CTAs of a cluster, which split K */
   int32_t window;                 /* rows */
   int32_t span;                   /* over whole segments: K extent of each partial sum */
   int64_t work;                   /* upper bound of useful CTAs */
@@ -196,8 +191,7 @@ typedef struct moelora_expand_plan {
 typedef enum moelora_epilogue_plan {
   MOELORA_EPILOGUE_GENERAL, /* any */
   MOELORA_EPILOGUE_PLAIN, /* bias, relu2 or no activation; like all below without routing weights */
-  MOELORA_EPILOGUE_PLAIN_F32, /* PLAIN with float32 outputs */
-  MOELORA_EPILOGUE_GATED,     /* bias and a gated activation */
+  MOELORA_EPILOGUE_GATED, /* bias and a gated activation */
 } moelora_epilogue_plan;
 
 /* Launch mode for grids with fewer CTAs than the GPU holds at once. */
@@ -241,10 +235,7 @@ typedef struct moelora_experts_plan {
    * resident at once than on the whole device, as under a green context. The workspace covers
    * both. */
   const moelora_variant *staged;
-  bool partial_f32; /* unsummed rows of w2 are float32, otherwise in the compute dtype */
   /* CUDA */
-  int32_t splits, split_tiles; /* split-K of w2: number of splits that the sum adds, and extent of
-                                  each but the last, in multiples of MOELORA_SPLIT_DEPTH */
   moelora_projection_plan projection[2]; /* of w13, of w2; those of `staged` if present */
   bool scales_x;                         /* a launch multiplies x by routing weights */
   moelora_align_plan align;
@@ -291,14 +282,11 @@ typedef enum moelora_delta_order {
 typedef struct moelora_delta_plan {
   const moelora_variant *variant; /* CPU: the kernels to use; NULL on CUDA */
   /* CUDA */
-  moelora_family family;      /* family of kernels that may be used */
-  const moelora_variant *one; /* everything in one launch; NULL: separate launches, below */
+  moelora_family family; /* family of kernels that may be used */
   moelora_delta_order order;
   moelora_align_plan align; /* MOELORA_SORTED */
   moelora_shrink_plan shrink[2];
   moelora_expand_plan expand[2];
-  double parts;     /* single launch for both halves: expected number of clusters with work */
-  bool waiting_f32; /* rows waiting for the sum are float32 */
   const moelora_variant *sum;
 } moelora_delta_plan;
 

@@ -62,6 +62,10 @@ typedef struct prepared {
       moelora_gemm_plan plan;
     } gemm;
     struct {
+      moelora_gemm_backward_problem problem;
+      moelora_backward_plan plan;
+    } gemm_backward;
+    struct {
       moelora_experts_problem problem;
       moelora_experts_plan plan;
     } experts;
@@ -161,6 +165,15 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
                 &problem->routes, NULL, 0);
 }
 
+static moelora_status check_built(const moelora_variant *variant) {
+  if (!variant || moelora_is_built(variant))
+    return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED,
+                      "%s is not built: MOELORA_VARIANTS left it out of this build; build without "
+                      "it, or force a variant that is there (MOELORA_FORCE_VARIANT)",
+                      variant->name);
+}
+
 static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
   moelora_note_gemm(&call->of.gemm.problem, &call->device, &call->of.gemm.plan);
   return call->backend->gemm(&call->of.gemm.problem, &call->of.gemm.plan, exec);
@@ -178,6 +191,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
   if (!p->backend->gemm)
     return unsupported(p, "moelora_gemm");
   MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
+  MOELORA_TRY(check_built(plan->variant));
   const named_size sizes[] = {
       {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
   return finish(call, p, p->backend->gemm_workspace(problem, plan, &p->sized_for), launch_gemm,
@@ -201,6 +215,9 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
+  const moelora_variant *const needed[] = {plan->variant, plan->w2, plan->staged};
+  for (int32_t i = 0; i < 3; i++)
+    MOELORA_TRY(check_built(needed[i]));
   return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
                       launch_experts, problem);
 }
@@ -222,8 +239,33 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
   if (!p->backend->experts_backward)
     return unsupported(p, "moelora_experts_backward");
   MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(check_built(plan->product[i].variant));
   return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
                       launch_experts_backward, &problem->forward);
+}
+
+static moelora_status launch_gemm_backward(const prepared *call, const moelora_exec *exec) {
+  const moelora_gemm_backward_problem *problem = &call->of.gemm_backward.problem;
+  moelora_note_gemm_backward(problem, &call->device, &call->of.gemm_backward.plan);
+  return call->backend->gemm_backward(problem, &call->of.gemm_backward.plan, exec);
+}
+
+moelora_status moelora_prepare_gemm_backward(const moelora_gemm_backward_args *args,
+                                             const moelora_exec *exec, moelora_call *call) {
+  prepared *p = NULL;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_gemm_backward_problem *problem = &p->of.gemm_backward.problem;
+  moelora_backward_plan *plan = &p->of.gemm_backward.plan;
+  MOELORA_TRY(moelora_check_gemm_backward(args, problem));
+  if (!p->backend->gemm_backward)
+    return unsupported(p, "moelora_gemm_backward");
+  MOELORA_TRY(moelora_plan_gemm_backward(problem, &p->device, plan));
+  const named_size sizes[] = {{"N", problem->forward.w.n},
+                              {"K", problem->forward.w.k},
+                              {"R", problem->forward.lora.max_rank}};
+  return finish(call, p, p->backend->gemm_backward_workspace(problem, plan, &p->sized_for),
+                launch_gemm_backward, &problem->forward.routes, sizes, 3);
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {

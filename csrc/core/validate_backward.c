@@ -92,26 +92,27 @@ moelora_status moelora_check_saved(const moelora_experts_args *args,
 
 /* Gradients checked so far, and what they are checked against. */
 typedef struct gradients {
-  const moelora_experts_backward_args *args;
+  moelora_dtype dtype;
+  moelora_arg inputs[8];
+  int32_t num_inputs;
+  const moelora_experts_args *layer; /* or */
+  const moelora_gemm_args *gemm;     /* whose factors, routes and tables are inputs, too */
   moelora_arg seen[16];
   int32_t count;
 } gradients;
 
 /* Checks that an output shares no memory with inputs and earlier outputs. */
 static moelora_status check_output(gradients *all, moelora_arg arg) {
-  const moelora_experts_args *forward = &all->args->forward;
   MOELORA_TRY(moelora_check_rows(arg));
   MOELORA_TRY(moelora_check_distinct(arg));
-  const moelora_arg inputs[] = {
-      MOELORA_ARG("hidden_states", &forward->hidden_states),
-      MOELORA_ARG("dout", &all->args->dout),
-      gate_up_of(&forward->saved),
-      w13_shrink_of(&forward->saved),
-      w2_shrink_of(&forward->saved),
-  };
-  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-    MOELORA_TRY(moelora_check_disjoint(arg, inputs[i]));
-  MOELORA_TRY(moelora_check_disjoint_layer(arg, forward));
+  for (int32_t i = 0; i < all->num_inputs; i++)
+    MOELORA_TRY(moelora_check_disjoint(arg, all->inputs[i]));
+  if (all->layer)
+    MOELORA_TRY(moelora_check_disjoint_layer(arg, all->layer));
+  if (all->gemm) {
+    MOELORA_TRY(moelora_check_disjoint_lora(arg, &all->gemm->lora, "lora_a", "lora_b"));
+    MOELORA_TRY(moelora_check_disjoint_routes(arg, &all->gemm->routing, &all->gemm->adapters));
+  }
   for (int32_t i = 0; i < all->count; i++)
     MOELORA_TRY(moelora_check_disjoint(arg, all->seen[i]));
   all->seen[all->count++] = arg;
@@ -122,7 +123,7 @@ static moelora_status check_output(gradients *all, moelora_arg arg) {
 static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_arg like,
                                      const char *layout, moelora_gradient *gradient) {
   const moelora_tensor *t = arg.tensor;
-  const moelora_dtype dtype = all->args->forward.hidden_states.dtype;
+  const moelora_dtype dtype = all->dtype;
   *gradient = (moelora_gradient){0};
   if (moelora_is_absent(t))
     return MOELORA_OK;
@@ -170,26 +171,26 @@ static moelora_status check_factor_gradients(gradients *all, const moelora_lora 
   return MOELORA_OK;
 }
 
-static moelora_status check_dx(gradients *all, moelora_experts_backward_problem *problem) {
-  const moelora_experts_args *forward = &all->args->forward;
-  const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
-  const moelora_arg dx = MOELORA_ARG("grads.hidden_states", &all->args->grads.hidden_states);
+/* Checks the gradient of `x`. */
+static moelora_status check_dx(gradients *all, moelora_arg dx, moelora_arg x, const char *layout,
+                               void **data, int64_t *stride) {
   if (moelora_is_absent(dx.tensor))
     return MOELORA_OK;
-  MOELORA_TRY(moelora_check_view(dx, 2, "[M, K]"));
+  MOELORA_TRY(moelora_check_view(dx, 2, layout));
   MOELORA_TRY(moelora_check_dtype(dx, x.tensor->dtype, x.name));
   for (int32_t i = 0; i < 2; i++)
     MOELORA_TRY(moelora_check_size(dx, i, x.tensor->size[i], moelora_size_of(x, i)));
   MOELORA_TRY(check_output(all, dx));
-  problem->dx = dx.tensor->data;
-  problem->dx_stride = moelora_stride(dx.tensor, 0);
+  *data = dx.tensor->data;
+  *stride = moelora_stride(dx.tensor, 0);
   return MOELORA_OK;
 }
 
-static moelora_status check_dtopk_weights(gradients *all,
-                                          moelora_experts_backward_problem *problem) {
-  const moelora_arg ids = MOELORA_ARG("topk_ids", &all->args->forward.routing.topk_ids);
-  const moelora_arg dt = MOELORA_ARG("grads.topk_weights", &all->args->grads.topk_weights);
+static moelora_status check_dtopk_weights(gradients *all, const moelora_tensor *grad,
+                                          const moelora_tensor *topk_ids, float **data,
+                                          int64_t stride[2]) {
+  const moelora_arg ids = MOELORA_ARG("topk_ids", topk_ids);
+  const moelora_arg dt = MOELORA_ARG("grads.topk_weights", grad);
   if (moelora_is_absent(dt.tensor))
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_view(dt, 2, "[M, top_k]"));
@@ -197,9 +198,9 @@ static moelora_status check_dtopk_weights(gradients *all,
   for (int32_t i = 0; i < 2; i++)
     MOELORA_TRY(moelora_check_size(dt, i, ids.tensor->size[i], moelora_size_of(ids, i)));
   MOELORA_TRY(check_output(all, dt));
-  problem->dtopk_weights = dt.tensor->data;
-  problem->dtopk_weights_stride[0] = moelora_stride(dt.tensor, 0);
-  problem->dtopk_weights_stride[1] = moelora_stride(dt.tensor, 1);
+  *data = dt.tensor->data;
+  stride[0] = moelora_stride(dt.tensor, 0);
+  stride[1] = moelora_stride(dt.tensor, 1);
   return MOELORA_OK;
 }
 
@@ -225,9 +226,17 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   problem->dout = dout.tensor->data;
   problem->dout_stride = moelora_stride(dout.tensor, 0);
 
-  gradients all = {.args = args};
-  MOELORA_TRY(check_dx(&all, problem));
-  MOELORA_TRY(check_dtopk_weights(&all, problem));
+  gradients all = {
+      .dtype = x.tensor->dtype,
+      .inputs = {x, dout, gate_up_of(&forward->saved), w13_shrink_of(&forward->saved),
+                 w2_shrink_of(&forward->saved)},
+      .num_inputs = 5,
+      .layer = forward,
+  };
+  MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.hidden_states", &grads->hidden_states), x, "[M, K]",
+                       &problem->dx, &problem->dx_stride));
+  MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
+                                  &problem->dtopk_weights, problem->dtopk_weights_stride));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, names13,
                                      problem->a13, problem->b13));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
@@ -237,4 +246,78 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
                              &problem->bias13));
   return check_gradient(&all, MOELORA_ARG("grads.w2_bias", &grads->w2_bias),
                         MOELORA_ARG("w2_bias", &forward->w2_bias), "[E, K]", &problem->bias2);
+}
+
+/* ---- a projection ---- */
+
+/* Checks the forward, with dout for its output. Adapters alone are checked as a delta. */
+static moelora_status check_forward(const moelora_gemm_backward_args *args,
+                                    moelora_gemm_problem *problem) {
+  const moelora_gemm_args *forward = &args->forward;
+  moelora_tensor dout = args->dout;
+  if (!dout.name)
+    dout.name = "dout";
+  if (!moelora_is_absent(&forward->w)) {
+    moelora_gemm_args with_dout = *forward;
+    with_dout.out = dout;
+    return moelora_check_gemm(&with_dout, problem);
+  }
+  MOELORA_REQUIRE(moelora_is_absent(&forward->bias), "bias is given, but w is absent");
+  const moelora_delta_args delta = {
+      .num_experts = args->num_experts,
+      .x = forward->x,
+      .routing = forward->routing,
+      .adapters = forward->adapters,
+      .lora = forward->lora,
+      .mul_routed_weight = forward->mul_routed_weight,
+      .out = dout,
+  };
+  moelora_delta_problem checked;
+  MOELORA_REQUIRE(dout.ndim == 3, "%s has %d dimensions, expected 3: [M, top_k, N]", dout.name,
+                  dout.ndim);
+  MOELORA_TRY(moelora_check_delta(&delta, &checked));
+  MOELORA_REQUIRE(checked.columns == dout.size[2],
+                  "%s.size(2) is %lld, expected the columns of lora_b, which are %lld", dout.name,
+                  (long long)dout.size[2], (long long)checked.columns);
+  *problem = (moelora_gemm_problem){
+      .routes = checked.routes,
+      .dtype = checked.dtype,
+      .x = checked.x,
+      .x_stride = checked.x_stride,
+      .x_per_row = checked.x_per_row,
+      .w = {.n = checked.columns, .k = checked.k},
+      .lora = checked.lora,
+      .mul_routed_weight = checked.mul_routed_weight,
+      .out = checked.out,
+      .out_stride = {checked.out_stride[0], checked.out_stride[1]},
+  };
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *args,
+                                           moelora_gemm_backward_problem *problem) {
+  static const char *const names[] = {"grads.lora_a", "grads.lora_b", "lora_a", "lora_b"};
+  const moelora_gemm_args *forward = &args->forward;
+  const moelora_gemm_grads *grads = &args->grads;
+  const moelora_arg x = MOELORA_ARG("x", &forward->x), bias = MOELORA_ARG("bias", &forward->bias);
+  *problem = (moelora_gemm_backward_problem){.accumulate = args->accumulate};
+  MOELORA_TRY(check_forward(args, &problem->forward));
+  problem->dout = problem->forward.out;
+  problem->dout_stride[0] = problem->forward.out_stride[0];
+  problem->dout_stride[1] = problem->forward.out_stride[1];
+
+  gradients all = {
+      .dtype = x.tensor->dtype,
+      .inputs = {x, MOELORA_ARG("dout", &args->dout), MOELORA_ARG("w", &forward->w), bias},
+      .num_inputs = 4,
+      .gemm = forward,
+  };
+  MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.x", &grads->x), x, "[M, K] or [M * top_k, K]",
+                       &problem->dx, &problem->dx_stride));
+  MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
+                                  &problem->dtopk_weights, problem->dtopk_weights_stride));
+  MOELORA_TRY(
+      check_factor_gradients(&all, &grads->lora, &forward->lora, names, problem->a, problem->b));
+  return check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias), bias, "[E, N]",
+                        &problem->bias);
 }

@@ -67,7 +67,8 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
-/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
+/* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
+ */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
       .block_m = MOELORA_DECODE_TOKENS, .block_n = 16,                                             \
@@ -76,9 +77,7 @@ static const moelora_variant variants[] = {
   ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \
   ROWS(SHRINK, shrink, STEM, SM80, .method = MOELORA_SHRINK_##METHOD, .block_m = TOKENS,           \
-       .block_n = 16 * TILES * TEAMS,                                                              \
-       .cluster = MOELORA_SHRINK_##METHOD == MOELORA_SHRINK_WINDOWS ? 4 : 1,                       \
-       .warps = TEAMS * SPANS, .ctas = CTAS, .spans = SPANS, .elements = ELEMENTS),
+       .block_n = 16 * TILES * TEAMS, .cluster = 1, .warps = TEAMS * SPANS, .ctas = CTAS, .spans = SPANS, .elements = ELEMENTS),
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, TOKENS, RANKS, CTAS)                            \
   ROWS(SHRINK, shrink, STEM, FAMILY, .method = MOELORA_SHRINK_SEGMENTS, .block_m = TOKENS,         \
        .block_n = RANKS, .cluster = 1, .ctas = CTAS, .spans = 1),
@@ -90,13 +89,6 @@ static const moelora_variant variants[] = {
   ROWS(EXPAND, expand, STEM, SM80, .method = MOELORA_EXPAND_THIN, .block_m = 32,                   \
        .block_n = STEPS == 1 ? 64 : 32, .block_k = 16 * STEPS, .cluster = 1, .warps = 8,           \
        .ctas = CTAS),
-#define MOELORA_CUDA_DELTA(STEM, STEPS, WARPS, CLUSTER)                                            \
-  ROWS(DELTA, delta, STEM, SM80, .block_m = 16, .block_n = STEPS == 1 ? 64 : 32,                   \
-       .block_k = 16 * STEPS, .cluster = CLUSTER, .warps = WARPS, .ctas = 16 / WARPS,              \
-       .spans = WARPS / STEPS),
-#define MOELORA_CUDA_MLP(STEM, ELEMENTS)                                                           \
-  ROWS(MLP, mlp, STEM, SM80, .block_m = 1, .cluster = 1, .warps = 16, .ctas = 2,                   \
-       .elements = ELEMENTS),
 #define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
   ROWS(SUM, sum, STEM, SM80, .block_m = 1, .block_n = WIDTH, .cluster = 1, .warps = 8,             \
        .elements = WIDTH == 1),

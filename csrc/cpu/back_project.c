@@ -209,14 +209,17 @@ static void back_task(void *context, int64_t index, int32_t worker) {
   if (first >= end)
     return;
   moelora_back_scratch *scratch = &p->scratch[worker];
-  const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
-  fill_panel(p->variant, &w, begin, count, &scratch->panel);
+  if (p->w->data) {
+    const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
+    fill_panel(p->variant, &w, begin, count, &scratch->panel);
+  }
   for (int64_t at = first; at < end; at += MOELORA_BACK_ROWS) {
     const int64_t m = moelora_min(MOELORA_BACK_ROWS, end - at);
     memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
-    for (int64_t i = 0; i < m; i++)
+    for (int64_t i = 0; i < m && p->w->data; i++)
       scratch->x[i] = y_row(p, at + i, 0);
-    multiply(p->variant, m, width, w.n, &scratch->panel, scratch->x, scratch->c);
+    if (p->w->data)
+      multiply(p->variant, m, width, p->w->n, &scratch->panel, scratch->x, scratch->c);
     if (p->yb)
       add_adapters(p, at, m, begin, count, scratch);
     for (int64_t i = 0; i < m; i++)

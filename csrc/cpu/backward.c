@@ -179,8 +179,8 @@ static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin,
 }
 
 /* sum over i < n of a[i], float32, times b[i], compute dtype */
-static float dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
-                      const void *from, int64_t n) {
+float moelora_cpu_dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
+                           const void *from, int64_t n) {
   float line[256], sum = 0;
   for (int64_t i = 0; i < n; i += 256) {
     const int64_t count = moelora_min(256, n - i);
@@ -192,13 +192,13 @@ static float dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const fl
 }
 
 /* <dout, bias> of two rows of the compute dtype. */
-static float bias_part(const moelora_cpu_kernels *kernels, size_t bytes, const char *bias,
-                       const char *dout, int64_t n) {
+float moelora_cpu_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *bias,
+                          const char *dout, int64_t n) {
   float line[256], sum = 0;
   for (int64_t i = 0; i < n; i += 256) {
     const int64_t count = moelora_min(256, n - i);
     kernels->load(bias + (size_t)i * bytes, line, count);
-    sum += dot_with(kernels, bytes, line, dout + (size_t)i * bytes, count);
+    sum += moelora_cpu_dot_with(kernels, bytes, line, dout + (size_t)i * bytes, count);
   }
   return sum;
 }
@@ -216,12 +216,13 @@ static void sum_dt(void *context, int64_t m, int32_t worker) {
     float sum = 0;
     if (expert >= 0 && forward->apply_router_weight_on_input) {
       const char *x = (const char *)forward->x + (size_t)(m * forward->x_stride) * bytes;
-      sum = dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x, forward->hidden);
+      sum = moelora_cpu_dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x,
+                                 forward->hidden);
     } else if (expert >= 0) {
       for (int64_t i = 0; i < parts; i++)
         sum += b->layout.dt[p * parts + i];
       if (forward->w2.bias)
-        sum += bias_part(
+        sum += moelora_cpu_row_dot(
             kernels, bytes,
             (const char *)forward->w2.bias + (size_t)(expert * forward->w2.bias_stride_e) * bytes,
             (const char *)b->problem->dout + (size_t)(m * b->problem->dout_stride) * bytes,

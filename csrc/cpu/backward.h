@@ -106,8 +106,8 @@ struct moelora_back_projection {
   moelora_back_scratch *scratch; /* [workers] */
   const float *y;                /* rows of w->n values, the gradient of x w^T */
   int64_t y_stride;
-  bool y_by_token; /* y is indexed by p / top_k; otherwise by sorted position */
-  const moelora_weights *w;
+  bool y_by_token;          /* y is indexed by p / top_k; otherwise by sorted position */
+  const moelora_weights *w; /* data NULL: adapters alone */
   const moelora_factors *lora;
   float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
   /* Receives the finished columns [begin, begin + count) of y W + yb A for sorted row `at`. */
@@ -161,7 +161,23 @@ typedef struct moelora_row_sum {
 
 void moelora_cpu_row_sum(const moelora_row_sum *sum, const moelora_exec *exec);
 
+/* ---- gemm_backward.c: the backward of a projection ---- */
+
+size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
+                                           const moelora_backward_plan *plan,
+                                           const moelora_exec *exec);
+moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                         const moelora_backward_plan *plan,
+                                         const moelora_exec *exec);
+
 /* ---- backward.c: the operator ---- */
+
+/* sum over i < n of float32 a[i] times b[i] of the compute dtype */
+float moelora_cpu_dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
+                           const void *from, int64_t n);
+/* The same of two rows of the compute dtype, whose elements have `bytes`. */
+float moelora_cpu_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *a,
+                          const char *b, int64_t n);
 
 size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                               const moelora_backward_plan *plan,

@@ -1,7 +1,7 @@
 /* Function table of the CUDA backend, and device queries. */
 #include "cuda/backend.h"
-#include "cuda/adapters/delta.h"
 #include "cuda/backward/backward.h"
+#include "cuda/delta/delta.h"
 #include "cuda/launch/launch.h"
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
@@ -69,6 +69,12 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   return ask_overlaps(&info->overlaps);
 }
 
+static bool is_built(const moelora_variant *variant) {
+  return variant->role == MOELORA_ROLE_GEMM   ? moelora_cuda_gemm_launchers[variant->id] != nullptr
+         : variant->role == MOELORA_ROLE_BACK ? moelora_cuda_back_launchers[variant->id] != nullptr
+                                              : true;
+}
+
 extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
   return moelora_known_device(MOELORA_CUDA, device_index)->num_units;
 }
@@ -100,4 +106,5 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_delta,
     moelora_cuda_mlp_delta_workspace,
     moelora_cuda_mlp_delta,
+    is_built,
 };

@@ -11,10 +11,9 @@ enum {
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, ...) CUDA_shrink_bf16_##STEM, CUDA_shrink_f16_##STEM,
 #define MOELORA_CUDA_EXPAND(STEM, ...) CUDA_expand_bf16_##STEM, CUDA_expand_f16_##STEM,
 #define MOELORA_CUDA_EXPAND_THIN(STEM, ...) CUDA_expand_bf16_##STEM, CUDA_expand_f16_##STEM,
-#define MOELORA_CUDA_DELTA(STEM, ...) CUDA_delta_bf16_##STEM, CUDA_delta_f16_##STEM,
-#define MOELORA_CUDA_MLP(STEM, ...) CUDA_mlp_bf16_##STEM, CUDA_mlp_f16_##STEM,
 #define MOELORA_CUDA_SUM(STEM, ...) CUDA_sum_bf16_##STEM, CUDA_sum_f16_##STEM,
 #include "cuda/variants.inc"
+  MOELORA_CUDA_ROWS
 };
 
 #endif

@@ -198,9 +198,9 @@ static PyMethodDef methods[] = {
     {"limit_capability", py_limit_capability, METH_VARARGS,
      "Plan for GPUs as if they had at most this compute capability (80, 90, ...); 0 undoes it."},
     {"set_batch_invariant", py_set_batch_invariant, METH_VARARGS,
-     "Have every call be batch invariant, or those alone that ask for it."},
+     "Nothing: every call is batch invariant."},
     {"is_batch_invariant", py_is_batch_invariant, METH_NOARGS,
-     "True if every call is batch invariant."},
+     "True: every call is batch invariant."},
     {"add_tuned_plan", py_add_tuned_plan, METH_VARARGS,
      "Prefer a variant for layers of one shape: (device, compute_capability, num_units, dtype, "
      "num_experts, top_k, hidden, intermediate, tokens, variant)."},

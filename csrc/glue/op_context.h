@@ -14,7 +14,7 @@
 
 /* fused_experts_lora_backward_out: 22 tensors, 8 lists, 1 workspace. */
 #define OP_MAX_HANDLES (24 + 8 * MOELORA_MAX_SLICES)
-#define OP_MAX_OUTPUTS 10
+#define OP_MAX_OUTPUTS 11
 
 typedef struct moelora_op_context {
   const char *op;

@@ -1,4 +1,5 @@
-/* Forward of a layer that saves for its backward, and the backward (ops.inc). */
+/* Forward of a layer that saves for its backward, and the backward of layers and of projections
+ * (ops.inc). */
 #include "glue/ops.h"
 
 /* Number of routed rows, or 0 if it will be refused later. */
@@ -82,6 +83,29 @@ static void new_gradients(moelora_op_context *ctx, moelora_experts_backward_args
   grads->w2_lora.b[0] = gradient(ctx, &forward->w2_lora.b[0], wanted & WANT_W2_LORA_B, float32);
   grads->w13_bias = gradient(ctx, &forward->w13_bias, wanted & WANT_W13_BIAS, float32);
   grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, float32);
+}
+
+/* Bits of `wanted` of a projection, in the order of the outputs. */
+enum { WANT_X = 1, WANT_WEIGHTS = 2, WANT_LORA_A = 4, WANT_LORA_B = 8, WANT_BIAS = 16 };
+
+void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
+  const moelora_gemm_args *forward = &op->args.forward;
+  moelora_gemm_grads *grads = &op->args.grads;
+  grads->x = gradient(ctx, &forward->x, op->wanted & WANT_X, false);
+  grads->topk_weights =
+      gradient(ctx, &forward->routing.topk_weights, op->wanted & WANT_WEIGHTS, false);
+  grads->lora.num_slices = forward->lora.num_slices;
+  for (int32_t i = 0; i < MOELORA_MAX_SLICES; i++) {
+    grads->lora.a[i] = gradient(ctx, &forward->lora.a[i], op->wanted & WANT_LORA_A, op->float32);
+  }
+  for (int32_t i = 0; i < MOELORA_MAX_SLICES; i++) {
+    grads->lora.b[i] = gradient(ctx, &forward->lora.b[i], op->wanted & WANT_LORA_B, op->float32);
+  }
+  grads->bias = gradient(ctx, &forward->bias, op->wanted & WANT_BIAS, op->float32);
+  moelora_call call;
+  if (op_check(ctx, moelora_prepare_gemm_backward(&op->args, &ctx->exec, &call))) {
+    op_run(ctx, &call);
+  }
 }
 
 static void run(moelora_op_context *ctx, const moelora_experts_backward_args *args) {

@@ -1,4 +1,4 @@
-"""LoRA adapters: PEFT checkpoints of whole models and the pool that serves those of experts."""
+"""LoRA adapters: PEFT checkpoints of whole models, and the pool that serves them."""
 
 from moelora.adapters.checkpoint import load, peek
 from moelora.adapters.layers import (

@@ -1,8 +1,8 @@
-"""A whole adapter from a PEFT folder or a state dict, in one form, or why not.
+"""Read a whole adapter from a PEFT folder or a state dict, or refuse it with a reason.
 
-What a tensor's name means is in `keys` (prefixes, other names of a module) and `places` (experts
-and their projections, linear layers); how its numbers lie in `experts` and `columns`. Nothing of an
-adapter is left out: what belongs to no layer of the model is refused by name.
+`keys` parses tensor names (prefixes, alternative module names), `places` maps them to experts,
+projections and linear layers, `experts` and `columns` interpret their layout. Nothing is ignored:
+factors that belong to no layer of the model are refused by name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
 from moelora.storage import check_held
 
-# The weight of a linear layer or embedding of the model that an adapter is for, None if it has no
-# plain one.
+# Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
 Own: TypeAlias = Callable[[str], "torch.Tensor | None"]
 
 
@@ -42,30 +41,30 @@ def load(
     layout: Layout | None = None,
     own: Own | None = None,
 ) -> Adapter:
-    """Reads and checks a whole adapter for a model with these layers.
+    """Read and check a whole adapter for a model with these layers.
 
     Parameters
     ----------
     source : path or mapping
         A PEFT folder, or the tensors by name.
     config : mapping, optional
-        The content of adapter_config.json that goes with a state dict.
+        Content of adapter_config.json, for a state dict.
     layers : sequence of MoELayer
     linears : sequence of LinearLayer
-        All other layers that may have factors; by default none, so that they are refused.
+        Other layers that may have factors; by default none, so that their factors are refused.
     max_rank, max_linear_rank : int, optional
-        Largest rank of factors of `layers` and of `linears` that is taken.
+        Maximum accepted rank of factors of `layers` and of `linears`.
     layout : {"rank_major", "grouped_by_expert"}, optional
-        How columns of `lora_B` of stacks of experts lie, where nothing in the adapter says so.
+        Column order of `lora_B` of expert stacks, if the adapter does not state it.
     own : callable, optional
-        Gives the weight that the model has under a name of `linears`. PEFT saves the weights of
-        embeddings and of `lm_head` beside their factors, as they were in training: they must be
+        Returns the model's weight for a name of `linears`. PEFT saves the weights of
+        embeddings and of `lm_head` next to their factors, as they were in training: they must be
         the model's own, and are refused without this argument.
 
     Raises
     ------
     ValueError, FileNotFoundError
-        The adapter cannot be read, or is not all of these layers; the message names the option,
+        The adapter cannot be read, or does not fit these layers; the message names the option,
         key or file.
     """
     columns.check(layout)
@@ -92,9 +91,9 @@ def peek(
     *,
     layout: Layout | None = None,
 ) -> AdapterInfo:
-    """Reads the configuration and the names and shapes of a folder, enough to size a pool for it.
+    """Read the configuration and the names and shapes of a folder, enough to size a pool for it.
 
-    Parameters and errors are those of `load`, but that no tensor is read.
+    Parameters and errors are those of `load`, but no tensor is read.
     """
     columns.check(layout)
     folder = _folder(folder)
@@ -104,7 +103,7 @@ def peek(
 
 
 def hint(source: str | Path | Mapping[str, torch.Tensor]) -> str:
-    """What to add to a refusal of a folder: who says more."""
+    """Hint for the message of a refused folder: how to get details."""
     if isinstance(source, Mapping) or not Path(source).is_dir():
         return ""
     return f"; `moelora adapters {str(source):.200}` says what the adapter is"
@@ -118,14 +117,14 @@ def _folder(source: str | Path) -> Path:
 
 
 class _Reader:
-    """One adapter: all that its header tells is checked when it is made, tensors are read last."""
+    """One adapter. Its header is checked on construction; tensors are read last."""
 
     def __init__(
         self, weights: Weights, lora: LoraConfig, modules: Modules, layout: Layout | None
     ) -> None:
         self._weights = weights
         self._modules = modules
-        self._saved: dict[str, LinearLayer] = {}  # weights beside the factors, by key
+        self._saved: dict[str, LinearLayer] = {}  # saved weights, by key
         self._places: list[Place] = []
         self._ranks: dict[str, int] = {}
         self._scalings: dict[str, float] = {}
@@ -192,7 +191,7 @@ class _Reader:
         return AdapterInfo(rank, fused, shared, self._of_linears.ranks())
 
     def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:
-        """The adapter, of experts' and of linear layers' ranks within `limits`."""
+        """Read the adapter, with the ranks of experts and linear layers within `limits`."""
         max_rank, max_linear_rank = limits
         for place in self._places:
             if max_rank is not None and isinstance(place, ExpertPlace):
@@ -205,7 +204,7 @@ class _Reader:
         return Adapter(self._of_experts.join(), self._of_linears.join())
 
     def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
-        """The shapes that a factor may have."""
+        """Shapes that a factor may have."""
         rank = self._ranks[place.key.text]
         if isinstance(place, LinearPlace):
             return linear_pairs.shapes(place, rank)
@@ -226,7 +225,7 @@ class _Reader:
         return Factor(text, dtype, rank, scaling, read)
 
     def _absent(self, place: Place) -> bool:
-        """Whether a factor is the empty one of a projection that the layer has not."""
+        """Whether the factor is an empty one, for a projection that the layer lacks."""
         if isinstance(place, LinearPlace) or not place.absent:
             return False
         if 0 not in self._shapes[place.key.text]:
@@ -237,7 +236,7 @@ class _Reader:
         return True
 
     def _saved_weight(self, text: str) -> LinearLayer:
-        """The layer whose weight this tensor is; ValueError for all that is no such weight."""
+        """Layer of a saved weight; ValueError if the tensor is not one."""
         match = _WEIGHT.fullmatch(text)
         linear = self._modules.linear(module_of(match["path"])) if match else None
         if linear is None:
@@ -246,7 +245,7 @@ class _Reader:
         return linear
 
     def _check_saved(self, text: str, linear: LinearLayer, own: torch.Tensor | None) -> None:
-        """Raises ValueError unless a weight beside the factors is that of the model."""
+        """Raise ValueError unless a saved weight equals that of the model."""
         rows = (linear.in_features, linear.out_features)
         shape = rows if linear.embedding else rows[::-1]
         if self._weights.shape(text) != shape:
@@ -272,7 +271,7 @@ class _Reader:
 
 _WEIGHT = re.compile(r"(?P<path>.+?)(\.base_layer)?\.weight")
 
-# What other tensors in an adapter are, by a part of their name.
+# Kinds of other tensors in adapters, by a part of their name.
 _OTHERS = {
     "lora_magnitude_vector": ": DoRA (use_dora) is not supported",
     "trainable_tokens_": ": trained rows of an embedding (trainable_token_indices) are no product",

@@ -1,15 +1,15 @@
-"""The order of the columns of `lora_B` of a stack of experts: by rank or by expert.
+"""Column order of `lora_B` of an expert stack: by rank or by expert.
 
-PEFT's `target_parameters` keep A of all experts as (E*r, in) with row e*r + k, and B as (out, r*E)
-with column k*E + e: `rank_major`. Unsloth trains with column e*r + k, `grouped_by_expert`, and
-nothing in the tensors tells which it is: read in the wrong order, every expert gets columns of
-others. So an adapter is read when its configuration says how its columns lie, or when the order is
-that of the tool that wrote it; one that may be either is refused unless the caller says which.
+PEFT's `target_parameters` store A of all experts as (E*r, in) with row e*r + k, and B as (out, r*E)
+with column k*E + e: `rank_major`. Unsloth trains with column e*r + k, `grouped_by_expert`, and the
+tensors do not tell which it is: in the wrong order, every expert would get columns of others. An
+adapter is therefore accepted only if its configuration states the order, or if the tool that wrote
+it is known; an ambiguous one is refused unless the caller states the order.
 
-Unsloth from 2026.9.6 on writes `lora_B_layout` into adapter_config.json, and into
-`unsloth_fused_expert_lora` the layout of each parameter. Before, it wrote grouped columns (unless
-UNSLOTH_MOE_LORA_MERGED=1) and marked a file by `auto_mapping.unsloth_fixed` alone. Megatron-Bridge
-writes grouped columns into configurations that hold a part of PEFT's options.
+Unsloth from 2026.9.6 on writes `lora_B_layout` to adapter_config.json, and the layout of each
+parameter to `unsloth_fused_expert_lora`. Before, it wrote grouped columns (unless
+UNSLOTH_MOE_LORA_MERGED=1), and only `auto_mapping.unsloth_fixed` identifies its files.
+Megatron-Bridge writes grouped columns, with a configuration that has a part of PEFT's options.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Layout: TypeAlias = Literal["rank_major", "grouped_by_expert"]
 MARK = "lora_B_layout"
 DETAIL = "unsloth_fused_expert_lora"
 
-# Every release of PEFT that knows `target_parameters` writes this option; Megatron-Bridge does not,
-# and writes those below.
+# Every release of PEFT with `target_parameters` writes this option. Megatron-Bridge does not, but
+# writes those below.
 _PEFTS_OWN = "layers_to_transform"
 _BRIDGES = {"fan_in_fan_out", "auto_mapping", "task_type", "inference_mode", "use_dora"}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What a configuration says of the order of columns.
+    """Column orders according to a configuration.
 
-    `stated` has the layout by name of PEFT's parameter, `common` that of all others; `doubt` is why
-    nobody can tell, where nothing is stated and the writer is not known to keep PEFT's order.
+    `stated` has the layout by name of PEFT's parameter, `common` that of all others. `doubt` is the
+    reason why the order is ambiguous, if it is not stated and the writer is unknown.
     """
 
     stated: Mapping[str, Layout] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Columns:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Columns:
-        """From the content of adapter_config.json; ValueError names an option that says nothing."""
+        """Parse adapter_config.json. ValueError names an option that cannot be interpreted."""
         mapping = raw.get("auto_mapping")
         mapping = mapping if isinstance(mapping, Mapping) else {}
         for source in (raw, mapping):
@@ -69,9 +69,9 @@ class Columns:
         return cls(doubt=doubt)
 
     def of(self, parameter: str, wanted: Layout | None) -> Layout:
-        """The layout of a parameter, `wanted` being what the caller says.
+        """Layout of a parameter; `wanted` is the caller's.
 
-        Raises ValueError if it cannot be told, or if the caller contradicts the configuration.
+        Raises ValueError if it is ambiguous, or if the caller contradicts the configuration.
         """
         stated = self.stated.get(parameter, self.common)
         if stated is None and wanted is None and self.doubt is not None:
@@ -82,12 +82,12 @@ class Columns:
 
     @property
     def peft_order(self) -> bool:
-        """Whether a reader that knows PEFT's order alone is known to read the adapter right."""
+        """Whether a reader that only knows PEFT's order certainly reads the adapter correctly."""
         return self.doubt is None and {*self.stated.values(), self.common} <= {"rank_major", None}
 
 
 def check(layout: Layout | None) -> None:
-    """Raises ValueError for an argument `layout` that is none."""
+    """Raise ValueError for an invalid `layout` argument."""
     if layout is not None:
         _layout("layout", layout)
 
@@ -102,7 +102,7 @@ def _layout(name: str, value: Any) -> Layout | None:
 
 
 def _detail(value: Any) -> dict[str, Layout]:
-    """Layouts by parameter, from what Unsloth writes in detail."""
+    """Layouts by parameter, from Unsloth's detailed option."""
     if not value:
         return {}
     rows = value.get("lora_A_layout", "grouped_by_expert") if isinstance(value, Mapping) else None

@@ -1,9 +1,9 @@
-"""`adapter_config.json`: what moelora understands of it, and a refusal that names everything else.
+"""`adapter_config.json`: supported options, and a refusal that names any other.
 
-An option that would change the numbers and that moelora does not compute (DoRA, trained biases,
-modules saved whole, ...) must never be ignored, and neither must one that a later PEFT invents. So
-the rule is an allow list: an option is understood, or known to be without effect on inference, or
-off (null, false, 0, empty); anything else is an error.
+An option that changes the result and that moelora does not implement (DoRA, trained biases, fully
+saved modules, ...) must never be ignored, and neither must one that a later PEFT adds. So there is
+an allow list: an option is supported, or known not to affect inference, or off (null, false, 0,
+empty); anything else is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelora.files import file_in, read_json
 
 CONFIG_FILE = "adapter_config.json"
 
-MAX_RANK = 1 << 20  # no factor is that wide
+MAX_RANK = 1 << 20  # larger than any factor
 MAX_ALPHA = 3e38  # scalings are float32
 
 # Read by `LoraConfig.parse`.
@@ -42,7 +42,7 @@ _UNDERSTOOD = {
     DETAIL,
 }
 
-# Where the adapter came from, or how it was trained: the stored factors mean the same.
+# Origin of the adapter, or how it was trained: no effect on the stored factors.
 _NO_EFFECT = {
     "base_model_name_or_path",
     "corda_config",
@@ -66,7 +66,7 @@ _NO_EFFECT = {
 
 _MERGE = "merge the adapter into a model of its own (PEFT's merge_and_unload)"
 
-# What an option does that moelora does not, and what to do.
+# What an unsupported option does, and what to do about it.
 _REASONS = {
     "use_dora": f"DoRA rescales the rows of the base weights; {_MERGE}, or train without",
     "modules_to_save": (
@@ -84,8 +84,8 @@ _REASONS = {
     "fan_in_fan_out": "it is for layers of GPT-2 (Conv1D)",
 }
 
-# Initialisations that leave the base weights alone; pissa, olora, corda, loftq and lora_ga replace
-# them by a residual, on which the adapter then depends.
+# Initializations that keep the base weights. pissa, olora, corda, loftq and lora_ga replace them by
+# a residual, on which the adapter then depends.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 V = TypeVar("V")
@@ -96,7 +96,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The part of a PEFT LoRA configuration that decides what the factors mean."""
+    """The part of a PEFT LoRA configuration that determines the meaning of factors."""
 
     r: int
     lora_alpha: float
@@ -109,7 +109,7 @@ class LoraConfig:
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
-        """Parses `adapter_config.json` of `folder`."""
+        """Parse `adapter_config.json` of `folder`."""
         path = file_in(folder, CONFIG_FILE)
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
@@ -121,7 +121,7 @@ class LoraConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> LoraConfig:
-        """Checks a configuration in PEFT's own JSON form; raises ValueError naming the option."""
+        """Check a configuration in PEFT's JSON form. ValueError names the option."""
         if not isinstance(raw, Mapping):
             raise ValueError(f"the configuration is a {type(raw).__name__}, wanted an object")
         if raw.get("peft_type", _plain_type(raw)) != "LORA":
@@ -156,7 +156,7 @@ class LoraConfig:
     def rank_and_scaling(self, *paths: str) -> tuple[int, float]:
         """Rank and scaling of a module or parameter (its path without `base_model.model.`).
 
-        Where it has several paths, the first one that a pattern matches counts.
+        With several paths, the first one that a pattern matches is used.
         """
         rank = _first(self.rank_pattern, paths, self.r)
         alpha = _first(self.alpha_pattern, paths, self.lora_alpha)
@@ -169,16 +169,16 @@ class LoraConfig:
 
     def exchanges_in_and_out(self, transposed: bool) -> bool | None:
         """Whether the PEFT that wrote this stored `target_parameters` factors with in and out
-        exchanged: A over the outputs, B over the inputs.
+        swapped: A over the outputs, B over the inputs.
 
-        Until 0.18 PEFT took every parameter for (experts, in, out), which only `transposed` ones
-        are; 0.19.0 exchanged both kinds, with those versions of transformers that say which is
-        which. None: the version, which PEFT writes from 0.18 on, does not tell.
+        Until 0.18 PEFT assumed (experts, in, out) for every parameter, which only holds for
+        `transposed` ones; 0.19.0 swapped both kinds, with versions of transformers that state the
+        layout. None if unknown: PEFT only writes its version from 0.18 on.
         """
         if self.peft_version is None:
             return None
         match = re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", self.peft_version)
-        if match is None:  # a development version stands for many commits
+        if match is None:  # a development version covers many commits
             return None
         version = tuple(map(int, match.groups()))
         if version == (0, 19, 0):
@@ -187,7 +187,7 @@ class LoraConfig:
 
 
 def _plain_type(raw: Mapping[str, Any]) -> str | None:
-    """What a configuration without `peft_type` is: Tinker's have rank and alpha alone."""
+    """Type of a configuration without `peft_type`: Tinker's only have rank and alpha."""
     return "LORA" if {"r", "lora_alpha"} <= raw.keys() else None
 
 
@@ -214,7 +214,7 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = raw.get(name) or []
-    if isinstance(value, (set, frozenset)):  # PEFT's own configurations hold sets
+    if isinstance(value, (set, frozenset)):  # PEFT's in-memory configurations contain sets
         value = sorted(value, key=str)
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
         raise ValueError(f"{name} is {_short(value)}, wanted a list of names")
@@ -251,7 +251,7 @@ def _version(value: Any) -> str | None:
 
 
 def _short(value: Any) -> str:
-    """What a message shows of a value, however long or deep it is."""
+    """Shortened representation of a value for messages."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a huge integer"
     return _SHORT.repr(value)

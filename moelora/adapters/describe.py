@@ -1,4 +1,4 @@
-"""What an adapter is, as far as its folder alone tells: its writer, dialect, factors and faults."""
+"""Describe an adapter from its folder alone: writer, dialect, factors and faults."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _STACK = re.compile(r"\.experts\.\w+$")
 
 @dataclass
 class Group:
-    """Factors whose names differ in numbers alone: of layers, of experts.
+    """Factors whose names differ only in numbers (layers, experts).
 
-    `form` is what they seem to be, `a` and `b` the shapes of each side.
+    `form` is the apparent form, `a` and `b` the shapes of each side.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass
 class Description:
-    """`facts` by name, `groups` of factors, and what is wrong whatever the model is."""
+    """`facts` by name, `groups` of factors, and faults that are independent of the model."""
 
     facts: dict[str, str]
     groups: list[Group]
@@ -46,7 +46,7 @@ class Description:
 
 
 def describe(folder: str | Path) -> Description:
-    """Reads the configuration and the header of an adapter, whether or not it can be loaded.
+    """Read the configuration and the header of an adapter, whether or not it can be loaded.
 
     Raises FileNotFoundError if there is no adapter, ValueError if a file cannot be read.
     """
@@ -88,7 +88,7 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _keys(weights: Weights) -> tuple[list[Key], list[str]]:
-    """The factors, and the names of all other tensors."""
+    """Factors, and the names of all other tensors."""
     keys, others = [], []
     for text in sorted(weights.keys()):
         key = parse(text)
@@ -119,7 +119,7 @@ def _groups(keys: list[Key], weights: Weights, lora: LoraConfig | None) -> Itera
         group = groups.setdefault(name, Group(name, _form(key, shape)))
         group.modules.add(key.module)
         (group.a if key.side == "A" else group.b).add(shape)
-        if lora is not None and "target_parameters" not in group.form:  # has a parameter's name
+        if lora is not None and "target_parameters" not in group.form:  # named after a parameter
             group.ranks.add(lora.rank_and_scaling(key.path, key.module)[0])
     yield from groups.values()
 
@@ -127,7 +127,7 @@ def _groups(keys: list[Key], weights: Weights, lora: LoraConfig | None) -> Itera
 def _faults(
     keys: list[Key], others: list[str], groups: list[Group], raw: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What keeps the adapter from being loaded into any model."""
+    """Reasons why the adapter cannot be loaded into any model."""
     names = {key.text for key in keys}
     alone = [key.text for key in keys if partner(key.text) not in names]
     if alone:
@@ -149,7 +149,7 @@ def _faults(
     try:
         doubt = Columns.parse(raw).doubt
     except ValueError:
-        return  # LoraConfig has said it
+        return  # LoraConfig has reported it
     if doubt and any("target_parameters" in group.form for group in groups):
         yield f"{doubt}; pass layout= to say which it is"
 

@@ -1,4 +1,4 @@
-"""Pairs of factors of experts, from the tensors of an adapter: stacked, ranks padded with zeros."""
+"""Join the factors of experts into pairs: stacked, ranks padded with zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moelora.adapters.places import ExpertPlace
 
 @dataclass
 class _Sides:
-    """What was found for one projection, by expert; None stands for all experts at once."""
+    """Factors found for one projection, by expert; None: all experts at once."""
 
     layer: MoELayer
     a: dict[int | None, Factor] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class _Sides:
 
 
 def shapes(place: ExpertPlace, rank: int, exchanged: bool) -> list[tuple[int | None, ...]]:
-    """The shapes that a factor may have."""
+    """Shapes that a factor may have."""
     if place.parameter is not None:
         return [place.wrapped_shape(rank, exchanged)]
     wide, tall = place.layer.shape(place.projection)
@@ -37,7 +37,7 @@ def shapes(place: ExpertPlace, rank: int, exchanged: bool) -> list[tuple[int | N
 def stacked(
     place: ExpertPlace, tensor: torch.Tensor, rank: int, exchanged: bool, columns: Layout
 ) -> torch.Tensor:
-    """A checked tensor in the form (E or 1, r, in) or (E or 1, out, r)."""
+    """Convert a checked tensor to (E or 1, r, in) or (E or 1, out, r)."""
     if place.parameter is None:
         return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor
     experts = place.layer.num_experts
@@ -53,12 +53,12 @@ def stacked(
 def exchanges(
     wrapped: Mapping[ExpertPlace, tuple[int, ...]], ranks: Mapping[str, int], lora: LoraConfig
 ) -> bool:
-    """Whether the factors of `target_parameters` have in and out exchanged, all or none.
+    """Whether the factors of `target_parameters` have in and out swapped; all or none.
 
-    Until 0.19.0 PEFT stored them so, A (E*r, out) and B (in, r*E) with delta^T = B A. Shapes tell
-    wherever in and out differ; one adapter has one layout, so that one factor decides for all.
-    Where every factor is square, as for gate_up_proj alone with 2I = K, the version in
-    adapter_config.json decides, and without one the adapter is refused.
+    Until 0.19.0 PEFT stored A (E*r, out) and B (in, r*E) with delta^T = B A. Shapes tell if in and
+    out differ; an adapter has one layout, so one factor decides for all. If all factors are square,
+    as for gate_up_proj alone with 2I = K, the version in adapter_config.json decides; without one
+    the adapter is refused.
     """
     layouts = {False, True}
     for place, shape in wrapped.items():
@@ -102,7 +102,7 @@ class ExpertPairs:
         side[place.expert] = factor
 
     def check(self) -> None:
-        """Raises ValueError unless all factors have their partners and do not overlap."""
+        """Raise ValueError unless all factors have their partners and do not overlap."""
         for (name, projection), sides in self._found.items():
             _check(sides)
             others = {(name, "gate"), (name, "up")} & self._found.keys()
@@ -113,7 +113,7 @@ class ExpertPairs:
                 )
 
     def join(self) -> dict[str, dict[Projection, Pair]]:
-        """Reads the factors: pairs by layer and projection."""
+        """Read the factors: pairs by layer and projection."""
         pairs: dict[str, dict[Projection, Pair]] = {}
         for (name, projection), sides in self._found.items():
             pairs.setdefault(name, {})[projection] = _pair(sides)
@@ -121,7 +121,7 @@ class ExpertPairs:
 
 
 def _check(sides: _Sides) -> None:
-    """Raises ValueError unless both factors of every pair are there, of one rank."""
+    """Raise ValueError unless both factors of every pair exist, with the same rank."""
     a, b = sides.a, sides.b
     for here, there in ((a, b), (b, a)):
         for expert, factor in here.items():
@@ -135,17 +135,17 @@ def _check(sides: _Sides) -> None:
 
 
 def _experts(sides: _Sides) -> list[int]:
-    """Experts that have a factor of their own."""
+    """Experts with a factor of their own."""
     return sorted(e for e in {*sides.a, *sides.b} if e is not None)
 
 
 def _pair(sides: _Sides) -> Pair:
-    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
+    """Join the factors of one projection; experts without factors become zero."""
     a, b, experts = sides.a, sides.b, _experts(sides)
     if experts:
         scalings = [0.0] * sides.layer.num_experts
         for expert in experts:
-            # Where one side is shared, its own path has no expert in it; the other one decides.
+            # A shared side has no expert in its path; the other side determines it.
             scalings[expert] = (a.get(expert) or b[expert]).scaling
         used = {scalings[e] for e in experts}
         if len(used) == 1:
@@ -161,7 +161,7 @@ def _pair(sides: _Sides) -> Pair:
 def _stack(
     factors: dict[int | None, Factor], experts: int, rank_dim: int, rank: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
+    """One tensor (E or 1, ...) of all experts, ranks zero-padded to the largest."""
     if None in factors:
         return factors[None].tensor().to(dtype)
     stack = torch.empty(0)

@@ -1,15 +1,15 @@
-"""Names of tensors in adapters: the module that a factor belongs to, however the file calls it.
+"""Parse tensor names of adapters: the module that a factor belongs to, in any dialect.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight          as PEFT saves it
     module._orig_mod.model.layers.0.self_attn.q_proj.lora_A.default.weight  as it is in memory
 
-Trainers leave more than PEFT's prefix in a key: the modules that torch.compile, DDP, FSDP and
-activation checkpointing put around others, and the name of the adapter. `parse` takes all of that
-off. What is left is the module's path in the model that was trained, whose classes may call it
-otherwise than those of the model that serves it: a text model and the multimodal one that holds it
-(`model.layers` and `model.language_model.layers`), old and new releases of transformers
-(`block_sparse_moe` and `mlp`), or a trainer's own names (`unembed_tokens` for `lm_head`).
-`canonical` gives all of them one name, to look for when there is no module of the exact name.
+Besides PEFT's prefix, keys may contain the wrappers of torch.compile, DDP, FSDP and activation
+checkpointing, and the name of the adapter; `parse` removes them. The rest is the module's path in
+the trained model, whose classes may differ from those of the served model: a text model and the
+multimodal one that contains it (`model.layers` and `model.language_model.layers`), old and new
+releases of transformers (`block_sparse_moe` and `mlp`), or a trainer's own names (`unembed_tokens`
+for `lm_head`). `canonical` maps all of them to one name, which is looked up if there is no module
+with the exact name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Literal
 
 Side = Literal["A", "B"]
 
-MAX_LENGTH = 1024  # characters of a name
+MAX_LENGTH = 1024  # characters
 
-PREFIX = ("base_model", "model")  # PEFT's, two modules around the trained one
+PREFIX = ("base_model", "model")  # PEFT's two modules around the trained one
 
-# Modules that others put around a module, at any depth.
+# Wrapper modules, at any depth.
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 _FACTOR = re.compile(
@@ -32,11 +32,11 @@ _FACTOR = re.compile(
     r"(?:\.(?!(?:weight|bias)$)(?P<adapter>[^.]+))?(?:\.weight)?"
 )
 
-# Segments before the first one that says which part of a model is meant.
+# Leading segments that select a part of a model.
 _HOLDERS = {*PREFIX, "language_model", "text_model", "thinker", "backbone", "llm"}
 
 _SAME = {
-    # releases and relatives of the same blocks
+    # releases and variants of the same blocks
     "block_sparse_moe": "mlp",
     "moe": "mlp",
     "ffn": "mlp",
@@ -48,7 +48,7 @@ _SAME = {
     "router": "gate",
     "unembed_tokens": "lm_head",
     "word_embeddings": "embed_tokens",
-    # the projections of MLPs and of attention in checkpoints of the makers
+    # projections of MLPs and of attention in the vendors' checkpoints
     "w1": "gate_proj",
     "w2": "down_proj",
     "w3": "up_proj",
@@ -66,16 +66,16 @@ _SAME = {
 _ROUTER = re.compile(
     r"\.gate\.(?:gate|layer|linear)(?=\.|$)"
 )  # a router whose linear is a module of its
-_SHARED = re.compile(r"\.mlp\.shared_experts(?=\.|$)")  # not every model has them inside its MLP
+_SHARED = re.compile(r"\.mlp\.shared_experts(?=\.|$)")  # in some models not inside the MLP
 
 
 @dataclass(frozen=True)
 class Key:
-    """The name of one factor, taken apart.
+    """Name of one factor, parsed.
 
-    `path` is the module path as the trained model had it, which `rank_pattern` and
-    `alpha_pattern` are matched with; `module` the same without wrappers; `adapter` the adapter's
-    name if the key has it.
+    `path` is the module path in the trained model, which `rank_pattern` and `alpha_pattern` are
+    matched with; `module` the same without wrappers; `adapter` the adapter's name, if the key
+    contains it.
     """
 
     text: str
@@ -87,7 +87,7 @@ class Key:
 
 
 def parse(text: str) -> Key | None:
-    """The parts of a factor's name, None for a tensor that is no LoRA factor."""
+    """Parse a factor's name; None if the tensor is not a LoRA factor."""
     if len(text) > MAX_LENGTH:
         raise ValueError(
             f"{text:.80}... has {len(text)} characters and is not a LoRA factor, wanted at most "
@@ -108,13 +108,13 @@ def parse(text: str) -> Key | None:
 
 
 def module_of(path: str) -> str:
-    """A module's path in the model that PEFT was given, without wrappers."""
+    """Path of a module in the model that PEFT was given, without wrappers."""
     segments = path.split(".")
     return ".".join(s for s in _after_prefix(segments) if s not in WRAPPERS)
 
 
 def _after_prefix(segments: list[str]) -> list[str]:
-    """The segments behind PEFT's two, among which wrappers may be; all where these are not."""
+    """Segments after PEFT's prefix, which may contain wrappers; all if there is no prefix."""
     left = list(PREFIX)
     for number, segment in enumerate(segments):
         if not left:
@@ -127,7 +127,7 @@ def _after_prefix(segments: list[str]) -> list[str]:
 
 
 def canonical(module: str) -> str:
-    """One name for what is called differently in several classes of a model."""
+    """Common name of modules that are named differently in several classes of a model."""
     segments = module.split(".")
     while len(segments) > 1 and segments[0] in _HOLDERS:
         segments = segments[1:]

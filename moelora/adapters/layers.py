@@ -1,8 +1,8 @@
-"""What adapters fit and what comes out of a checkpoint: layers of a model, pairs of factors.
+"""Layers of a model that adapters apply to, and pairs of factors of a checkpoint.
 
-A whole adapter has pairs of two kinds. Those of the experts of a mixture-of-experts layer are
-stacked over the experts, and their projections are gate, up and down wherever a checkpoint or a
-model keeps them. All others belong to one linear layer (attention, shared experts, dense MLPs,
+An adapter has two kinds of pairs. Those of the experts of a mixture-of-experts layer are
+stacked over the experts, and their projections are gate, up and down, wherever a checkpoint or a
+model stores them. All others belong to one linear layer (attention, shared experts, dense MLPs,
 routers, `lm_head`) or to one embedding:
 
     y = W x + scaling * B (A x)         A (r, in), B (out, r)
@@ -26,12 +26,12 @@ Projection: TypeAlias = Literal["gate", "up", "gate_up", "down"]
 
 @dataclass(frozen=True)
 class MoELayer:
-    """What the adapters of one MoE layer must fit.
+    """Shape of an MoE layer that adapters must match.
 
     `name` is the module path of the experts, e.g. `model.layers.0.mlp.experts`. `interleaved` says
     that rows of w13 alternate between gate and up (gpt-oss) instead of gate rows then up rows.
-    `transposed` says that the model keeps its parameters as (E, in, out), as those with interleaved
-    rows do; it matters for square factors of old versions of PEFT alone.
+    `transposed`: the model stores its parameters as (E, in, out), as those with interleaved rows
+    do; it only matters for square factors of old versions of PEFT.
     """
 
     name: str
@@ -49,13 +49,13 @@ class MoELayer:
 
     @property
     def parameters(self) -> tuple[str, str]:
-        """The 3D parameters of the experts, in the order of registration."""
+        """3D parameters of the experts, in registration order."""
         return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
 
 
 @dataclass
 class Pair:
-    """The factors of one projection: A (E or 1, r, in), B (E or 1, out, r), scaling per expert."""
+    """Factors of one projection: A (E or 1, r, in), B (E or 1, out, r), scaling per expert."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -68,7 +68,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer or an embedding that adapters may have factors of.
+    """A linear layer or an embedding that adapters may apply to.
 
     `name` is its module path, e.g. `model.layers.0.self_attn.q_proj`. `in_features` and
     `out_features` are those of the product, also where the weight is quantized, transposed, or a
@@ -84,7 +84,7 @@ class LinearLayer:
 
 @dataclass
 class LinearPair:
-    """The factors of one linear layer or embedding: A (r, in), B (out, r)."""
+    """Factors of one linear layer or embedding: A (r, in), B (out, r)."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -97,11 +97,11 @@ class LinearPair:
 
 @dataclass
 class Adapter:
-    """All factors of one adapter, on the CPU, as their checkpoint has them (dtype, NaN-free).
+    """All factors of one adapter on the CPU, in the dtype of the checkpoint and without NaN.
 
     `experts` has the pairs of the layers of experts, by name of the `MoELayer` and projection;
-    `linears` those of all other layers, by name of the `LinearLayer`. Layers that the adapter
-    leaves alone are in neither.
+    `linears` those of all other layers, by name of the `LinearLayer`. Layers without factors are in
+    neither.
     """
 
     experts: dict[str, dict[Projection, Pair]]
@@ -110,7 +110,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What can be said of a checkpoint without reading its tensors.
+    """Properties of a checkpoint that are known without reading its tensors.
 
     `max_rank` is the largest rank among the factors of experts, 0 without any. `linear_ranks` has
     the rank of every linear layer or embedding that the adapter has factors of.

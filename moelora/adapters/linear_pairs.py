@@ -1,4 +1,4 @@
-"""Pairs of factors of linear layers and embeddings, from the tensors of an adapter."""
+"""Join the factors of linear layers and embeddings into pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moelora.adapters.places import JOINED, LinearPlace
 
 @dataclass
 class _Sides:
-    """What was found for one layer, or for one of those that it joins."""
+    """Factors found for one layer, or for one of the layers that it joins."""
 
     a: Factor | None = None
     b: Factor | None = None
@@ -28,7 +28,7 @@ class _Found:
 
 
 def shapes(place: LinearPlace, rank: int) -> list[tuple[int | None, ...]]:
-    """The shapes that a factor may have; None is any number of rows."""
+    """Shapes that a factor may have; None: any number of rows."""
     rows = place.linear.out_features if place.part is None else None
     return [(rank, place.linear.in_features) if place.key.side == "A" else (rows, rank)]
 
@@ -57,21 +57,21 @@ class LinearPairs:
             sides.b = factor
 
     def check(self) -> None:
-        """Raises ValueError unless all factors have their partners and fill their layers."""
+        """Raise ValueError unless all factors have their partners and fill their layers."""
         self._parts = {name: _parts(found) for name, found in self._found.items()}
 
     def ranks(self) -> dict[str, int]:
-        """The rank of each layer: of parts together."""
+        """Rank of each layer; the sum over its parts."""
         return {name: sum(p.a.rank for p in parts) for name, parts in self._parts.items()}
 
     def join(self) -> dict[str, LinearPair]:
-        """Reads the factors: pairs by layer."""
+        """Read the factors: pairs by layer."""
         return {name: _pair(self._found[name].linear, parts) for name, parts in self._parts.items()}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A pair of factors that stands for `rows` rows of a layer from row `start` on."""
+    """A pair of factors for rows `start` to `start + rows` of a layer."""
 
     a: Factor
     b: Factor
@@ -80,7 +80,7 @@ class _Part:
 
 
 def _parts(found: _Found) -> list[_Part]:
-    """What the pair of a layer is made of; ValueError if factors are missing or do not fit."""
+    """Parts of a layer's pair; ValueError if factors are missing or do not fit."""
     linear, whole = found.linear, found.whole
     if whole is None:
         return _joined(found)
@@ -93,14 +93,14 @@ def _parts(found: _Found) -> list[_Part]:
 
 
 def _joined(found: _Found) -> list[_Part]:
-    """The rows of a layer that its parts are."""
+    """Rows of a layer that its parts cover."""
     linear = found.linear
     whole = linear.name.rpartition(".")[2]
     names = JOINED[whole]
     pairs = {number: _both(found.parts[number]) for number in sorted(found.parts)}
     key = next(iter(pairs.values()))[0].key
     rows = [found.rows.get(number) for number in range(len(names))]
-    if whole == "gate_up_proj":  # halves, so that one of them may be alone
+    if whole == "gate_up_proj":  # halves, either of which may be absent
         rows = [linear.out_features // 2 if n is None else n for n in rows]
     if None in rows:
         missing = [name for name, n in zip(names, rows, strict=True) if n is None]
@@ -124,7 +124,7 @@ def _both(sides: _Sides) -> tuple[Factor, Factor]:
 
 
 def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
-    """Pairs of rows of a layer as one: ranks side by side, B zero where they do not meet."""
+    """Join pairs of parts: ranks are concatenated, B is zero in the rows of other parts."""
     dtype = common_dtype([factor for part in parts for factor in (part.a, part.b)])
     if len(parts) == 1 and parts[0].rows == linear.out_features:
         part = parts[0]

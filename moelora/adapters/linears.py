@@ -1,13 +1,13 @@
-"""The factors of linear layers and embeddings in all slots of a pool.
+"""Factors of linear layers and embeddings, for all slots of a pool.
 
 R is the largest rank rounded up to 8. Per layer:
 
     lora_a      (max_loras, 1, R, in)       of an embedding (max_loras, 1, in, R)
     lora_b      (max_loras, 1, out, R)
-    lora_ranks  (max_loras,), 0 where an adapter leaves the layer alone
+    lora_ranks  (max_loras,), 0 if the adapter has no factors of the layer
 
-in the form of experts' stacks with one expert. An adapter's scaling, which may differ from layer to
-layer, is in B: lists of blocks, which say once for all layers of a pass where rows go, carry none.
+in the layout of expert stacks with one expert. The scaling, which may differ between layers, is
+folded into B, because lists of blocks are shared by all layers of a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moelora.adapters.stacks import Place, fitted, padded
 
 
 class LinearFactors(TypedDict):
-    """The adapters that one linear layer or embedding may apply."""
+    """Adapters of one linear layer or embedding."""
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
@@ -30,11 +30,11 @@ class LinearFactors(TypedDict):
     adapter_enabled: torch.Tensor
 
 
-StagedLinears = dict[str, tuple[torch.Tensor, torch.Tensor]]  # (A, B), as LinearPair, of its layer
+StagedLinears = dict[str, tuple[torch.Tensor, torch.Tensor]]  # (A, B), as LinearPair, by layer
 
 
 class LinearStacks:
-    """The stacks of all linear layers and embeddings of a pool."""
+    """Stacks of all linear layers and embeddings of a pool."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LinearStacks:
         return self._a[name], self._b[name], self._ranks[name]
 
     def stage(self, adapter: Mapping[str, LinearPair]) -> StagedLinears:
-        """Checks an adapter's pairs and converts them; ValueError says what does not fit."""
+        """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         staged = {}
         for name, pair in adapter.items():
             dtype = self._a[name].dtype
@@ -77,7 +77,7 @@ class LinearStacks:
         return staged
 
     def write(self, slot: int, staged: StagedLinears) -> None:
-        """Puts a staged adapter into a slot; layers that it leaves alone become zero there."""
+        """Write a staged adapter to a slot; layers without factors become zero."""
         for name, layer in self.layers.items():
             a, b, ranks = self.of(name)
             a[slot].zero_()

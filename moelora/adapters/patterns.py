@@ -1,20 +1,20 @@
 r"""`rank_pattern` and `alpha_pattern`, matched as PEFT does and in bounded time.
 
-PEFT takes the first key for which `re.match(rf"(.*\.)?({key})$", path)` holds. A configuration is
-not trusted, and `re` backtracks: `(a+)+$` would stop the process for good. So keys are regular
-expressions of the part of the language that configurations use:
+PEFT uses the first key for which `re.match(rf"(.*\.)?({key})$", path)` holds. Configurations are
+untrusted, and `re` backtracks: `(a+)+$` would hang the process. Keys are therefore limited to the
+subset of regular expressions that configurations use:
 
     a  .  \.  \d \D \w \W \s \S  [a-z0-9_]  [^.]     one character
     ?  *  +  {m}  {m,}  {,n}  {m,n}                   its repetition, lazy ones (`*?`) too
     ( | )  (?: | )  ( )?                              choices; a group may be optional, not repeated
     ^  $                                              both ends of the path
 
-Anything else is refused, and the message says where in the key it stands.
+Anything else is refused with its position in the key.
 
-Places in a path are the bits of one integer, bit n before character n. A part of a key maps the
-places where it may begin to those where it may end, all of them at once and without backtracking.
-`re` itself finds where classes stand. All the parts that are tried for all paths of a checkpoint
-are counted, and their number is limited.
+Sets of positions in a path are bits of one integer, bit n before character n. A part of a key maps
+the positions where it may begin to those where it may end, all at once and without backtracking.
+`re` itself matches character classes. The number of parts tried for all paths of a checkpoint is
+limited.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NoReturn, TypeVar
 
-MAX_LENGTH = 1024  # characters of a key
-MAX_DEPTH = 8  # groups in each other
-MAX_PARTS = 1 << 14  # of all keys: as many small regular expressions are compiled in a second
+MAX_LENGTH = 1024  # characters per key
+MAX_DEPTH = 8  # nested groups
+MAX_PARTS = 1 << 14  # of all keys: as many small regular expressions compile within a second
 MAX_STEPS = 1 << 22  # parts tried for all paths of a checkpoint: seconds
-_CLASS = 4  # what a part with classes counts for: the time of so many plain ones
-_CHARACTERS = 32  # of a part that count for one more
+_CLASS = 4  # cost of a part with classes, relative to plain ones
+_CHARACTERS = 32  # characters of a part that count as one more
 
 _NAME = re.compile(r"(\w|-|\\?\.)*")
 _ATOM = re.compile(
@@ -40,7 +40,7 @@ _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class _Text:
-    """A path, and where in it the characters of a key stand."""
+    """A path, and the positions of a key's characters in it."""
 
     def __init__(self, text: str):
         self.text = text
@@ -49,7 +49,7 @@ class _Text:
         self._found: dict[str | re.Pattern[str], int] = {}
 
     def places(self, what: str | re.Pattern[str]) -> int:
-        """The places before which `what` stands, a text or a look-ahead."""
+        """Positions at which `what`, a text or a look-ahead, matches."""
         self.steps += 1 if isinstance(what, str) else _CLASS
         if what not in self._found:
             places = 0
@@ -68,14 +68,14 @@ _Part = Callable[[_Text, int], int]
 
 
 def _sought(atoms: list[str]) -> str | re.Pattern[str]:
-    """What `_Text.places` looks for: a text if no atom is a class."""
+    """Argument of `_Text.places`: a text if no atom is a class."""
     if all(atom != "." and not _CLASSES.match(atom) for atom in atoms):
         return "".join(atom[-1] for atom in atoms)  # without the backslash
     return re.compile(f"(?={''.join(atoms)})")
 
 
 def _characters(atoms: list[str]) -> _Part:
-    """As many characters as there are atoms."""
+    """One character per atom."""
     what, width = _sought(atoms), len(atoms)
 
     def part(text: _Text, starts: int) -> int:
@@ -95,7 +95,9 @@ def _repeated(atom: str, least: int, most: int | None) -> _Part:
                 break
             starts = (starts & places) << 1
             text.steps += 1
-        if most is None:  # a carry runs through each row of places, to the one behind its last
+        if (
+            most is None
+        ):  # a carry propagates through each row of positions, to the one after its last
             return starts | ((starts & places) + places) ^ places
         ends = starts
         for _ in range(most - least):
@@ -111,7 +113,7 @@ def _repeated(atom: str, least: int, most: int | None) -> _Part:
 
 def _sequence(parts: list[_Part]) -> _Part:
     def part(text: _Text, starts: int) -> int:
-        text.steps += not parts  # others count for themselves
+        text.steps += not parts  # others are counted separately
         for step in parts:
             if not starts:
                 break
@@ -132,7 +134,7 @@ def _choice(parts: list[_Part], is_optional: bool) -> _Part:
 
 
 class _Parser:
-    """One key, read from left to right."""
+    """Parser of one key, from left to right."""
 
     def __init__(self, key: str):
         self.key, self.at = key, 0
@@ -168,7 +170,7 @@ class _Parser:
 
     def _parts(self, depth: int) -> _Part:
         parts: list[_Part] = []
-        atoms: list[str] = []  # without a repetition, so far
+        atoms: list[str] = []  # without a repetition
         while self.at < len(self.key) and self.key[self.at] not in "|)":
             atom = _ATOM.match(self.key, self.at)
             times = _TIMES.match(self.key, atom.end()) if atom else None
@@ -222,26 +224,26 @@ V = TypeVar("V")
 
 
 class Patterns(Generic[V]):
-    """One option of one checkpoint: values by key, in the order in which keys are tried.
+    """One option of a checkpoint: values by key, in matching order.
 
     Parameters
     ----------
     values : mapping
         Value of each key.
     option : str
-        What messages call it.
+        Name in messages.
 
     Raises
     ------
     ValueError
-        A key is not in the language above, or all of them have too many parts.
+        A key is not in the subset above, or the keys have too many parts.
     """
 
     def __init__(self, values: Mapping[str, V], option: str = "patterns"):
         self._option = option
         self._values = list(values.values())
-        # Keys of characters and dots, as tools write them for every module, are looked up: by their
-        # length and the places of dots that stand for any character, so that their number is free.
+        # Keys of plain characters and dots, which tools write for every module, are looked up by
+        # length and positions of wildcard dots, so their number does not matter.
         self._names: dict[tuple[int, tuple[int, ...]], dict[str, int]] = {}
         self._parsed: list[tuple[int, _Part]] = []
         self._steps = 0
@@ -264,21 +266,21 @@ class Patterns(Generic[V]):
                 )
 
     def _add_name(self, key: str, number: int) -> None:
-        # A backslash stands in for an escaped dot, so that lengths are those of paths.
+        # A backslash replaces an escaped dot, so that lengths are those of paths.
         text = re.sub(r"\\.", r"\\", key, flags=re.DOTALL)
         wild = tuple(n for n, c in enumerate(text) if c == ".")
         names = self._names.setdefault((len(text), wild), {})
         names.setdefault(text.replace("\\", "."), number)
 
     def find(self, path: str, default: V) -> V:
-        """The value of the first key that matches the end of `path`, whole or behind a dot.
+        """Value of the first key that matches `path`, or its end after a dot.
 
-        `path` is one line.
+        `path` must be a single line.
 
         Raises
         ------
         ValueError
-            The keys have taken too long to try for all the paths asked for so far.
+            Matching all paths so far has exceeded the limit.
         """
         if path not in self._found:
             self._found[path] = min(self._matching(path), default=None)

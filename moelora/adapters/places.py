@@ -1,10 +1,10 @@
-"""Where in a model the factors of an adapter belong: experts and projections, linear layers.
+"""Map factors of an adapter to a model: experts and projections, linear layers.
 
-Keys of experts, behind the path of a layer's experts (`model.layers.0.mlp.experts`):
+Keys of experts, after the path of a layer's experts (`model.layers.0.mlp.experts`):
 
     .3.gate_proj                one pair for each expert, A (r, in), B (out, r); Mixtral's names
                                 w1 = gate, w3 = up, w2 = down are the same
-    .gate_up_projs.3            the same as gpt-oss's experts are called for training in four bits;
+    .gate_up_projs.3            the same, as gpt-oss's experts are named for 4-bit training;
                                 also gate_projs, up_projs, down_projs
     .gate_proj                  all experts stacked, A (E or 1, r, in), B (E or 1, out, r);
                                 1, or a plain matrix, is one factor shared by all experts
@@ -14,14 +14,14 @@ Keys of experts, behind the path of a layer's experts (`model.layers.0.mlp.exper
                                 of their own: input_linear and output_linear beside the experts
                                 (GraniteMoE), fc1 and fc2 below them (Aria)
 
-`target_parameters` do not name their parameter: PEFT nests one wrapper per targeted parameter, in
-the order in which the module registers them, so that the first is the innermost and has the most
-`base_layer`. Which parameters are targeted, adapter_config.json says.
+Keys of `target_parameters` do not name their parameter: PEFT nests one wrapper per targeted
+parameter, in registration order, so that the first is the innermost and has the most `base_layer`.
+adapter_config.json lists the targeted parameters.
 
-Where experts have no gate, w1 is their up projection (Tinker's Nemotron) and w3 is empty.
+If experts have no gate, w1 is their up projection (Tinker's Nemotron) and w3 is empty.
 
-A linear layer of a model may be several in the trained one; then the factors of these parts stand
-for rows of it, one part after the other (`JOINED`).
+A linear layer of the model may be several layers in the trained one; the factors of these parts
+then cover consecutive rows of it (`JOINED`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moelora.adapters.config import LoraConfig
 from moelora.adapters.keys import Key, canonical
 from moelora.adapters.layers import LinearLayer, MoELayer, Projection
 
-_BELOW = 3  # names of a key below its layer, at most
+_BELOW = 3  # maximum number of segments of a key after its layer
 _WRAPPED = re.compile(r"(\.base_layer)*")
 _NUMBER = r"(?P<expert>0|[1-9][0-9]{0,8})"
 _PROJECTION = re.compile(rf"(\.{_NUMBER})?\.(?P<name>[a-z0-9_]+)")
@@ -56,11 +56,11 @@ _OF_UNGATED: dict[str, Projection] = {
     "w1": "up",
     "w2": "down",
 }
-# Modules whose `weight` is a stack of experts: beside those of a layer, and among them.
+# Modules whose `weight` is an expert stack: next to a layer's experts, and among them.
 _BESIDE: dict[str, Projection] = {"input_linear": "gate_up", "output_linear": "down"}
 _AMONG: dict[str, Projection] = {"fc1": "gate_up", "fc2": "down"}
 
-# Linear layers whose rows are those of several layers of other classes or releases: MiniMax-M3's
+# Linear layers whose rows are those of several layers in other classes or releases: MiniMax-M3's
 # MLPs, Qwen3.5's linear attention, and the start of Nemotron's Mamba projection.
 JOINED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -74,10 +74,10 @@ _PARTS = [
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A factor of experts. `expert` is None for one of all experts at once.
+    """A factor of experts. `expert` is None for all experts at once.
 
-    `parameter` is the name of a parameter that PEFT has wrapped, None for all other forms. `paths`
-    are what the patterns of the configuration are matched with, best first.
+    `parameter` is the name of a parameter that PEFT has wrapped, otherwise None. `paths` are
+    matched with the configuration's patterns, best first.
     """
 
     key: Key
@@ -89,11 +89,11 @@ class ExpertPlace:
 
     @property
     def absent(self) -> bool:
-        """Whether the layer has no such projection, so that the factor must be empty."""
+        """Whether the layer lacks this projection, so that the factor must be empty."""
         return not self.layer.gated and self.projection in ("gate", "gate_up")
 
     def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
-        """Of a factor of `target_parameters`."""
+        """Shape of a factor of `target_parameters`."""
         sizes = self.layer.shape(self.projection)
         wide, tall = reversed(sizes) if exchanged else sizes
         stacked = self.layer.num_experts * rank
@@ -102,7 +102,7 @@ class ExpertPlace:
 
 @dataclass(frozen=True)
 class LinearPlace:
-    """A factor of a linear layer or embedding, or of one of those that it joins (`part`)."""
+    """A factor of a linear layer or embedding, or of one of the parts that it joins (`part`)."""
 
     key: Key
     linear: LinearLayer
@@ -116,7 +116,7 @@ V = TypeVar("V")
 
 
 class _Names(Generic[V]):
-    """Modules by path; where there is none of that path, by what else it may be called."""
+    """Modules by path, or by an alternative name if there is none with that path."""
 
     def __init__(self, modules: Iterable[tuple[str, V]]):
         self.exact = dict(modules)
@@ -137,7 +137,7 @@ def _canonical(module: str) -> str:
 
 
 class Modules:
-    """The layers of a model that an adapter may have factors of, to look keys up in."""
+    """Layers of a model that adapters may apply to, for looking up keys."""
 
     def __init__(
         self, lora: LoraConfig, layers: Sequence[MoELayer], linears: Sequence[LinearLayer]
@@ -148,14 +148,14 @@ class Modules:
         self._linears = _Names((linear.name, linear) for linear in linears)
 
     def locate(self, key: Key) -> Place:
-        """Where a factor belongs; ValueError if moelora does not know."""
+        """Layer and position of a factor; ValueError if unknown."""
         place = self._linear(key) or self._expert(key) or self._part(key)
         if place is None:
             raise ValueError(f"{key.text:.200} {self._unknown()}")
         return place
 
     def linear(self, module: str) -> LinearLayer | None:
-        """The linear layer or embedding that is called so."""
+        """The linear layer or embedding of this name."""
         return self._linears.find(module)
 
     def _unknown(self) -> str:
@@ -176,7 +176,7 @@ class Modules:
             if not linear.embedding:
                 kind, wanted = "a linear layer", "lora_"
             raise ValueError(f"{key.text:.200}: {linear.name} is {kind}, wanted {wanted}{key.side}")
-        # A parameter that PEFT has wrapped (a router's) is called by the module's name alone.
+        # A parameter wrapped by PEFT (a router's) is named after its module.
         parameter = f"{key.module}.weight"
         if self._lora.targets_parameter(parameter):
             return LinearPlace(key, linear, None, (f"{key.path}.weight", parameter))
@@ -228,7 +228,7 @@ class Modules:
         return ExpertPlace(key, layer, projection, expert, None, (key.path, key.module))
 
     def _parameter(self, key: Key, layer: MoELayer, name: str, depth: int) -> str:
-        """Which parameter of the experts a wrapper is around."""
+        """Parameter of the experts that a wrapper is around."""
         targeted = list(layer.parameters)
         if self._lora.target_parameters:
             targeted = [

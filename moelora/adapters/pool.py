@@ -1,13 +1,13 @@
-"""A fixed number of adapter slots for all layers of a model, filled and emptied while serving.
+"""Adapter slots for all layers of a model, allocated once and filled while serving.
 
-Layers of experts have the stacks that `fused_experts_lora` reads (`stacks.py`), linear layers and
+Expert layers have the stacks that `fused_experts_lora` reads (`stacks.py`), linear layers and
 embeddings those that a delta reads (`linears.py`); all share `adapter_enabled`, (max_loras,).
-Everything is allocated once and only ever written in place, so a captured CUDA graph sees every
-adapter that comes and goes. A load is staged and checked outside the stacks; when anything is wrong
-with it nothing in the pool has changed.
+Everything is allocated once and only written in place, so that captured CUDA graphs see later
+adapters. A load is staged and checked outside the stacks; if it fails, the pool is unchanged.
 
-A signal can raise between any two statements. So a name is listed in one step, only while the slot
-holds all of its factors: it goes before the first of them is overwritten and comes after the last.
+A signal may raise between any two statements. So a name is registered in a single step, and only
+while its slot holds all factors: it is removed before the first of them is overwritten and added
+after the last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,24 @@ from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
 from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
 
+BASE = "__base__"  # PEFT's name for rows without an adapter
+
+
+def check_name(name: object) -> None:
+    """Raises ValueError for what no adapter can be called."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}, wanted a non-empty string")
+    if name == BASE:
+        raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
+
 
 class _Use:
-    """A batch that holds adapters; gone with the call that made it, however that ends."""
+    """A batch that holds adapters; ends with the call that created it, however that ends."""
 
 
 @dataclass
 class _Loaded:
-    """An adapter that is in the pool."""
+    """An adapter in the pool."""
 
     slot: int
     pinned: bool
@@ -57,7 +67,7 @@ class _Staged:
 
 
 class _Tables(NamedTuple):
-    """What all layers of one device share, (max_loras,) each; the first two are of experts."""
+    """Tensors shared by all layers of a device, (max_loras,) each; the first two for experts."""
 
     ranks: torch.Tensor
     scalings: torch.Tensor
@@ -65,7 +75,7 @@ class _Tables(NamedTuple):
 
 
 class LayerFactors(TypedDict):
-    """Keyword arguments of `fused_experts_lora`: the adapters that one layer may apply."""
+    """Keyword arguments of `fused_experts_lora`: the adapters of one layer."""
 
     w13_lora_a: torch.Tensor | tuple[torch.Tensor, ...]
     w13_lora_b: torch.Tensor | tuple[torch.Tensor, ...]
@@ -82,16 +92,16 @@ class AdapterPool:
     Parameters
     ----------
     layers : sequence of MoELayer
-        The layers of experts, in any order.
+        Expert layers, in any order.
     max_loras : int
         Number of slots. Adding to a full pool evicts the least recently used adapter that is
         neither pinned nor held.
     max_rank : int
-        Largest rank of experts' factors that fits.
+        Maximum rank of experts' factors.
     dtype : torch.dtype
-        Of the factors; must be that of the activations.
+        Dtype of the factors; must be that of the activations.
     device : torch.device or str
-        Where the stacks live.
+        Device of the stacks.
     w13_slices : {2, 1}
         2 keeps gate and up as two pairs (the natural form of per-expert checkpoints), 1 as one
         pair whose A both share (the natural form of PEFT's `target_parameters`: half the shrink
@@ -102,23 +112,23 @@ class AdapterPool:
         `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has its
         own per expert is refused. Without it shared factors are copied to every expert.
     linears : sequence of LinearLayer
-        Linear layers and embeddings that the pool has room for, too.
+        Linear layers and embeddings to allocate slots for, too.
     max_linear_rank : int, optional
-        Largest rank of their factors that fits; by default `max_rank`.
+        Maximum rank of their factors; by default `max_rank`.
     places : mapping, optional
-        Layers, by name, that live on another device or in another dtype: (device, dtype) of each.
+        Layers, by name, on another device or in another dtype: (device, dtype) of each.
     others : mapping, optional
-        Layers of the model that the pool has no room for, and in words why. An adapter that has
-        factors of one is refused with these words, instead of for a key that is not known.
+        Layers of the model that the pool does not cover, with the reason. An adapter that has
+        factors of one is refused with this reason, instead of for an unknown key.
     own : callable, optional
-        Gives the weight of a linear layer or embedding of the model by its name, None if it has no
-        plain one. An adapter may hold such a weight beside its factors, as it was in training; it
-        is refused unless that is the model's own.
+        Returns the weight of a linear layer or embedding of the model by name, None if it has no
+        plain one. An adapter may contain such a weight next to its factors, as it was in training;
+        it is refused unless that is the model's own.
 
     Notes
     -----
     Every method may be called from any thread. An adapter in use by `hold` or `keep` is neither
-    evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only good for as
+    evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only valid as
     long as the adapter is held or pinned, or nobody adds adapters meanwhile.
     """
 
@@ -192,26 +202,26 @@ class AdapterPool:
         pin: bool = False,
         replace: bool = False,
     ) -> int:
-        """Loads an adapter; where its checkpoint is refused the pool is as it was.
+        """Load an adapter; if its checkpoint is refused, the pool is unchanged.
 
-        Where an interrupt (Ctrl-C) ends the call, `name` is either loaded or not, whole; the
-        adapter that it replaces or evicts may be gone, all others are as they were.
+        If an interrupt (Ctrl-C) ends the call, `name` is either completely loaded or not; the
+        adapter that it replaces or evicts may be gone, all others are unchanged.
 
         Parameters
         ----------
         name : str
-            What the adapter will be called.
+            Name of the adapter.
         source : path or state dict
             A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
         config : mapping, optional
             The content of `adapter_config.json` that goes with a state dict.
         layout : {"rank_major", "grouped_by_expert"}, optional
-            How columns of `lora_B` of `target_parameters` lie, where nothing in the adapter says
-            so: older adapters of Unsloth are grouped by expert.
+            Column order of `lora_B` of `target_parameters`, if the adapter does not state
+            it: older adapters of Unsloth are grouped by expert.
         pin : bool
             Never evict it.
         replace : bool
-            Load over an adapter of that name, in its slot, instead of refusing.
+            Replace an adapter of that name, in its slot, instead of refusing.
 
         Returns
         -------
@@ -225,8 +235,7 @@ class AdapterPool:
         RuntimeError
             No slot can be freed.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {name!r}, wanted a non-empty string")
+        check_name(name)
         with self._lock:
             self._check_add(name, replace)
         try:
@@ -244,7 +253,7 @@ class AdapterPool:
             return slot
 
     def remove(self, name: str) -> None:
-        """Frees the slot of an adapter. RuntimeError while a batch holds it."""
+        """Free the slot of an adapter. RuntimeError while a batch holds it."""
         with self._lock:
             loaded = self._entry(name)
             self._check_free(name, loaded)
@@ -254,24 +263,24 @@ class AdapterPool:
                 tables.ranks[loaded.slot] = 0
 
     def enable(self, name: str) -> None:
-        """Undoes `disable`."""
+        """Undo `disable`."""
         with self._lock:
             self._enable(self._entry(name).slot, True)
 
     def disable(self, name: str) -> None:
-        """Keeps the adapter loaded but makes its tokens base tokens, from the next launch on."""
+        """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
         with self._lock:
             self._enable(self._entry(name).slot, False)
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """Protects an adapter from eviction, or stops protecting it."""
+        """Protect an adapter from eviction, or stop protecting it."""
         with self._lock:
             self._entry(name).pinned = pinned
 
     # -- serving --
 
     def lookup(self, name: str) -> int:
-        """The slot of an adapter, which counts as a use. KeyError names what is loaded."""
+        """Slot of an adapter; counts as a use. KeyError names the loaded adapters."""
         with self._lock:
             loaded = self._entry(name)
             self._loaded.move_to_end(name)
@@ -282,7 +291,7 @@ class AdapterPool:
     ) -> torch.Tensor:
         """`token_lora_mapping` for one name (None = no adapter) per token, int32 on the device.
 
-        `out` is filled in place, for a captured graph; tokens beyond the names get -1.
+        `out` is written in place, for captured graphs; tokens beyond the names get -1.
         """
         names = list(names)
         with self._lock:
@@ -301,7 +310,7 @@ class AdapterPool:
 
     @contextmanager
     def hold(self, names: Iterable[str | None]) -> Iterator[None]:
-        """Keeps adapters in their slots for as long as the context lasts."""
+        """Keep adapters in their slots while the context is active."""
         use, held = _Use(), []
         try:
             with self._lock:
@@ -315,7 +324,7 @@ class AdapterPool:
                     loaded.users.discard(use)
 
     def keep(self, names: Iterable[str | None]) -> object:
-        """As `hold`, for as long as the object that it returns is referred to."""
+        """Like `hold`, for the lifetime of the returned object."""
         use = _Use()
         with self._lock:
             for loaded in [self._entry(name) for name in set(names) if name is not None]:
@@ -323,7 +332,7 @@ class AdapterPool:
         return use
 
     def layer(self, name: str) -> LayerFactors:
-        """Keyword arguments of `fused_experts_lora` for one layer, but for `token_lora_mapping`."""
+        """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`."""
         stacks, tables = self._experts.of(name), self._tables[self.places[name].device]
         a, b = stacks.w13_lora_a, stacks.w13_lora_b
         return {
@@ -337,7 +346,7 @@ class AdapterPool:
         }
 
     def linear(self, name: str) -> LinearFactors:
-        """The factors of one linear layer or embedding, scalings included (`linears.py`)."""
+        """Factors of one linear layer or embedding, including scalings (`linears.py`)."""
         a, b, ranks = self._linears.of(name)
         enabled = self._tables[self.places[name].device].enabled
         return {"lora_a": a, "lora_b": b, "lora_ranks": ranks, "adapter_enabled": enabled}
@@ -385,7 +394,7 @@ class AdapterPool:
         self._check_free(name, loaded)
 
     def _choose_slot(self, name: str) -> tuple[int, str | None]:
-        """The slot for an adapter and the name of the one that has to leave it."""
+        """Slot for an adapter, and name of the one that must be evicted from it."""
         if name in self._loaded:
             return self._loaded[name].slot, name
         free = set(range(self.max_loras)) - {loaded.slot for loaded in self._loaded.values()}
@@ -404,7 +413,7 @@ class AdapterPool:
         config: Mapping[str, Any] | None,
         layout: Layout | None,
     ) -> Adapter:
-        """A checkpoint, all of whose factors the pool has room for."""
+        """Read a checkpoint whose factors all fit the pool."""
         others = [layer for layer, _ in self._others.values()]
         adapter = checkpoint.load(
             source,

@@ -1,4 +1,4 @@
-"""The factors of experts in all slots of a pool, and how a checkpoint's pairs come into them.
+"""Factors of experts in all slots of a pool, and the conversion of a checkpoint's pairs.
 
 R is the largest rank rounded up to 8. Per layer:
 
@@ -23,19 +23,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Place(NamedTuple):
-    """Where the factors of a layer are, and in which dtype: that of the layer's activations."""
+    """Device and dtype of a layer's factors; the dtype is that of the layer's activations."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 def padded(rank: int) -> int:
-    """Rows of B are 16-byte aligned when their length is a multiple of 8."""
+    """Round up, since rows of B are 16-byte aligned if their length is a multiple of 8."""
     return -(-rank // 8) * 8
 
 
 def fitted(where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A factor in the dtype of its stack; ValueError if that dtype cannot hold it."""
+    """Convert a factor to the dtype of its stack; ValueError if that dtype cannot represent it."""
     converted = tensor.to(dtype)
     if not torch.isfinite(converted).all():
         raise ValueError(f"{where} overflows {dtype}")
@@ -44,7 +44,7 @@ def fitted(where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 @dataclass
 class _Stacks:
-    """The factors of one layer, all slots."""
+    """Factors of one layer, all slots."""
 
     w13_lora_a: list[torch.Tensor]
     w13_lora_b: list[torch.Tensor]
@@ -65,7 +65,7 @@ class StagedExperts:
 
 
 class ExpertStacks:
-    """The stacks of all layers of experts of a pool.
+    """Stacks of all expert layers of a pool.
 
     `slices` and `shared_outer` are the `w13_slices` and `shared_outer` of `AdapterPool`.
     """
@@ -115,7 +115,7 @@ class ExpertStacks:
         )
 
     def stage(self, adapter: Mapping[str, Mapping[Projection, Pair]]) -> StagedExperts:
-        """Checks an adapter's pairs and converts them; ValueError says what does not fit."""
+        """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
         }
@@ -153,7 +153,7 @@ class ExpertStacks:
         stack: tuple[str, torch.Tensor, torch.Tensor],
         factor: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Checks a pair against its stacks and converts it to their dtype."""
+        """Check a pair against its stacks and convert it to their dtype."""
         projection, *stacks = stack
         converted = []
         for side, tensor, into in zip("AB", factor, stacks, strict=True):
@@ -166,7 +166,7 @@ class ExpertStacks:
         return converted[0], converted[1]
 
     def write(self, slot: int, staged: StagedExperts) -> None:
-        """Puts a staged adapter into a slot; layers that it leaves alone become zero there."""
+        """Write a staged adapter to a slot; layers without factors become zero."""
         for name, layer in self.layers.items():
             stacks = self._named(layer)
             chosen = staged.factors.get(name, [None] * len(stacks))
@@ -184,7 +184,7 @@ def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _folded(pair: Pair) -> Pair:
-    """The same product with the scaling inside B (or A where only A differs between experts)."""
+    """Fold the scaling into B (or into A if only A differs between experts)."""
     scale = torch.tensor(pair.scalings, dtype=torch.float32).view(-1, 1, 1)
     if scale.size(0) in (1, pair.b.size(0)):
         return Pair(pair.a, pair.b.float() * scale, [1.0])
@@ -194,7 +194,7 @@ def _folded(pair: Pair) -> Pair:
 def _w13_slices(
     layer: MoELayer, pairs: Mapping[Projection, Pair], slices: int
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """The pairs of gate and up as the stacks want them: one factor pair per slice."""
+    """Convert the pairs of gate and up to the layout of the stacks: one pair per slice."""
     if not layer.gated:
         return [_factors(pairs.get("up"))]
     fused = pairs.get("gate_up")
@@ -213,7 +213,7 @@ def _w13_slices(
 def _joined(
     layer: MoELayer, halves: Sequence[tuple[int, Pair]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate (0) and up (1) as one pair: ranks side by side, B zero where they do not meet."""
+    """Join gate (0) and up (1): ranks are concatenated, B is zero in the rows of the other."""
     experts = max(pair.a.size(0) for _, pair in halves)
     rows = max(pair.b.size(0) for _, pair in halves)
     rank = sum(pair.rank for _, pair in halves)

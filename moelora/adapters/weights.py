@@ -1,6 +1,6 @@
-"""The tensors of an adapter, wherever they are: files of safetensors or of torch, a state dict.
+"""Tensors of an adapter: from safetensors or torch files, or a state dict.
 
-Looked for in a folder, in this order, each also in shards (`-00001-of-00002`, with or without
+Files are searched in this order, each also in shards (`-00001-of-00002`, with or without
 their index):
 
     adapter_model.safetensors
@@ -29,9 +29,9 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  
 
 
 class Weights(Protocol):
-    """Tensors by key, each read when it is asked for.
+    """Tensors by key, read on access.
 
-    `dtype` has the name that a file gives to one that no adapter is in.
+    `dtype` is the file's name for a dtype that adapters cannot have.
     """
 
     def keys(self) -> Sequence[str]: ...
@@ -73,7 +73,7 @@ class State:
 
 
 class _Safetensors:
-    """One file of safetensors, open until `opened` closes."""
+    """One safetensors file, open until `opened` closes."""
 
     def __init__(self, path: Path, opened: ExitStack):
         self._path = path
@@ -105,7 +105,7 @@ class _Safetensors:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Gives errors the file's name."""
+        """Add the file's name to errors."""
         from safetensors import SafetensorError
 
         try:
@@ -139,14 +139,14 @@ class _Shards:
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The files with the tensors of an adapter, and the keys that an index says each has.
+    """Files with the tensors of an adapter, and the keys of each according to an index.
 
     Raises
     ------
     FileNotFoundError
-        There are none; the message says what there is instead.
+        There are none; the message lists what there is instead.
     ValueError
-        A shard is missing, or the index names a file elsewhere.
+        A shard is missing, or the index names a file outside the folder.
     """
     for ending in ENDINGS:
         whole = file_in(folder, f"{STEM}{ending}")
@@ -201,12 +201,12 @@ def _numbered(folder: Path, ending: str) -> list[Path]:
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[Weights]:
-    """The tensors of a folder.
+    """Tensors of a folder.
 
     Raises
     ------
     FileNotFoundError, ValueError
-        There are none, a file cannot be read, or has not what its index says.
+        There are none, a file cannot be read, or its content does not match the index.
     """
     with ExitStack() as opened:
         files = {}
@@ -237,9 +237,9 @@ def _unpickled(path: Path) -> State:
 
 
 def _check_records(path: Path) -> None:
-    """Raises ValueError if a file would take more memory than it is long.
+    """Raise ValueError if a file would take more memory than its size.
 
-    Records of a zip file may be compressed, or lie over each other; torch.save writes neither.
+    Records of a zip file may be compressed, or overlap; torch.save writes neither.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -253,7 +253,7 @@ def _check_records(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says is wrong, without its advice to load whatever it is."""
+    """torch's error, without its advice to load the file anyway."""
     lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     told = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler"))
     return next(told, lines[0]).partition(" Please ")[0]

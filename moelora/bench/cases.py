@@ -1,4 +1,4 @@
-"""What a case is made of: weights, adapters, batches, and the work that they ask for."""
+"""Generate a case: weights, adapters, batches, and their amount of work."""
 
 import json
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ MIXES = {
 }
 ROUTINGS = ("uniform", "zipf")
 
-Checkpoint: TypeAlias = dict[str, tuple[Tensor, ...]]  # of "w13" and "w2", what its format holds
+Checkpoint: TypeAlias = dict[str, tuple[Tensor, ...]]  # of "w13" and "w2"
 
 
 @dataclass
 class Batch:
-    """What changes from step to step: tokens, their routing, their adapters."""
+    """The part of a case that changes per step: tokens, routing, adapters."""
 
     x: Tensor  # [M, K]
     topk_ids: Tensor  # [M, top_k] int32
@@ -51,10 +51,10 @@ def normal(
     generator: Generator,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Random values drawn in pieces, so that no float32 copy of a large stack ever exists.
+    """Random values, drawn in pieces to avoid a float32 copy of a large stack.
 
-    A CPU draws slowly: one piece is repeated there, of a length that no dimension divides, so that
-    experts and rows still differ.
+    Drawing is slow on a CPU, so one piece is repeated there. No dimension divides its length, so
+    that experts and rows still differ.
     """
     out = torch.empty(shape, dtype=dtype, device=generator.device)
     flat = out.view(-1)
@@ -82,7 +82,7 @@ def draw_weights(
 def draw_checkpoint(
     model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
 ) -> Checkpoint:
-    """Quantized weights as checkpoints hold them."""
+    """Random quantized weights in checkpoint layout."""
     e, k, i = model.experts, model.hidden, model.intermediate
     assert model.format
     draw = FORMATS[model.format].draw
@@ -160,7 +160,7 @@ def _router_logits(model: Model, tokens: int, routing: str, generator: Generator
             order = torch.randperm(model.experts, device=device, generator=generator)
             logits += -torch.log1p(order.float())
         return logits
-    # The largest of log p + Gumbel noise are draws from p without replacement.
+    # The largest log p + Gumbel noise are draws from p without replacement.
     prior = read_histogram(routing, model.experts).to(device)
     noise = -torch.empty(shape, device=device).exponential_(generator=generator).log()
     return prior.clamp(min=1e-9).log() + noise
@@ -207,8 +207,8 @@ def _draw_mapping(tokens: int, adapters: int, mix: str, generator: Generator) ->
 def work(model: Model, batch: Batch, rank: int = 0) -> tuple[float, float]:
     """(flops, bytes) of one layer; rank 0 is the layer without adapters.
 
-    Bytes count each touched expert once, with its biases, each touched (expert, adapter) pair once,
-    x and y once. Quantized weights count as checkpoints hold them, with their scales.
+    Bytes count each active expert once, with its biases, each active (expert, adapter) pair once,
+    and x and y once. Quantized weights count as stored in checkpoints, including scales.
     """
     matrices = model.slices + 1
     size = model.hidden * model.intermediate

@@ -1,4 +1,4 @@
-"""`moelora bench plot --picture beside`: what adapters cost, in ours and in vLLM's layer."""
+"""`moelora bench plot --picture beside`: the cost of adapters, in our layer and in vLLM's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ CURVES = (
 
 
 def draw(file: str, out: str, rank: int) -> Path:
-    """Time of a layer along the number of tokens, over vLLM's layer without adapters."""
+    """Time of a layer by number of tokens, relative to vLLM's layer without adapters."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import ScalarFormatter

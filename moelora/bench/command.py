@@ -37,7 +37,7 @@ from moelora.bench.machine import processor
 from moelora.bench.results import Case
 from moelora.bench.timing import GraphTimer, TurnTimer
 
-# What is measured where nothing else is said. Layers are cut to what 12 GB of memory hold on a CPU.
+# Default cases. On a CPU, layers are cut to fit 12 GB of memory.
 DEFAULTS = {
     "cuda": {
         "models": "qwen3,mixtral,dsv2lite",
@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
-    """What says which layers and batches are measured, and for how long."""
+    """Options that define which layers and batches are measured, and for how long."""
 
     def usual(name: str) -> str:
         """A default that depends on the device."""
@@ -127,7 +127,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what was not said, checks what was; ValueError names what is wrong."""
+    """Fill in defaults and check options; ValueError names the invalid one."""
     args.device = args.device or ("cuda" if _C.has_cuda() else "cpu")
     if args.device == "cuda" and not _C.has_cuda():
         raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
@@ -162,7 +162,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _settle_layers(args: argparse.Namespace) -> None:
-    """`models` becomes [(key, Model)]; a format of weights limits `dtypes`."""
+    """Convert `models` to [(key, Model)]; a weight format limits `dtypes`."""
     format = getattr(args, "format", None)
     given = format
     if format in cases.DTYPES:
@@ -214,7 +214,7 @@ def _is_share(text: str) -> bool:
 
 
 def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Generator]:
-    """What settled `args` are measured with."""
+    """Timers and peaks for settled `args`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
@@ -223,8 +223,9 @@ def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Gener
 
 @torch.no_grad()
 def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], list[str]]:
-    """All cases of settled `args`, and what was not measured; the result file grows with every
-    case."""
+    """Measure all cases of settled `args`, and list those that were skipped; the result file grows
+    with every case.
+    """
     started = time.monotonic()
     timer, generator = tools(args)
     about = processor() if args.device == "cpu" else {}
@@ -244,7 +245,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
                 f" L={adapters}" if len(args.adapters) > 1 else ""
             )
             progress.update(bar, description=what)
-            bench = layer = found = None  # before the next one is drawn
+            bench = layer = found = None  # free memory before the next one is drawn
             same_a = "transformers" in args.baselines
             layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
             found, missing = baselines.baselines_of(layer, args.baselines, options)
@@ -269,7 +270,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
 
 
 def headlines(rows: list[Case]) -> list[str]:
-    """What adapters leave of the layer's speed, for each model, format and rank."""
+    """Cost of adapters for each model, format and rank."""
     groups: dict[str, list[Case]] = {}
     for row in rows:
         what = f"{row['model']} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
@@ -291,7 +292,7 @@ over base; x best: the fastest baseline with adapters, over ours"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
-    """The headlines, one line a case with one column a baseline, and what is not there."""
+    """Print the headlines, one line per case with one column per baseline, and what was skipped."""
     for line in headlines(rows):
         console.print(line, highlight=False)
     if rows:

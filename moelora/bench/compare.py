@@ -9,7 +9,7 @@ from rich.table import Table
 from moelora.bench import console, results
 from moelora.bench.results import Case
 
-# What tells cases of one file apart; absent fields count as None.
+# Fields that identify a case within a file; absent fields count as None.
 IDENTITY = (
     *("model", "experts", "tp", "top_k", "hidden", "inter", "tokens", "rank", "adapters"),
     *("mix", "routing", "dtype", "format", "block_size", "sequences", "threads"),
@@ -37,12 +37,12 @@ def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def identity(case: Case) -> tuple[Any, ...]:
     found = {**DEFAULT_FIELDS, **case}
     found["dtype"] = SAME_DTYPE.get(found.get("dtype", ""), found.get("dtype"))
-    found.setdefault("format", found["dtype"])  # older files have no other
+    found.setdefault("format", found["dtype"])  # absent in older files
     return tuple(found.get(name) for name in IDENTITY)
 
 
 def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
-    """Pairs of the same case. Older files do not say how many experts a case had."""
+    """Pairs of the same case. Older files do not contain the number of experts of a case."""
     both_say = all("experts" in case for case in before + after)
 
     def key(case: Case) -> tuple[Any, ...]:
@@ -53,14 +53,15 @@ def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
 
 
 def half_spread(case: Case, name: str) -> float:
-    """Half of the middle 80 % of the turns, as a share of the time; 0 where the file has none."""
+    """Half of the middle 80 % of the turns, relative to the time; 0 if the file lacks them."""
     low, high = case.get("spread_us", {}).get(name, (0.0, 0.0))
     return (high - low) / 2 / case[f"{name}_us"]
 
 
 def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
-    """What happened to every time of ours: `change` is after / before - 1, `noise` what it must
-    exceed to count: `least`, or the spreads of both runs where they are larger."""
+    """Change of each of our times: `change` is after / before - 1, `noise` its threshold: `least`,
+    or the spreads of both runs if these are larger.
+    """
     found = []
     for old, new in pairs:
         for field, was in old.items():
@@ -86,7 +87,7 @@ def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
 
 
 def describe(case: Case) -> str:
-    """Without what is the same nearly everywhere."""
+    """Describe a case, without fields that are nearly always the same."""
     usual = {"tp": 1, "mix": "many", "routing": "uniform", "format": case.get("dtype")}
     shown = {name: value for name, value in case.items() if usual.get(name) != value}
     return " ".join([str(shown.pop("model", "")), *(f"{n}={v}" for n, v in shown.items())]).strip()

@@ -1,4 +1,4 @@
-"""The MoE layer that a Hugging Face `config.json` describes."""
+"""MoE layer described by a Hugging Face `config.json`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
 from moelora.ops import Activation
 
-# What configurations call the sizes of a layer, those that say it best first.
+# Names of a layer's sizes in configurations, most specific first.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "experts_per_token")
 HIDDEN = ("hidden_size", "d_model")
@@ -28,13 +28,14 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def is_config(text: str) -> bool:
-    """Whether `text` names a configuration, or a folder that has one, rather than a model."""
+    """Whether `text` is a configuration file or folder, rather than the name of a model."""
     return text.endswith(".json") or "/" in text or (Path(text) / "config.json").is_file()
 
 
 def read(text: str, format: str | None = None) -> tuple[str, Model]:
-    """(key, model) of a configuration or of a folder with one. Its weights are in `format`, else in
-    that of its `quantization_config`; ValueError names what is missing, or cannot be measured."""
+    """(key, model) of a configuration or its folder. The weight format is `format`, or that of its
+    `quantization_config`; ValueError names what is missing or unsupported.
+    """
     path = Path(text)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -62,16 +63,16 @@ def read(text: str, format: str | None = None) -> tuple[str, Model]:
 
 
 def name_of(config: Mapping[str, Any], path: Path) -> str:
-    """The folder's name, where the file has none but its own."""
+    """Name of the folder, if the file has the standard name."""
     given = config.get("_name_or_path") or config.get("name") or path.resolve().parent.name
     return Path(str(given)).name or str(config.get("model_type", "model"))
 
 
 def number(path: Path, levels: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
-    for level in reversed(list(levels)):  # the nested ones know more of experts
+    for level in reversed(list(levels)):  # nested levels are more specific about experts
         for name in names:
             value = level.get(name)
-            if isinstance(value, list) and value:  # one for each kind of expert
+            if isinstance(value, list) and value:  # one per kind of expert
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
@@ -111,7 +112,7 @@ def format_of(path: Path, levels: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def bits(quantized: Mapping[str, Any]) -> int | None:
-    """Of a weight, as GPTQ and AWQ say it or as compressed-tensors does."""
+    """Bits per weight, as stated by GPTQ and AWQ or by compressed-tensors."""
     if "bits" in quantized or "w_bit" in quantized:
         found = quantized.get("bits", quantized.get("w_bit"))
     else:

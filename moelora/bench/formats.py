@@ -1,4 +1,4 @@
-"""Weight formats that a layer can be measured in: what a checkpoint of each holds, at random."""
+"""Weight formats for benchmarks: random weights in the layout of checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def draw_nvfp4(
 def draw_int4(
     experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """GPTQ's qweight [E, K/8, N] and scales [E, K/128, N], likewise."""
+    """GPTQ's qweight [E, K/8, N] and scales [E, K/128, N], with the same deviation."""
     words = _integers((experts, columns // 8, rows, 4), 0, 256, generator)
     scales = torch.rand(
         (experts, columns // INT4_GROUP, rows), generator=generator, device=generator.device
@@ -48,12 +48,12 @@ def draw_int4(
 def draw_fp8_block(
     experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """e4m3 [E, N, K] and scales [E, N/128, K/128], likewise."""
+    """e4m3 [E, N, K] and scales [E, N/128, K/128], with the same deviation."""
     options: dict[str, Any] = {"generator": generator, "device": generator.device}
     values = torch.empty(
         (experts, rows, columns), dtype=torch.float8_e4m3fn, device=generator.device
     )
-    for expert in range(experts):  # of float32 there is never more than one
+    for expert in range(experts):  # at most one expert exists in float32
         values[expert] = torch.randn((rows, columns), **options).mul_(112).clamp_(-448, 448)
     scales = torch.rand((experts, rows // FP8_BLOCK, columns // FP8_BLOCK), **options)
     return values, scales.add_(0.5).mul_(0.02 / 112)
@@ -68,16 +68,16 @@ def _integers(
 
 @dataclass(frozen=True)
 class Format:
-    """One way to hold quantized weights, as checkpoints do."""
+    """A checkpoint layout of quantized weights."""
 
     about: str
-    bits: float  # of a weight, its share of the scales included
-    multiple: int  # of both sizes of a layer
+    bits: float  # bits per weight, including its share of the scales
+    multiple: int  # required divisor of both sizes of a layer
     draw: Callable[
         ..., tuple[torch.Tensor, ...]
-    ]  # of experts, rows, columns, generator, dtype: what `pack` takes
-    pack: Callable[..., QuantizedWeights]  # makes QuantizedWeights of that
-    rate: float = 1.0  # of its products, over that of 16 bits
+    ]  # draws (experts, rows, columns, generator, dtype): arguments of `pack`
+    pack: Callable[..., QuantizedWeights]  # creates QuantizedWeights from them
+    rate: float = 1.0  # peak of its products relative to 16 bits
 
 
 FORMATS = {

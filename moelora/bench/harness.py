@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from moelora.bench.shapes import Model
     from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
 
-# Relative to the norm of the reference; baselines that merge or add adapters later round more.
+# Relative to the norm of the reference. Baselines that merge adapters, or add them later, round
+# more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
-W8A8_TOLERANCE = 4e-2  # a sum that is rounded otherwise may be the next number of FP8, 6 % away
+W8A8_TOLERANCE = 4e-2  # different rounding of a sum may select the next FP8 value, 6 % away
 
 
 def tolerance_of(layer: Layer) -> float:
@@ -74,21 +75,22 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def rotation(device: torch.device, tokens: int) -> int:
-    """Batches in turn: so many that the experts of a few tokens are not always the same. A CPU
-    reads a buffer larger than its caches between calls instead."""
+    """Batches in rotation: enough that few tokens do not always select the same experts. A CPU
+    reads a buffer larger than its caches between calls instead.
+    """
     if device.type == "cpu":
         return 1
     return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
 
 
 def mean_work(model: Model, batches: Sequence[Batch], rank: int) -> tuple[float, float]:
-    """(flops, bytes) of one layer, the mean of the batches."""
+    """(flops, bytes) of one layer, averaged over batches."""
     flops, moved = zip(*(cases.work(model, batch, rank) for batch in batches), strict=True)
     return sum(flops) / len(batches), sum(moved) / len(batches)
 
 
 def bound_us(model: Model, work: tuple[float, float], peaks: Peaks) -> float:
-    """What (flops, bytes) of one layer take at least, in microseconds."""
+    """Lower bound of the time of (flops, bytes), in microseconds."""
     flops, moved = work
     rate = FORMATS[model.format].rate if model.format else 1.0
     return 1e6 * peaks.bound(flops / rate, moved)
@@ -96,16 +98,16 @@ def bound_us(model: Model, work: tuple[float, float], peaks: Peaks) -> float:
 
 @dataclass
 class Situation:
-    """What the batches of a layer have in common."""
+    """Common properties of the batches of a layer."""
 
-    key: str  # of the model, as the result file names it
+    key: str  # key of the model in result files
     tp: int
     mix: str
     routing: str
 
 
 class Bench:
-    """All baselines of one layer; what was too slow once is not tried again."""
+    """All baselines of one layer; those that were too slow are not tried again."""
 
     def __init__(
         self,
@@ -117,10 +119,10 @@ class Bench:
     ):
         self.layer, self.baselines, self.situation = layer, baselines, situation
         self.timer, self.budget_ms = timer, budget_ms
-        self.slow: dict[Key, str] = {}  # why
+        self.slow: dict[Key, str] = {}  # reasons
 
     def measure(self, tokens: int, generator: torch.Generator) -> list[Case]:
-        """The rows of the result file for batches of so many tokens: one for each rank."""
+        """Rows of the result file for batches with this many tokens: one per rank."""
         s, layer = self.situation, self.layer
         torch_dtype = cases.DTYPES[layer.dtype]
         batches = [
@@ -152,9 +154,10 @@ class Bench:
         return {key: run for key, run in runs.items() if key not in self.slow}
 
     def check(self, runs: Runs, batch: Batch) -> tuple[str, dict[Key, float], dict[int, float]]:
-        """(our plan, relative errors, {rank: our error over that with unpacked weights, or, of
-        activations in FP8, over vLLM's}). Drops from `runs` what cannot run or is too slow, refuses
-        what is wrong."""
+        """(our plan, relative errors, {rank: our error relative to that with unpacked weights, or
+        with FP8 activations to vLLM's}). Drops from `runs` what cannot run or is too slow; raises
+        for wrong results.
+        """
         tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
         reference_of = functools.cache(lambda layer: reference_rows(layer, batch, tokens))
         errors: dict[Key, float] = {}
@@ -171,7 +174,7 @@ class Bench:
             except TooSlow as why:
                 self.leave_out(runs, key, f"{len(batch.x)} tokens, rank {rank}: {why}")
                 continue
-            except Exception as problem:  # a baseline's own limits must not end the run
+            except Exception as problem:  # a baseline's limits must not end the run
                 if who == "ours":
                     raise
                 self.skipped[key] = f"{type(problem).__name__}: {problem}".splitlines()[0]
@@ -192,7 +195,7 @@ class Bench:
         return plan, errors, self.error_ratios(nears)
 
     def error_ratios(self, errors: Mapping[Key, float]) -> dict[int, float]:
-        """{rank: the larger one of with adapters and without}."""
+        """{rank: the larger ratio of with and without adapters}."""
         native = (f"ours_{self.layer.dtype}",)
         like = ("vllm_base", "vllm_lora") if is_w8a8(self.layer.w13) else native
         found = {r: errors["ours", r] / e for (who, r), e in errors.items() if who in like}
@@ -209,7 +212,7 @@ class Bench:
     def row(
         self, tokens: int, rank: int, runs: Runs, errors: Mapping[Key, float], plan: str
     ) -> Case:
-        """What identifies the case, and what is known of it without its times."""
+        """Identification of the case, and properties other than times."""
         s = self.situation
         return {
             "model": s.key,
@@ -244,7 +247,7 @@ def figures(
     work: Sequence[float],
     peaks: Peaks,
 ) -> Case:
-    """The measured part of a row."""
+    """Measured part of a row."""
     mine, base = times["ours", rank], times["ours", 0]
     ours = {
         (who if r else f"{who}_base"): t

@@ -1,4 +1,4 @@
-"""One MoE layer of a model, which all baselines share."""
+"""One MoE layer of a model, shared by all baselines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moelora.reference.fp8 import numbers_of
 class Layer:
     """Weights and adapters of one model in one dtype, shared by all baselines.
 
-    `same_a`: gate and up get equal (but separate) shrink factors, as PEFT's `target_parameters`
-    can hold no others.
+    `same_a`: gate and up have equal (but separate) shrink factors, since PEFT's `target_parameters`
+    cannot represent others.
     """
 
     w13: torch.Tensor | QuantizedWeights
@@ -37,7 +37,7 @@ class Layer:
         self.model, self.dtype, self.adapters = model, dtype, adapters
         self.device = generator.device
         torch_dtype = cases.DTYPES[dtype]
-        self.checkpoint: cases.Checkpoint = {}  # what quantized weights were made of
+        self.checkpoint: cases.Checkpoint = {}  # source of quantized weights
         if model.format:
             self.checkpoint = cases.draw_checkpoint(model, generator, torch_dtype)
             self.w13, self.w2 = cases.pack_checkpoint(model, self.checkpoint, torch_dtype)
@@ -60,7 +60,7 @@ class Layer:
         return self.w13, self.w2
 
     def weights_of(self, projection: str, expert: int) -> torch.Tensor:
-        """One expert's "w13" or "w2" [N, K], as numbers if it is quantized."""
+        """One expert's "w13" or "w2" [N, K], dequantized."""
         w = getattr(self, projection)
         if isinstance(w, torch.Tensor):
             return w[expert]

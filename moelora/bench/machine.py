@@ -1,4 +1,4 @@
-"""What a machine can do at best, and so the bound of a case; what a result file says about it."""
+"""Peaks of a machine, hence bounds of cases, and its description in result files."""
 
 import os
 import pathlib
@@ -12,24 +12,24 @@ import torch
 from moelora import _C
 from moelora.tuned import cpu_name
 
-# Bytes read and written per second, bf16 flops per second; measured once with long runs.
+# Bytes per second read and written, bf16 flops per second; measured once with long runs.
 KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes per second of memory, flops per second; None where the case did not need it."""
+    """Memory bytes per second, flops per second; None if the case does not need it."""
 
     bytes: float
     flops: float | None
 
     def bound(self, flops: float, moved: float) -> float:
-        """Seconds that nothing can beat."""
+        """Lower bound of the time, in seconds."""
         return max(moved / self.bytes, flops / self.flops if self.flops else 0.0)
 
 
 def gpu_peaks() -> Peaks:
-    """Of the current GPU: the known figures, or a long copy and a large product measured now."""
+    """Peaks of the current GPU: known values, or measured with a long copy and a large product."""
     known = KNOWN.get(torch.cuda.get_device_name())
     if known:
         return Peaks(*known)
@@ -54,9 +54,9 @@ def _best(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 class CpuYardsticks:
-    """A streaming read, which also empties the caches, and torch.mm."""
+    """CPU peaks: a streaming read, which also evicts the caches, and torch.mm."""
 
-    LEAST = 256 << 20  # bytes of one read, so that its start does not count
+    LEAST = 256 << 20  # bytes per read, enough to hide its start
 
     def __init__(self, mm_size: int):
         self.buffer = torch.ones(max(4 * last_cache_bytes(), self.LEAST) // 4)
@@ -69,13 +69,13 @@ class CpuYardsticks:
         return 4 * self.buffer.numel() / (time.perf_counter() - started)
 
     def mm(self, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """A call of torch.mm on weights as layers hold them, (out, in)."""
+        """Time torch.mm with weights in the layout of layers, (out, in)."""
         x, w = torch.ones(2, self.mm_size, self.mm_size, dtype=dtype)
         return lambda: torch.mm(x, w.t())
 
 
 def last_cache_bytes() -> int:
-    """Size of the largest cache of this processor; 32 MiB where the system does not say."""
+    """Size of the largest cache of this processor; 32 MiB if unknown."""
     sizes = [32 << 20]
     for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -84,7 +84,7 @@ def last_cache_bytes() -> int:
 
 
 def processor() -> dict[str, Any]:
-    """What a result file says of a CPU."""
+    """Description of a CPU for result files."""
     return {
         "device": cpu_name(),
         "cores": os.cpu_count(),

@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(files: Sequence[str], out: str) -> Path:
-    """One picture of all files: on the left achieved flops over intensity under the roof, on the
-    right what adapters cost over the same layer without, and what a larger number of them does
-    where some case was measured with several."""
+    """Draw one picture of all files: on the left achieved flops over intensity under the roofline,
+    on the right the overhead of adapters, also by number of adapters if some case was measured with
+    several.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -81,18 +82,18 @@ def with_several_counts(rows: Sequence[Case]) -> list[Case]:
 
 
 def _case(row: Case, *more: str) -> str:
-    """Its name; of the fields `more`, too."""
+    """Name of a case, with the additional fields `more`."""
     fields = "".join(f", {row.get(name)} {name}" for name in more)
     return f"{row['model']} {row['dtype']} rank {row['rank']}{fields}"
 
 
 def _varying(rows: Sequence[Case], field: str) -> tuple[str, ...]:
-    """(field,) if it is not the same in all rows, to be named by `_case`."""
+    """(field,) if it varies between rows, for `_case`."""
     return (field,) if len({row.get(field) for row in rows}) > 1 else ()
 
 
 def roofline(axes: Axes, rows: Sequence[Case]) -> None:
-    """Points are ours; the roof is what the machine was measured or known to reach."""
+    """Points are ours; the roof is the known or measured peak of the machine."""
     drawn = [row for row in rows if row.get("gflop") and row.get("streaming_gb_s")]
     peaks = {(r["streaming_gb_s"], r["mm_gflop_s"]) for r in drawn if r["mm_gflop_s"]}
     groups = defaultdict(list)
@@ -120,8 +121,9 @@ def roofline(axes: Axes, rows: Sequence[Case]) -> None:
 
 
 def overhead(axes: Axes, rows: Sequence[Case], along: Literal["tokens", "adapters"]) -> None:
-    """Time with adapters over the same layer without, ours and each baseline that has both, along
-    the number of `tokens` or of `adapters`."""
+    """Time with adapters relative to the same layer without, for ours and each baseline that has
+    both, by number of `tokens` or of `adapters`.
+    """
     curves: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     other = _varying(rows, "adapters" if along == "tokens" else "tokens")
     for row in rows:

@@ -13,14 +13,14 @@ import torch
 
 import moelora
 
-Case: TypeAlias = dict[str, Any]  # a line of a result file
+Case: TypeAlias = dict[str, Any]  # a row of a result file
 
 
 def commit() -> str:
-    """The commit that is measured: $MOELORA_COMMIT where the tree travels without its history."""
+    """Commit that is measured, or $MOELORA_COMMIT for a tree without history."""
     if os.environ.get("MOELORA_COMMIT"):
         return os.environ["MOELORA_COMMIT"]
-    # An installed copy may lie inside somebody else's repository.
+    # An installed copy may be inside an unrelated repository.
     here = pathlib.Path(__file__)
     if not _git("ls-files", "--error-unmatch", here.name):
         return "unknown"
@@ -38,7 +38,7 @@ def _git(*command: str) -> str:
 
 
 def gpu_state() -> str:
-    """Name, driver, clocks, power and temperature as the driver reports them now."""
+    """Name, driver, clocks, power and temperature according to the driver."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
     try:
         run = subprocess.run(
@@ -67,7 +67,7 @@ def meta() -> dict[str, Any]:
 
 
 def write(path: str | pathlib.Path, cases: list[Case], **more: Any) -> None:
-    """One line a case, so that files can be compared by eye."""
+    """Write a file, one line per case to keep diffs readable."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(case) for case in cases)

@@ -28,7 +28,7 @@ class Model:
 
     @property
     def gate_up(self) -> GateUp | None:
-        """What the rows of w13 are, as constructors of `QuantizedWeights` name it."""
+        """Row order of w13, as the constructors of `QuantizedWeights` name it."""
         if self.slices == 1:
             return None
         return "interleaved" if self.activation == "swigluoai" else "concatenated"
@@ -55,7 +55,7 @@ class Model:
         return replace(self, experts=experts)
 
     def shard(self, tp: int) -> "Model":
-        """What one of `tp` tensor-parallel ranks holds: every expert, 1/tp of its columns."""
+        """Shard of one of `tp` tensor-parallel ranks: every expert, 1/tp of its columns."""
         if tp < 1 or self.intermediate % tp:
             raise ValueError(
                 f"{self.name} has an intermediate size of {self.intermediate}: "

@@ -1,7 +1,7 @@
-"""Times baselines in turn, so that all meet the same clocks and the same neighbours.
+"""Time baselines in turn, so that all run under the same conditions.
 
-On a GPU: CUDA graphs of many calls over rotating batches, weights past the L2 cache, events around
-each replay. On a CPU: one call a turn, after a read that empties the caches.
+On a GPU: CUDA graphs of many calls over rotating batches, with cold L2 for weights and events
+around each replay. On a CPU: one call per turn, after a read that evicts the caches.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Run:
     """One baseline on a case."""
 
     call: Callable[[int], Any]  # of a batch's index; returns the output
-    # the checked call instead of `call(0)`; may raise Skipped
+    # the checked call, instead of `call(0)`; may raise Skipped
     first: Callable[[], torch.Tensor] | None = None
-    eager: bool = False  # it synchronizes with the host, so no CUDA graph can hold it
-    of: Layer | None = None  # what it computes, where that is not the case's
+    eager: bool = False  # synchronizes with the host, so CUDA graphs cannot capture it
+    of: Layer | None = None  # what it computes, if not the case's layer
 
 
 Runs: TypeAlias = dict[Key, Run]
 
 
 def on(batches: Sequence[Any], run: Callable[..., Any], *more: Any) -> Callable[[int], Any]:
-    """The `call` of a Run: `run(batch, *more)` of a batch's index."""
+    """`call` of a Run: `run(batch, *more)` with a batch's index."""
     return lambda i: run(batches[i], *more)
 
 
@@ -66,7 +66,7 @@ class Times:
 
 
 def calls_in_graph(batches: int, bytes_per_call: float) -> int:
-    """So many that weights come from memory and the launch of the graph does not count."""
+    """Enough calls that weights come from memory and the launch of the graph is negligible."""
     return max(batches, min(48, math.ceil(COLD_BYTES / max(bytes_per_call, 1.0))))
 
 
@@ -77,12 +77,12 @@ class GraphTimer:
         self.peaks = gpu_peaks()
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
-        # The pool lives as long as a graph that uses it.
+        # The pool lives as long as a graph uses it.
         scratch = torch.zeros(1, device="cuda")
         self.keeper = self.capture([lambda: scratch.add_(1)])
 
     def capture(self, calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-        """One graph of `calls` back to back, after one plain run of each."""
+        """Capture one graph of `calls` back-to-back calls, after one eager run of each."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
@@ -104,9 +104,9 @@ class GraphTimer:
         bytes_per_call: float,
         budget_ms: float,
     ) -> tuple[dict[Name, Times], Peaks]:
-        """One call of each of `runs`, and the peaks of this GPU.
+        """Time one call of each of `runs`, and the peaks of this GPU.
 
-        Each graph holds `calls_in_graph`, over rotating batches.
+        Each graph contains `calls_in_graph` calls over rotating batches.
         """
         calls = calls_in_graph(len(batches), bytes_per_call)
         graphs, turns = [], {}
@@ -115,7 +115,7 @@ class GraphTimer:
             if not run.eager:
                 try:
                     graphs.append(self.capture(rotation))
-                except RuntimeError:  # it synchronizes where nobody expected it
+                except RuntimeError:  # unexpected synchronization
                     run.eager = True
             turns[key] = (rotation[0], 1) if run.eager else (graphs[-1].replay, calls)
         samples: dict[Name, list[float]] = {key: [] for key in turns}
@@ -151,15 +151,15 @@ class GraphTimer:
 
 
 class TurnTimer:
-    """One call of each baseline a round; the reads that empty the caches measure streaming
-    bandwidth, and torch.mm, which takes its turn too, arithmetic.
+    """One call of each baseline per round. The reads that evict the caches measure streaming
+    bandwidth, and torch.mm, which has a turn too, measures arithmetic.
 
-    A baseline leaves once it has had its time and its rounds; one far behind leaves after its time.
+    A baseline ends after its time and its rounds; one that is far slower ends after its time.
     """
 
     ROUNDS = range(3, 15)
     FAR_BEHIND = 5.0
-    STREAMED = 8  # up to so many tokens the layer is bound by its weights alone
+    STREAMED = 8  # maximum number of tokens at which only weights bound a layer
 
     def __init__(self, mm_size: int = 2048):
         self.yardsticks = CpuYardsticks(mm_size)
@@ -171,7 +171,7 @@ class TurnTimer:
         bytes_per_call: float,
         budget_ms: float,
     ) -> tuple[dict[Key, Times], Peaks]:
-        """One call of each of `runs`, "ours" among them, and the peaks of this machine."""
+        """Time one call of each of `runs`, "ours" among them, and the peaks of this machine."""
         x = batches[0].x
         waiting: dict[Key, Callable[[], Any]] = {k: partial(run.call, 0) for k, run in runs.items()}
         if len(x) > self.STREAMED:

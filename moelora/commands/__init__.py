@@ -1,1 +1,1 @@
-"""What `moelora` runs besides `bench`; nothing here is imported with moelora."""
+"""Commands of `moelora` other than `bench`; not imported with moelora."""

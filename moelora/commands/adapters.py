@@ -1,4 +1,4 @@
-"""`moelora adapters`: what an adapter is, whether it loads, and which of its keys is in the way."""
+"""`moelora adapters`: describe an adapter and report whether it loads, or what prevents it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moelora.adapters import peek
 from moelora.adapters.columns import Layout
 from moelora.adapters.describe import Group, describe
 from moelora.bench import console
+from moelora.terminal import printable
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,16 +35,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing is in the way; 1: something is; 2: there is no adapter, or no such model."""
+    """Exit status 0: it loads; 1: it does not; 2: there is no adapter, or no such model."""
     try:
         found = describe(args.folder)
     except (OSError, ValueError) as error:
-        print(f"moelora adapters: {error}", file=sys.stderr)
+        print(f"moelora adapters: {printable(error)}", file=sys.stderr)
         return 2
     out = console()
-    facts = Table(show_header=False, title=str(args.folder))
+    facts = Table(show_header=False, title=_text(args.folder))
     for name, value in found.facts.items():
-        facts.add_row(name, Text(value, overflow="fold"))
+        lines = [_text(line) for line in value.splitlines()]
+        facts.add_row(name, Text("\n", overflow="fold").join(lines))
     out.print(facts)
     out.print(_factors(found.groups))
     problems = [p for p in found.problems if args.layout is None or "pass layout=" not in p]
@@ -51,9 +53,13 @@ def run(args: argparse.Namespace) -> int:
         try:
             answer, problem = _fits(args.folder, args.model, args.layout)
         except (OSError, ValueError, NotImplementedError, ImportError) as error:
-            print(f"moelora adapters: --model {args.model}: {error}", file=sys.stderr)
+            print(
+                f"moelora adapters: --model {printable(args.model)}: {printable(error)}",
+                file=sys.stderr,
+            )
             return 2
-        _say(out, answer)
+        for line in answer:
+            _say(out, line)
         problems += problem
     for problem in problems:
         _say(out, f"problem: {problem}")
@@ -63,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(out: Console, text: str) -> None:
-    out.print(Text(text, overflow="fold"), highlight=False, soft_wrap=True)
+    out.print(_text(text), highlight=False, soft_wrap=True)
+
+
+def _text(text: object) -> Text:
+    """What a file says, without what a terminal or rich would act on."""
+    return Text(printable(text), overflow="fold")
 
 
 def _factors(groups: list[Group]) -> Table:
@@ -71,12 +82,12 @@ def _factors(groups: list[Group]) -> Table:
     for group in groups:
         shapes = [" ".join(str(list(s)) for s in sorted(side)) for side in (group.a, group.b)]
         ranks = ", ".join(map(str, sorted(group.ranks)))
-        table.add_row(group.name, str(len(group.modules)), group.form, *shapes, ranks)
+        table.add_row(_text(group.name), str(len(group.modules)), group.form, *shapes, ranks)
     return table
 
 
-def _fits(folder: str, model: str, layout: Layout | None) -> tuple[str, list[str]]:
-    """How a model serves an adapter, in words, and what is in the way."""
+def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], list[str]]:
+    """How a model would serve an adapter, in lines of text, and what prevents it."""
     from moelora.integrations.transformers import moe_layers
     from moelora.integrations.transformers.empty import empty_model
     from moelora.integrations.transformers.enable import own_experts
@@ -97,13 +108,13 @@ def _fits(folder: str, model: str, layout: Layout | None) -> tuple[str, list[str
     try:
         info = peek(folder, layers, [linear.layer for linear in linears.values()], layout=layout)
     except (ValueError, OSError) as error:
-        return has, [str(error)]
+        return [has], [str(error)]
     refused = [n for n in info.linear_ranks if linears[n].refusal]
     if refused:
-        return has, [f"factors of {n}, {linears[n].refusal}" for n in refused[:5]]
+        return [has], [f"factors of {n}, {linears[n].refusal}" for n in refused[:5]]
     shares = " with one A for gate and up" if info.max_rank and info.fused else ""
     parts = [f"experts up to rank {info.max_rank}{shares}"] if info.max_rank else []
     if info.linear_ranks:
         ranks = sorted(set(info.linear_ranks.values()))
         parts.append(f"{len(info.linear_ranks)} other layers of rank {', '.join(map(str, ranks))}")
-    return f"{has}\nload_adapters serves all of the adapter: {'; '.join(parts)}", []
+    return [has, f"load_adapters serves all of the adapter: {'; '.join(parts)}"], []

@@ -36,7 +36,7 @@ def devices() -> list[str]:
 
 
 def facts() -> dict[str, str]:
-    """What the table says, by row."""
+    """Rows of the table."""
     if not _C.WITH_CUDA:
         cuda = "not compiled in"
     else:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tested(out: Console) -> dict[str, str]:
-    """What the self-test found, with a bar while it runs."""
+    """Result of the self-test, with a progress bar."""
     found = {}
     with Progress(console=out, transient=True) as progress:
         bar = progress.add_task("self-test", total=selftest.count())
@@ -94,7 +94,7 @@ def tested(out: Console) -> dict[str, str]:
 
 
 def block(known: dict[str, str]) -> str:
-    """Markdown for an issue; the path of the extension names a user, and stays away."""
+    """Markdown for an issue, without the path of the extension, which would reveal a user name."""
     lines: Sequence[str] = [
         f"{name}: {' | '.join(value.splitlines())}"
         for name, value in known.items()

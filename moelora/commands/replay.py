@@ -1,4 +1,4 @@
-"""`moelora replay`: calls an operator again with the arguments of a dump."""
+"""`moelora replay`: call an operator with the arguments of a dump."""
 
 import argparse
 import sys
@@ -21,14 +21,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: the call returns now; 1: it raises; 2: there is nothing to call."""
+    """Exit status 0: the call returns; 1: it raises; 2: there is nothing to call."""
     device = args.device or ("cuda" if _C.has_cuda() else "cpu")
     try:
         if device == "cuda" and not _C.has_cuda():
             raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
         content = dump.load(args.file)
         arguments = [_to(value, device) for value in content["args"]]
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: too much for the device
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: exceeds the device
         print(f"moelora replay: {printable(error)}", file=sys.stderr)
         return 2
     op = getattr(torch.ops.moelora, content["op"]).default

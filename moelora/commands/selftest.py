@@ -1,4 +1,4 @@
-"""Small problems through every operator and every kernel variant that this machine can run."""
+"""Small problems for every operator and every kernel variant that this machine can run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ TOKENS, EXPERTS, HIDDEN, INTER, RANK, SLOTS = 24, 4, 192, 128, 8, 3
 
 
 def _problem(dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Keyword arguments of a layer: a third of the tokens without an adapter."""
+    """Keyword arguments of a layer; a third of the tokens has no adapter."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _alignment(device: str) -> str:
 
 
 def count() -> int:
-    """How many checks `run` makes."""
+    """Number of checks of `run`."""
     return len(_devices()) + len(_C.usable())
 
 
@@ -77,8 +77,9 @@ def _devices() -> list[str]:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """(what, what is wrong with it or ""), one by one. Not while operators run on other threads:
-    it forces variants."""
+    """Yields (what, problem or ""). Must not run while operators run on other threads, since it
+    forces variants.
+    """
     for device in _devices():
         yield f"alignment, {device}", _guard(_alignment, device)
     for variant in _C.usable():

@@ -1,12 +1,12 @@
-"""`moelora tune`: measures every kernel variant on a layer and keeps the best ones.
+"""`moelora tune`: measure every kernel variant on a layer and keep the best ones.
 
     moelora tune --models qwen3 --tp 2 --tokens 1,16,256,4096 --dir plans
     MOELORA_CONFIG_DIR=plans python serve.py
 
-The file (its format: help(moelora.tuned)) holds the best variants for each number of tokens: those
-with the least geometric mean of the times with and without adapters. First the projection, or the
-whole layer; then, beside the best projection of a GPU, the sort, the shrink and the sum. A variant
-that is not better than the built-in table's by more than its spread does not replace it.
+The file (see help(moelora.tuned)) contains the best variants for each number of tokens: those with
+the least geometric mean of the times with and without adapters. First the projection, or the whole
+layer; then, with the best projection of a GPU, the sort, the shrink and the sum. A variant only
+replaces that of the built-in table if it is better by more than its spread.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
 from moelora.bench.layer import Layer
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
 
-SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of variants
+SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in variant names
 TABLE = "table"
 
-Measured: TypeAlias = dict[str, dict[int, Times]]  # of variants, by rank
+Measured: TypeAlias = dict[str, dict[int, Times]]  # by variant and rank
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -55,17 +55,17 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.set_defaults(run=run, ranks="16", baselines="none")
 
 
-AROUND = ("sort", "shrink", "sum")  # roles of what a layer runs beside its projections
+AROUND = ("sort", "shrink", "sum")  # roles of a layer besides its projections
 
 
 def candidates(dtype: str, device: str, *roles: str) -> list[str]:
-    """Variants of some roles that this machine can run on tensors of this dtype."""
+    """Variants of some roles that this machine can run for this dtype."""
     gpu, names = device == "cuda", tuple(f"{r}_{d}_" for r in roles for d in (SHORT[dtype], "i32"))
     return [v for v in _C.usable() if v.startswith(names) and ("_sm" in v) == gpu]
 
 
 def ran(variants: str, rank: int) -> bool:
-    """The last layer, of this rank, ran all of them; only adapters have a shrink."""
+    """Whether the last layer, with this rank, ran all of them; only adapters have a shrink."""
     wanted = [v for v in variants.split(",") if rank or not v.startswith("shrink_")]
     return set(wanted) <= set(_C.last_plan().replace("=", " ").split())
 
@@ -78,7 +78,7 @@ class Tuner:
         self.ours = Ours(layer, Options())
 
     def call(self, variant: str, batch: Batch, rank: int) -> Tensor:
-        """Our layer with these variants; TABLE is what the built-in table chooses."""
+        """Our layer with these variants; TABLE is the choice of the built-in table."""
         _C.force_variant(None if variant == TABLE else variant)
         try:
             return self.ours.run(batch, rank)
@@ -86,8 +86,7 @@ class Tuner:
             _C.force_variant(None)
 
     def measure(self, batches: Sequence[Batch], names: list[str]) -> Measured:
-        """Times of the names that serve these batches; each is compared with float64 before it is
-        timed."""
+        """Times of the names that support these batches; each is compared with float64 first."""
         ranks = (0, *self.layer.stacks)
         tokens = sorted({0, len(batches[0].x) - 1})
         reference = reference_rows(self.layer, batches[0], tokens)
@@ -97,7 +96,7 @@ class Tuner:
             for rank in ranks:
                 out = self.call(variant, batches[0], rank)
                 if variant != TABLE and not ran(variant, rank):
-                    break  # it cannot serve this layer
+                    break  # it does not support this layer
                 error = relative_error(out[tokens], reference[rank])
                 if not error < TOLERANCE[self.layer.dtype]:
                     raise RuntimeError(f"{variant} is off by {error:.3g} at {len(out)} tokens")
@@ -112,7 +111,7 @@ class Tuner:
         }
 
     def tune(self, batches: Sequence[Batch]) -> tuple[str, Measured]:
-        """The best variants, and all that was measured."""
+        """Best variants, and all measurements."""
         kind = self.layer.dtype, self.layer.device.type
         usual = self.table_choice(batches[0])
         measured = self.measure(batches, [TABLE, *candidates(*kind, "gemm", "decode")])
@@ -140,7 +139,7 @@ def score(times: Mapping[int, Times]) -> float:
 
 
 def choose(measured: Measured, usual: str, known: str = TABLE) -> str:
-    """The best variant, or `usual` if nothing is better than `known` by more than noise."""
+    """Best variant, or `usual` if none is better than `known` by more than noise."""
     best = min((v for v in measured if v != known), key=lambda v: score(measured[v]))
     noise = max((t.high - t.low) / 2 / t.median for t in measured[known].values())
     better = score(measured[best]) < score(measured[known]) * (1 - noise)
@@ -149,7 +148,7 @@ def choose(measured: Measured, usual: str, known: str = TABLE) -> str:
 
 @torch.no_grad()
 def tune(args: argparse.Namespace, console: Console) -> list[Path]:
-    """Paths of the files written, one for each model and dtype of settled `args`."""
+    """Paths of the written files, one per model and dtype of settled `args`."""
     timer, generator = command.tools(args)
     (adapters,) = args.adapters
     written = []
@@ -158,7 +157,7 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
         bar = progress.add_task("tune", total=total)
         for key, model in args.models:
             for dtype in args.dtypes:
-                layer = tuner = None  # before the next one is drawn
+                layer = tuner = None  # free memory before the next one is drawn
                 layer = Layer(model, dtype, args.ranks, adapters, generator)
                 tuner = Tuner(layer, timer, args.budget_ms)
                 plans: dict[str, str] = {}
@@ -187,7 +186,7 @@ def describe(
     plans: dict[str, str],
     details: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """The content of a file of tuned plans."""
+    """Content of a file of tuned plans."""
     model = layer.model
     return {
         "moelora": _C.version(),
@@ -236,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"moelora tune: {error}", file=sys.stderr)
         return 2
-    _C.clear_tuned_plans()  # the table is measured as it is
+    _C.clear_tuned_plans()  # measure the built-in table
     for path in tune(args, console):
         console.print(path, soft_wrap=True)
     return 0

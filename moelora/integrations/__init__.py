@@ -1,17 +1,17 @@
-"""moelora in other people's code, a package for each; none is needed to import what is here.
+"""Integrations into other libraries, one package each. Importing them does not require the library.
 
-`import moelora` takes the operators of `vllm` and `sglang`, which have these engines' arguments and
-are tensors in, tensors out. Everything else is imported on demand.
+`import moelora` imports the operators of `vllm` and `sglang`, which take these engines' arguments
+and only handle tensors. Everything else is imported on demand.
 """
 
 from moelora import _C
 
 
 def reason_against_build() -> str | None:
-    """Why an engine's plugin leaves the engine alone whatever GPU is there, or None.
+    """Why this build cannot serve an engine on any GPU, or None.
 
-    Engines load plugins before they fork workers, so a plugin must not initialize CUDA.
-    `_C.has_cuda()`, which asks the runtime for device 0, does; this does not.
+    Engines load plugins before they fork workers, so a plugin must not initialize CUDA, as
+    `_C.has_cuda()` does.
     """
     if _C.WITH_CUDA:
         return None

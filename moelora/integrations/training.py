@@ -1,7 +1,7 @@
-"""Adapters of experts while they are trained: PEFT's own parameters as factors.
+"""Training of experts' adapters: PEFT's own parameters as factors.
 
-An adapter that is served has a copy in a pool. One that is trained has none: the operator reads
-PEFT's parameters, each as a view of what it is, and gradients arrive in them, in their dtype.
+A served adapter has a copy in a pool. A trained one has none: the operator reads views of PEFT's
+parameters, and gradients are theirs, in their dtype.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def is_trained(wrappers: Sequence[Wrapper], names: Sequence[str]) -> bool:
-    """Whether some factors of these adapters may get a gradient from a call of their layer.
+    """Whether a call of the layer may produce gradients of these adapters' factors.
 
-    In training mode they may even under `no_grad`: a checkpoint that runs its first forward there
-    must compute what the second one does.
+    In training mode this includes `no_grad`: the first forward of activation checkpointing runs
+    there, and must compute the same as the second one.
     """
     if not (torch.is_grad_enabled() or wrappers[0].training):
         return False
@@ -43,13 +43,13 @@ def arguments(
     Parameters
     ----------
     wrappers : sequence of ParamWrapper
-        PEFT's, around the experts.
+        PEFT's wrappers around the experts.
     names : sequence of str
         The adapters of slots 0, 1, ...
     mapping : Tensor, shape (M,)
         Slot of each token.
     dtype : torch.dtype
-        Of the experts. Float32 factors stay what they are; others are converted to it.
+        Dtype of the experts. Float32 factors are kept; others are converted to it.
     """
     found: dict[str, Any] = {"token_lora_mapping": mapping}
     scalings = [{float(w.scaling[name]) for w in wrappers if name in w.scaling} for name in names]
@@ -63,14 +63,14 @@ def arguments(
         if not a.dtype == b.dtype == torch.float32:
             a, b = a.to(dtype), b.to(dtype)
         found[f"{w}_lora_a"], found[f"{w}_lora_b"] = a, b
-    if common:  # written where it is read: a copy from the host would wait
+    if common:  # filled on the device: a copy from the host would synchronize
         ones = [mapping.new_full((1,), *s, dtype=torch.float32) for s in scalings]
         found["lora_scalings"] = torch.cat(ones)
     return found
 
 
 def weights(wrapper: Wrapper, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-    """The parameters of A and B of an adapter; ValueError if one of them has been freed."""
+    """Parameters A and B of an adapter; ValueError if one of them has been freed."""
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     for side, weight in (("lora_A", a), ("lora_B", b)):
         check_held(f"{side}.{name} of {wrapper.parameter_name}", weight)
@@ -78,7 +78,9 @@ def weights(wrapper: Wrapper, name: str) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _factors(wrapper: Wrapper, name: str, scaled: bool) -> tuple[Tensor, Tensor]:
-    """A (E, r, in) and B (E, out, r); B times the scaling of its projection if `scaled`."""
+    """A (E, r, in) and B (E, out, r); if `scaled`, B is multiplied by the scaling of its
+    projection.
+    """
     a, b = weights(wrapper, name)
     a = a.reshape(wrapper.num_experts, -1, a.shape[1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)

@@ -25,7 +25,9 @@ from moelora.reference.align import (
 )
 from moelora.reference.backward import (
     fused_experts_lora_backward_ref,
+    fused_moe_lora_gemm_backward_ref,
     naive_fused_experts_lora_backward,
+    naive_fused_moe_lora_gemm_backward,
 )
 from moelora.reference.delta import (
     moe_lora_align_lists_ref,
@@ -43,6 +45,7 @@ __all__ = [
     "align_max_blocks_ref",
     "fused_experts_lora_backward_ref",
     "fused_experts_lora_ref",
+    "fused_moe_lora_gemm_backward_ref",
     "fused_moe_lora_gemm_ref",
     "local_expert",
     "moe_align_block_size_ref",
@@ -53,5 +56,6 @@ __all__ = [
     "naive_fused_experts_lora",
     "naive_fused_experts_lora_backward",
     "naive_fused_moe_lora_gemm",
+    "naive_fused_moe_lora_gemm_backward",
     "run_moe_lora_ref",
 ]

@@ -1,4 +1,4 @@
-"""Gradients of a layer: autograd through the loops of its forward."""
+"""Gradients of layers and projections: autograd through the loops of their forward."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from moelora.reference.layer import fused_experts_lora_ref
-from moelora.reference.naive import naive_fused_experts_lora
+from moelora.reference.layer import fused_experts_lora_ref, fused_moe_lora_gemm_ref
+from moelora.reference.naive import naive_fused_experts_lora, naive_fused_moe_lora_gemm
 
-# The arguments that have gradients.
+# Arguments with gradients.
 TRAINED = (
     *("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"),
     *("w13_bias", "w2_bias"),
 )
+
+TRAINED_OF_PROJECTION = ("x", "topk_weights", "lora_a", "lora_b", "bias")
 
 GradientsByName: TypeAlias = "dict[str, Tensor | list[Tensor]]"
 
@@ -25,8 +27,9 @@ def _gradients(
     grad_out: Tensor,
     arguments: dict[str, Any],
     convert: Callable[[Tensor], Tensor],
+    names: tuple[str, ...] = TRAINED,
 ) -> GradientsByName:
-    """By argument, in its form; zeros where nothing contributes."""
+    """Gradients by argument, in its form; zeros where nothing contributes."""
     leaves: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -35,7 +38,7 @@ def _gradients(
         leaves.append(convert(value.detach()).clone().requires_grad_())
         return leaves[-1]
 
-    present = [name for name in TRAINED if arguments.get(name) is not None]
+    present = [name for name in names if arguments.get(name) is not None]
     trained = {name: leaf(arguments[name]) for name in present}
     with torch.enable_grad():
         out = function(**arguments | trained)
@@ -67,7 +70,8 @@ def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> Gradi
     """
 
     def layer(**given: Any) -> Tensor:
-        # Of W8A8 weights activations are rounded to the compute dtype first: it says to which.
+        # With W8A8 weights, activations are first rounded to the compute dtype, which this
+        # specifies.
         return fused_experts_lora_ref(**given, dtype=arguments["hidden_states"].dtype)
 
     return _gradients(layer, grad_out, arguments, lambda t: t.cpu().double())
@@ -91,3 +95,34 @@ def naive_fused_experts_lora_backward(grad_out: Tensor, **arguments: Any) -> Gra
         return naive_fused_experts_lora(**given)
 
     return _gradients(layer, grad_out, arguments, lambda t: t)
+
+
+def fused_moe_lora_gemm_backward_ref(grad_out: Tensor, **arguments: Any) -> GradientsByName:
+    """Gradients of `fused_moe_lora_gemm_ref` in float64, on the CPU.
+
+    Parameters
+    ----------
+    grad_out : Tensor, shape (M, top_k, N)
+        Gradient of the result.
+    **arguments
+        Those of `fused_moe_lora_gemm_ref`.
+
+    Returns
+    -------
+    dict
+        By the name of each of x, topk_weights, lora_a, lora_b and bias that is given.
+    """
+    return _gradients(
+        fused_moe_lora_gemm_ref,
+        grad_out,
+        arguments,
+        lambda t: t.cpu().double(),
+        TRAINED_OF_PROJECTION,
+    )
+
+
+def naive_fused_moe_lora_gemm_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
+    """The same of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input."""
+    return _gradients(
+        naive_fused_moe_lora_gemm, grad_out, arguments, lambda t: t, TRAINED_OF_PROJECTION
+    )

@@ -1,11 +1,11 @@
 """Slow, obvious versions of the operators that add adapters alone.
 
 Everything is a loop over routed rows on the CPU. `dtype` is that of every step: float64 gives the
-mathematical value, the compute dtype what a torch user would get by rounding after each product;
-the error of the second against the first says how much accuracy a dtype allows.
+mathematical value, the compute dtype the result of rounding after each product; their difference
+shows the accuracy that a dtype allows.
 
 A row is `None` (no adapter, or skipped) or `(expert, adapter)`; rows come from routing or from
-vLLM's lists, and everything after that is the same.
+vLLM's lists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rows = list[tuple[int, int] | None]
 
 
 def num_experts_of(factors: Sequence[Tensor], num_experts: int | None = None) -> int:
-    """Experts that factors speak of; without a limit if they are shared by all."""
+    """Number of experts of the factors; unlimited if they are shared by all."""
     largest = max(f.size(1) for f in factors)
     return num_experts or (largest if largest > 1 else 2**63)
 
@@ -44,7 +44,7 @@ def rows_of_routing(
     adapter_enabled: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> Rows:
-    """What each routed row works on."""
+    """(expert, adapter) of each routed row."""
     top_k = topk_ids.size(1)
     if token_lora_mapping is None:
         return [None] * topk_ids.numel()
@@ -247,7 +247,7 @@ def moe_lora_align_lists_ref(
     """vLLM's form of `moe_lora_align_block_size`: one list of blocks for each adapter.
 
     Returns int32 sorted_token_ids (max_loras, rows), expert_ids (max_loras, blocks) and
-    num_tokens_post_padded (max_loras,). Lists that are not asked for hold `untouched`.
+    num_tokens_post_padded (max_loras,). Lists that are not requested contain `untouched`.
     """
     work = rows_of_routing(
         topk_ids,

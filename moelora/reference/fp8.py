@@ -1,4 +1,4 @@
-"""FP8 weights as numbers, and what multiplies them: the rule of `x_format`, in plain torch."""
+"""FP8 weights and activations as numbers: the rules of `x_format` in plain torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ROWS, COLUMNS, LARGEST = 64, 128, 448.0
 
 
 def is_w8a8(weights: Weights) -> TypeGuard[QuantizedWeights]:
-    """Whether they are quantized, and multiply activations in FP8."""
+    """Whether weights are quantized and activations are multiplied in FP8."""
     return getattr(weights, "x_format", "native") != "native"
 
 
 def numbers_of(weights: Weights) -> Tensor:
-    """What a weight multiplies with: its numbers as `unpack()` rounds them, or, where x is in FP8,
-    with the scales that it has, in float64."""
+    """Numbers of a weight in products: dequantized as by `unpack()`, or for FP8 x with their exact
+    scales, in float64.
+    """
     if not is_w8a8(weights):
         return as_tensor(weights)
     data = weights.data.cpu()
@@ -53,13 +54,16 @@ def numbers_of(weights: Weights) -> Tensor:
 
 
 def quantized(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tensor:
-    """Rows (..., K) as they multiply weights in FP8: e4m3 times its scale, in float64.
+    """Rows (..., K) quantized to FP8: e4m3 times its scale, in float64.
 
     `x` is rounded to `dtype` first. Each number is divided by the scale of its token, or multiplied
     by the inverse of that of its group or of all, in float32, and rounded to the nearest even;
-    what is beyond 448 becomes 448, and a NaN stays one.
+    values beyond 448 saturate, and NaN stays NaN.
     """
-    device, x = x.device, x.to(dtype).float().cpu()  # a GPU divides by a number otherwise
+    device, x = (
+        x.device,
+        x.to(dtype).float().cpu(),
+    )  # division by a scalar rounds differently on a GPU
     scale, size = _scales(x, weights)
     groups = torch.nn.functional.pad(x, (0, -x.size(-1) % size)).unflatten(-1, (-1, size))
     divided = groups / scale if weights.x_format == "token" else groups * (1 / scale)
@@ -68,7 +72,7 @@ def quantized(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tenso
 
 
 def _scales(x: Tensor, weights: QuantizedWeights) -> tuple[Tensor, int]:
-    """Scales (..., groups, 1) and the columns of a group."""
+    """Scales (..., groups, 1) and the columns per group."""
     largest = x.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")).abs()
     if weights.x_format == "static":
         return torch.tensor(weights.x_scale, dtype=torch.float32), x.size(-1)
@@ -82,7 +86,7 @@ def _scales(x: Tensor, weights: QuantizedWeights) -> tuple[Tensor, int]:
 
 
 def rule_of(weights: Weights, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Rows of activations -> what multiplies these weights, with the gradient of the identity."""
+    """Quantization of activations for these weights, with the gradient of the identity."""
     if not is_w8a8(weights):
         return lambda x: x
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def _naive_project(
     x: Tensor,  # (rows, K), rows of one expert
-    rule: Callable[[Tensor], Tensor],  # what of them multiplies w
+    rule: Callable[[Tensor], Tensor],  # quantization of x for w
     w: Tensor,
     bias: Tensor | None,
     lora_a: list[Tensor],
@@ -66,7 +66,7 @@ def _naive_rows(
 
 
 def _numbers(weights: Weights) -> Tensor:
-    """In the dtype of their product: float32 where both sides of it are in FP8."""
+    """In the dtype of their product: float32 if both operands are FP8."""
     numbers = numbers_of(weights)
     return numbers.float().to(weights.device) if is_w8a8(weights) else numbers
 

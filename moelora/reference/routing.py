@@ -1,4 +1,4 @@
-"""Which expert, which adapter and which factors a routed row has."""
+"""Expert, adapter and factors of a routed row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def optional_list(t: Tensor | None) -> list[Any] | None:
 
 
 def local_expert(global_id: int, num_local: int, expert_map: Sequence[int] | None) -> int:
-    """The expert's index on this rank, or -1 if the row is to be skipped."""
+    """Local index of the expert, or -1 if the row is skipped."""
     if expert_map is not None:
         if not 0 <= global_id < len(expert_map):
             return -1

@@ -149,3 +149,22 @@ def test_what_is_no_adapter(tmp_path, capsys):
     folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
     assert main(["adapters", str(folder), "--model", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder with a config.json" in capsys.readouterr().err
+
+
+def test_what_files_say_does_not_reach_the_terminal_raw(tmp_path, capsys):
+    """Neither what a terminal acts on nor rich's markup."""
+    nasty = "\x1b]0;title\x07[bold]x[/bold]\u202e"
+    folder = tmp_path / f"dir{nasty.replace('/', '')}"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": nasty}
+    keys = [f"base_model.model.{nasty}.lora_{side}.weight" for side in "AB"] + [f"x{nasty}"]
+    save_file({key: torch.zeros(4, 4) for key in keys}, folder / "adapter_model.safetensors")
+    for more, status in (({}, 1), ({nasty: 1}, 1), (None, 2)):
+        if more is None:
+            (folder / "adapter_model.safetensors").unlink()
+        else:
+            (folder / "adapter_config.json").write_text(json.dumps(config | more))
+        assert main(["adapters", str(folder)]) == status
+        told = "".join(capsys.readouterr())
+        assert all(line.isprintable() for line in told.splitlines()), told
+        assert r"\x1b]0;title\x07[bold]x" in told

@@ -32,6 +32,8 @@ def test_bad_arguments():
     pool = make_pool()
     with pytest.raises(ValueError, match="name is ''"):
         pool.add("", wrapped()[0], config=CONFIG)
+    with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
+        pool.add("__base__", wrapped()[0], config=CONFIG)
     with pytest.raises(ValueError, match="a state dict needs config="):
         pool.add("a", wrapped()[0])
     with pytest.raises(ValueError, match="config= is for state dicts"):

@@ -12,20 +12,18 @@
  * STAGED. With arguments `formats W13 W2` before all others, weights are quantized: native, mxfp4,
  * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8 with quantized x.
  * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
- * With `splits`, prints the number of splits of w2's K, and the extent of each in multiples of
- * 128. With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
+ * With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
- *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
+ *   ORDER SORT SHRINK EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `backward` they are backwards of a layer, and the
- * answer is VARIANT BLOCK_ROWS SORT SUM. With `tiles` it is every row that can run the layer, as
- * several launches, with the model's nanoseconds for 1000 weights, the one to run in brackets:
+ * With `backward` the lines are backwards of a layer, and the answer is VARIANT BLOCK_ROWS SORT SUM.
+ * With `tiles` it is every row that can run the layer, as several launches, with the model's
+ * nanoseconds for 1000 weights, the one to run in brackets:
  *
  *   NAME=NS [NAME=NS] ...
  *
- * With `on SMS GB_PER_S` behind that the GPU has so many
- * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
- * launch is on stderr.
+ * With `on SMS GB_PER_S` behind that the GPU has so many SMs and such a memory, else 132 and one
+ * that is not known. With MOELORA_LOG=plan what layers launch is on stderr.
  *
  * Other arguments are tuned plans, nine words each:
  *
@@ -34,9 +32,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/backend.h"
-#include "core/format.h"
 #include "core/plan_tile.h"
+#include "plans.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -67,32 +64,6 @@ static operands parse_format(const char *name) {
       return (operands){(moelora_format)i, MOELORA_X_NATIVE};
   fprintf(stderr, "format %s\n", name);
   exit(2);
-}
-
-/* Contiguous weights with n rows and K = k. */
-static moelora_weights weights_of(operands of, moelora_row_order order, int64_t n, int64_t k,
-                                  const void *data) {
-  const moelora_format format = of.format;
-  if (format == MOELORA_NATIVE)
-    return (moelora_weights){.data = data,
-                             .n = n,
-                             .k = k,
-                             .stride_e = n * k,
-                             .stride_n = k,
-                             .stride_nt = MOELORA_PACK * k,
-                             .stride_kt = MOELORA_PACK};
-  const int64_t tile = moelora_tile_size(format);
-  const int64_t row = moelora_depth_tiles(format, k) * tile;
-  return (moelora_weights){.data = data,
-                           .n = n,
-                           .k = k,
-                           .stride_e = moelora_row_tiles(order, n) * row,
-                           .stride_nt = row,
-                           .stride_kt = tile,
-                           .format = format,
-                           .order = order,
-                           .half_tiles = moelora_half_tiles(order, n),
-                           .x = of.x};
 }
 
 static void add_tuned_plan(char **words) {
@@ -152,9 +123,8 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
   if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
     printf("error: %s\n", moelora_error_message());
   else
-    printf("%s %s %s %s %d %s %d\n", name_of(plan.one), orders[plan.order],
-           name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant), plan.shrink[0].splits,
-           name_of(plan.expand[0].variant), plan.expand[0].waves);
+    printf("%s %s %s %s %d\n", orders[plan.order], name_of(plan.align.rows.variant),
+           name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
 static void print_backward(const moelora_experts_problem *layer,
@@ -206,10 +176,9 @@ static void print_tiles(const moelora_experts_problem *layer, const moelora_devi
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
   const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
   const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
-  const int asked = 1 + deltas + listed + splits + tiles + backward;
+  const int asked = 1 + deltas + listed + tiles + backward;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -220,8 +189,6 @@ int main(int argc, char **argv) {
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
   int level;
-  /* Any memory will do: plans only read the alignment of addresses. */
-  static _Alignas(256) char memory[256];
   while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
                &global, &hidden, &inner, &rank, kind, &level) == 10) {
     moelora_experts_problem problem = {
@@ -243,8 +210,8 @@ int main(int argc, char **argv) {
         .x_stride = hidden,
         .out = memory,
         .out_stride = hidden,
-        .w13 = weights_of(w13, MOELORA_ROWS_GATE_UP, 2 * inner, hidden, memory),
-        .w2 = weights_of(w2, MOELORA_ROWS_PLAIN, hidden, inner, memory),
+        .w13 = weights_of(w13.format, w13.x, MOELORA_ROWS_GATE_UP, 2 * inner, hidden),
+        .w2 = weights_of(w2.format, w2.x, MOELORA_ROWS_PLAIN, hidden, inner),
         .w13_lora = {.num_slices = rank ? 2 : 0, .max_rank = (int32_t)rank, .slice_n = inner},
         .w2_lora = {.num_slices = rank ? 1 : 0, .max_rank = (int32_t)rank, .slice_n = hidden},
     };
@@ -257,8 +224,7 @@ int main(int argc, char **argv) {
                                      .memory_bytes_per_us = on ? atoll(argv[asked + 2]) * 1000 : 0,
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
-                                     .overlaps = level >= 90,
-                                     .batch_invariant = moelora_is_batch_invariant()};
+                                     .overlaps = level >= 90};
     for (int i = 0; i < 2; i++) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
@@ -280,8 +246,6 @@ int main(int argc, char **argv) {
     const bool planned = moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK;
     if (planned && listed)
       printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
-    else if (planned && splits)
-      printf("%d %d\n", plan.splits, plan.split_tiles);
     else if (planned)
       printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
              name_of(plan.staged), name_of(plan.align.rows.variant),

@@ -1,14 +1,10 @@
 /* Plans respect the limits of GPU kernels: they select a kernel that supports the problem, or
  * refuse the call before anything is launched. Plans need no GPU. */
-#include "core/format.h"
-#include "core/plan.h"
 #include "harness.h"
+#include "plans.h"
 
 enum { K = 1024, N = 512, RANK = 16 };
 #define MAX_RANK (MOELORA_RANKS - 1)
-
-/* Any memory will do: plans only read the alignment of addresses. */
-static _Alignas(256) char memory[256];
 
 static const moelora_device_info hopper = {.device = MOELORA_CUDA,
                                            .compute_capability = 90,
@@ -28,26 +24,7 @@ static moelora_routes routes_of(int64_t tokens, int32_t top_k, int32_t experts, 
 }
 
 static moelora_weights native_of(int64_t n, int64_t k) {
-  return (moelora_weights){.data = memory,
-                           .n = n,
-                           .k = k,
-                           .stride_e = n * k,
-                           .stride_n = k,
-                           .stride_nt = MOELORA_PACK * k,
-                           .stride_kt = MOELORA_PACK};
-}
-
-static moelora_weights fp8_of(int64_t n, int64_t k) {
-  const int64_t tile = moelora_tile_size(MOELORA_FP8);
-  const int64_t row = moelora_depth_tiles(MOELORA_FP8, k) * tile;
-  return (moelora_weights){.data = memory,
-                           .n = n,
-                           .k = k,
-                           .stride_e = moelora_row_tiles(MOELORA_ROWS_PLAIN, n) * row,
-                           .stride_nt = row,
-                           .stride_kt = tile,
-                           .format = MOELORA_FP8,
-                           .x = MOELORA_X_GROUP};
+  return weights_of(MOELORA_NATIVE, MOELORA_X_NATIVE, MOELORA_ROWS_PLAIN, n, k);
 }
 
 static moelora_factors factors_of(int32_t slices, int32_t rank, int64_t n, int64_t k) {
@@ -134,7 +111,8 @@ static void test_rows_of_x_far_apart(void) {
                 "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
   p = gemm_of(16, 2 * far);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
-  p.w = fp8_of(N, K); /* e4m3 x is in the workspace */
+  /* e4m3 x is in the workspace */
+  p.w = weights_of(MOELORA_FP8, MOELORA_X_GROUP, MOELORA_ROWS_PLAIN, N, K);
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
 }
 

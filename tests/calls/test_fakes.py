@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 from cases import Spec
+from covering import extent
 from glue_cases import TOP_K, E, K, M, inputs, op_calls, operator
 from test_errors import ALIGN, ERRORS, GEMM, LAYER, SORTING, ids, layer_arguments, zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import moelora
 
-SEEDS = 60
+SEEDS = extent(nightly=60, ci=12)
 # The memory that meta tensors have not: a number in it, and what an output shares with an input.
 MEMORY = ("shares memory", "share memory", "num_active_loras is")
 

@@ -71,7 +71,7 @@ def test_a_newer_gpu_runs_the_portable_kernels(as_sm80, dtype):
 
 
 # Few rows, short and long segments, narrow and wide stacks, both shares of the depth: the sizes on
-# both sides of every choice that csrc/cuda/adapters/shrink.cu makes.
+# both sides of every choice that csrc/cuda/shrink/blocks.cu makes.
 SHRINKS = {
     "few_rows": Spec(inter=24, experts=2, tokens=9, hidden=2048, ranks=(16, 3)),
     "few_rows_deep": Spec(inter=24, experts=2, tokens=9, hidden=4104, ranks=(16, 40)),

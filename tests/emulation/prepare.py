@@ -3,9 +3,9 @@
 Rewrites shared memory, launches in angle brackets, and loops that poll memory, which macros cannot
 express. Unchanged files keep their modification time.
 
-python prepare.py csrc/cuda build/emulation/cuda [ROWS]
+python prepare.py csrc build/emulation/900/src [VARIANTS]
 
-ROWS: a regular expression; GEMM variants, of a backward too, whose name does not match are left out.
+VARIANTS: a regular expression; GEMM variants whose name does not match are not built.
 """
 
 import re
@@ -16,7 +16,6 @@ DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
-GEMM_ROW = re.compile(r"^MOELORA_CUDA_(?:GEMM|BACK)\((\w+), .*\n", re.M)
 SPIN = re.compile(r"^( *while \()([^;{}]*)\);$", re.M)  # without a body, or behind that of a `do`
 LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 
@@ -40,17 +39,27 @@ def prepare(text):
     return LAUNCH.sub(r"emulated_launch(\1, \2)", text)
 
 
-def main(source, target, rows=""):
-    for path in source.rglob("*"):
-        if path.suffix not in (".cu", ".cuh", ".h", ".inc") or "ptx" in path.parts:
-            continue
-        to = target / path.relative_to(source)
-        text = prepare(path.read_text())
-        if path.name == "variants.inc":
-            text = GEMM_ROW.sub(lambda row: row[0] if re.search(rows, row[1]) else "", text)
-        if not to.exists() or to.read_text() != text:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(text)
+def main(csrc, out, variants=""):
+    sys.path.insert(0, str(csrc / "cuda/gemm"))
+    import rows
+
+    generated = out / "generated"
+    rows.write(generated, variants, csrc / "cuda/variants.inc")
+    target = out / "cuda"
+    kept = set()
+    for root in (csrc / "cuda", generated / "cuda"):
+        for path in root.rglob("*"):
+            if path.suffix not in (".cu", ".cuh", ".h", ".inc", ".c") or "ptx" in path.parts:
+                continue
+            to = target / path.relative_to(root)
+            kept.add(to)
+            text = prepare(path.read_text())
+            if not to.exists() or to.read_text() != text:
+                to.parent.mkdir(parents=True, exist_ok=True)
+                to.write_text(text)
+    for path in target.rglob("*"):
+        if path.is_file() and path not in kept:
+            path.unlink()
 
 
 if __name__ == "__main__":

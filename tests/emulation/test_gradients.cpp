@@ -296,6 +296,12 @@ static Results run(const Case &c, bool accumulate) {
   std::vector<float> slots(moelora_cuda_gradient_slot_bytes(&launch, &list) / sizeof(float) + 1,
                            NAN);
   launch.slots = slots.data();
+  moelora_arena nothing = {};
+  const moelora_gradient_rows sizes =
+      moelora_cuda_take_gradient_rows(&from, shared, weighted, !accumulate, &nothing);
+  CHECK(moelora_cuda_gradient_slot_bytes(&launch, &sizes) ==
+            moelora_cuda_gradient_slot_bytes(&launch, &list),
+        "slots of a list without memory are others");
   CHECK_OK(moelora_cuda_factor_gradients(&launch, &list, &exec));
 
   moelora_bias_launch bias = {};

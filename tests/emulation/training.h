@@ -171,9 +171,9 @@ static void test_training(uint64_t number) {
   run_experts(&want, serial);
   force_any(dtype, &layout);
   serving.out = like(&forward->out);
-  run_experts(&serving, gpu(false));
+  run_experts(&serving, gpu());
   forward->saved = new_saved(dtype, forward);
-  run_experts(forward, gpu(false));
+  run_experts(forward, gpu());
   if (!same_bytes(&forward->out, &serving.out))
     FAIL("training%s: outputs are not those of serving (%s)", drawn, moelora_last_plan());
   compare("gate_up", &forward->saved.gate_up, &want.saved.gate_up, 2);
@@ -196,7 +196,7 @@ static void test_training(uint64_t number) {
   moelora_force_variant(NULL);
   run_experts_backward(&on_cpu, serial);
   force_any(dtype, &layout);
-  run_experts_backward(&args, gpu(false));
+  run_experts_backward(&args, gpu());
   moelora_tensor *got[MOST_GRADIENTS], *expected[MOST_GRADIENTS];
   const char *names[MOST_GRADIENTS];
   const int count = list_gradients(&args.grads, got, names);
@@ -239,7 +239,7 @@ static void test_training(uint64_t number) {
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
   force_any(dtype, &layout);
-  run_experts_backward(&less, gpu(false));
+  run_experts_backward(&less, gpu());
   if (args.grads.hidden_states.data)
     same_rows(&less.grads.hidden_states, &args.grads.hidden_states, first, plan);
   if (args.grads.topk_weights.data)

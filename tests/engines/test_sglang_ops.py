@@ -72,16 +72,32 @@ def base_output(p: Problem):
     return out
 
 
-def check(p: Problem, device: str, monkeypatch, fused: bool) -> None:
+def staged(x, topk_ids, topk_weights, info, a13, b13, a2, b2, output):
+    """`run_moe_lora` by its three stages."""
+    who = (info.weight_indices, info.lora_ranks)
+    experts = max(factor.size(1) for factor in (a13, b13, a2, b2))
+    options = {"adapter_enabled": info.adapter_enabled, "num_experts": experts}
+    xa = x.new_empty((*topk_ids.shape, a13.size(-2)))
+    h = x.new_empty((*topk_ids.shape, b13.size(-2) // 2))
+    moelora.moe_lora_a(x, topk_ids, a13, *who, out=xa, **options)
+    moelora.moe_lora_gate_up_b(xa, topk_ids, b13, *who, out=h, **options)
+    return moelora.moe_lora_down_combine(
+        *(h, topk_ids, topk_weights, a2, b2, *who, info.scalings, output), **options
+    )
+
+
+RUN = {"staged": staged, "fused": moelora.run_moe_lora}
+
+
+def check(p: Problem, device: str, how: str) -> None:
     there = p.to(device)
     delta, active = reference(p)
     naive, _ = reference(p, p.spec.dtype)
     inputs = {name: t.clone() for name, t in there.tensors().items()}
     out = base_output(there)
     before = out.tensor.clone().cpu()
-    monkeypatch.setattr(sglang_ops, "should_use_fused_kernel", lambda tokens, top_k: fused)
     arguments = (there.hidden_states, there.topk_ids, there.topk_weights, info(there))
-    y = moelora.run_moe_lora(*arguments, *buffers(there), out.tensor)
+    y = RUN[how](*arguments, *buffers(there), out.tensor)
     assert y is out.tensor
     out.check("output")
     assert_unchanged(inputs, there.tensors())
@@ -91,32 +107,30 @@ def check(p: Problem, device: str, monkeypatch, fused: bool) -> None:
     assert_close_to_ref(y[active], ref, (before + naive)[active], p.spec.dtype)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+@pytest.mark.parametrize("how", RUN)
 @pytest.mark.parametrize("name", SPECS)
-def test_run_moe_lora(name, fused, device_and_dtype, monkeypatch):
+def test_run_moe_lora(name, how, device_and_dtype):
     device, dtype = device_and_dtype
-    check(replace(SPECS[name], dtype=dtype).build(), device, monkeypatch, fused)
+    check(replace(SPECS[name], dtype=dtype).build(), device, how)
 
 
-def test_random_problems(device_and_dtype, monkeypatch):
+def test_random_problems(device_and_dtype):
     device, dtype = device_and_dtype
     for spec in random_specs(60, first_seed=6000, dtypes=(dtype,)):
         if spec.mix == "absent" or spec.activation == "relu2" or spec.remote:
             continue
         try:
-            check(replace(spec, slices=1).build(), device, monkeypatch, spec.seed % 2 == 0)
+            check(replace(spec, slices=1).build(), device, list(RUN)[spec.seed % 2])
         except Exception as error:
             raise AssertionError(f"{spec}: {error}") from error
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
-def test_halves_of_different_rank(fused, device_and_dtype, monkeypatch):
+@pytest.mark.parametrize("how", RUN)
+def test_halves_of_different_rank(how, device_and_dtype):
     device, dtype = device_and_dtype
     spec = replace(SPEC, dtype=dtype, ranks=(8, 8), pass_ranks=False)
     p, other = spec.build(), replace(spec, ranks=(24, 24), seed=1).build()
-    check(
-        replace(p, w2_lora_a=other.w2_lora_a, w2_lora_b=other.w2_lora_b), device, monkeypatch, fused
-    )
+    check(replace(p, w2_lora_a=other.w2_lora_a, w2_lora_b=other.w2_lora_b), device, how)
 
 
 @pytest.mark.parametrize("name", ["plain", "odd_sizes", "out_of_range", "strided", "spare_rank"])
@@ -164,21 +178,19 @@ def test_stages(name, device_and_dtype):
     check_stage(moelora.moe_lora_gate_up_b, given, z, z_naive)
 
 
-def test_the_rule_takes_the_fused_kernel_for_few_rows():
+def test_any_number_of_rows_takes_the_same_kernels():
     assert sglang_ops.should_use_fused_kernel(1, 8)
-    assert sglang_ops.should_use_fused_kernel(256, 8)
-    assert not sglang_ops.should_use_fused_kernel(257, 8)
+    assert sglang_ops.should_use_fused_kernel(257, 8)
 
 
-def test_both_kernels_agree(device_and_dtype, monkeypatch):
+def test_both_ways_agree(device_and_dtype):
     device, dtype = device_and_dtype
     p = replace(SPEC, dtype=dtype, tokens=33).build().to(device)
     results = []
-    for fused in (False, True):
-        monkeypatch.setattr(sglang_ops, "should_use_fused_kernel", lambda m, k, fused=fused: fused)
+    for run in RUN.values():
         out = base_output(p).tensor
         arguments = (p.hidden_states, p.topk_ids, p.topk_weights, info(p), *buffers(p))
-        results.append(moelora.run_moe_lora(*arguments, out).float())
+        results.append(run(*arguments, out).float())
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 

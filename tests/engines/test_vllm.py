@@ -449,16 +449,11 @@ def test_interleaved_weights_with_two_adapters(vllm, lines):
 
 
 def test_batch_invariance(vllm, lines):
-    """vLLM's switch is moelora's, and no reason to step aside."""
-    assert not moelora.is_batch_invariant()
+    """vLLM's switch is no reason to step aside."""
     vllm.set("vllm.envs", "VLLM_BATCH_INVARIANT", True)
-    try:
-        vllm.register()
-        assert moelora.is_batch_invariant()
-        layer = Layer(vllm, Spec().build())
-        assert layer.experts.reason_against(layer.activation) is None
-    finally:
-        moelora.set_batch_invariant(False)
+    vllm.register()
+    layer = Layer(vllm, Spec().build())
+    assert layer.experts.reason_against(layer.activation) is None
 
 
 def test_weights_in_host_memory(vllm, lines):

@@ -1,6 +1,7 @@
 """transformers' continuous batching: every request with its own adapter, in all kinds of batch."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def options(**more):
     }
 
 
+def wait_for(condition, seconds=20):
+    """Until it holds; a RuntimeError of an adapter that is in use says that it does not yet."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if condition():
+                return
+        except RuntimeError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError("it took too long")
+
+
 def texts(results):
     return [result.generated_tokens for result in results.values()]
 
@@ -100,6 +114,7 @@ def test_several_answers_to_one_request(served):
 def test_a_manager(served):
     """Requests name their adapters, which stay in their slots until the last one is done."""
     model, prompts, wanted = served
+    pool = model._moelora.pool
     with model.continuous_batching_context_manager(**options()) as manager:
         with pytest.raises(KeyError, match="no adapter 'other' is loaded"):
             manager.add_request(prompts[0], adapter_name="other")
@@ -115,7 +130,50 @@ def test_a_manager(served):
             result = manager.get_result(timeout=1)
             if result is not None:
                 found[result.request_id] = result
+        for name in filter(None, set(NAMES)):
+            wait_for(lambda name=name: name not in pool or not pool.remove(name))  # it is idle
+        assert not pool.names()
     check(model, [found[i].generated_tokens for i in ids], wanted)
+
+
+def test_a_cancelled_request_lets_go_of_its_adapter(served):
+    model, prompts, _ = served
+    pool = model._moelora.pool
+    endless = {"max_new_tokens": 400, "eos_token_id": -1}
+    with model.continuous_batching_context_manager(**options()) as manager:
+        request = manager.add_request(prompts[0], adapter_name="all", **endless)
+        wait_for(lambda: manager.batch_processor.scheduler.active_requests)
+        with pytest.raises(RuntimeError, match="in use by 1 batches"):
+            pool.remove("all")
+        manager.cancel_request(request)
+        wait_for(lambda: "all" not in pool or not pool.remove("all"))
+        assert "all" not in pool
+
+
+def test_requests_that_the_cache_has_no_room_for(served):
+    """They are put aside and go on later, with their adapters all the while."""
+    model, prompts, _ = served
+    pool, seen = model._moelora.pool, []
+    long = {"max_new_tokens": 40, "eos_token_id": -1}
+    few = options(num_blocks=3, max_batch_tokens=32)
+    with torch.no_grad():
+        ids = torch.tensor([prompts[0]], device=model.device)
+        alone = model.generate(ids, adapter_names=["all"], do_sample=False, **long)
+    with model.continuous_batching_context_manager(**few) as manager:
+        requests = [manager.add_request(prompts[0], adapter_name="all", **long) for _ in range(3)]
+        found = {}
+        while len(found) < len(requests):
+            result = manager.get_result(timeout=1)
+            waiting = manager.batch_processor.scheduler.waiting_requests
+            seen.append(len(waiting))
+            if len(found) + (result is not None) < len(requests):
+                with pytest.raises(RuntimeError, match="in use by"):
+                    pool.remove("all")
+            if result is not None:
+                found[result.request_id] = result
+    assert max(seen) > 0
+    want = [alone[0, len(prompts[0]) :].tolist()] * 3
+    check(model, [found[i].generated_tokens for i in requests], want)
 
 
 def test_who_is_refused(tmp_path):

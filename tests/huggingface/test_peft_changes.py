@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from covering import extent
 from hf_models import (
-    COMMON,
     make_model,
     mixtral,
     oracle,
@@ -19,6 +19,7 @@ from hf_models import (
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 
 import moelora.integrations.peft as moelora_peft
+from benchmarks.small_models import SIZES
 from moelora.integrations.peft.experts import AttachedExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
@@ -243,7 +244,7 @@ def test_threads(model):
 
     def serve(thread):
         wrong = 0
-        for n in range(300):
+        for n in range(extent(nightly=300, ci=90)):
             which = (thread + n) % 3
             wrong += not torch.equal(model(batches[which]).logits, wanted[which])
         return wrong
@@ -268,7 +269,7 @@ def test_moved_in_inference_mode(model, folders):
 
 def ernie():
     return transformers.models.ernie4_5_vl_moe.Ernie4_5_VLMoeTextConfig(
-        **COMMON,
+        **SIZES,
         intermediate_size=40,
         moe_intermediate_size=[24, 16],
         moe_num_experts=4,

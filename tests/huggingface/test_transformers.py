@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from hf_models import (
-    COMMON,
     MODELS,
     PLACES,
     ROWS,
@@ -25,6 +24,7 @@ from hf_models import (
 from safetensors.torch import save_file
 
 import moelora.integrations.transformers as moelora_hf
+from benchmarks.small_models import SIZES
 
 # PEFT looks for the patterns among modules, and so misses those of parameters, which do apply.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
@@ -316,6 +316,8 @@ def test_misuse(tmp_path):
         moelora_hf.load_adapters(model, str(folder))
     with pytest.raises(ValueError, match=r"called \['a', 'a'\], two the same"):
         moelora_hf.load_adapters(model, [folder, folder])
+    with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
+        moelora_hf.load_adapters(model, {"__base__": folder})
     with pytest.raises(ValueError, match="2 adapters do not fit into max_loras=1"):
         moelora_hf.load_adapters(model, {"a": folder, "b": folder}, max_loras=1)
     moelora_hf.load_adapters(model, {"a": folder})
@@ -339,7 +341,7 @@ def test_misuse(tmp_path):
     odd = transformers.AutoModelForCausalLM.from_config(odd)
     with pytest.raises(NotImplementedError, match="activation of its gate of MixtralExperts"):
         moelora_hf.load_adapters(odd, {"a": folder})
-    dense = transformers.LlamaConfig(**COMMON, intermediate_size=24)
+    dense = transformers.LlamaConfig(**SIZES, intermediate_size=24)
     dense = transformers.AutoModelForCausalLM.from_config(dense)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         moelora_hf.load_adapters(dense, {"a": folder})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import extent
 from hf_models import ROWS, make_model, mixtral, qwen3, save_adapters, tokens
 
 import moelora.integrations.transformers as moelora_hf
@@ -49,7 +50,7 @@ def test_threads_share_a_model(loaded):
     def serve(kind):
         gate.wait()
         wrong = 0
-        for n in range(1000):
+        for n in range(extent(nightly=1000, ci=200)):
             names, expected = cases[n % 4], wanted[n % 4]
             if kind == "base":
                 wrong += not torch.equal(loaded(ids).logits, base)

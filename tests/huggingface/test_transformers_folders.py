@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import moelora.integrations.transformers as moelora_hf
 from moelora.files import file_in
 from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.names import expert_linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from quantized_folders import make_folder
@@ -402,12 +403,14 @@ def test_blocks_that_are_none(folder, sides):
 def read_all(folder, dtype=torch.bfloat16):
     """All that `load_quantized` reads, without a model."""
     opened = Folder(folder)
+    opened.check()
     opened.plain(dtype)
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder)
         del config.quantization_config
         model = transformers.AutoModelForCausalLM.from_config(config)
-    return read_experts(opened, LAYER, model.get_submodule(LAYER), dtype)
+    linears = expert_linears(model, moelora_hf.moe_layers(model), opened.linears)[LAYER]
+    return read_experts(opened, LAYER, model.get_submodule(LAYER), linears, dtype)
 
 
 def test_what_is_damaged_below_is_right(originals):

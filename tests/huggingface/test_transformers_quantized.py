@@ -26,6 +26,7 @@ IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 LAYER = "model.layers.0.mlp.experts"
 E4M3 = torch.float8_e4m3fn
 TENSORS = "model.safetensors"
+W4 = {"num_bits": 4, "type": "int"}
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}_g{kind[1]}")
@@ -270,7 +271,7 @@ GPTQ_FOLDERS = {
             drop("model.layers.1.self_attn.q_proj.weight")(tensors)
             | {"model.layers.1.self_attn.q_proj.qweight": nibbles_to_words(torch.ones(8, 8).long())}
         ),
-        r"no tensor model.layers.1.self_attn.q_proj.weight \(1 are missing\); weights other than",
+        "no tensor model.layers.1.self_attn.q_proj.scales, which the model wants",
     ),
 }
 FP8_FOLDERS = {
@@ -316,8 +317,15 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
     ("kind", "group", "changes", "error", "message"),
     [
         ("mxfp4", 32, {"quant_method": "bnb"}, NotImplementedError, "quant_method is 'bnb', wan"),
-        ("mxfp4", 32, {"quant_method": "gptq"}, NotImplementedError, "gate and up in turns"),
-        ("gptq", 64, {"bits": 8}, ValueError, "bits is 8, expected 4"),
+        (
+            "mxfp4",
+            32,
+            {"quant_method": "gptq"},
+            ValueError,
+            "up_proj of expert 0 of .*; none",
+        ),
+        ("gptq", 64, {"bits": 8}, NotImplementedError, "INT8 of GPTQ; no kernel reads .* 8 bits"),
+        ("gptq", 64, {"bits": 3}, NotImplementedError, "GPTQ: bits is 3, wanted 4, or 2, 4, 8 of"),
         ("gptq", 64, {"group_size": 32}, ValueError, r"scales\[0\] has groups of 64, expected"),
         ("gptq", 64, {"quant_method": "awq"}, ValueError, r"gate_proj and up_proj: scales\[0\]"),
         (
@@ -325,14 +333,14 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
             32,
             {"format": "int-quantized"},
             NotImplementedError,
-            "compressed-tensors: format is 'int-quantized', wanted 'pack-quantized' or 'float-q",
+            "has weight_packed, .* which none of config_groups has: {.*'int-quantized'}",
         ),
         (
             "compressed-tensors",
             32,
             {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
             NotImplementedError,
-            "num_bits is 8, wanted 4",
+            r"INT8 \(W8A16\) of compressed-tensors; no kernel reads integers of 8 bits: quantize",
         ),
         ("fp8", 128, {"fmt": "e5m2"}, NotImplementedError, "fp8: fmt is 'e5m2', wanted 'e4m3'"),
         ("fp8", 128, {"weight_block_size": [64, 128]}, ValueError, r"_inv has shape \(1, 1\), w"),
@@ -341,26 +349,26 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
             128,
             {"weight_block_size": None},
             ValueError,
-            "has no weight_block_size, which",
+            "there is no weight_block_size, which .* wants",
         ),
         (
             "float-quantized",
             0,
             {"config_groups": {}},
             NotImplementedError,
-            "0 config_groups, wanted one",
+            "there are no config_groups, wanted one",
         ),
         (
             "compressed-tensors",
             32,
-            {"config_groups": {"g": {"weights": {}, "input_activations": {"num_bits": 8}}}},
+            {"config_groups": {"g": {"weights": W4, "input_activations": {"num_bits": 8}}}},
             NotImplementedError,
-            "input_activations are quantized",
+            r"INT4 \(W4A8\) of compressed-tensors; no kernel takes activations of 8 bits with INT4",
         ),
         (
             "compressed-tensors",
             32,
-            {"config_groups": {"g": {"weights": {"symmetric": False}}}},
+            {"config_groups": {"g": {"weights": W4 | {"symmetric": False}}}},
             ValueError,
             f"no tensor {LAYER}.0.gate_proj.weight_zero_point",
         ),

@@ -165,6 +165,8 @@ def test_generate(options, tmp_path):
             wanted[chosen] = merged(model, folder).generate(ids[chosen], **options)
     moelora_hf.load_adapters(model, folders)
     assert torch.equal(model.generate(ids, adapter_names=rows, **options), wanted)
+    settings = transformers.GenerationConfig(**options)
+    assert torch.equal(model.generate(ids, settings, adapter_names=rows), wanted)
     kept = model(ids, adapter_names=rows, logits_to_keep=2).logits
     torch.testing.assert_close(kept, model(ids, adapter_names=rows).logits[:, -2:])
 

@@ -317,6 +317,69 @@ def test_quantized_experts(kind, device, tmp_path):
     assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
 
 
+def test_calls_under_grad_mode(tmp_path):
+    """The commonest first call of all says what to do."""
+    model = make_whole_model(qwen3)
+    moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
+    with pytest.raises(RuntimeError, match=r"q_proj: adapters .* under torch.no_grad\(\)"):
+        model(tokens(), adapter_names=ROWS)
+    with torch.no_grad():
+        wanted = model(tokens(), adapter_names=ROWS).logits
+    assert torch.equal(model.requires_grad_(False)(tokens(), adapter_names=ROWS).logits, wanted)
+
+
+# ---- models that change ----
+
+
+@torch.no_grad()
+def test_modules_in_the_place_of_served_ones(tmp_path):
+    """An adapter's factors of a layer must not be lost with the module that added them."""
+    model = make_whole_model(qwen3)
+    ids = tokens(length=4)
+    folders = write_adapters(model, tmp_path)
+    for change, layer in (
+        (lambda m: m.resize_token_embeddings(70), "lm_head is a Linear"),
+        (lambda m: setattr(m.model.layers[0].self_attn, "q_proj", nn.Identity()), "q_proj is a Id"),
+        (lambda m: setattr(m.model.layers[1].mlp, "experts", nn.Identity()), "experts is a Identi"),
+        (lambda m: delattr(m.model.layers[0].self_attn, "o_proj"), "o_proj is a NoneType"),
+    ):
+        changed = copy.deepcopy(model)
+        moelora_hf.load_adapters(changed, folders)
+        change(changed)
+        with pytest.raises(RuntimeError, match=f"{layer}.* that has taken the place"):
+            changed(ids, adapter_names=ROWS)
+    around = copy.deepcopy(model)
+    moelora_hf.load_adapters(around, folders)
+    wanted = around(ids, adapter_names=ROWS).logits
+    attention = around.model.layers[0].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)  # as those of compilers, profilers, PEFT
+    assert torch.equal(around(ids, adapter_names=ROWS).logits, wanted)
+
+
+@torch.no_grad()
+def test_embeddings_of_another_size(tmp_path):
+    model = make_whole_model(qwen3)
+    folder = write_adapter(model, tmp_path / "a", 1, lambda name: "embed_tokens" in name)
+    moelora_hf.load_adapters(model, {"a": folder})
+    model.resize_token_embeddings(70)
+    with pytest.raises(RuntimeError, match="embed_tokens has 70 rows, adapters were loaded for 61"):
+        model(tokens(), adapter_names=["a"] * 5)
+
+
+@torch.no_grad()
+def test_inputs_of_any_strides(tmp_path):
+    """What one row of a batch is transposed to keeps its strides when it is flattened."""
+    model = make_whole_model(qwen3)
+    folders = write_adapters(model, tmp_path)
+    moelora_hf.load_adapters(model, folders)
+    ids = tokens(rows=1)
+    wanted = model(ids, adapter_names=["all"]).logits
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_pre_hook(lambda _, x: x[0].mT.contiguous().mT)
+    assert relative(model(ids, adapter_names=["all"]).logits, wanted) < 1e-5
+
+
 # ---- devices ----
 
 

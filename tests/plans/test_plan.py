@@ -144,9 +144,14 @@ def test_prefill_takes_the_largest_tile_that_fits(plan, capability, tile):
 
 @pytest.mark.parametrize("device", [("cpu", 7), ("cuda", 80), ("cuda", 90)])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_adapters_never_change_a_plan(plan, device, tokens):
-    base = plan(device, tokens=tokens)
-    assert all(plan(device, tokens=tokens, rank=rank) == base for rank in (1, 16, 256))
+def test_adapters_never_change_the_kernels_of_projections(answer, device, tokens):
+    """They may make several launches of one: those that stand in for it without them."""
+
+    def projections(rank):
+        words = answer(device, tokens=tokens, rank=rank).split()
+        return words[0] if words[2] == "-" else words[2], words[7]
+
+    assert all(projections(rank) == projections(0) for rank in (1, 16, 256))
 
 
 def test_what_no_kernel_serves(plan):
@@ -263,14 +268,14 @@ AROUND = {
     (256, 64): "sort_i32_2048_sm80 blocks_48x64x4_sm80 blocks_48x64x4_sm80",
     (2048, 16): "sort_i32_16384_sm80 blocks_48x32x4_sm80 blocks_48x16x4_sm80",
     (4096, 16): "sort_i32_any_sm80 blocks_48x32x4_sm80 segments_160x32_sm90",
-    (4096, 64): "sort_i32_any_sm80 segments_160x128_sm90 segments_160x64_sm90",
-    (16384, 64): "sort_i32_any_sm80 segments_160x128_sm90 segments_160x64_sm90",
+    (4096, 64): "sort_i32_any_sm80 segments_128x128_sm90 segments_160x64_sm90",
+    (16384, 64): "sort_i32_any_sm80 segments_128x128_sm90 segments_160x64_sm90",
 }
 
 
 def strip(names):
     """Without the role and the dtype of adapters' kernels."""
-    return names.replace("shrink_bf16_", "").replace("expand_bf16_", "").replace("delta_bf16_", "")
+    return names.replace("shrink_bf16_", "").replace("expand_bf16_", "")
 
 
 @pytest.mark.parametrize("tokens, rank", AROUND)
@@ -309,10 +314,10 @@ def test_shrinks_of_a_portable_gpu_are_portable(answer):
 
 
 DELTAS = {
-    (1, 16): "16x8_sm80 route - - 0 - 0",
-    (64, 64): "64x4_sm80 grouped - - 0 - 0",
-    (128, 16): "- sorted sort_i32_2048_sm80 windows_48x16x8_sm80 1 thin_64x16_sm80 1",
-    (4096, 64): "- sorted sort_i32_any_sm80 segments_160x64_sm90 1 64x64_sm80 1",
+    (1, 16): "route - windows_48x16x4_sm80 thin_64x16_sm80 1",
+    (64, 64): "grouped - windows_48x64x4_sm80 thin_32x64_sm80 1",
+    (128, 16): "sorted sort_i32_2048_sm80 windows_48x16x4_sm80 thin_64x16_sm80 1",
+    (4096, 64): "sorted sort_i32_any_sm80 segments_160x64_sm90 64x64_sm80 1",
 }
 
 
@@ -322,7 +327,7 @@ def test_kernels_of_adapters_alone(answer, tokens, rank):
     assert strip(words) == DELTAS[tokens, rank]
 
 
-ORDER = 1  # of the words of a delta
+ORDER = 0  # of the words of a delta
 
 
 @pytest.mark.parametrize(

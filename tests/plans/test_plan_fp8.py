@@ -64,17 +64,16 @@ def test_hopper_tiles_of_fp8_weights_and_tokens(quantized, dtype):
         assert row.name == of_w2.name == f"gemm_{dtype.lower()}_w8a8_{shape}_sm90"
 
 
-def test_batch_invariant_calls_stay_with_one_kind_of_tensor_core_instruction(answer):
+def test_all_calls_stay_with_one_kind_of_tensor_core_instruction(answer):
     """Whatever is forced: mma.sync adds up FP8 products otherwise than wgmma."""
     force = {"MOELORA_FORCE_VARIANT": "gemm_bf16_w8a8_32x128x64_sm80"}
-    both = force | {"MOELORA_BATCH_INVARIANT": "1"}
     for tokens, pair in itertools.product((16, 1024), (("w8a8", "w8a8"), ("native", "w8a8"))):
-        forced, passed_over, portable = (
-            answer(("cuda", capability), "formats", *pair, tokens=tokens, env=env).split()[0]
-            for capability, env in ((90, force), (90, both), (80, both))
+        passed_over, portable = (
+            answer(("cuda", capability), "formats", *pair, tokens=tokens, env=force).split()[0]
+            for capability in (90, 80)
         )
         assert passed_over.endswith("_sm90") and portable.endswith("_sm80")
-        assert (forced == portable == force["MOELORA_FORCE_VARIANT"]) == (pair[0] == "w8a8")
+        assert (portable == force["MOELORA_FORCE_VARIANT"]) == (pair[0] == "w8a8")
 
 
 def test_fp8_rows_that_allow_no_vectors(quantized):

@@ -20,6 +20,7 @@ from benchmarks import tables
 from moelora import _C, tuned
 from moelora.__main__ import main
 from moelora.bench import shapes
+from moelora.docstrings import ENTRIES, GROUPS, expand
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -78,6 +79,43 @@ def test_operators_document_every_parameter(name):
         described += " " + " ".join(names[names.index(first) : names.index(last)])
     for parameter in names:
         assert re.search(rf"\b{parameter}\b", described), f"{name}: {parameter}"
+
+
+PLACEHOLDER = re.compile(r"^ *\{(\w+)\??\}", re.M)
+
+
+def test_docstrings_have_what_they_share():
+    sources = [*(ROOT / "moelora").rglob("*.py")]
+    used = [name for path in sources for name in PLACEHOLDER.findall(path.read_text())]
+    used += [one for name in used for one in GROUPS.get(name, ())]
+    assert {name for name in ENTRIES if used.count(name) < 2} == set(), "shared by nobody"
+    for name in OPERATORS:
+        assert not PLACEHOLDER.search(getattr(moelora, name).__doc__), name
+
+
+def test_shared_docstrings_take_more_words_and_any_indentation():
+    text = """What it does.
+
+    Parameters
+    ----------
+    {topk_ids?} Words that follow,
+        and more of them.
+    activation : {"silu", "gelu"}
+        {not one}
+    """
+    want = """What it does.
+
+    Parameters
+    ----------
+    topk_ids : Tensor, shape (M, top_k), int32 or int64, optional
+        Experts of each token. Words that follow, and more of them.
+    activation : {"silu", "gelu"}
+        {not one}
+    """
+    assert expand(text) == want
+    assert expand(inspect.cleandoc(text)) == inspect.cleandoc(want)  # as from Python 3.13 on
+    with pytest.raises(KeyError, match="nobody"):
+        expand("    {nobody}")
 
 
 def test_stubs_name_what_there_is():

@@ -24,12 +24,21 @@ ROOT = Path(__file__).resolve().parents[2]
 needs_binutils = pytest.mark.skipif(not shutil.which("readelf"), reason="no binutils")
 
 
-@pytest.fixture(scope="module")
-def setup_py():
-    spec = importlib.util.spec_from_file_location("moelora_setup", ROOT / "setup.py")
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(f"moelora_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    return module_of(ROOT / "setup.py")
+
+
+@pytest.fixture(scope="module")
+def compiling():
+    return module_of(ROOT / "csrc/compiling.py")
 
 
 def output(*command, **kwargs):
@@ -235,11 +244,11 @@ def fat_binaries(data):
         at = data.find(magic, end)
 
 
-def test_the_extension_holds_the_architectures_asked_for(setup_py):
+def test_the_extension_holds_the_architectures_asked_for(compiling):
     found = list(fat_binaries(Path(_C.__file__).read_bytes()))
     if not found:
         pytest.skip("built without CUDA")
-    wanted = [int(re.match(r"\d+", arch).group()) for arch in setup_py.cuda_archs()]
+    wanted = [int(re.match(r"\d+", arch).group()) for arch in compiling.cuda_archs()]
     portable = [archs for archs in found if archs != ([90], [])]
     assert 0 < len(portable) < len(found)
     for native, ptx in portable:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_packaging import ROOT, output, setup_py
+from test_packaging import ROOT, compiling, output
 
-FIXTURES = (setup_py,)
+FIXTURES = (compiling,)
 
 PROJECT = {
     "pyproject.toml": '[project]\nname = "moelora"\ndynamic = ["version"]\n'
@@ -23,10 +23,33 @@ PROJECT = {
     "csrc/glue/module.c": "#include <Python.h>\nPyMODINIT_FUNC PyInit__C(void) { return NULL; }\n",
     "csrc/glue/exports.map": "{ global: PyInit__C; local: *; };\n",
     "csrc/cuda/align/small.cu": "",
-    "csrc/cuda/gemm/sm80/gemm.cu": "",
-    "csrc/cuda/gemm/sm90/gemm.cu": "",
-    "csrc/cuda/adapters/shrink_sm90.cu": "",
+    "csrc/cuda/shrink/segments_sm90.cu": "",
+    "csrc/cuda/variants.inc": "".join(
+        f"MOELORA_CUDA_GEMM(gemm_{dtype}_{family}, {dtype.upper()}, NATIVE, {family.upper()},"
+        " 16, 128, 64, 4, 1)\n"
+        for dtype in ("bf16", "f16")
+        for family in ("sm80", "sm90")
+    ),
+    "csrc/cuda/gemm/launchers.h": "typedef int moelora_gemm_launcher(void);\n"
+    "typedef int moelora_back_launcher(void);\n"
+    "enum { CUDA_gemm_bf16_sm80, CUDA_gemm_bf16_sm90, CUDA_gemm_f16_sm80, CUDA_gemm_f16_sm90,\n"
+    "       MOELORA_CUDA_ROWS };\n"
+    + "".join(
+        f"int moelora_cuda_{kind}gemm_{dtype}_{family}(void);\n"
+        for kind in ("", "saving_")
+        for dtype in ("bf16", "f16")
+        for family in ("sm80", "sm90")
+    ),
 }
+# Beside setup.py itself, from here.
+BUILDERS = ("setup.py", "csrc/compiling.py", "csrc/cuda/gemm/rows.py")
+GEMMS = {
+    f"build/generated/cuda/gemm/{family}/{kind}_{dtype}_native_1.cu"
+    for kind in ("gemm", "saving")
+    for dtype in ("bf16", "f16")
+    for family in ("sm80", "sm90")
+}
+CUDA = {name for name in PROJECT if name.endswith(".cu")} | GEMMS
 # Compiles nothing but does what setup.py relies on; tells its arguments to nvcc.log.
 NVCC = """\
 #!/bin/sh
@@ -46,10 +69,11 @@ echo | cc -fPIC -x c -c - -o "$object"
 
 
 class Project:
-    """A small tree with the setup.py of this one."""
+    """A small tree with the setup.py of this one, and a cache of objects."""
 
-    def __init__(self, root):
+    def __init__(self, root, cache):
         self.root = root
+        self.cache = cache
         self.library = root / "moelora/_C.abi3.so"
 
     def build(self, *command, **environment):
@@ -57,7 +81,8 @@ class Project:
         command = command or ("build_ext", "--inplace")
         drop = ("MAX_JOBS", "CFLAGS", "NVCCFLAGS", "NVCC", "CUDA_HOME")
         kept = {k: v for k, v in os.environ.items() if k not in drop and "MOELORA" not in k}
-        environment = {"MOELORA_CUDA": "0", **kept, **environment}
+        ours = {"MOELORA_CUDA": "0", "MOELORA_CACHE": str(self.cache)}
+        environment = ours | kept | environment
         run = subprocess.run(
             [sys.executable, "setup.py", "-q", *command],
             cwd=self.root,
@@ -91,8 +116,9 @@ def project(tmp_path):
     for name, text in PROJECT.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    shutil.copy(ROOT / "setup.py", root)
-    return Project(root)
+    for name in BUILDERS:
+        shutil.copy(ROOT / name, root / name)
+    return Project(root, tmp_path / "cache")
 
 
 def test_a_build_says_what_it_does(project):
@@ -111,7 +137,7 @@ def test_a_copied_tree_is_built_already(project, tmp_path):
     environment = project.nvcc()
     project.build(**environment)
     project.build("build_core")
-    copied = Project(tmp_path / "copy")
+    copied = Project(tmp_path / "copy", project.cache)
     shutil.copytree(project.root, copied.root, copy_function=shutil.copyfile)
     (copied.root / "bin/nvcc").chmod(0o755)
     for path in sorted(copied.root.rglob("*"), reverse=True):
@@ -119,6 +145,57 @@ def test_a_copied_tree_is_built_already(project, tmp_path):
     environment["NVCC"] = str(copied.root / "bin/nvcc")
     assert copied.build(**environment) == ""
     assert copied.build("build_core") == ""
+
+
+def test_checkouts_share_objects(project, tmp_path):
+    """A clone compiles what differs; with MOELORA_CACHE=0 a checkout has objects of its own."""
+    project.build()
+    clone = Project(tmp_path / "clone", project.cache)
+    shutil.copytree(project.root, clone.root, ignore=shutil.ignore_patterns("build", "*.so"))
+    assert clone.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
+    (clone.root / "csrc/core/a.h").write_text("#define VALUE 2\n")
+    assert "compiling 1 of 3" in clone.build()
+    assert project.build() == ""
+    shutil.rmtree(clone.root / "build")
+    assert "compiling 3 of 3" in clone.build(MOELORA_CACHE="0")
+    assert "compiling" not in clone.build(MOELORA_CACHE="0")
+    assert len(list((clone.root / "build/obj").rglob("*.o"))) == 3
+    (tmp_path / "file").write_text("")
+    said = clone.build(MOELORA_CACHE=str(tmp_path / "file"))
+    assert said.startswith("objects stay in build/obj, for the cache cannot be made")
+
+
+def test_the_cache_keeps_what_was_used_last(project):
+    header = project.root / "csrc/core/a.h"
+    builder = project.root / "csrc/compiling.py"
+    builder.write_text(builder.read_text().replace("KEPT = 24", "KEPT = 2"))
+    for value in (1, 2, 1, 3):
+        header.write_text(f"#define VALUE {value}\n")
+        project.build()
+    assert len(list(project.cache.glob("core/a.*.o"))) == 2
+    header.write_text("#define VALUE 1\n")
+    assert "compiling" not in project.build()
+    header.write_text("#define VALUE 2\n")
+    assert "compiling 1 of 3" in project.build()
+
+
+def test_variants_that_are_left_out(project):
+    """MOELORA_VARIANTS: only rows that match have a source, and a launcher in the table."""
+    environment = project.nvcc()
+    project.build(**environment)
+    assert set(project.nvcc_commands()) == CUDA
+    table = project.root / "build/generated/cuda/gemm/launchers.c"
+    assert table.read_text().count("] = moelora_cuda_gemm_") == 4
+    said = project.build(**environment, MOELORA_VARIANTS="_bf16_.*sm90")
+    assert "compiling 1 of" in said and "launchers.c" in said
+    assert "[CUDA_gemm_bf16_sm90] = moelora_cuda_gemm_bf16_sm90,\n}" in table.read_text()
+    assert {str(path.relative_to(project.root)) for path in table.parent.rglob("*.cu")} == {
+        f"build/generated/cuda/gemm/sm90/{kind}_bf16_native_1.cu" for kind in ("gemm", "saving")
+    }
+    assert "compiling" not in project.build(**environment)
+    for wrong, why in (("gemm_f64", "which no GEMM variant matches"), ("(", "expected a regular")):
+        with pytest.raises(AssertionError, match=f"MOELORA_VARIANTS is .*{why}"):
+            project.build(**environment, MOELORA_VARIANTS=wrong)
 
 
 def test_modules_that_moved_are_not_packed(project):
@@ -187,15 +264,15 @@ def test_builds_with_cuda_and_without_share_what_they_can(project):
     environment = project.nvcc()
     assert "compiling 3 of 3" in project.build()
     cuda = project.build(**environment)
-    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 5 of 7")
+    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 12 of 14")
     assert "csrc/cpu/device.c" in cuda
-    assert set(project.nvcc_commands()) == {name for name in PROJECT if name.endswith(".cu")}
+    assert set(project.nvcc_commands()) == CUDA
     assert project.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
     assert "compiling" not in project.build(**environment)
     assert "compiling" not in project.build("build_core")
     assert "compiling" not in project.build("build_core", "--cuda", **environment)
     archives = [project.root / f"build/{name}/libmoelora.a" for name in ("core", "core-cuda")]
-    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 6]
+    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 13]
 
 
 PORTABLE = {
@@ -227,12 +304,12 @@ def test_a_source_is_compiled_for_what_its_folder_says(project, archs):
 @pytest.mark.parametrize(
     "target, is_x86", [("x86_64-linux-gnu", True), ("aarch64-linux-gnu", False)]
 )
-def test_x86_sources_are_for_compilers_of_x86(setup_py, monkeypatch, tmp_path, target, is_x86):
+def test_x86_sources_are_for_compilers_of_x86(compiling, monkeypatch, tmp_path, target, is_x86):
     """Whatever this machine is: cross compilers."""
     (tmp_path / "cc").write_text(f"#!/bin/sh\necho {target}\n")
     (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setattr(setup_py, "CC", [str(tmp_path / "cc")])
-    names = {source.stem for source in setup_py.sources(["cpu"], None)}
+    monkeypatch.setattr(compiling, "CC", [str(tmp_path / "cc")])
+    names = {source.stem for source in compiling.sources(["cpu"], None)}
     assert "gemm_scalar" in names
     assert ("gemm_avx2" in names) == ("gemm_avx512bf16" in names) == is_x86
 
@@ -255,7 +332,7 @@ def test_machine_code_is_small(project):
 
 
 def test_spare_cores_share_the_architectures_of_a_file(project):
-    environment = {**project.nvcc(), "MAX_JOBS": "8", "MOELORA_CUDA_ARCH": "80;90a;120"}
+    environment = {**project.nvcc(), "MAX_JOBS": "16", "MOELORA_CUDA_ARCH": "80;90a;120"}
     project.build(**environment)
     threads = {name: "--threads 2" in " ".join(c) for name, c in project.nvcc_commands().items()}
     assert threads == {name: "sm90" not in name for name in threads}
@@ -266,27 +343,27 @@ def test_spare_cores_share_the_architectures_of_a_file(project):
     assert project.build(**{**environment, "MAX_JOBS": "1"}) == ""
 
 
-def test_jobs_are_as_many_as_cores_and_memory_allow(setup_py, monkeypatch, tmp_path):
+def test_jobs_are_as_many_as_cores_and_memory_allow(compiling, monkeypatch, tmp_path):
     monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-    for jobs, memory in ((6, 100 * setup_py.JOB_BYTES), (3, 3.5 * setup_py.JOB_BYTES), (1, 0)):
-        monkeypatch.setattr(setup_py, "usable_memory", lambda memory=memory: int(memory))
-        assert setup_py.num_jobs() == jobs
+    for jobs, memory in ((6, 100 * compiling.JOB_BYTES), (3, 3.5 * compiling.JOB_BYTES), (1, 0)):
+        monkeypatch.setattr(compiling, "usable_memory", lambda memory=memory: int(memory))
+        assert compiling.num_jobs() == jobs
     monkeypatch.setenv("MAX_JOBS", "9")
-    assert setup_py.num_jobs() == 9
+    assert compiling.num_jobs() == 9
     for wrong in ("0", "-1", "many"):
         monkeypatch.setenv("MAX_JOBS", wrong)
         with pytest.raises(SystemExit, match=f"MAX_JOBS is '{wrong}', expected a number"):
-            setup_py.num_jobs()
+            compiling.num_jobs()
 
 
-def test_usable_memory_is_the_less_of_machine_and_container(setup_py, tmp_path):
+def test_usable_memory_is_the_less_of_machine_and_container(compiling, tmp_path):
     meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
     meminfo.write_text("MemTotal:       20 kB\nMemAvailable:      10 kB\n")
-    assert setup_py.usable_memory(meminfo, limit) == 10240
+    assert compiling.usable_memory(meminfo, limit) == 10240
     for text, expected in (("max\n", 10240), ("4096\n", 4096), ("1000000\n", 10240)):
         limit.write_text(text)
-        assert setup_py.usable_memory(meminfo, limit) == expected
+        assert compiling.usable_memory(meminfo, limit) == expected
 
 
 PTXAS = """\
@@ -298,22 +375,22 @@ ptxas info    : Used 168 registers, used 1 barriers
 """
 
 
-def test_spills_and_serialised_products_are_found(setup_py):
+def test_spills_and_serialised_products_are_found(compiling):
     source = Path("csrc/cuda/gemm.cu")
-    clean = setup_py.report_ptxas(source, PTXAS.format(stack=0, stores=0, loads=0))
+    clean = compiling.report_ptxas(source, PTXAS.format(stack=0, stores=0, loads=0))
     assert clean == (", 1 kernels, at most 168 registers", "")
-    assert setup_py.report_ptxas(source, PTXAS.format(stack=16, stores=16, loads=40))[1] == ""
-    _, text = setup_py.report_ptxas(source, PTXAS.format(stack=24, stores=20, loads=12))
+    assert compiling.report_ptxas(source, PTXAS.format(stack=16, stores=16, loads=40))[1] == ""
+    _, text = compiling.report_ptxas(source, PTXAS.format(stack=24, stores=20, loads=12))
     assert "_Z4gemmv for sm_90a" in text
     assert "20 bytes spill stores" in text
-    large = source.with_name("gemm_w8a8.cu")
-    assert setup_py.report_ptxas(large, PTXAS.format(stack=208, stores=404, loads=372))[1] == ""
+    large = source.with_name("gemm_bf16_w8a8_1.cu")
+    assert compiling.report_ptxas(large, PTXAS.format(stack=208, stores=404, loads=372))[1] == ""
     assert (
-        "700 bytes" in setup_py.report_ptxas(large, PTXAS.format(stack=9, stores=700, loads=9))[1]
+        "700 bytes" in compiling.report_ptxas(large, PTXAS.format(stack=9, stores=700, loads=9))[1]
     )
-    assert "warning" in setup_py.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")[1]
+    assert "warning" in compiling.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")[1]
     loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are "
-    assert "C7520" in setup_py.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")[1]
+    assert "C7520" in compiling.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")[1]
 
 
 FIRST = "cuda=0 arch=\ndemo\n"  # the C code, and the demo on it

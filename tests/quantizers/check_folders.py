@@ -20,9 +20,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import moelora.integrations.transformers as moelora_hf
 
-# Largest relative error of a weight, in the norm of a matrix, by the bits of its numbers: of
-# normal numbers, rounded to the nearest with a scale for 128.
-BOUND = {"INT8": 0.02, "FP8": 0.05, "4": 0.25}
+# Largest relative error of a weight, in the norm of a matrix: normal numbers of four bits are a
+# tenth away from what they were. Rows or columns of another place are farther away than their size.
+BOUND = 0.25
 IDS = torch.randint(3, 256, (4, 7), generator=torch.Generator().manual_seed(1))
 ROWS = ["one", "__base__", "two", "one"]
 
@@ -54,7 +54,7 @@ def check(folder: Path, source: Path) -> str:
     found = weights_of(model)
     for name, weight in exact.named_parameters():
         rough = error(found[name], weight)
-        if rough > BOUND["4"] or found[name].shape != weight.shape:
+        if rough > BOUND or found[name].shape != weight.shape:
             return f"WRONG: {name} is {rough:.3f} away"
         weight.copy_(found[name])
     with tempfile.TemporaryDirectory() as adapters:

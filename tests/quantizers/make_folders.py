@@ -115,11 +115,9 @@ def llm_compressor(source: Path, target: Path, scheme: str) -> None:
     if scheme.endswith("kv_cache"):
         cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
         what["kv_cache_scheme"] = {**cache, "dynamic": False}
-        import datasets
-
-        ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
-        rows = {"input_ids": ids, "attention_mask": [[1] * 16] * 4}
-        options["dataset"] = datasets.Dataset.from_dict(rows)
+        ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
+        rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+        options["dataset"] = torch.utils.data.DataLoader(rows)
         options |= {"num_calibration_samples": 4, "max_seq_length": 16}
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     recipe = QuantizationModifier(**what, ignore=ignore)
@@ -151,6 +149,10 @@ def auto_round(source: Path, target: Path, scheme: str) -> None:
     options = {"iters": 0, "nsamples": 1, "seqlen": 16, "disable_opt_rtn": True}
     rounder = AutoRound(model, tokenizer, bits=bits, group_size=group, sym=sym, **options)
     rounder.quantize_and_save(str(target), format=form)
+    for inner in target.glob("*-w*g*"):  # where newer releases put the files
+        for file in inner.iterdir():
+            file.rename(target / file.name)
+        inner.rmdir()
 
 
 def word_tokenizer():
@@ -176,6 +178,10 @@ GPTQMODEL = {  # of QuantizeConfig
 
 
 def gptqmodel(source: Path, target: Path, scheme: str) -> None:
+    import os
+
+    cores = os.cpu_count() or 1
+    os.cpu_count = lambda: max(4, cores)  # gptqmodel 7.7 fails with fewer
     from gptqmodel import GPTQModel, QuantizeConfig
 
     model = GPTQModel.load(str(source), QuantizeConfig(**GPTQMODEL[scheme]), device="cpu")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, Spec
 from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref
 from conftest import CUDA_DTYPES, on_gpu
 from torch import Tensor
@@ -159,38 +160,38 @@ def on_cpu(arguments: dict) -> dict:
     return {name: moved(value) for name, value in arguments.items()}
 
 
-def assert_gradients(
-    grads: dict | list[dict],
-    arguments: dict,
-    grad_out: Tensor | list[Tensor],
-    dtype,
-    ref: dict | None = None,
-) -> dict[str, float]:
-    """Fails unless each gradient is as accurate as that of the naive layer in `dtype`. `ref` are
-    gradients in float64, by default the reference's. Several gradients, of several grad_out, count
-    as one: the largest error of either side. Returns root mean square errors over those of the
-    naive layer, for assert_accurate_on_average(). Both of these run on the CPU."""
-    if not isinstance(grads, list):
-        grads, grad_out = [grads], [grad_out]
-    limit = arguments.get("activation_limit")
-    gate_up = None if limit is None else moelora.fused_experts_lora_saving(**arguments)[1].gate_up
-    arguments = on_cpu(arguments)
-    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for got, of in zip(grads, grad_out, strict=True):
-        given = of.cpu()
-        want = ref or reference_gradients(arguments, given, gate_up)
-        yardstick, its_gate_up = naive_gradients(arguments, given)
-        its_want = (
-            want if limit is None else ref or reference_gradients(arguments, given, its_gate_up)
-        )
-        assert set(got) == set(want)
-        for name, wanted in want.items():
-            assert got[name].shape == wanted.shape, name
-            error = yardstick[name].cpu().double() - its_want[name]
-            found.setdefault(name, []).append((got[name], wanted, wanted + error))
+def samples_of(
+    grads: dict, arguments: dict, grad_out: Tensor, ref: dict | None = None
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """(gradient, reference, reference plus the naive layer's error) of each name. Reference and
+    naive layer run on the CPU."""
+    clamps = ref is None and arguments.get("activation_limit") is not None
+    gate_up = moelora.fused_experts_lora_saving(**arguments)[1].gate_up if clamps else None
+    arguments, grad_out = on_cpu(arguments), grad_out.cpu()
+    yardstick, its_gate_up = naive_gradients(arguments, grad_out)
+    want = its_want = ref
+    if clamps:
+        want = reference_gradients(arguments, grad_out, gate_up)
+        its_want = reference_gradients(arguments, grad_out, its_gate_up)
+    elif ref is None:
+        want = its_want = reference_gradients(arguments, grad_out, None)
+    assert set(grads) == set(want)
+    found = {}
+    for name, wanted in want.items():
+        assert grads[name].shape == wanted.shape, name
+        error = yardstick[name].cpu().double() - its_want[name]
+        found[name] = (grads[name], wanted, wanted + error)
+    return found
+
+
+def assert_samples(samples: list[dict], dtype) -> dict[str, float]:
+    """Fails unless the largest error of each gradient in all samples is what the rule allows, given
+    the naive layer's. Returns root mean square errors over those of the naive layer, for
+    assert_accurate_on_average()."""
     ratios = {}
-    for name, triples in found.items():
-        got, want, yardstick = (torch.stack(tensors) for tensors in zip(*triples, strict=True))
+    for name in samples[0]:
+        triples = zip(*(each[name] for each in samples), strict=True)
+        got, want, yardstick = (torch.stack(tensors) for tensors in triples)
         scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
         try:
             assert_close_to_ref(
@@ -207,6 +208,14 @@ def assert_gradients(
         if want.numel() and least > 0:
             ratios[name] = ((errors[0] + least) / (errors[1] + least)).item()
     return ratios
+
+
+def assert_gradients(
+    grads: dict, arguments: dict, grad_out: Tensor, dtype, ref: dict | None = None
+) -> dict[str, float]:
+    """Fails unless each gradient is as accurate as that of the naive layer in `dtype`. `ref` are
+    gradients in float64, by default the reference's."""
+    return assert_samples([samples_of(grads, arguments, grad_out, ref)], dtype)
 
 
 # What the largest errors of small problems cannot tell apart, an average over problems can. Those
@@ -227,28 +236,28 @@ def assert_accurate_on_average(ratios: list[dict[str, float]], dtype) -> dict[st
     return means
 
 
-# The error of a gradient is a sample: of a few terms one draw says little about how large it may
-# be, for us or for the naive layer. Gradients are linear in grad_out, so more of these are more
-# samples of the same problem.
+# The largest error of a problem is a sample. Of a few tokens, or a few columns, one draw says
+# little about how large it may be, for us or for the naive layer: more draws of such a problem do.
 DRAWS = 8
 
 
-def hold_gradients(
-    arguments: dict, dtype, compute=by_autograd, device="cpu"
-) -> tuple[dict, dict[str, float]]:
-    """Fails unless `compute(arguments, grad_out)` is as accurate as the naive layer, in one draw of
-    grad_out or, where that is not enough to tell, in DRAWS. Returns the gradients of the first and
-    what assert_gradients() does."""
-    shape = arguments["hidden_states"].shape
-    grad_outs = [grad_like(shape, dtype, device)]
-    grads = [compute(arguments, grad_outs[0])]
+def hold_gradients(spec: Spec, compute=by_autograd, device="cpu") -> dict[str, float]:
+    """Fails unless `compute(arguments, grad_out)` is as accurate as the naive layer, in the problem
+    of `spec` or, where that is not enough to tell, in DRAWS of its numbers, the first among them.
+    Returns what assert_samples() does."""
+
+    def sample(number):
+        arguments = replace(spec, seed=spec.seed + 100_000 * number).build().to(device).kwargs()
+        shape = arguments["hidden_states"].shape
+        grad_out = grad_like(shape, spec.dtype, device, seed=1 + number)
+        return samples_of(compute(arguments, grad_out), arguments, grad_out)
+
+    samples = [sample(0)]
     try:
-        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
+        return assert_samples(samples, spec.dtype)
     except AssertionError:
-        grad_outs += [grad_like(shape, dtype, device, seed=1 + i) for i in range(1, DRAWS)]
-        grads += [compute(arguments, grad_out) for grad_out in grad_outs[1:]]
-        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
-    return grads[0], ratios
+        samples += [sample(number) for number in range(1, DRAWS)]
+        return assert_samples(samples, spec.dtype)
 
 
 # Where there is a backward. Bodies take a device, so that they run on others when these have one.

@@ -6,75 +6,34 @@ import pytest
 import torch
 from conftest import on_gpu
 
+from benchmarks import small_models
+
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-COMMON = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-
 
 def mixtral():
-    return transformers.MixtralConfig(
-        **COMMON, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2
-    )
+    return small_models.config("mixtral")
 
 
 def qwen3():
-    return transformers.Qwen3MoeConfig(
-        **COMMON,
-        head_dim=8,
-        intermediate_size=24,
-        moe_intermediate_size=24,
-        num_experts=6,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-    )
+    return small_models.config("qwen3_moe", num_experts_per_tok=3, norm_topk_prob=True)
 
 
 def gpt_oss():
-    return transformers.GptOssConfig(
-        **COMMON, head_dim=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2
-    )
-
-
-DEEPSEEK = COMMON | {
-    "num_key_value_heads": 4,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "routed_scaling_factor": 1.5,
-}
+    return small_models.config("gpt_oss")
 
 
 def deepseek_v2():
     # Releases without a router of its own cannot run their group-limited routing.
     works = hasattr(transformers.models.deepseek_v2.modeling_deepseek_v2, "DeepseekV2TopkRouter")
     method = "group_limited_greedy" if works else "greedy"
-    return transformers.DeepseekV2Config(**DEEPSEEK, topk_method=method)
+    sizes = small_models.SIZES | small_models.MODELS["deepseek_v3"]
+    return transformers.DeepseekV2Config(**sizes, topk_method=method, routed_scaling_factor=1.5)
 
 
 def deepseek_v3():
-    return transformers.DeepseekV3Config(**DEEPSEEK)
+    return small_models.config("deepseek_v3", routed_scaling_factor=1.5)
 
 
 MODELS = [mixtral, qwen3, gpt_oss, deepseek_v2, deepseek_v3]

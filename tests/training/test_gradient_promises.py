@@ -32,15 +32,6 @@ SPECS = {
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 
 
-@pytest.fixture(autouse=True)
-def batch_invariant():
-    """What a row gets depends on nothing else in the batch, on any device."""
-    before = moelora.is_batch_invariant()
-    moelora.set_batch_invariant(True)
-    yield
-    moelora.set_batch_invariant(before)
-
-
 def problem(spec, place) -> tuple[Problem, torch.Tensor]:
     p = replace(spec, dtype=place[1]).build().to(place[0])
     return p, grad_like(p.hidden_states.shape, place[1], place[0])

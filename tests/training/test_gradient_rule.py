@@ -37,8 +37,7 @@ def test_twice_the_error_is_refused(dtype):
             grads, _ = naive_gradients(arguments, grad_out)
             return {n: (exact[n] + factor * (g - exact[n])).to(g.dtype) for n, g in grads.items()}
 
-        problems = [replace(spec, dtype=dtype).build().kwargs() for spec in SPECS]
-        return [hold_gradients(arguments, dtype, compute)[1] for arguments in problems]
+        return [hold_gradients(replace(spec, dtype=dtype), compute) for spec in SPECS]
 
     means = assert_accurate_on_average(off_by(1), dtype)
     assert all(mean == pytest.approx(1) for mean in means.values())
@@ -55,14 +54,13 @@ LIMITED = [
 @pytest.mark.parametrize("spec", LIMITED, ids=lambda s: s.activation)
 def test_a_clamp_that_is_missed_is_refused(spec):
     """Values right at the limit are forgiven, those beyond are not."""
-    arguments = spec.build().kwargs()
-    hold_gradients(arguments, spec.dtype)
+    hold_gradients(spec)
 
     def without(arguments, grad_out):
         return by_autograd(arguments | {"activation_limit": 1e30}, grad_out)
 
     with pytest.raises(AssertionError):
-        hold_gradients(arguments, spec.dtype, without)
+        hold_gradients(spec, without)
 
 
 @pytest.mark.parametrize("spec", LIMITED, ids=lambda s: s.activation)

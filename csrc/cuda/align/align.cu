@@ -124,7 +124,8 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* from: routes that are to be resolved, by a launch before it or by the sort; NULL: they are. */
+/* from: routes to resolve, by a launch before the sort or by the sort itself; NULL: resolved
+ * already. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, bool resolves,
                                const moelora_exec *exec) {
@@ -197,10 +198,10 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_al
                              : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
 
-/* ---- the backend's slots ---- */
+/* ---- backend functions ---- */
 
 struct AlignLayout {
-  moelora_align_problem sorted; /* over resolved routes */
+  moelora_align_problem sorted; /* with resolved routes */
   moelora_sort_scratch scratch;
   size_t bytes;
 };

@@ -1,13 +1,13 @@
-/* The backward of a layer: the order of launches and what lies in the workspace.
+/* The backward of a layer: sequence of launches and workspace.
  *
  *   [round factors], resolve, align, [list rows of gradients], [scale x],
- *   shrink by B2, v = dout W2 + yb2 A2 through the activation,
+ *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation,
  *   shrink by B13, dz = dgu W13 + yb13 A13, sum to dx, [dt], [factors], [biases]
  *
- * What stays between launches lies by position in the blocks of rows, as in the forward: yb2, yb13,
- * h and dgu, parts of dt, and dz. dz waits for its sum over top_k in the dtype, however many rows
- * there are: no bit of a token depends on the rest of the batch. Steps whose results nothing wants
- * are left out; nothing depends on what device data holds. */
+ * As in the forward, intermediate results are ordered by position in the blocks of rows: yb2,
+ * yb13, h, dgu, the parts of dt, and dz. dz always has the dtype of the call, for any number of
+ * rows: the result of a token does not depend on the rest of the batch. Steps whose results are
+ * not needed are skipped; launches do not depend on the contents of device memory. */
 #include <math.h>
 
 #include "cuda/backward/backward.h"
@@ -23,7 +23,7 @@ namespace {
 struct BackwardLayout {
   moelora_rounded_factors rounded[2]; // of w13, of w2
   Alignment alignment;
-  moelora_gradient_rows rows; // of factors; only where some gradient of these is wanted
+  moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
   void *h, *dgu, *dz;
@@ -61,7 +61,7 @@ struct FactorGradients {
   }
 };
 
-/* The products that give gradients of factors; with a layout that has memory, of its operands. */
+/* Products that compute gradients of factors; with operands, if the layout has memory. */
 moelora_gradients_launch describe_gradients(const moelora_experts_backward_problem *b,
                                             const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -200,7 +200,7 @@ moelora_back_launch product(const BackwardLayout *l, const moelora_weights *w,
   return g;
 }
 
-/* The shrink of its rows, and itself. */
+/* Shrinks and multiplies its rows. */
 moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan *plan,
                         const moelora_routes *routes, void *yb, bool shrinks_alone,
                         const moelora_exec *exec) {
@@ -212,8 +212,8 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
   }
   if (shrinks_alone)
     return MOELORA_OK;
-  return variant->needs == MOELORA_SM90 ? moelora_cuda_back_SM90(g, variant, plan, exec)
-                                        : moelora_cuda_back_SM80(g, variant, plan, exec);
+  moelora_back_launcher *const launch = moelora_cuda_back_launchers[variant->id];
+  return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
@@ -226,7 +226,7 @@ moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
   return g;
 }
 
-/* yb2, v, and through the activation: h, dgu, dt. */
+/* yb2, then v and the gradient of the activation: h, dgu, dt. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
                                const moelora_exec *exec) {
@@ -250,7 +250,7 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   return multiply(&g, &plan->product[0], &l->alignment.routes, l->yb2, false, exec);
 }
 
-/* yb13, and dz if it is needed. */
+/* yb13, then dz if needed. */
 moelora_status back_through_w13(const moelora_experts_backward_problem *b,
                                 const moelora_backward_plan *plan, const BackwardLayout *l,
                                 const moelora_exec *exec) {
@@ -264,7 +264,7 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
   g.epilogue.out_by_position = true;
   g.epilogue.out = l->dz;
   g.epilogue.out_stride[0] = p->hidden;
-  g.epilogue.activation.kind = MOELORA_SILU; // none: it is not gated
+  g.epilogue.activation.kind = MOELORA_SILU; // none, since it is not gated
   return multiply(&g, &plan->product[1], &l->alignment.routes, l->yb13, !plan->needs.dz, exec);
 }
 
@@ -278,7 +278,6 @@ moelora_status finish_inputs(const moelora_experts_backward_problem *b,
     s.routes = *routes;
     s.z = l->dz;
     s.z_stride = p->hidden;
-    s.splits = 1;
     s.columns = (int32_t)p->hidden;
     s.positions = l->alignment.blocks.positions;
     if (p->apply_router_weight_on_input) {
@@ -338,7 +337,8 @@ moelora_status finish_biases(const moelora_experts_backward_problem *b, const Ba
   return MOELORA_OK;
 }
 
-/* Where no row adds to gradients: of factors if there are no adapters; of all without tokens. */
+/* Called if no row contributes to gradients: to those of factors without adapters, to any without
+ * tokens. */
 moelora_status zero_gradients(const moelora_experts_backward_problem *b, const moelora_exec *exec) {
   const moelora_routes *routes = &b->forward.routes;
   if (b->accumulate)

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* backward.cu: slots of the backend's table */
+/* backward.cu: functions of the backend's table */
 size_t moelora_cuda_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                                const moelora_backward_plan *plan,
                                                const moelora_exec *exec);
@@ -29,7 +29,7 @@ typedef struct moelora_weight_gradients {
   int64_t bias_stride_e;
   const void *dout; /* [M, K] */
   int64_t dout_stride;
-  const void *dz, *x; /* [position, K], [M, K]: with weights on the input; else dz is NULL */
+  const void *dz, *x; /* [position, K], [M, K]: for weights on the input; otherwise dz is NULL */
   int64_t x_stride;
   float *out; /* [M, top_k] */
   int64_t out_stride[2];
@@ -38,7 +38,7 @@ typedef struct moelora_weight_gradients {
 moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
                                              const moelora_exec *exec);
 
-/* zero.cu: all of a gradient. */
+/* zero.cu: zeros a whole gradient. */
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient,
                                           const moelora_exec *exec);
 

@@ -1,8 +1,8 @@
-/* Gradients of biases: bias[e] (+)= sum over the rows of expert e, base rows included.
+/* Gradients of biases: bias[e] (+)= sum over the rows of expert e, including base rows.
  *
- * A CTA has kColumns columns of one expert. 16 threads take 8 columns of a row each, and 16 rows
- * are taken at a time: row i of the expert belongs to lane i % 16, whose sums are added up in the
- * order of lanes. So the order depends on the expert's own rows alone. */
+ * A CTA sums kColumns columns of one expert. 16 threads load 8 columns of a row each, 16 rows at a
+ * time: row i of the expert belongs to lane i % 16, and the sums of lanes are added in order. The
+ * order of additions therefore only depends on the expert's own rows. */
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -21,7 +21,7 @@ struct BiasLaunch {
   bool accumulate, vectors;
 };
 
-/* First block of those in use that is of `expert` or behind. */
+/* First block of `expert` or of a later expert. */
 __device__ __forceinline__ int find_block(const moelora_blocks &blocks, int used, int expert) {
   int low = 0, high = used;
   while (low < high) {

@@ -1,12 +1,12 @@
-/* Lists the rows that each gradient of a factor sums over, and cuts them into parts.
+/* Lists the rows that each gradient of a factor sums over, and splits them into parts.
  *
- *   search_segments   where the sort has not listed the segments of (expert, adapter): a thread
- *                     finds each by binary search
+ *   search_segments   if the sort has not listed the segments of (expert, adapter): each thread
+ *                     finds one by binary search
  *   find_parts        one CTA: rows before each (adapter, expert), parts of pairs and of adapters
  *   list_rows         the rows themselves, by (adapter, expert, flat row)
  *
- * The rows of an adapter follow each other in the list, and in them those of each expert, so that a
- * gradient of either kind sums over a range of it. */
+ * The rows of an adapter are consecutive in the list, and within them those of each expert: a
+ * gradient of either kind sums over a range of the list. */
 #include "cuda/align/align.cuh"
 #include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s
   return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
 }
 
-/* First number in [0, count) that is not less, or count. */
+/* First index in [0, count) that is not less, or count. */
 template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
   int low = 0, high = count;
   while (low < high) {
@@ -44,7 +44,7 @@ template <class Less> __device__ __forceinline__ int lower_bound(int count, Less
   return low;
 }
 
-/* The position of row `at` of those that begin with block `block`, `share` of them to each. */
+/* Position of row `at` among the rows of blocks from `block` on, with `share` rows per block. */
 __device__ __forceinline__ int position_of(const moelora_blocks &blocks, int block, int share,
                                            int at) {
   return (block + at / share) * blocks.rows + at % share;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
   }
 }
 
-/* Parts of `groups` groups of rows, each of them `experts` neighbouring pairs. */
+/* Splits `groups` groups of rows, `experts` neighboring pairs each, into parts. */
 __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_parts &parts,
                                     int groups, int experts, int32_t *warp_sum) {
   const int per_thread = (groups + ALIGN_THREADS - 1) / ALIGN_THREADS;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
   }
 }
 
-/* What `groups` groups can be cut into. */
+/* Allocates the parts of `groups` groups. */
 moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
   moelora_gradient_parts parts = {};

@@ -1,7 +1,7 @@
-/* Tiles of the gradients of factors: which there are, and how one is written.
+/* Tiles of the gradients of factors: their numbering, and how one is stored.
  *
- * A tile is RANKS columns of `ranks` by kColumns of `wide`, of one part. Columns of ranks are those
- * of all slices, one slice after the other, each padded to a multiple of 16. */
+ * A tile is RANKS columns of `ranks` by kColumns of `wide`, of one part. The columns of ranks are
+ * those of all slices, concatenated, each padded to a multiple of 16. */
 #ifndef MOELORA_CUDA_GRADIENT_TILE_CUH
 #define MOELORA_CUDA_GRADIENT_TILE_CUH
 
@@ -10,7 +10,7 @@
 
 constexpr int kColumns = 128;
 
-/* A product as kernels take it. */
+/* A product, as passed to kernels. */
 struct GradientProduct {
   moelora_gradient_operand ranks, wide;
   int64_t ranks_slice;
@@ -19,9 +19,9 @@ struct GradientProduct {
   bool ranks_vectors, wide_vectors; // they allow 16-byte accesses
   bool quads;                       // gradients allow accesses of 4 elements
   moelora_gradient gradient[2];
-  int64_t slot_offset; // floats of a slot before this product's [rank columns, columns]
+  int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
-  int32_t first_tile, tiles; // of the product, among the tiles of a part
+  int32_t first_tile, tiles; // range of its tiles within a part
 };
 
 /* Products over the parts of one kind. */
@@ -29,16 +29,16 @@ struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
-  int32_t tiles; // of a part
+  int32_t tiles; // tiles per part
   int64_t slot_floats;
   float *slots;
 };
 
 struct GradientTile {
-  int rank, column; // the first ones
+  int rank, column; // first of the tile
 };
 
-/* Number `tile` of a part, and its product. */
+/* Tile `tile` of a part, and its product. */
 template <int RANKS>
 __device__ __forceinline__ const GradientProduct &find_tile(const GradientGroup &group, int tile,
                                                             GradientTile *found) {
@@ -55,7 +55,8 @@ template <int WIDTH, class V> struct alignas(WIDTH * sizeof(V)) Several {
   V value[WIDTH];
 };
 
-/* to[i] = (or +=) v[i] for i < count; of those that are not added, the others are zeros. */
+/* to[i] = (or +=) v[i] for i < count; if overwriting, the rest of the WIDTH elements becomes zero.
+ */
 template <int WIDTH, class V>
 __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, bool accumulate) {
   Several<WIDTH, V> all;
@@ -78,15 +79,16 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* Writes a tile, WIDTH neighbours of the gradient at a time: get(rank, column) is a sum, by its
- * place in the tile. What is at and past the true rank is zero, or left as it is. */
+/* Stores a tile, WIDTH neighboring elements of the gradient at a time: get(rank, column) returns a
+ * sum by its index in the tile. Elements at and beyond the true rank are zero, or left unchanged.
+ */
 template <class T, int RANKS, int WIDTH, class Get>
 __device__ __forceinline__ void write_units(const GradientProduct &p, const GradientTile &tile,
                                             int adapter, int expert, int rank, bool accumulate,
                                             Get get) {
   constexpr int UNITS = RANKS * kColumns / WIDTH;
   for (int unit = threadIdx.x; unit < UNITS; unit += (int)blockDim.x) {
-    // Neighbours are columns of A, ranks of B.
+    // Neighbors are columns of A, ranks of B.
     const int c = p.transposed ? unit / (RANKS / WIDTH) : unit % (kColumns / WIDTH) * WIDTH;
     const int of_ranks = p.transposed ? unit % (RANKS / WIDTH) * WIDTH : unit / (kColumns / WIDTH);
     const int at = tile.rank + of_ranks, slice = at / p.padded_rank;

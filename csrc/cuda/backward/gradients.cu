@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
 /* ---- host ---- */
 
 bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *list) {
-  return list->adapters.part && gradient.experts == 1;
+  return list->adapters.most_parts > 0 && gradient.experts == 1;
 }
 
 /* Accesses of 4 elements of 16 or 32 bits. */

@@ -46,14 +46,6 @@ struct moelora_back_launch : moelora_gemm_launch {
   moelora_through_activation through; // dgu NULL: out
 };
 
-/* gemm/sm80/back.cu, gemm/sm90/back.cu */
-moelora_status moelora_cuda_back_SM80(const moelora_back_launch *g, const moelora_variant *variant,
-                                      const moelora_back_product_plan *plan,
-                                      const moelora_exec *exec);
-moelora_status moelora_cuda_back_SM90(const moelora_back_launch *g, const moelora_variant *variant,
-                                      const moelora_back_product_plan *plan,
-                                      const moelora_exec *exec);
-
 /* shrink.cu: yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the true rank to
  * the next multiple of 16; base rows are not written. Slice i is about columns i slice_n and on of
  * y. Of `g`, schedule, tokens and adapters count; vectors: y and B allow 16-byte accesses. */

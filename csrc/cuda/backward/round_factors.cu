@@ -1,8 +1,8 @@
-/* Float32 factors, rounded to the 16-bit dtype of a call, all of them in one launch.
+/* Rounds float32 factors to the 16-bit dtype of a call, all in one launch.
  *
- * A factor is so many rows, [max_loras, experts, rows], each contiguous; its copy is contiguous as
- * a whole. A CTA takes neighbouring rows with about kElements elements, a thread 4 of them at a
- * time, or one where memory does not allow that. */
+ * A factor is a number of rows, [max_loras, experts, rows], each contiguous; its copy is fully
+ * contiguous. A CTA processes neighboring rows with about kElements elements, a thread 4 elements
+ * at a time, or one if alignment requires it. */
 #include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -17,10 +17,10 @@ struct RoundedFactor {
   void *to;
   int64_t stride_l, stride_e, stride_i, all_rows;
   int32_t experts, rows, columns;
-  int32_t cta_rows;      // of a CTA
-  moelora_divisor units; // of a row
+  int32_t cta_rows;      // rows per CTA
+  moelora_divisor units; // units per row
   bool quads;
-  int64_t first, ctas; // of all CTAs
+  int64_t first, ctas; // first CTA, number of CTAs
 };
 
 struct RoundLaunch {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void round_rows(const RoundedFactor &f, int64_t first
   const int64_t adapter = pair / f.experts;
   const int units = rows * (int)f.units.value;
   for (int unit = threadIdx.x; unit < units; unit += kThreads) {
-    // The place of the row, from that of the CTA's first one.
+    // Index of the row, relative to the CTA's first one.
     const int row = (int)divide((uint32_t)unit, f.units), at = (unit - row * (int)f.units.value);
     const int i = (int)(first - pair * f.rows) + row, pairs = i / f.rows;
     const int e = (int)(pair - adapter * f.experts) + pairs, adapters = e / f.experts;
@@ -96,7 +96,7 @@ void add_factor(RoundLaunch *s, const moelora_factor &from, const moelora_factor
   s->ctas += f.ctas;
 }
 
-/* Room for a copy of a factor of so many rows and columns. */
+/* Allocates a copy of a factor with this number of rows and columns. */
 moelora_factor take(const moelora_factor &from, const moelora_routes *routes, int64_t rows,
                     int64_t columns, moelora_dtype dtype, moelora_arena *arena) {
   const int64_t experts = from.stride_e ? routes->num_experts : 1;

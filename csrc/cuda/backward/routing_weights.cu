@@ -1,10 +1,10 @@
-/* Gradients of routing weights, a warp per flat row:
+/* Gradients of routing weights, one warp per flat row:
  *
- *   dt[p] = sum over the parts of <v, h> + <dout[m], b2[e]>      and with weights on the input
+ *   dt[p] = sum over the parts of <v, h> + <dout[m], b2[e]>      or, with weights on the input,
  *   dt[p] = <dz[p], x[m]>
  *
- * and 0 for rows that are skipped. Lanes add every 32nd number, and then each other's sums, so that
- * the order follows from sizes alone. */
+ * and 0 for skipped rows. Each lane adds every 32nd element, then lanes are reduced: the order of
+ * additions only depends on sizes. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-/* What this lane adds of the product of two rows. */
+/* This lane's part of the product of two rows. */
 template <class T>
 __device__ __forceinline__ float lane_product(const void *a, const void *b, int64_t count) {
   float sum = 0.f;

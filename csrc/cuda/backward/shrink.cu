@@ -1,16 +1,15 @@
-/* The shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n,
- * r])
+/* Shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n, r])
  *
- * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16. B lies
- * with its ranks side by side: operand A of a product has them as rows, and ldmatrix transposes.
+ * for rows of adapter l and r below its true rank; zero from there to the next multiple of 16.
+ * Ranks of B are contiguous, while operand A of a product needs them as rows: ldmatrix transposes.
  *
- * A work unit is up to 64 rows of a block, a slice, and up to RANKS ranks. A CTA goes over the
- * segments among its rows, for each over the depth in a pipeline of cp.async:
+ * A work unit is up to 64 rows of a block, a slice, and up to RANKS ranks. A CTA loops over the
+ * segments among its rows, and for each over K, with a cp.async pipeline:
  *
- *   X [64 rows][64 of depth]    those of the segment
- *   B [64 of depth][RANKS]      zeros behind the depth
+ *   X [64 rows][64 of K]        those of the segment
+ *   B [64 of K][RANKS]          zeros past the end of K
  *
- * Depth is summed in steps of 16 in order: no bit of a row depends on other rows. */
+ * K is accumulated in k16 steps in order: the result of a row does not depend on other rows. */
 #include "cuda/backward/products.h"
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/sm80/copies.cuh"
@@ -30,10 +29,10 @@ struct BackShrinkParams {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
   void *yb;
-  int32_t parts, chunks; // of a block's rows; of its ranks
+  int32_t parts, chunks; // parts of a block's rows; chunks of its ranks
 };
 
-/* A segment's rows [low, high) of a part. */
+/* A segment's rows [low, high) within a part. */
 struct PartSegment {
   int low, high, packed;
 };
@@ -45,9 +44,9 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
   uint32_t base;
   int64_t position; // of the part's first row
   int slice, chunk, expert;
-  uint32_t row[kTokens / 16]; // of y, of token threadIdx.x / 8 + 16 i
+  uint32_t row[kTokens / 16]; // of y, for token threadIdx.x / 8 + 16 i
 
-  /* The rows of a part with `count` of them. */
+  /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {
 #pragma unroll
     for (int i = 0; i < kTokens / 16; i++)
@@ -90,7 +89,7 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = warp * 16;
     const int steps = ((int)p.g.adapters.lora.slice_n + kDepth - 1) / kDepth;
     const bool mine = first < segment.high && first + 16 > segment.low;
-    // Where this lane reads the first 16 of depth: of B transposed, of X two n8 tiles.
+    // Addresses from which this lane loads the first k16 slab: of B transposed, of X two n8 tiles.
     const int depth_row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
     const uint32_t b_row = depth_row * kRowBytes, x_row = (first + depth_row) * kRowBytes;
     float d[TILES][2][4] = {};
@@ -123,12 +122,12 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
         }
       }
     }
-    __syncthreads(); // nobody reads the stages any more
+    __syncthreads(); // all threads are done with the stages
     if (mine)
       store(segment, d);
   }
 
-  /* Scaled, rounded, and turned: a lane stores two ranks of a token. */
+  /* Scaled, rounded and transposed: a lane stores two ranks of a token. */
   __device__ __forceinline__ void store(const PartSegment &segment,
                                         const float (&d)[TILES][2][4]) const {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -1,4 +1,4 @@
-/* Zeros to a gradient that no row adds to: a CTA per row of it. */
+/* Zeros a gradient that no row contributes to: one CTA per row. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"

@@ -7,22 +7,25 @@
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
  * are the four kinds of items; those of W2 go over all active experts (see decode/tables.cuh), so
- * that there is no z and no second sum. There are three grid syncs: xa13 is ready, h is ready, xa2
- * is ready. A CTA arrives when it has no more items that write, one that cannot have any at once,
- * and waits as late as it can: all or half of a base product comes before the wait for the shrink
- * that it is added to.
+ * that there is no z in memory and no launch for its sum. There are three grid syncs: xa13 is
+ * ready, h is ready, xa2 is ready. A CTA arrives when it has no more items that write, one that
+ * cannot have any at once, and waits as late as it can: a base product comes before the wait for
+ * the shrink that it is added to.
  *
  * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
- * warp, which keeps the sums in registers to the end. The others go to a CTA: their blocks are
- * divided evenly among the warps, whose sums are added up in shared memory. Tokens lie in shared
- * memory, too, first x and then h, where they fit.
+ * warp. The others go to a CTA: of W2 a warp has the products with every eighth active expert, of a
+ * shrink a span of the depth; what they find meets in shared memory. Tokens lie there, too, first x
+ * and then h, where they fit.
+ *
+ * All sums are those of several launches, to the bit: a product with a weight has one accumulator,
+ * in the order of the depth, and the adapter behind it; a shrink adds up as many spans; what waits
+ * for the sum over top_k is rounded.
  *
  * A warp multiplies k-spans: neighbouring blocks of one active expert, in chunks of eight. The next
  * chunk, be it of the next span or item, is loaded half by half as registers become free. In a
  * block lane (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8
- * and of token g: which element of depth is which does not matter as long as both operands agree.
- * So total[2i + j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching
- * up.
+ * and of token g, and exchanges them for what two products of 16 neighbours take. So d[2i + j] is
+ * row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
  *
  * Tokens are columns, and columns do not mix: a token takes only what its experts and its adapter
  * add, whatever the neighbours' factors hold. */
@@ -40,48 +43,32 @@ namespace {
 /* Cold state: what a thread asks for now and then, for registers are scarce. */
 struct ColdState {
   int projection;
-  WorkItem item;    // at hand; of a shrink, the tile is its index
-  float total[4];   // of it
-  bool added, more; // to it: adapters; of it: spans
-  bool turn;        // of the partial sums
+  WorkItem item; // at hand; of a shrink, the tile is its index
+  float d[4];    // of a product
+  bool more;     // products of it
+  bool turn;     // of the partial sums
   WorkIterator work;
   OperandRows<2> next; // of the prefetch buffer
   GridSync sync;
 };
 
-/* total = the product of the item that `work` is at and moves on from. `add(total)` adds what
- * adapters make of it: halfway through W13, where weights hide it, else at the end, as xa2 is made
- * meanwhile. */
-template <class T, class Add>
+/* d = the product that `work` is at and moves on from. */
+template <class T>
 __device__ __forceinline__ void
-multiply_item(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
-              PrefetchBuffer &buffer, ColdState &cold, float (&total)[4], Add add) {
+multiply_next(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
+              PrefetchBuffer &buffer, ColdState &cold, float (&d)[4]) {
   const int kind = work.kind;
   const bool vectors = has_vectors(p, kind);
+  const KSpan span = span_of(p, t, work);
+  const OperandRows<1> x = tokens_of(p, t, kind, tokens, span);
 #pragma unroll
   for (int q = 0; q < 4; q++)
-    total[q] = 0.f;
-  bool more = true;
-  cold.added = false;
-#pragma unroll 1
-  while (more || !cold.added) {
-    if (!cold.added && (!more || (kind == W13 && work.block > 0))) {
-      cold.added = true;
-      cold.more = more;
-      add(total);
-      more = cold.more;
-      continue;
-    }
-    const KSpan span = span_of(p, t, work);
-    const OperandRows<1> x = tokens_of(p, t, kind, tokens, span);
-    float d[2][4] = {};
-    if (!vectors)
-      multiply_elements<T>(buffer.next, x, d);
-    more = advance(p, t, span, work);
-    multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
-                     buffer, d);
-    add_weighted(t, kind, span.active, d, total);
-  }
+    d[q] = 0.f;
+  if (!vectors)
+    multiply_elements<T>(buffer.next, x, d);
+  cold.more = advance(p, t, work);
+  multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
+                   buffer, d);
 }
 
 template <class T>
@@ -104,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     const int projection = cold.projection;
     if (projection)
       cold.sync.shrinks = p.p.w2_lora.num_slices > 0;
-    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0};
     work.index = first_item(t, work.kind);
     open_item(p, t, work);
     start(p, t, work, buffer);
@@ -114,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       if (is_there(t, work)) {
         const TokenRows h =
             stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
-                                t.used, staged, kStagedBytes);
+                                t.lead, staged, kStagedBytes);
         if (threadIdx.x == 0)
           tokens = h;
       }
@@ -140,31 +127,40 @@ __global__ void __launch_bounds__(kThreads, kResident)
         wait(cold.sync);
         break;
       }
-      float total[4];
-      prefetch_slabs<false>(p, t, cold.item);
-      multiply_item<T>(p, t, work, tokens, buffer, cold, total, [&](float (&total)[4]) {
+      do {
+        float d[4];
+        if (work.kind == W2)
+          cold.item.active = work.part;
+        prefetch_slabs<false>(p, t, cold.item);
+        multiply_next<T>(p, t, work, tokens, buffer, cold, d);
         cold.next = buffer.next;
-        cold.work = work;
-        memcpy(cold.total, total, sizeof total);
-        if (!is_shrink(cold.item.kind))
+        if (is_shrink(cold.item.kind)) {
+          store_partial(partials.sums[cold.turn], d);
+        } else {
+          cold.work = work;
+          memcpy(cold.d, d, sizeof d);
           wait(cold.sync);
-        memcpy(total, cold.total, sizeof total);
-        expand<T, false>(p, t, cold.item, total);
-        work = cold.work;
+          expand<T, false>(p, t, cold.item, cold.d);
+          memcpy(d, cold.d, sizeof d);
+          if (cold.item.kind == W13)
+            epilogue_w13<T>(p, t, cold.item, d);
+          else if (cold.item.active < t.active_experts)
+            store_rows<T, 0>(p, t, cold.item, d, partials.sums[cold.turn]);
+          work = cold.work;
+        }
         buffer.next = cold.next;
-      });
-      cold.next = buffer.next;
-      const int kind = cold.item.kind;
-      if (kind == W13) {
-        epilogue_w13<T>(p, t, cold.item, total);
-      } else {
-        float *partial = partials.sums[cold.turn];
+      } while (cold.more);
+      if (cold.item.kind != W13) {
+        const float *partial = partials.sums[cold.turn];
         cold.turn = !cold.turn;
-        store_partial(partial, total);
+        cold.next = buffer.next;
         __syncthreads();
-        epilogue_shared<T>(p, t, cold.item, partial);
+        if (is_shrink(cold.item.kind))
+          epilogue_shrink<T, 0>(p, t, cold.item, partial);
+        else
+          epilogue_sum<T>(p, t, cold.item, partial);
+        buffer.next = cold.next;
       }
-      buffer.next = cold.next;
     }
     if (!cold.projection)
       arrive(cold.sync);
@@ -223,13 +219,13 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  const int64_t outputs = params.gated && !moelora_is_quantized(p.w13.format) ? 8 : 16;
+  /* Of an item, a warp's or, of weights in tiles, a CTA's. */
+  const int64_t outputs =
+      (moelora_is_quantized(p.w13.format) ? 16 * kWarps : 16) / (params.gated ? 2 : 1);
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
   params.by_tiles13 = moelora_divisor_of((uint32_t)params.tiles13);
-  params.by_depth2 =
-      moelora_divisor_of((uint32_t)((p.intermediate + MOELORA_PACK - 1) / MOELORA_PACK));
   params.digests = l.digests;
   params.reading = l.reading;
   params.h = l.h;
@@ -237,6 +233,9 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
     params.xa[i] = l.xa[i];
     params.a_vectors[i] = plan->projection[i].a_vectors;
     params.b_vectors[i] = plan->projection[i].b_vectors;
+    params.span_blocks[i] = moelora_shrink_span(i ? p.intermediate : p.hidden,
+                                                plan->projection[i].a_vectors) /
+                            kBlockDepth;
   }
   const int64_t active_experts =
       p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;

@@ -3,7 +3,7 @@
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
 #include "cuda/decode/product.cuh"
-#include "cuda/adapters/factors.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/launch/launch.h"
 
 namespace decode {
@@ -15,27 +15,20 @@ struct DoubleSlab {
   int first;                // of the two
 };
 
-/* visit(slab) for this warp's double slabs of an item; a shrink has none. Items of W13 belong to a
- * warp, those of TILES to the warps that share a part of them. */
-template <bool TILES, class Visit>
+/* visit(slab) for the double slabs of an item, in their order; a shrink has none. */
+template <class Visit>
 __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Tables &t,
                                               const WorkItem &item, Visit visit) {
-  const int kind = item.kind;
-  const moelora_factors &f = factors_of(p, kind);
-  if (is_shrink(kind) || f.num_slices == 0 || t.segments == 0)
+  const moelora_factors &f = factors_of(p, item.kind);
+  if (is_shrink(item.kind) || f.num_slices == 0 || t.segments == 0 ||
+      item.active >= t.active_experts)
     return;
-  const int end = kind == W13 ? t.first_segment[item.active + 1] : t.segments;
-  const int sharing = TILES ? warps_of_part(p, kind) : kind == W13 ? 1 : kWarps;
-  int turn = (int)threadIdx.x / 32 & (sharing - 1);
 #pragma unroll 1
-  for (int s = t.first_segment[item.active]; s < end; s++) {
+  for (int s = t.first_segment[item.active]; s < t.first_segment[item.active + 1]; s++) {
     const int rank = rank_in(f, t.segment_rank[s]), slabs = (rank + 15) / 16;
 #pragma unroll 1
-    for (int first = 0; first < slabs * f.num_slices; first += 2) {
-      if (turn == 0)
-        visit(DoubleSlab{s, rank, slabs, first});
-      turn = (turn + sharing - 1) & (sharing - 1);
-    }
+    for (int first = 0; first < slabs * f.num_slices; first += 2)
+      visit(DoubleSlab{s, rank, slabs, first});
   }
 }
 
@@ -63,7 +56,7 @@ __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const
   const int g = threadIdx.x % 32 / 4;
   const int output = TILES ? item.tile * 16 + g + 8 * half : output_of(p, item, g, half);
   const int64_t n =
-      weight_row(p, kind, output, TILES ? part_of_warp(p, kind) : half) - e.slice * f.slice_n;
+      weight_row(p, kind, output, TILES ? half_of_warp(p, kind) : half) - e.slice * f.slice_n;
   if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || e.left == 0)
     return nullptr;
   return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[slab.segment],
@@ -74,7 +67,7 @@ __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const
 template <bool TILES>
 __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item) {
-  for_each_slab<TILES>(p, t, item, [&](const DoubleSlab &slab) {
+  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
     const LaneRanks e = lane_ranks(factors_of(p, item.kind), slab);
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -91,12 +84,12 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
-/* total += xa B^T for the tokens that carry each adapter. */
+/* d += xa B^T for the tokens that carry each adapter. */
 template <class T, bool TILES>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
-                                       float (&total)[4]) {
+                                       float (&d)[4]) {
   const int lane = threadIdx.x % 32, kind = item.kind, projection = kind == W2;
-  for_each_slab<TILES>(p, t, item, [&](const DoubleSlab &slab) {
+  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
     const moelora_factors &f = factors_of(p, kind);
     const LaneRanks e = lane_ranks(f, slab);
     const int active = t.segment_active[slab.segment], width = moelora_padded_rank(f.max_rank);
@@ -115,19 +108,12 @@ __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, c
                          ((int64_t)t.row[active][lane / 4] * f.num_slices + e.slice) * width +
                          e.column;
     const uint4 x = load_16<Read::WRITTEN>(xa, e.left > 0 && (tokens >> lane / 4 & 1));
-    float d[2][4] = {};
-    multiply_block<T>(d, b, x);
+    float with[4] = {d[0], d[1], d[2], d[3]};
+    multiply_block<T>(with, b, x);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int token = lane % 4 * 2 + i;
-      if (!(tokens >> token & 1))
-        continue;
-      const float weight = kind == W2 ? t.weight[active][token] : 1.f;
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (rows >> half & 1)
-          total[2 * half + i] += weight * (d[0][2 * half + i] + d[1][2 * half + i]);
-    }
+    for (int q = 0; q < 4; q++)
+      if (tokens >> (lane % 4 * 2 + q % 2) & 1 && rows >> q / 2 & 1)
+        d[q] = with[q];
   });
 }
 

@@ -4,6 +4,7 @@
 #define MOELORA_CUDA_DECODE_PRODUCT_CUH
 
 #include "cuda/decode/scheduler.cuh"
+#include "cuda/launch/warp.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace decode {
@@ -50,13 +51,13 @@ struct TokenRows {
 /* What is shared is missing from L1, through which weights come. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Begins to copy rows, all or the `used` ones, to shared memory if they fit: a batch that asked
+/* Begins to copy rows, all or those that are their own `lead`, to shared memory if they fit: a batch that asked
  * memory for its columns would wait each time, and a grid sync empties L1. Where eight rows lie an
  * odd number of 64 bytes apart, a block of them covers all banks; for TILES, whose rows ldmatrix
  * reads to the end of a tile, an odd number of 16 bytes, with zeros behind the depth. */
 template <bool TILES>
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
-                                                  int64_t rows, int depth, const bool *used,
+                                                  int64_t rows, int depth, const int32_t *lead,
                                                   uint16_t *staged, int room) {
   const int padded = (depth + 63) / 64 * 64, pitch = padded + (TILES ? 8 : 32);
   const int end = TILES ? padded : depth;
@@ -65,7 +66,7 @@ __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t 
 #pragma unroll 1
   for (int row = 0; row < rows; row++)
 #pragma unroll 1
-    for (int k = used && !used[row] ? end : threadIdx.x * 8; k < end; k += kThreads * 8)
+    for (int k = lead && lead[row] != row ? end : threadIdx.x * 8; k < end; k += kThreads * 8)
       copy_async_16(shared_address(staged + row * pitch + k),
                     from + row * stride + (TILES ? min(k, depth - 8) : k),
                     TILES && k >= depth ? 0 : 16);
@@ -122,19 +123,19 @@ __device__ __forceinline__ void start(const DecodeParams &p, const Tables &t,
   step_chunk(buffer.next);
 }
 
-/* d += rows x^T over one block, as one sum of even and one of odd steps. */
+/* d += rows x^T over one block, 16 neighbours at a time. */
 template <class T>
-__device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w)[2],
-                                               const uint4 &x) {
-  const uint32_t a[2][4] = {{w[0].x, w[1].x, w[0].y, w[1].y}, {w[0].z, w[1].z, w[0].w, w[1].w}};
-  const uint32_t b[2][2] = {{x.x, x.y}, {x.z, x.w}};
-  mma_16816<T>(d[0], a[0], b[0]);
-  mma_16816<T>(d[1], a[1], b[1]);
+__device__ __forceinline__ void multiply_block(float (&d)[4], const uint4 (&w)[2], const uint4 &x) {
+  const uint4 low = neighbors_16(w[0]), high = neighbors_16(w[1]), tokens = neighbors_16(x);
+  const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+  const uint32_t b[2][2] = {{tokens.x, tokens.y}, {tokens.z, tokens.w}};
+  mma_16816<T>(d, a[0], b[0]);
+  mma_16816<T>(d, a[1], b[1]);
 }
 
 /* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
 template <class T, int FIRST>
-__device__ __forceinline__ void multiply_batch(float (&d)[2][4], const PrefetchBuffer &buffer,
+__device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuffer &buffer,
                                                const OperandRows<1> &x) {
 #pragma unroll
   for (int i = 0; i < kBatch; i += 2) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
 template <class T>
 __device__ __forceinline__ void
 multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,
-              OperandRows<1> x, PrefetchBuffer &buffer, float (&d)[2][4]) {
+              OperandRows<1> x, PrefetchBuffer &buffer, float (&d)[4]) {
   static_assert(kChunk == 2 * kBatch, "as written out below");
 #pragma unroll 1
   do {
@@ -185,7 +186,7 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
  * its first chunk as loaded. */
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
-                                                  const OperandRows<1> &x, float (&d)[2][4]) {
+                                                  const OperandRows<1> &x, float (&d)[4]) {
   const int there = next.there + kChunk + kElements, end = __reduce_max_sync(~0u, there);
 #pragma unroll 1
   for (int j = 0; j < end; j++) {
@@ -194,20 +195,6 @@ __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
     for (int half = 0; half < 2; half++)
       rows[half] = load_elements(next.row[half] + (j - kChunk) * kBlockDepth, j < there ? 8 : 0);
     multiply_block<T>(d, rows, load_16<Read::WRITTEN>(x.row[0] + j * kBlockDepth, j < x.there));
-  }
-}
-
-/* total += what d gives to the tokens of an active expert. */
-__device__ __forceinline__ void add_weighted(const Tables &t, int kind, int active,
-                                             const float (&d)[2][4], float (&total)[4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int token = threadIdx.x % 4 * 2 + i;
-    if (t.row[active][token] < 0)
-      continue;
-    const float weight = kind == W2 ? t.weight[active][token] : 1.f;
-    total[i] += weight * (d[0][i] + d[1][i]);
-    total[2 + i] += weight * (d[0][2 + i] + d[1][2 + i]);
   }
 }
 

@@ -4,8 +4,8 @@
 #define MOELORA_CUDA_DECODE_SCHEDULER_CUH
 
 #include "cuda/decode/tables.cuh"
-#include "cuda/adapters/factors.cuh"
 #include "cuda/launch/divisor.h"
+#include "cuda/launch/factors.cuh"
 
 namespace decode {
 
@@ -14,10 +14,11 @@ constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two C
 
 struct DecodeParams {
   moelora_experts_problem p;
-  int32_t tiles13;                       // items of W13 of an active expert
-  moelora_divisor by_tiles13, by_depth2; // by the tiles of depth of w2
-  int32_t most_shrinks13;                // more items SHRINK13 cannot have, whatever ids say
-  int32_t staged_bytes;                  // for tokens in shared memory; of weights in tiles
+  int32_t tiles13;            // items of W13 of an active expert
+  moelora_divisor by_tiles13; // of weights in tiles
+  int32_t most_shrinks13;     // more items SHRINK13 cannot have, whatever ids say
+  int32_t staged_bytes;       // for tokens in shared memory; of weights in tiles
+  int32_t span_blocks[2];     // of a shrink: blocks of depth that are summed apart; of w13, of w2
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
   uint32_t *digests;               // [CTAs] of what each read of the tables
@@ -33,18 +34,19 @@ struct DecodeParams {
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"
 
-/* Where a warp is: the blocks [block, end) of an item that it has yet to begin. */
+/* Where a warp is: before product `part` of an item. Of W2 that is the one with active expert
+ * number `part`, which a CTA's warps share out; of a shrink the warp's span of the depth. */
 struct WorkIterator {
-  int kind, index, block, end;
+  int kind, index, part;
 };
 
-/* A W13 or W2 item: 16 rows of the weights of active expert number `active`, or of all of them (0).
- */
+/* An item: 16 rows of the weights of active expert number `active`, which in one of W2 is that of
+ * the product at hand. */
 struct WorkItem {
   int kind, active, tile;
 };
 
-/* A k-span: neighbouring blocks of one active expert; of W13 half an item. */
+/* A k-span: neighbouring blocks of one active expert, what a warp sums in one accumulator. */
 struct KSpan {
   int active, first, blocks;
 };
@@ -100,10 +102,7 @@ __device__ __forceinline__ void open_item(const DecodeParams &p, const Tables &t
                                           WorkIterator &work) {
   if (is_shrink(work.kind) && work.index >= t.items[work.kind])
     work.index = first_item(t, ++work.kind);
-  const int blocks = blocks_of(p, work.kind) * (work.kind == W2 ? t.active_experts : 1);
-  const int warp = threadIdx.x / 32;
-  work.block = work.kind == W13 ? 0 : warp * blocks / kWarps;
-  work.end = work.kind == W13 ? blocks : (warp + 1) * blocks / kWarps;
+  work.part = work.kind == W13 ? 0 : threadIdx.x / 32;
 }
 
 __device__ __forceinline__ bool is_there(const Tables &t, const WorkIterator &work) {
@@ -113,29 +112,31 @@ __device__ __forceinline__ bool is_there(const Tables &t, const WorkIterator &wo
 /* What comes next; an empty span where a warp has nothing of an item, or no item. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
-  KSpan span = {0, work.block, 0};
-  if (!is_there(t, work))
+  KSpan span = {0, 0, 0};
+  if (!is_there(t, work) || (work.kind == W2 && work.part >= t.active_experts))
     return span;
   const int blocks = blocks_of(p, work.kind);
-  if (work.kind == W13)
+  span.blocks = blocks;
+  if (work.kind == W13) {
     span.active = item_of(p, W13, work.index).active;
-  else if (work.kind == W2)
-    span.active = (int)((unsigned)work.block / (unsigned)blocks),
-    span.first = work.block - span.active * blocks;
-  else
+  } else if (work.kind == W2) {
+    span.active = work.part;
+  } else {
+    const int each = p.span_blocks[work.kind == SHRINK2];
     span.active = t.segment_active[segment_of(t, work.kind == SHRINK2, work.index)];
-  span.blocks = min(blocks - span.first, work.end - work.block);
-  if (work.kind == W13 && work.block == 0)
-    span.blocks = min(blocks, (blocks + 2 * kChunk - 1) / (2 * kChunk) * kChunk);
+    span.first = min(work.part * each, blocks);
+    span.blocks = min(each, blocks - span.first);
+  }
   return span;
 }
 
-/* Behind `span`. False when that was the item's last, and `work` is in another item. */
-__device__ __forceinline__ bool advance(const DecodeParams &p, const Tables &t, const KSpan &span,
+/* To the next product. False when that is of another item. */
+__device__ __forceinline__ bool advance(const DecodeParams &p, const Tables &t,
                                         WorkIterator &work) {
-  work.block += span.blocks;
-  if (work.block < work.end)
+  if (work.kind == W2 && work.part + kWarps < t.active_experts) {
+    work.part += kWarps;
     return true;
+  }
   work.index += (int)(work.kind == W13 ? kWarps * gridDim.x : gridDim.x);
   open_item(p, t, work);
   return false;
@@ -180,58 +181,43 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
   return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
 }
 
-/* ---- items of weights in tiles: all of a CTA, 16 outputs ---- */
+/* ---- items of weights in tiles: all of a CTA ---- */
 
-/* Of W13, gated, half of the warps have the gate rows, the others the matching up rows. */
-__device__ __forceinline__ int warps_of_part(const DecodeParams &p, int kind) {
-  return kind == W13 && p.gated ? kWarps / 2 : kWarps;
+/* Of W13, gated, half of the warps have gate rows, the others the matching up rows. */
+__device__ __forceinline__ int warps_of_half(const DecodeParams &p) {
+  return p.gated ? kWarps / 2 : kWarps;
 }
 
-__device__ __forceinline__ int part_of_warp(const DecodeParams &p, int kind) {
-  return (int)threadIdx.x / 32 / warps_of_part(p, kind);
+__device__ __forceinline__ int half_of_warp(const DecodeParams &p, int kind) {
+  return kind == W13 ? (int)threadIdx.x / 32 / warps_of_half(p) : 0;
 }
-
-/* Neighbouring tiles of depth of one part of an active expert. */
-struct TileSpan {
-  int active, part, first, tiles;
-};
 
 __device__ __forceinline__ int depth_tiles_of(const DecodeParams &p, int kind) {
   return (depth_of(p, kind) + MOELORA_PACK - 1) / MOELORA_PACK;
 }
 
-/* Gives a warp its share of the item of `work`: of the tiles of all parts and active experts. */
-__device__ __forceinline__ void open_tiles(const DecodeParams &p, const Tables &t,
-                                           WorkIterator &work) {
-  const int parts = work.kind == W2 ? t.active_experts : p.gated ? 2 : 1;
-  const int tiles = depth_tiles_of(p, work.kind) * parts, warp = threadIdx.x / 32;
-  work.block = warp * tiles / kWarps;
-  work.end = (warp + 1) * tiles / kWarps;
-}
-
-__device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, int kind, int index) {
-  WorkItem item = {kind, 0, index};
-  if (kind == W13) {
-    item.active = (int)divide((uint32_t)index, p.by_tiles13);
-    item.tile = index - item.active * p.tiles13;
+/* This warp's item: one of W13 is 16 outputs for each warp of a half, so that `tile` is the
+ * warp's. */
+__device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, const WorkIterator &work) {
+  WorkItem item = {work.kind, work.part, work.index};
+  if (work.kind == W13) {
+    const int warps = warps_of_half(p);
+    item.active = (int)divide((uint32_t)work.index, p.by_tiles13);
+    item.tile = (work.index - item.active * p.tiles13) * warps + (int)threadIdx.x / 32 % warps;
   }
   return item;
 }
 
-/* What comes next of an item; no tiles where a warp has had all of its share. */
-__device__ __forceinline__ TileSpan tile_span_of(const DecodeParams &p, const WorkItem &item,
-                                                 const WorkIterator &work) {
-  const int depth = depth_tiles_of(p, item.kind);
-  TileSpan span = {item.active, 0, work.block, 0};
-  if (item.kind == W2) {
-    span.active = (int)divide((uint32_t)work.block, p.by_depth2);
-    span.first -= span.active * depth;
-  } else if (work.block >= depth) {
-    span.part = 1;
-    span.first -= depth;
-  }
-  span.tiles = min(depth - span.first, work.end - work.block);
-  return span;
+/* The warp has product `work.part` of the item. */
+__device__ __forceinline__ bool has_product(const DecodeParams &p, const Tables &t,
+                                            const WorkIterator &work, const WorkItem &item) {
+  return work.kind == W2 ? work.part < t.active_experts
+                         : work.part == 0 && item.tile * 16 < p.p.intermediate;
+}
+
+/* Before the first product of an item. */
+__device__ __forceinline__ WorkIterator first_part(int kind, int index) {
+  return {kind, index, kind == W13 ? 0 : (int)threadIdx.x / 32};
 }
 
 /* ---- rows of an item that is not in tiles ---- */

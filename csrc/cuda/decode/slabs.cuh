@@ -25,11 +25,11 @@ template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages *
 
 /* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
 struct SlabProducer {
-  WorkIterator work; // behind the span at hand
+  WorkIterator work; // behind the product at hand
   const char *from;  // this lane's 16 bytes of the values of the next slab
   int64_t step;      // bytes to the slab behind it
   int scales;        // from there to this lane's 16 bytes of what follows values; 0: none
-  int left;          // slabs of the span
+  int left;          // slabs of the product
 };
 
 __device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeParams &p,
@@ -68,39 +68,36 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   const moelora_weights &w = weights_in_tiles(p, s.work.kind);
   s.from = parked.from + threadIdx.x % 32 * 16;
   s.step = w.stride_kt;
-  s.scales =
-      offset_of_scales(w.format, tile_item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
+  s.scales = offset_of_scales(w.format, tile_item_of(p, s.work).tile % kSlabsOfTile);
   s.left = parked.left;
 }
 
-/* The first tile of a span. */
+/* Where the tiles of this warp's product begin. */
 __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
-                                                     const WorkItem &item, const TileSpan &span) {
+                                                     const WorkItem &item) {
   const moelora_weights &w = weights_in_tiles(p, item.kind);
-  return (const char *)w.data + t.expert[span.active] * w.stride_e +
-         (item.tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
-         span.first * w.stride_kt;
+  return (const char *)w.data + t.expert[item.active] * w.stride_e +
+         (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
 }
 
-/* To the next span that has slabs, if there is one. */
-__device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t, SlabProducer &s) {
+/* To the next product, if there is one. */
+__device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
+                                             SlabProducer &s) {
   while (s.left == 0 && is_there(t, s.work)) {
-    const WorkItem item = tile_item_of(p, s.work.kind, s.work.index);
-    const TileSpan span = tile_span_of(p, item, s.work);
-    if (span.tiles == 0) {
-      s.work.index += gridDim.x;
-      if (s.work.kind == W13 && !is_there(t, s.work))
-        s.work.kind = W2, s.work.index = blockIdx.x;
-      open_tiles(p, t, s.work);
+    const WorkItem item = tile_item_of(p, s.work);
+    if (!has_product(p, t, s.work, item)) {
+      const int next = s.work.index + gridDim.x;
+      s.work = s.work.kind == W13 && next >= t.items[W13] ? first_part(W2, blockIdx.x)
+                                                          : first_part(s.work.kind, next);
       continue;
     }
     const moelora_weights &w = weights_in_tiles(p, item.kind);
     const unsigned slab = item.tile % kSlabsOfTile;
-    s.from = first_tile_of(p, t, item, span) + slab * kSlabValues + threadIdx.x % 32 * 16;
+    s.from = first_tile_of(p, t, item) + slab * kSlabValues + threadIdx.x % 32 * 16;
     s.step = w.stride_kt;
     s.scales = offset_of_scales(w.format, slab);
-    s.left = span.tiles;
-    s.work.block += span.tiles;
+    s.left = depth_tiles_of(p, item.kind);
+    s.work.part += kWarps;
   }
 }
 
@@ -108,7 +105,7 @@ __device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t
 __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                         uint32_t stage) {
   if (s.left == 0)
-    open_span(p, t, s);
+    open_product(p, t, s);
   const uint32_t to = stage + threadIdx.x % 32 * 16;
   copy_async_16(to, s.from, 16, s.left > 0);
   copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.left > 0 && s.scales != 0);
@@ -132,9 +129,8 @@ template <moelora_kernel_format FORMAT> struct SlabPipeline {
 template <moelora_kernel_format FORMAT>
 __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                      SlabPipeline<FORMAT> &pipeline) {
-  s.work = {t.items[W13] > (int)blockIdx.x ? W13 : W2, (int)blockIdx.x, 0, 0};
+  s.work = first_part(t.items[W13] > (int)blockIdx.x ? W13 : W2, blockIdx.x);
   s.left = 0;
-  open_tiles(p, t, s.work);
   pipeline.stage = pipeline.first;
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
@@ -143,7 +139,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Brings to L2 what a warp copies next of its span, before a grid sync. */
+/* Brings to L2 what a warp copies next of its product, before a grid sync. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;
@@ -166,16 +162,16 @@ struct TokenColumns {
 
 __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const Tables &t, int kind,
                                                    const TokenRows &tokens, const uint16_t *staged,
-                                                   const TileSpan &span) {
-  const int lane = threadIdx.x % 32, depth = span.first * MOELORA_PACK;
+                                                   int active) {
+  const int lane = threadIdx.x % 32;
   TokenColumns x;
   x.staged = tokens.rows == staged;
-  const int token = x.staged ? lane % 8 : lane / 4, row = t.row[span.active][token];
+  const int token = x.staged ? lane % 8 : lane / 4, row = t.row[active][token];
   // Whatever is in the columns of absent tokens stays there.
-  const int64_t at = (row < 0 ? 0 : kind == W13 ? token : row) * tokens.stride + depth;
+  const int64_t at = (row < 0 ? 0 : kind == W13 ? token : row) * tokens.stride;
   x.shared = shared_address(staged) + ((uint32_t)at + lane / 8 * 8) * 2;
   x.from = tokens.rows + at + lane % 4 * 2;
-  x.left = row < 0 ? 0 : depth_of(p, kind) - depth - lane % 4 * 2;
+  x.left = row < 0 ? 0 : depth_of(p, kind) - lane % 4 * 2;
   return x;
 }
 
@@ -198,13 +194,13 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* d += the slabs of a span, which are the next in the pipeline. Tokens that are not STAGED are
+/* d += the slabs of a product, which are the next in the pipeline. Tokens that are not STAGED are
  * loaded a slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
                                                moelora_format format, int slabs, TokenColumns &x,
                                                SlabProducer &producer,
-                                               SlabPipeline<FORMAT> &pipeline, float (&d)[2][4]) {
+                                               SlabPipeline<FORMAT> &pipeline, float (&d)[4]) {
   const int lane = threadIdx.x % 32, groups = moelora_tile_groups(format);
   const int scales = kSlabValues + lane / 4 * 2 * groups * FormatTraits<FORMAT>::SCALE_BYTES;
   const int zeros = kSlabValues + 32 * groups + lane / 4 * 2 * groups;
@@ -229,51 +225,39 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
     pipeline.advance();
     uint32_t a[4];
     w.template dequantize<0>(a);
-    mma_16816<T>(d[0], a, &b[0][0]);
+    mma_16816<T>(d, a, &b[0][0]);
     w.template dequantize<1>(a);
-    mma_16816<T>(d[1], a, &b[0][2]);
+    mma_16816<T>(d, a, &b[0][2]);
     w.template dequantize<2>(a);
-    mma_16816<T>(d[0], a, &b[1][0]);
+    mma_16816<T>(d, a, &b[1][0]);
     w.template dequantize<3>(a);
-    mma_16816<T>(d[1], a, &b[1][2]);
+    mma_16816<T>(d, a, &b[1][2]);
     if (slabs == 0)
       break;
   }
 }
 
-/* total = this warp's share of the product of an item. */
+/* d = this warp's product of an item, without 2^MISSING. */
 template <class T, moelora_kernel_format FORMAT>
 __device__ __forceinline__ void
-multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int index,
+multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item,
                const TokenRows &tokens, const uint16_t *staged, SlabProducer &producer,
-               SlabPipeline<FORMAT> &pipeline, float (&total)[4]) {
+               SlabPipeline<FORMAT> &pipeline, float (&d)[4]) {
   const moelora_format format = weights_in_tiles(p, item.kind).format;
-  WorkIterator work = {item.kind, index, 0, 0};
-  open_tiles(p, t, work);
+  const int slabs = depth_tiles_of(p, item.kind);
+  TokenColumns x = columns_of(p, t, item.kind, tokens, staged, item.active);
 #pragma unroll
   for (int q = 0; q < 4; q++)
-    total[q] = 0.f;
-#pragma unroll 1
-  while (work.block < work.end) {
-    const TileSpan span = tile_span_of(p, item, work);
-    TokenColumns x = columns_of(p, t, item.kind, tokens, staged, span);
-    float d[2][4] = {};
-    [[maybe_unused]] float tile_scale;
-    if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE)
-      tile_scale = FormatTraits<FORMAT>::template tile_scale<T>(first_tile_of(p, t, item, span));
-    if (x.staged)
-      multiply_slabs<T, FORMAT, true>(p, t, format, span.tiles, x, producer, pipeline, d);
-    else
-      multiply_slabs<T, FORMAT, false>(p, t, format, span.tiles, x, producer, pipeline, d);
-    constexpr int MISSING = TileFragment<FORMAT, T>::MISSING;
+    d[q] = 0.f;
+  if (x.staged)
+    multiply_slabs<T, FORMAT, true>(p, t, format, slabs, x, producer, pipeline, d);
+  else
+    multiply_slabs<T, FORMAT, false>(p, t, format, slabs, x, producer, pipeline, d);
+  if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE) {
+    const float scale = FormatTraits<FORMAT>::template tile_scale<T>(first_tile_of(p, t, item));
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE)
-        d[i / 4][i % 4] *= tile_scale;
-      else if constexpr (MISSING > 0)
-        d[i / 4][i % 4] *= (float)(1 << MISSING);
-    add_weighted(t, item.kind, span.active, d, total);
-    work.block += span.tiles;
+    for (int q = 0; q < 4; q++)
+      d[q] *= scale;
   }
 }
 

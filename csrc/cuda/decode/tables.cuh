@@ -6,8 +6,8 @@
  *
  * An active expert is one that some token chose; a segment is the tokens of an active expert that
  * carry one adapter. Active experts go by the first row that names them, segments by active expert
- * and then by first token. A token that names an expert twice belongs to it once, with both
- * weights. */
+ * and then by first token. A token that names an expert twice belongs to it once, in the first of
+ * these rows. */
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
@@ -51,15 +51,14 @@ struct Tables {
   int32_t items[DONE];         // of each kind, in the whole grid
   int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
   int32_t expert[kRows];
-  int32_t row[kRows][kTokens];  // flat row of an active expert's token, -1: none
-  float weight[kRows][kTokens]; // routing weight
-  bool used[kRows];             // a flat row of some active expert
+  int32_t row[kRows][kTokens]; // flat row of an active expert's token, -1: none
+  int32_t lead[kRows];         // of each flat row the one that its expert's token has; -1: skipped
+  float row_weight[kRows];     // routing weight
   int32_t first_segment[kRows + 1];
   int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
   uint32_t segment_tokens[kRows];                                             // bit of each token
   int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
   // while being built
-  float row_weight[kRows];
   uint32_t leads[kRows * kTokens / 32]; // bit of each row or cell that comes first
 };
 
@@ -155,18 +154,14 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   for (int i = 0; i < kCells; i++) {
     const int active = (i * kThreads + (int)threadIdx.x) / kTokens;
     int row = -1;
-    float weight = 0.f;
     if (active < t.active_experts && token < r.num_tokens)
 #pragma unroll 4
-      for (int j = r.top_k - 1; j >= 0; j--)
+      for (int j = 0; j < r.top_k; j++)
         if (t.own.expert[token * r.top_k + j] == t.expert[active]) {
-          row = token * r.top_k + j;
-          weight += t.row_weight[row];
+          row = row < 0 ? token * r.top_k + j : row;
+          t.lead[token * r.top_k + j] = row;
         }
     t.row[active][token] = row;
-    if (row >= 0)
-      t.used[row] = true;
-    t.weight[active][token] = weight;
   }
 }
 
@@ -276,7 +271,7 @@ __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_pr
   else if (warp == 1 && lane < kTokens)
     t.own.adapter[lane] = t.own.rank[lane] = 0, t.own.scaling[lane] = 0.f;
   else if (warp >= kWarps - kRows / 32)
-    t.used[threadIdx.x - kThreads + kRows] = false;
+    t.lead[threadIdx.x - kThreads + kRows] = -1;
   __syncthreads();
   find_rows(t, p.routes);
   if (threadIdx.x == 0) {

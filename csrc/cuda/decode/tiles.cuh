@@ -1,8 +1,7 @@
 /* The layer of decode.cu with weights in tiles.
  *
- * Here items of W13 belong to a CTA, too: 16 outputs, of which, gated, four warps multiply the gate
- * rows and four the up rows. The tiles of depth of an item are divided evenly among the warps that
- * share it. Weights come through the pipelines of slabs.cuh, which never run empty between the
+ * Here items of W13 belong to a CTA, too: 16 outputs for each warp or, gated, for each two, of which
+ * one multiplies the gate rows, the other the up rows. Weights come through the pipelines of slabs.cuh, which never run empty between the
  * start of the kernel and its last item; the shrinks beside them read A into registers as ever. */
 #ifndef MOELORA_CUDA_DECODE_TILES_CUH
 #define MOELORA_CUDA_DECODE_TILES_CUH
@@ -16,37 +15,28 @@
 namespace decode {
 namespace {
 
-/* A warp's share of a shrink item, if there is one. */
-__device__ __forceinline__ void open_shrink(const DecodeParams &p, WorkIterator &work) {
-  const int blocks = blocks_of(p, work.kind), warp = threadIdx.x / 32;
-  work.block = warp * blocks / kWarps;
-  work.end = (warp + 1) * blocks / kWarps;
-}
-
-/* total = the product of the shrink item that `work` is at and moves on from. */
+/* d = the product of the shrink item that `work` is at and moves on from. */
 template <class T>
 __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
                                                 WorkIterator &work, const TokenRows &tokens,
-                                                PrefetchBuffer &buffer, float (&total)[4]) {
+                                                PrefetchBuffer &buffer, float (&d)[4]) {
   const bool vectors = has_vectors(p, work.kind);
   const KSpan span = span_of(p, t, work);
   const OperandRows<1> x = tokens_of(p, t, work.kind, tokens, span);
-  float d[2][4] = {};
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    d[q] = 0.f;
   if (!vectors)
     multiply_elements<T>(buffer.next, x, d);
   work.index += gridDim.x;
-  open_shrink(p, work);
   multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
                    buffer, d);
-#pragma unroll
-  for (int q = 0; q < 4; q++)
-    total[q] = 0.f;
-  add_weighted(t, work.kind, span.active, d, total);
 }
 
 template <class T, moelora_kernel_format FORMAT>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_tiles(const __grid_constant__ DecodeParams p) {
+  constexpr int MISSING = TileFragment<FORMAT, T>::MISSING;
   __shared__ Tables t;
   __shared__ Partials partials;
   __shared__ TokenRows tokens;
@@ -67,9 +57,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (int projection = 0; projection < 2; projection++) {
     PrefetchBuffer buffer;
     const int kind = projection ? W2 : W13;
-    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, (int)threadIdx.x / 32};
     work.index = first_item(t, work.kind);
-    open_shrink(p, work);
     start(p, t, work, buffer);
     if (projection == 0) {
       fill(p, t, weights, pipeline);
@@ -81,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       if ((int)blockIdx.x < t.items[W2] || is_there(t, work)) {
         const TokenRows h =
             stage_tokens<true>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
-                               t.used, staged, p.staged_bytes);
+                               t.lead, staged, p.staged_bytes);
         if (threadIdx.x == 0)
           tokens = h;
       }
@@ -100,13 +89,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll 1
       do {
         const WorkItem item = item_of(p, work.kind, work.index);
-        float total[4];
-        multiply_shrink<T>(p, t, work, tokens, buffer, total);
+        float d[4];
+        multiply_shrink<T>(p, t, work, tokens, buffer, d);
         float *partial = partials.sums[turn];
         turn = !turn;
-        store_partial(partial, total);
+        store_partial(partial, d);
         __syncthreads();
-        epilogue_shared<T>(p, t, item, partial);
+        epilogue_shrink<T, MISSING>(p, t, item, partial);
       } while (is_there(t, work));
       unpark(p, weights, parked[threadIdx.x / 32]);
     }
@@ -116,20 +105,30 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
 #pragma unroll 1
     for (int index = blockIdx.x; index < t.items[kind]; index += gridDim.x) {
-      const WorkItem item = tile_item_of(p, kind, index);
-      float total[4];
-      prefetch_slabs<true>(p, t, item);
-      multiply_tiles<T, FORMAT>(p, t, item, index, tokens, staged, weights, pipeline, total);
-      wait(sync);
-      expand<T, true>(p, t, item, total);
       float *partial = partials.sums[turn];
       turn = !turn;
-      store_partial(partial, total);
+      WorkIterator product = first_part(kind, index);
+      WorkItem item = tile_item_of(p, product);
+      for (; has_product(p, t, product, item); product.part += kWarps) {
+        item = tile_item_of(p, product);
+        float d[4];
+        prefetch_slabs<true>(p, t, item);
+        multiply_tiles<T, FORMAT>(p, t, item, tokens, staged, weights, pipeline, d);
+        wait(sync);
+        expand<T, true>(p, t, item, d);
+        if (projection)
+          store_rows<T, MISSING>(p, t, item, d, partial);
+        else
+          store_partial(partial, d);
+      }
+      wait(sync);
       __syncthreads();
       if (projection)
-        epilogue_shared<T>(p, t, item, partial);
+        epilogue_sum<T>(p, t, item, partial);
       else
-        epilogue_w13_shared<T>(p, t, item, partial);
+        epilogue_w13_shared<T, MISSING>(p, t, item.active,
+                                        (item.tile - (int)threadIdx.x / 32 % warps_of_half(p)) * 16,
+                                        partial);
     }
     wait(sync);
     if (!projection)

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "core/backend.h"
+#include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
 
 #ifdef __cplusplus
@@ -119,11 +120,7 @@ typedef struct moelora_epilogue {
   moelora_activation_problem activation; /* gated projections, or relu2; otherwise none */
   bool plain_silu;                       /* silu without a limit, tested once instead of per tile */
   bool weighted;
-  bool out_f32;
   bool out_by_position; /* rows are out_stride[0] apart */
-  /* Split-K, for out_f32 by position: each split covers split_tiles * MOELORA_SPLIT_DEPTH elements
-   * of K, the last one the remainder; their results are max_blocks blocks apart */
-  int16_t splits, split_tiles;
   void *out; /* otherwise row p is at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
   /* out, quantized for the next projection, by the FP8 kernels of Hopper with 256 weight rows;
@@ -169,9 +166,6 @@ typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  bool z_f32;
-  int32_t splits;     /* number of partial results in z */
-  int64_t split_rows; /* rows between partial results */
   /* layers: position of each row of z */
   const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: adapters alone, z is [P] */
   const float *weights;     /* [M, top_k]; NULL: 1 */
@@ -232,10 +226,10 @@ moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                       const moelora_sorted_rows *sorted,
                                       const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* shrink.cu: over blocks or whole segments, as planned. */
+/* shrink/blocks.cu: over blocks or whole segments, as planned. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
-/* shrink_segments.cu, shrink_sm90.cu: over whole segments, which the blocks must list. */
+/* shrink/segments.cu, segments_sm90.cu: over whole segments, which the blocks must list. */
 moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
                                             const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);
@@ -272,24 +266,6 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 /* layer/sum.cu */
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
-
-/* gemm/sm80, gemm/sm90: moelora_cuda_gemm_<FAMILY>_<FORMAT>, one file per kernel format that has
- * rows of the family in variants.inc. */
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
-  moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
-      const moelora_gemm_launch *g, const moelora_variant *variant,                                \
-      const moelora_projection_plan *plan, const moelora_exec *exec);
-#include "cuda/variants.inc"
-
-/* The same, with what is before the activation saved: native weights, activated projections. */
-moelora_status moelora_cuda_saving_gemm_SM80(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
-moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
 
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,

@@ -19,6 +19,24 @@ template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value
   return value;
 }
 
+/* Of 32 neighbouring elements of two bytes, lane c of four has 8c to 8c + 7. Returns what mma takes
+ * from it of the first 16, .x and .y, and of the others, .z and .w. Hopper adds the products of an
+ * instruction alike in whatever order they come, so that there both operands may have another one
+ * within the 16; older chips add eight at a time, those that the instruction's layout says. */
+__device__ __forceinline__ uint4 neighbors_16(uint4 v) {
+  const bool low = threadIdx.x % 4 < 2;
+  const uint32_t first = __shfl_xor_sync(~0u, low ? v.z : v.x, 2);
+  const uint32_t second = __shfl_xor_sync(~0u, low ? v.w : v.y, 2);
+  v = low ? make_uint4(v.x, v.y, first, second) : make_uint4(first, second, v.z, v.w);
+#if __CUDA_ARCH__ < 900
+  const bool even = threadIdx.x % 2 == 0;
+  const uint32_t x = __shfl_xor_sync(~0u, even ? v.y : v.x, 1);
+  const uint32_t z = __shfl_xor_sync(~0u, even ? v.w : v.z, 1);
+  v = even ? make_uint4(v.x, x, v.z, z) : make_uint4(x, v.y, z, v.w);
+#endif
+  return v;
+}
+
 /* Sum over four neighboring lanes, returned to all of them. */
 template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);

@@ -1,4 +1,4 @@
-/* The alignment of a layer's rows, forward or backward, in its workspace. */
+/* Alignment of a layer's rows, forward or backward, in its workspace. */
 #ifndef MOELORA_CUDA_ALIGNMENT_CUH
 #define MOELORA_CUDA_ALIGNMENT_CUH
 
@@ -9,7 +9,7 @@ namespace {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
+  int32_t *tile_counters[MOELORA_PROJECTIONS]; // within those of `blocks`
   moelora_sort_scratch scratch;
 };
 

@@ -78,19 +78,11 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* Dispatches on the variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  if (g->before.rows)
-    return variant->needs == MOELORA_SM90 ? moelora_cuda_saving_gemm_SM90(g, variant, plan, exec)
-                                          : moelora_cuda_saving_gemm_SM80(g, variant, plan, exec);
-  switch (variant->id) {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
-  case CUDA_##NAME:                                                                                \
-    return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, plan, exec);
-#include "cuda/variants.inc"
-  }
-  return moelora_no_kernel(variant->name, "is no projection");
+  moelora_gemm_launcher *const launch = g->before.rows ? moelora_cuda_saving_launchers[variant->id]
+                                                       : moelora_cuda_gemm_launchers[variant->id];
+  return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
 /* Quantized x of a projection with W8A8 weights. */
@@ -231,8 +223,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.xa13 = take_xa(&arena, &l.alignment, &p->w13_lora);
   l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
-  l.z = moelora_take_array(&arena, moelora_times(moelora_times(rows, hidden), (size_t)plan->splits),
-                           plan->partial_f32 ? 4 : 2);
+  l.z = moelora_take_array(&arena, moelora_times(rows, hidden), 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
   l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
@@ -304,9 +295,6 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
   g.tokens.divisor = moelora_divisor_of(0);
-  g.epilogue.out_f32 = plan->partial_f32;
-  g.epilogue.splits = (int16_t)plan->splits;
-  g.epilogue.split_tiles = (int16_t)plan->split_tiles;
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
@@ -323,10 +311,7 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   moelora_sum_launch s = {};
   s.routes = *routes;
   s.z = l.z;
-  s.z_f32 = plan->partial_f32;
   s.z_stride = p->hidden;
-  s.splits = plan->splits;
-  s.split_rows = (int64_t)positions(&l.alignment);
   s.columns = (int32_t)p->hidden;
   s.positions = l.alignment.blocks.positions;
   if (!p->apply_router_weight_on_input) {

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
                                Element<T>::to_float(x[i / k * x_stride + i % k]));
 }
 
-/* A warp per flat row. */
+/* One warp per flat row. */
 __global__ void __launch_bounds__(kThreads)
     save_rows(const __grid_constant__ moelora_save_launch s) {
   wait_for_previous_kernel();

@@ -1,4 +1,4 @@
-/* Small kernels over rows of a layer: what they read and write fits no projection. */
+/* Small kernels over rows of a layer, whose inputs and outputs do not fit into a projection. */
 #ifndef MOELORA_CUDA_ROWS_H
 #define MOELORA_CUDA_ROWS_H
 
@@ -8,12 +8,12 @@
 extern "C" {
 #endif
 
-/* out[m] = round(weight[m, 0] x[m]), rows of `k` elements side by side. */
+/* out[m] = round(weight[m, 0] x[m]), for contiguous rows of `k` elements. */
 moelora_status moelora_cuda_scale_rows(const void *x, int64_t x_stride,
                                        const moelora_routes *routes, int64_t k, moelora_dtype dtype,
                                        void *out, const moelora_exec *exec);
 
-/* Shrink results of a projection, from where they lie by position to flat rows. */
+/* Copies a projection's shrink outputs from positions to flat rows. */
 typedef struct moelora_saved_shrink {
   int32_t slices, max_rank;
   const void *xa; /* [position, slices, xa_slice] */
@@ -22,13 +22,13 @@ typedef struct moelora_saved_shrink {
   int64_t stride[2];
 } moelora_saved_shrink;
 
-/* What a forward saves beside w13's outputs: shrink results, zeros where a row has none or its
- * adapter no such rank; and zeros for all of rows that are skipped. */
+/* Tensors that a forward saves besides w13's outputs: shrink outputs, zero beyond an adapter's
+ * true rank and in rows without an adapter; and zeros in all tensors for skipped rows. */
 typedef struct moelora_save_launch {
   moelora_blocks blocks; /* positions, packed_ranks */
   int64_t num_rows;      /* P */
   moelora_before_activation gate_up;
-  int64_t columns; /* of gate_up */
+  int64_t columns; /* columns of gate_up */
   moelora_saved_shrink projection[2];
 } moelora_save_launch;
 

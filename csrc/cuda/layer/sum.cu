@@ -2,7 +2,7 @@
  *
  *   out[m] = [out[m] +] sum over j of weight[m, j] z[row of (m, j)]
  *
- * z [, z_stride] is float32 or has the dtype of out. A thread sums WIDTH neighboring columns.
+ * z [, z_stride] has the dtype of out. A thread sums WIDTH neighboring columns.
  * Layers and adapters alone differ in which rows of a token exist and where they are. */
 #include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -44,30 +44,23 @@ struct AdapterRows {
   }
 };
 
-/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a whole number of 16-byte vectors. */
-template <int WIDTH, class Z>
-__device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const Z *from, float weight) {
-  __align__(16) Z chunk[WIDTH];
-  if constexpr (WIDTH > 1) {
-#pragma unroll
-    for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
-      ((uint4 *)chunk)[v] = ((const uint4 *)from)[v];
-  } else {
+/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a 16-byte vector. */
+template <int WIDTH, class T>
+__device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, float weight) {
+  __align__(16) T chunk[WIDTH];
+  if constexpr (WIDTH > 1)
+    *(uint4 *)chunk = *(const uint4 *)from;
+  else
     chunk[0] = *from;
-  }
 #pragma unroll
-  for (int c = 0; c < WIDTH; c++) {
-    if constexpr (sizeof(Z) == 4)
-      sum[c] += weight * chunk[c];
-    else
-      sum[c] += weight * Element<Z>::to_float(chunk[c]);
-  }
+  for (int c = 0; c < WIDTH; c++)
+    sum[c] += weight * Element<T>::to_float(chunk[c]);
 }
 
-/* Sums all rows of a token and all their splits. Returns whether there are any. */
-template <class Rows, int WIDTH, bool SPLIT, class Z>
+/* Sums all rows of a token. Returns whether there are any. */
+template <class Rows, int WIDTH, class T>
 __device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_launch &s,
-                                         int64_t m, const Z *z) {
+                                         int64_t m, const T *z) {
   const int top_k = s.routes.top_k;
   bool any = Rows::EVERY_TOKEN;
 #pragma unroll 4
@@ -77,16 +70,12 @@ __device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_
     if (row < 0)
       continue;
     any = true;
-    const Z *from = z + row * s.z_stride;
-#pragma unroll
-    for (int split = 0; split < (SPLIT ? MOELORA_MOST_SPLITS : 1); split++)
-      if (!SPLIT || split < s.splits)
-        add_columns(sum, from + split * s.split_rows * s.z_stride, weight);
+    add_columns(sum, z + row * s.z_stride, weight);
   }
   return any;
 }
 
-template <class Rows, class T, class Z, int WIDTH>
+template <class Rows, class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads, kLightResident)
     sum_rows(const __grid_constant__ moelora_sum_launch s) {
   wait_for_previous_kernel();
@@ -97,11 +86,7 @@ __global__ void __launch_bounds__(kThreads, kLightResident)
        i += (int64_t)gridDim.x * kThreads) {
     const int64_t m = i / chunks, column = i % chunks * WIDTH;
     float sum[WIDTH] = {};
-    const Z *z = (const Z *)s.z + column;
-    constexpr bool MAY_SPLIT = Rows::EVERY_TOKEN && sizeof(Z) == 4;
-    const bool any = MAY_SPLIT && s.splits > 1 ? add_rows<Rows, WIDTH, MAY_SPLIT>(sum, s, m, z)
-                                               : add_rows<Rows, WIDTH, false>(sum, s, m, z);
-    if (!any)
+    if (!add_rows<Rows>(sum, s, m, (const T *)s.z + column))
       continue;
     T *to = (T *)s.out + m * s.out_stride + column;
     __align__(16) T rounded[WIDTH];
@@ -128,8 +113,7 @@ template <class Rows, class T, int WIDTH>
 moelora_status launch_rows(const moelora_sum_launch &s, const moelora_exec *exec) {
   const int64_t chunks = (s.columns + WIDTH - 1) / WIDTH;
   const int64_t work = (s.routes.num_tokens * chunks + kThreads - 1) / kThreads;
-  return s.z_f32 ? launch_kernel<sum_rows<Rows, T, float, WIDTH>>("sum", work, kThreads, 0, exec, s)
-                 : launch_kernel<sum_rows<Rows, T, T, WIDTH>>("sum", work, kThreads, 0, exec, s);
+  return launch_kernel<sum_rows<Rows, T, WIDTH>>("sum", work, kThreads, 0, exec, s);
 }
 
 template <class T, int WIDTH>

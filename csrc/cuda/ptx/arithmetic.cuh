@@ -50,7 +50,7 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return a;
 }
 
-/* The smaller; NaN if one is. */
+/* min(a, b); NaN if either is. */
 __device__ __forceinline__ float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
@@ -69,9 +69,9 @@ __device__ __forceinline__ float sigmoid_of_power(float x) {
   return y;
 }
 
-/* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u', with -log2(e) in a and b. One asm
- * statement: given its parts, the compiler starts them for all outputs of a thread at once and runs
- * out of registers. */
+/* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u'; a and b include a factor of
+ * -log2(e). A single asm statement: otherwise the compiler interleaves all outputs of a thread and
+ * runs out of registers. */
 __device__ __forceinline__ float gated_activation(float gate, float up, float a, float b, float c,
                                                   float limit) {
   float y;

@@ -173,20 +173,6 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
-/* Loads 16 bytes from the shared memory of CTA `rank`. */
-__device__ __forceinline__ float4 load_cluster_16(uint32_t at, uint32_t rank) {
-  float4 v;
-  asm volatile("{\n"
-               ".reg .b32 there;\n"
-               "mapa.shared::cluster.u32 there, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return v;
-}
-
 /* Stores a word to the shared memory of CTA `rank`. */
 __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   asm volatile("{\n"

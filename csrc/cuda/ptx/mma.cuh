@@ -225,7 +225,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
                : "memory");
 }
 
-/* The same, each 8x8 tile transposed on the way. */
+/* The same, with each 8x8 matrix transposed. */
 __device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -8,9 +8,9 @@
  * mma_registers: A is in registers, with the layout of mma.m16n8k16: of the thread's two rows, a[0]
  * and a[1] hold columns 2(t%4) and the next, a[2] and a[3] the columns 8 further on.
  *
- * mma_transposed: A has its 64 rows contiguous instead, 128 bytes of each of 16 of depth.
+ * mma_transposed: A is MN-major: its 64 rows are contiguous, 128 bytes per element of K.
  *
- * mma_e4m3: 32 of depth, bytes of e4m3; d begins at zero if it does not `add`. */
+ * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
 

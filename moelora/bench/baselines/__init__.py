@@ -1,5 +1,5 @@
-"""Ways to run a layer. Each is a class that takes a `Layer`, raises `Skipped` where it cannot serve
-it, and whose `runs(batches)` gives {(who, rank): Run}; rank 0 is the layer without adapters.
+"""Ways to run a layer. Each is a class that takes a `Layer` and raises `Skipped` if it does not
+support it; `runs(batches)` returns {(who, rank): Run}, where rank 0 is the layer without adapters.
 
 To add one, write such a class and name it in BASELINES.
 """
@@ -24,15 +24,15 @@ class Skipped(Exception):
 
 
 class TooSlow(Skipped):
-    """It will not become faster: the larger ranks and batches of this layer are left out too."""
+    """Larger ranks and batches of this layer are skipped too."""
 
 
 @dataclass
 class Options:
-    """What a user may ask of baselines."""
+    """User options of baselines."""
 
-    patience_s: float = 1.5  # the longest call of a baseline
-    all_modes: bool = False  # every path that a baseline has, not only the one it picks by itself
+    patience_s: float = 1.5  # maximum time of one call of a baseline
+    all_modes: bool = False  # all paths of a baseline, not only its default
 
 
 class Baseline(Protocol):
@@ -44,7 +44,7 @@ class Baseline(Protocol):
 def baselines_of(
     layer: Layer, names: Iterable[str], options: Options
 ) -> tuple[list[Baseline], dict[str, str]]:
-    """([baseline], {name: why not}); ours comes first."""
+    """([baseline], {name: reason}); ours comes first."""
     found: list[Baseline] = []
     absent: dict[str, str] = {}
     for name in ("ours", *names):
@@ -62,7 +62,7 @@ def baselines_of(
 
 
 def _load(name: str) -> Any:
-    """A baseline's class; its module is imported only now, as it may need packages of its own."""
+    """Class of a baseline. Its module is imported on demand, as it may need other packages."""
     from importlib import import_module
 
     module, _, symbol = BASELINES[name].partition(":")
@@ -71,7 +71,6 @@ def _load(name: str) -> Any:
 
 BASELINES = {
     "ours": "ours:Ours",
-    "invariant": "ours:Invariant",
     "unpacked": "ours:Unpacked",
     "unpacking": "ours:Unpacking",
     "loop": "ours:Loop",
@@ -85,11 +84,10 @@ BASELINES = {
     "triton_fp8": "vllm_quantized:TritonFP8",
 }
 READ_QUANTIZED = (
-    *("ours", "invariant", "unpacked", "unpacking"),
+    *("ours", "unpacked", "unpacking"),
     *("marlin", "triton_kernels", "triton_fp8"),
 )
 ABOUT = {
-    "invariant": "ours in the batch-invariant mode",
     "unpacked": "ours on quantized weights that were unpacked before",
     "unpacking": "ours on quantized weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
@@ -113,7 +111,7 @@ DEFAULTS_OF_QUANTIZED = {
 
 
 def require(condition: object, why: str) -> None:
-    """Raises Skipped(why) unless `condition` holds."""
+    """Raise Skipped(why) unless `condition` holds."""
     if not condition:
         raise Skipped(why)
 

@@ -1,4 +1,4 @@
-"""torch's own products: its grouped GEMM, and dense ones of the same flops."""
+"""torch's own products: its grouped GEMM, and dense ones with the same flops."""
 
 from collections.abc import Sequence
 
@@ -38,8 +38,9 @@ class GroupedMM:
 
 
 class Dense:
-    """Two products of all rows with one expert's weights: what routing costs beside them. It
-    computes another function, so there is nothing to check."""
+    """Two products of all rows with one expert's weights: a lower bound without routing. Computes
+    another function, so its result is not checked.
+    """
 
     FEWEST = 1024  # below, it would read less memory than any layer must
 

@@ -20,7 +20,7 @@ from moelora.reference.routing import as_tensor
 
 
 def arguments(layer: Layer, batch: Batch, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of fused_experts_lora and of its reference; rank 0 is the layer without adapters."""
+    """Arguments of fused_experts_lora and of its reference; rank 0: the layer without adapters."""
     args = batch.x, layer.w13, layer.w2, batch.topk_weights, batch.topk_ids
     kwargs: dict[str, Any] = {
         "activation": layer.model.activation,
@@ -41,7 +41,7 @@ def arguments(layer: Layer, batch: Batch, rank: int) -> tuple[tuple[Any, ...], d
 
 class Ours:
     name = "ours"
-    of: Layer | None = None  # the layer that it computes, if it is another
+    of: Layer | None = None  # the layer that it computes, if not this one
 
     def __init__(self, layer: Layer, options: Options):
         self.layer = layer
@@ -57,18 +57,8 @@ class Ours:
         }
 
 
-class Invariant(Ours):
-    """In the batch-invariant mode."""
-
-    name = "ours_invariant"
-
-    def run(self, batch: Batch, rank: int) -> Tensor:
-        args, kwargs = arguments(self.layer, batch, rank)
-        return moelora.fused_experts_lora(*args, **kwargs, batch_invariant=True)
-
-
 class Unpacked(Ours):
-    """The same weights in the activations' dtype: what quantized ones must not lose against."""
+    """The same weights unpacked: the time that quantized ones must not exceed."""
 
     def __init__(self, layer: Layer, options: Options):
         require(layer.model.format, "weights are not quantized")
@@ -79,7 +69,7 @@ class Unpacked(Ours):
 
 
 class Unpacking(Ours):
-    """Weights that every call unpacks, all of them: what one does without kernels for a format."""
+    """Unpacks all weights in every call: the alternative without kernels for a format."""
 
     name = "ours_unpacking"
 

@@ -1,4 +1,4 @@
-"""Adapters added after the base product by kernels of their own, as engines do it: in Triton."""
+"""Adapters added after the base product by separate kernels, as engines do it, in Triton."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from moelora.bench.timing import Run, Runs, on
 
 
 def block_rows(rows_per_group: float) -> int:
-    """Rows of a block: as many as a group has on average, within what tensor cores like."""
+    """Rows per block: the average size of a group, within what tensor cores support well."""
     return next((rows for rows in (16, 32, 64) if rows_per_group <= rows), 128)
 
 

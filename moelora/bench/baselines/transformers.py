@@ -1,10 +1,10 @@
 """transformers' experts modules with PEFT adapters, as their users run them.
 
-The module is the experts module of a real one-layer model, on the very tensors that we read, with
-`set_experts_implementation` as its users call it. PEFT targets the 3-D expert weights
+The module is the experts module of a real one-layer model, with the same tensors as ours and
+`set_experts_implementation`, as its users call it. PEFT targets the 3-D expert weights
 (`target_parameters`); it serves one adapter per forward and folds it into a copy of all expert
 weights for that forward, so a mixed batch runs adapter by adapter over the rows of that adapter.
-One A serves gate and up there: hand in factors whose two A are equal.
+Gate and up share one A there: pass factors whose two A are equal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
-COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather for one forward
+COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather per forward
 
 
 def tiny(config_class: Any, **sizes: int) -> Any:
-    """A config of one layer whose other parts are as small as they can be."""
+    """Config of a single layer whose other parts are minimal."""
     return config_class(
         num_hidden_layers=1,
         num_attention_heads=1,
@@ -153,7 +153,7 @@ class Transformers:
         return out
 
     def check_copies(self, batch: Batch, implementation: str) -> None:
-        """Raises Skipped where batched_mm would gather more weights than fit."""
+        """Raise Skipped if batched_mm would gather more weights than fit."""
         rows = int(batch.mapping.unique(return_counts=True)[1].max()) * batch.topk_ids.shape[1]
         w13 = self.experts.gate_up_proj
         copied = rows * w13[0].numel() * w13.element_size()

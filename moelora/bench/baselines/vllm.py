@@ -1,8 +1,8 @@
 """vLLM's own fused-MoE and MoE-LoRA kernels.
 
-Looked for in $MOELORA_PEERS (default .peers/vllm_kernels), where `vk/` holds a copy that runs
-without vLLM: a `vk_layer` module beside a minimal `vllm` package. An installed vLLM is taken
-instead where there is no copy; of that only the layer without adapters can be called from outside.
+Searched in $MOELORA_PEERS (default .peers/vllm_kernels), where `vk/` contains a copy that runs
+without vLLM: a `vk_layer` module next to a minimal `vllm` package. Without a copy, an installed
+vLLM is used; only its layer without adapters can be called from outside.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from moelora.bench.timing import Run, Runs, on
 
 
 def load() -> Any:
-    """The copy's layer module, or None where it is not there."""
+    """Layer module of the copy, or None."""
     root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_kernels")).resolve()
     if not (root / "vk" / "vk_layer.py").exists():
         return None

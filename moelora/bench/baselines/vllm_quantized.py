@@ -1,9 +1,9 @@
 """vLLM's layers of quantized experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
 
-Looked for in $MOELORA_PEERS, where `vk/vq_layer.py` drives vLLM's own kernels in vLLM's order, on
-the very values that we read. Of gpt-oss they leave out the biases and, but for triton_kernels
-without adapters, its activation: they take SiLU of the first half of the rows instead, which is
-less work. What they compute is compared with float64 of the same.
+Searched in $MOELORA_PEERS, where `vk/vq_layer.py` calls vLLM's kernels in vLLM's order, on the same
+values as ours. For gpt-oss they omit the biases and, except for triton_kernels without adapters,
+its activation: they apply SiLU to the first half of the rows instead, which is less work. Results
+are compared with float64 of what they compute.
 """
 
 import functools
@@ -27,7 +27,7 @@ from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
 from moelora.ops import Activation
 
-TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # packed files name it
+TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # hard-coded in the packed files
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def load() -> Any:
 
 
 def use_compiled(packed: pathlib.Path) -> None:
-    """Lets Triton find the kernels that were compiled before, if there are any."""
+    """Let Triton find precompiled kernels, if there are any."""
     mark = TRITON_CACHE / ".vq_unpacked"
     os.environ.setdefault("TRITON_CACHE_DIR", str(TRITON_CACHE))
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
@@ -57,13 +57,13 @@ def use_compiled(packed: pathlib.Path) -> None:
 
 
 def grown(t: Tensor, rows: int, columns: int) -> Tensor:
-    """`t` with zeros behind, up to so many rows and columns."""
+    """`t` zero-padded to this number of rows and columns."""
     more = columns - t.shape[-1], rows - t.shape[-2]
     return pad(t, (0, more[0], 0, more[1])) if any(more) else t
 
 
 def computed(layer: Layer, activation: Activation) -> Layer | None:
-    """The layer that they compute, None if it is `layer`."""
+    """The layer that they compute, or None if it is `layer`."""
     if layer.model.activation == activation and not layer.model.bias:
         return None
     other = copy(layer)
@@ -73,7 +73,7 @@ def computed(layer: Layer, activation: Activation) -> Layer | None:
 
 
 class Marlin:
-    """MarlinExperts: what vLLM takes for four-bit experts on Hopper once LoRA is on."""
+    """MarlinExperts: vLLM's choice for 4-bit experts on Hopper with LoRA enabled."""
 
     name = "vllm"
     schemes = {"mxfp4": "mxfp4", "int4": "int4"}
@@ -105,7 +105,7 @@ class Marlin:
         require(self.vq.HAVE_MARLIN, f"the peer has no Marlin: {self.vq.CUDA_NOTE}")
 
     def packed(self, scheme: str) -> Any:
-        """Their weights of our checkpoint, padded as vLLM pads them."""
+        """Our checkpoint as their weights, padded as vLLM pads them."""
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
         class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
@@ -149,8 +149,9 @@ class Marlin:
 
 
 class TritonKernels(Marlin):
-    """OAITritonExperts, vLLM's choice for gpt-oss without LoRA; with it UnfusedOAITritonExperts,
-    which has to be asked for."""
+    """OAITritonExperts, vLLM's choice for gpt-oss without LoRA; with LoRA UnfusedOAITritonExperts,
+    which must be requested.
+    """
 
     name = "tk"
     schemes = {"mxfp4": "mxfp4tk"}
@@ -161,7 +162,7 @@ class TritonKernels(Marlin):
 
 
 class TritonFP8(Marlin):
-    """TritonExperts: what vLLM takes for FP8 blocks on Hopper once LoRA is on."""
+    """TritonExperts: vLLM's choice for FP8 blocks on Hopper with LoRA enabled."""
 
     schemes = {"fp8_block": "fp8"}
 

@@ -1,4 +1,4 @@
-"""The experts of a PEFT model in moelora: `adapter_names=` for MoE layers.
+"""Run the experts of a PEFT model in moelora: `adapter_names=` for MoE layers.
 
     import moelora.integrations.peft as moelora_peft
 
@@ -7,17 +7,17 @@
     moelora_peft.attach(model)
     model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
-By itself PEFT adds the adapters of `target_parameters` to the experts' weights, one adapter for the
-whole batch, and refuses `adapter_names`. Once attached, the experts read a pool, every row with its
-own adapter; routers and shared experts, which see the tokens of all rows one behind the other, find
-out whose they are; attention and all other layers, `set_adapter`, `disable_adapter` and beams stay
+By itself PEFT merges the adapters of `target_parameters` into the experts' weights, one adapter for
+the whole batch, and refuses `adapter_names`. Once attached, the experts read a pool, each row with
+its own adapter; routers and shared experts, which see the concatenated tokens of all rows, map
+tokens to rows; attention and all other layers, `set_adapter`, `disable_adapter` and beams remain
 PEFT's.
 
-A model that is trained (`model.train()`, or under grad mode with adapters that require gradients)
-has no copies: gradients arrive in PEFT's own parameters.
+In training (`model.train()`, or under grad mode with adapters that require gradients) there are no
+copies: gradients are those of PEFT's own parameters.
 
-Importing this module makes `load_adapter` of PEFT and of transformers remember where an adapter
-came from: `attach` refuses one some of whose factors PEFT has not taken over.
+Importing this module makes `load_adapter` of PEFT and of transformers record the source of an
+adapter: `attach` refuses adapters that PEFT has not loaded completely.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attach(
     dtype: torch.dtype | None = None,
     folders: Mapping[str, str | Path] | None = None,
 ) -> AdapterPool:
-    """Runs the experts of a PEFT model in moelora, each row of a batch with its own adapter.
+    """Run the experts of a PEFT model in moelora, each row of a batch with its own adapter.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ def attach(
         whose own `load_adapter` loaded them serves the adapter that is active, without
         `adapter_names`.
     max_loras, max_rank : int, optional
-        Size of the pool; by default just enough for the adapters that PEFT has now. Adapters that
-        it loads later are copied when they are first used, over the least recently used ones.
+        Size of the pool; by default just enough for PEFT's current adapters. Adapters that
+        it loads later are copied on first use, replacing the least recently used ones.
     dtype : torch.dtype, optional
         Of the factors, by default that of the experts.
     folders : mapping, optional
@@ -79,7 +79,7 @@ def attach(
     Returns
     -------
     AdapterPool
-        The factors of the experts, copied. Each pass copies again what has changed in PEFT since:
+        A copy of the experts' factors. Each forward pass updates what has changed in PEFT since:
         adapters deleted and loaded anew, hotswapped, rescaled, or written to in any way that torch
         counts or through `data`. Only writes past torch (numpy, `data.data`) need
         `pool.remove(name)`.
@@ -87,16 +87,16 @@ def attach(
     Raises
     ------
     ValueError
-        No experts are targeted, an adapter uses an option that moelora has not, or PEFT has not
-        taken over all factors of one, or in another order of columns; the message names them.
+        No experts are targeted, an adapter uses an option that moelora does not support, or PEFT
+        has not loaded all of its factors, or in another column order; the message names them.
     NotImplementedError
         moelora cannot run these experts.
 
     Notes
     -----
     Threads may call the model at the same time with whatever adapter is active. `adapter_names` are
-    for one thread at a time: PEFT hands them on by hooks on the modules, and leaves these behind
-    when a call fails or is interrupted; the next call with `adapter_names` of its own fails then.
+    for one thread at a time: PEFT passes them by hooks on the modules, and does not remove these
+    if a call fails or is interrupted; the next call with its own `adapter_names` then fails.
     """
     base = base_of(model)
     layers = moe_layers(base)
@@ -141,7 +141,7 @@ def attach(
 
 
 def detach(model: peft.PeftModel | PreTrainedModel) -> None:
-    """Gives the experts' adapters back to PEFT."""
+    """Return the experts' adapters to PEFT."""
     base = base_of(model)
     serving = base.__dict__.pop("_moelora", None)
     for module in base.modules():

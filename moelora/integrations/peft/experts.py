@@ -1,4 +1,4 @@
-"""Experts of a PEFT model: a pool of the factors that PEFT has now, for rows of any adapter."""
+"""Experts of a PEFT model: a pool with PEFT's current factors, for rows with any adapter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.adapters.pool import BASE
 from moelora.integrations import training
 from moelora.integrations.peft import linears, sources
-from moelora.integrations.transformers.calls import BASE, batch_shape, check_implementation
+from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
 
     class Wrapper(nn.Module):
-        """PEFT's `ParamWrapper`: what is read of it, and left on the outermost one of a layer."""
+        """The attributes of PEFT's `ParamWrapper` that are read, and those that are set on the
+        outermost one.
+        """
 
         base_layer: nn.Module
         parameter_name: str
@@ -40,24 +43,24 @@ if TYPE_CHECKING:
         def get_base_layer(self) -> Experts: ...
 
 
-# Options that concern no experts, and stay PEFT's.
+# Options that do not concern experts, and remain PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
 
 _data: Any = nn.Parameter.data  # torch's own descriptor
 
 
 class Watched(nn.Parameter):
-    """A factor of PEFT that notices writes through `data`, by which PEFT's hotswap writes.
+    """A PEFT factor that detects writes through `data`, as by PEFT's hotswap.
 
-    Autograd's version counter does not count them. Here the tensors that `data` gives out are all
-    aliases of one, and share its counter.
+    Autograd's version counter misses them. Here all tensors that `data` returns alias one tensor,
+    and share its version counter.
     """
 
     @property
     def data(self) -> torch.Tensor:
         plain, alias = _data.__get__(self), self.__dict__.get("_alias")
         if alias is None or not alias.is_set_to(plain):
-            with torch.inference_mode(False):  # where tensors have no counters
+            with torch.inference_mode(False):  # inference tensors have no counters
                 alias = self._alias = _data.__get__(self)
         return alias.detach()
 
@@ -68,10 +71,10 @@ class Watched(nn.Parameter):
 
 
 def _watch(module: nn.Module) -> list[Any]:
-    """What tells one content of `module.weight` from another, now and later."""
-    weight = module._parameters["weight"]  # module.weight takes its time
+    """Values that identify the current content of `module.weight`, now and later."""
+    weight = module._parameters["weight"]  # avoids the overhead of module.weight
     assert weight is not None
-    if weight.is_inference():  # counts nothing
+    if weight.is_inference():  # has no counter
         with torch.inference_mode(False), torch.no_grad():
             weight = module.weight = nn.Parameter(weight.clone(), weight.requires_grad)
     if type(weight) is not Watched:
@@ -79,14 +82,15 @@ def _watch(module: nn.Module) -> list[Any]:
         weight.__dict__.pop("_alias", None)
     alias = weight.__dict__.get("_alias")
     if alias is None:
-        weight.data  # noqa: B018, makes it
+        weight.data  # noqa: B018, creates it
         alias = weight.__dict__["_alias"]
     return [weight, weight._version, alias, alias._version]
 
 
 def unwatch(modules: Iterable[nn.Module]) -> None:
-    """Makes parameters what they were, for optimizers and compilers; served again, they are copied
-    again."""
+    """Restore the parameters' class, for optimizers and compilers; if served again, they are copied
+    again.
+    """
     for module in modules:
         if type(module._parameters["weight"]) is Watched:
             module._parameters["weight"].__class__ = nn.Parameter  # type: ignore[assignment]
@@ -104,7 +108,7 @@ def wrappers_of(outermost: nn.Module) -> Iterator[Wrapper]:
 
 
 def _stamps(wrappers: Sequence[Wrapper], name: str) -> list[Any]:
-    """Of one layer, all that an adapter's part in PEFT's answer may depend on."""
+    """For one layer, everything that an adapter's part of PEFT's result may depend on."""
     stamps: list[Any] = []
     for wrapper in wrappers:
         modules: Any = wrapper._modules
@@ -126,14 +130,14 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 class _Now(threading.local):
-    """The batch, (rows, tokens per row), of the pass that a thread is in."""
+    """The batch, (rows, tokens per row), of the current forward pass of a thread."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
 
 
 class AttachedExperts:
-    """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
+    """Serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
     def __init__(
         self,
@@ -146,14 +150,14 @@ class AttachedExperts:
         self.pool = pool
         self.arguments = {name: pool.layer(name) for name in pool.layers}
         self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
-        self.checked: dict[str, Any] = {}  # adapter -> the load of it that was checked
-        self.known: list[str] = []  # adapters, when layers were last looked through
+        self.checked: dict[str, Any] = {}  # adapter -> its load that was checked
+        self.known: list[str] = []  # adapters at the last scan of the layers
         self.lock = threading.RLock()
         self.now = _Now()
         self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """A copy of the model has an empty pool, which fills from the copied adapters.
+        """A copy of the model has an empty pool, which is filled from the copied adapters.
 
         An unpickled model has to be attached again.
         """
@@ -177,11 +181,11 @@ class AttachedExperts:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A forward pass of the model inside PEFT's."""
+        """Run a forward pass of the model within PEFT's."""
         if adapter_names is not None:
             if isinstance(self.model, peft.PeftModel):
                 where = "pass adapter_names to the PEFT model, not to the model inside it"
-            else:  # PEFT's hooks, which hand the names on to other layers, are its wrapper's
+            else:  # PEFT's hooks, which pass the names to other layers, belong to its wrapper
                 where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
             raise RuntimeError(where)
         self.take_layers()
@@ -193,14 +197,14 @@ class AttachedExperts:
             self.now.shape = outer
 
     def take_layers(self) -> None:
-        """Has layers that PEFT has wrapped since know whose tokens they are given."""
+        """Install `adapter_names` support in layers that PEFT has wrapped since."""
         names = list(self.model.peft_config)
         if names != self.known:
             linears.install(self.model, self)
             self.known = names
 
     def copy(self, name: str) -> None:
-        """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
+        """Copy the current factors of a PEFT adapter into the pool."""
         configs: Mapping[str, Any] = self.model.peft_config
         if name not in configs:
             raise ValueError(f"no adapter {name!r}; PEFT has {sorted(configs)}")
@@ -223,7 +227,7 @@ class AttachedExperts:
         self.copied[name] = stamps
 
     def slot(self, layer: str, name: str) -> int:
-        """Where the pool has what PEFT has now; -1 for an adapter without factors of experts."""
+        """Slot with PEFT's current factors; -1 for an adapter without experts' factors."""
         copied = self.copied.get(name)
         if (
             copied is None
@@ -237,9 +241,9 @@ class AttachedExperts:
     def adapters(
         self, layer: str, rows: Sequence[str] | None, active: str, hidden_states: torch.Tensor
     ) -> Iterator[dict[str, Any]]:
-        """The adapter arguments of `fused_experts_lora` for one call of one layer.
+        """Adapter arguments of `fused_experts_lora` for one call of one layer.
 
-        `rows` names the adapter of each row of the batch; None gives `active` to all.
+        `rows` names the adapter of each row of the batch; None: `active` for all rows.
         """
         names = [active] if rows is None else rows
         shape = self.now.shape
@@ -251,7 +255,7 @@ class AttachedExperts:
         slots = {BASE: -1}
         with ExitStack() as held:
             with self.lock:
-                # What this batch needs does not evict itself.
+                # Adapters of this batch must not evict each other.
                 for name in sorted(set(names) - {BASE}, key=lambda n: n not in self.pool):
                     slots[name] = self.slot(layer, name)
                     if slots[name] >= 0:
@@ -266,14 +270,16 @@ class AttachedExperts:
     def trained(
         self, layer: str, slots: Sequence[str], names: Sequence[str], hidden_states: torch.Tensor
     ) -> dict[str, Any]:
-        """The same of adapters that are trained, which have `slots` in this call alone."""
+        """The same for adapters in training, which have `slots` in this call only."""
         wrappers = self.wrappers[layer]
-        slots = [name for name in slots if name in wrappers[0].lora_A]  # others are of other layers
+        slots = [
+            name for name in slots if name in wrappers[0].lora_A
+        ]  # others belong to other layers
         for wrapper in wrappers:
             for side in (wrapper.lora_A, wrapper.lora_B):
                 unwatch(side[name] for name in slots)
         ids = [slots.index(name) if name in slots else -1 for name in names]
-        if len(set(ids)) == 1:  # whichever tokens these are
+        if len(set(ids)) == 1:  # independent of the tokens
             mapping = hidden_states.new_full((hidden_states.shape[0],), ids[0], dtype=torch.int32)
         else:
             mapping = self._token_mapping(layer, ids, hidden_states)
@@ -285,7 +291,7 @@ class AttachedExperts:
     ) -> torch.Tensor:
         tokens, shape = hidden_states.shape[0], self.now.shape
         if len(set(ids)) == 1:
-            ids = ids[:1]  # whichever tokens these are
+            ids = ids[:1]  # independent of the tokens
         elif shape is None or shape[0] * shape[1] != tokens:
             called = "outside a call of the model" if shape is None else f"of {shape} in the batch"
             raise RuntimeError(
@@ -310,7 +316,7 @@ def _checkpoint(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """One adapter as a state dict of stacked factors and its configuration.
 
-    From what PEFT computes with: hotswap changes factors and scaling, but not the configuration.
+    Taken from PEFT's modules, since hotswap changes factors and scaling, but not the configuration.
     """
     rank = max(rank_of(wrapper, name) for wrapper in wrappers.values())
     scalings = {key: float(wrapper.scaling[name]) for key, wrapper in wrappers.items()}
@@ -344,7 +350,7 @@ def forward(
     adapter_names: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """In place of `ParamWrapper.forward`: calls the experts with the rows' adapters."""
+    """Replaces `ParamWrapper.forward`: calls the experts with the rows' adapters."""
     serving, layer = wrapper._moelora, wrapper._moelora_layer
     experts = wrapper.get_base_layer()
     check_implementation(layer, experts.config)

@@ -1,10 +1,9 @@
-"""Other layers of an attached PEFT model than its experts, in mixed batches.
+"""Mixed batches in layers of an attached PEFT model other than its experts.
 
-PEFT hands `adapter_names`, one name for each row, to every layer that it has wrapped, which takes
-as many inputs. Shared experts and routers are given the tokens of all rows one behind the other:
-there the names are spread over the tokens. Parameters of two dimensions (`mlp.gate.weight`) PEFT
-adapts by changing the weight, for one adapter at a time: there each adapter is added to its rows of
-the product that the module makes.
+PEFT passes `adapter_names`, one name per row, to every wrapped layer, which must have as many
+inputs. Shared experts and routers receive the concatenated tokens of all rows: there names are
+repeated per token. PEFT adapts two-dimensional parameters (`mlp.gate.weight`) by changing the
+weight, for one adapter at a time: there each adapter is added to its rows of the module's product.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moelora.adapters.pool import BASE
 from moelora.integrations.peft.sources import base_of, wrapped_layers
-from moelora.integrations.transformers.calls import BASE
 from moelora.integrations.transformers.deltas import Products
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def install(model: Model, serving: AttachedExperts) -> None:
-    """Has all wrapped layers but experts take `adapter_names` as above."""
+    """Make all wrapped layers except experts accept `adapter_names` as above."""
     experts = {id(w) for chain in serving.wrappers.values() for w in chain}
     for _, module in wrapped_layers(base_of(model)):
         if id(module) in experts or module.__dict__.get("_moelora") is serving:
@@ -36,7 +35,7 @@ def install(model: Model, serving: AttachedExperts) -> None:
         elif module.get_param().dim() == 2:
             forward = _forward_product
         else:
-            continue  # of experts that nobody can mix adapters in, as PEFT says
+            continue  # of experts, whose adapters PEFT cannot mix, as it reports
         module._moelora = serving
         module.forward = functools.partial(forward, module)
 
@@ -44,19 +43,19 @@ def install(model: Model, serving: AttachedExperts) -> None:
 def _forward(
     wrapper: Any, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
 ) -> Any:
-    """In place of the `forward` of a wrapped linear layer or embedding."""
+    """Replaces `forward` of a wrapped linear layer or embedding."""
     if adapter_names is not None:
         kwargs["adapter_names"] = _spread(wrapper, adapter_names, x)
     return type(wrapper).forward(wrapper, x, *args, **kwargs)
 
 
 def _spread(wrapper: Any, names: Sequence[str], x: Tensor) -> Sequence[str]:
-    """A name for each input of a layer, where it takes tokens and not rows."""
+    """One name per input of a layer, if it receives tokens instead of rows."""
     inputs, shape = x.size(0), wrapper._moelora.now.shape
     if inputs == len(names):
         return names
     if len(set(names)) == 1:
-        return [names[0]] * inputs  # whichever tokens these are
+        return [names[0]] * inputs  # independent of the tokens
     if shape is not None and shape[0] == len(names) and inputs == shape[0] * shape[1]:
         return [name for name in names for _ in range(shape[1])]
     raise RuntimeError(
@@ -69,7 +68,7 @@ def _spread(wrapper: Any, names: Sequence[str], x: Tensor) -> Sequence[str]:
 def _forward_product(
     wrapper: Any, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
 ) -> Any:
-    """In place of the `forward` of a wrapped parameter of two dimensions."""
+    """Replaces `forward` of a wrapped two-dimensional parameter."""
     if adapter_names is None or wrapper.disable_adapters:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     if wrapper.merged:
@@ -92,7 +91,7 @@ def _forward_product(
 
 
 def _add(wrapper: Any, name: str, each: Sequence[str], x: Tensor, product: Tensor) -> None:
-    """Adds one adapter to its rows of a product, in place."""
+    """Add one adapter to its rows of a product, in place."""
     own = torch.tensor([n for n, other in enumerate(each) if other == name], device=x.device)
     a, b = (side[name].weight.to(product.dtype) for side in (wrapper.lora_A, wrapper.lora_B))
     delta = x[own].to(product.dtype) @ a.T @ b.T * wrapper.scaling[name]

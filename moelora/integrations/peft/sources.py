@@ -1,9 +1,9 @@
-"""What PEFT made of an adapter's files: nothing of an adapter may be lost on the way to a model.
+"""Check that PEFT has loaded an adapter completely.
 
-PEFT converts checkpoints to the classes of the model that loads them. Factors that end up nowhere
-are dropped, those of a name that it did not find keep their initial values, and columns of `lora_B`
-are read in PEFT's own order, all without an error. So the folder is read again, its header and no
-more tensors than must be, and compared with the layers that PEFT has wrapped.
+PEFT converts checkpoints to the classes of the loading model. It silently drops factors that match
+no module, keeps initial values for modules without factors in the file, and reads columns of
+`lora_B` in its own order. So the folder's header and as few tensors as possible are read again, and
+compared with the layers that PEFT has wrapped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moelora.storage import check_held
 if TYPE_CHECKING:
     Model = peft.PeftModel | PreTrainedModel
 
-# Options of PEFT's that change nothing of which layers have factors.
+# Options of PEFT that do not affect which layers have factors.
 ASIDE: dict[str, Any] = {
     "modules_to_save": None,
     "trainable_token_indices": None,
@@ -46,7 +46,7 @@ ASIDE: dict[str, Any] = {
 
 
 def base_of(model: Model) -> PreTrainedModel:
-    """The transformers model: the one inside PEFT's, or that into which `load_adapter` loaded."""
+    """The transformers model: the one inside PEFT's, or the one whose `load_adapter` was called."""
     if isinstance(model, peft.PeftModel):
         return cast("PreTrainedModel", model.get_base_model())
     if not getattr(model, "_hf_peft_config_loaded", False):
@@ -59,19 +59,19 @@ def base_of(model: Model) -> PreTrainedModel:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """One load of an adapter: where from, and the keys that nothing was found for."""
+    """One load of an adapter: its source, and the keys that matched no module."""
 
     folder: str
     missing: frozenset[str] = frozenset()
 
 
 def remember(model: nn.Module, name: str, load: Load) -> None:
-    """Notes where an adapter of `model` came from; copies of the model know it, too."""
+    """Record the source of an adapter of `model`, also for copies of the model."""
     model.__dict__.setdefault("_moelora_loads", {})[name] = load
 
 
 def wrapped_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that PEFT has wrapped for LoRA, as it calls them."""
+    """Layers that PEFT has wrapped for LoRA, by PEFT's names."""
     for name, module in base.named_modules():
         if isinstance(module, _LoraLayer):
             yield name, module
@@ -108,10 +108,10 @@ PreTrainedModel.load_adapter = _remembering(  # type: ignore[method-assign] # on
 
 
 def check(model: Model, name: str) -> None:
-    """Raises ValueError if PEFT has not all factors of an adapter, naming those that it has not.
+    """Raise ValueError if PEFT lacks factors of an adapter, naming them.
 
-    An adapter that is known to come from no folder is compared with itself: one of some trained
-    layers and some whose B is zero, as layers begin, is refused.
+    An adapter without a source folder is compared with itself: it is refused if some layers are
+    trained and others have B zero, their initial value.
     """
     kept = _kept(base_of(model), name)
     load = load_of(model, name)
@@ -153,20 +153,20 @@ def _some(names: list[str]) -> str:
 
 @dataclass
 class _Kept:
-    """One layer that PEFT has wrapped: B, and its key as PEFT has it."""
+    """A layer wrapped by PEFT: B, and its key in PEFT."""
 
     b: torch.Tensor
     key: str
 
     def is_initial(self, load: Load, of_file: _File, where: str) -> bool:
-        """Whether the layer's factors are not those of the file, and count."""
+        """Whether the layer's factors differ from those of the file, and matter."""
         if self.b.any():
             return any(key.endswith(self.key) for key in load.missing)
         return of_file.is_trained(where)
 
 
 def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
-    """All layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
+    """Layers that PEFT has wrapped for an adapter; experts by the name of their parameter."""
     kept = {}
     for path, module in wrapped_layers(base):
         where = plain_name(path)
@@ -186,7 +186,7 @@ def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
 
 @dataclass
 class _File:
-    """What a folder has: keys of B by layer, or by parameter of experts; how columns lie."""
+    """Content of a folder: keys of B by layer, or by parameter of experts; column order."""
 
     folder: Path
     keys: dict[str, list[str]]
@@ -198,7 +198,7 @@ class _File:
 
 
 def _read(base: PreTrainedModel, source: str) -> _File | None:
-    """What a folder has for a model; None if it is not there (any more) or no LoRA of PEFT's."""
+    """Content of a folder for a model; None if it does not exist or is not a PEFT LoRA."""
     try:
         folder = local_folder(source, ["adapter_*"], local_files_only=True)
         raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -228,7 +228,7 @@ def _keys_of_b(modules: Modules, keys: Iterable[str]) -> dict[str, list[str]]:
             continue
         try:
             place = modules.locate(key)
-        except ValueError:  # of a module that PEFT knows and moelora does not: a convolution
+        except ValueError:  # of a module that PEFT supports and moelora does not: a convolution
             continue
         if isinstance(place, ExpertPlace):
             up, down = place.layer.parameters

@@ -1,22 +1,21 @@
 """moelora inside SGLang: a MoE layer and its LoRA adapters in one operator.
 
-To install moelora is all: SGLang loads `register` from the entry points of the group
+Installing moelora is enough: SGLang loads `register` from the entry points of the group
 `sglang.srt.plugins` in every process. From then on the MoE layers of
 
     python -m sglang.launch_server --enable-lora --moe-runner-backend triton ...
     python -m sglang.launch_server --enable-lora --lora-backend triton_v2 \\
         --moe-runner-backend lora_triton ...  # from 0.5.23 on
 
-run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and slots, captured CUDA
-graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off.
+run `moelora.fused_experts_lora` on SGLang's weights, adapter buffers and slots, also in CUDA
+graphs, and the log says so. `MOELORA_SGLANG=0` in the environment disables it.
 
-Where this build has no CUDA kernels, or no GPU is there to run them, SGLang is left alone, and the
-log, `sglang.moelora`, says so. A layer that moelora does not have (quantized weights, clamped
-activations, biases; `reason_against` has them) runs SGLang's own path, and the log says why, once
-for each reason.
+If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unchanged, and the log,
+`sglang.moelora`, says so. Unsupported layers (quantized weights, clamped activations, biases; see
+`reason_against`) run SGLang's own path, and the log states each reason once.
 
-`experts_with_lora` is that path by itself, for layers of other engines with such buffers, and
-`MoELoRABackend` the interface of SGLang's first design of MoE LoRA, over an `AdapterPool`.
+`experts_with_lora` is the layer alone, for other engines with such buffers; `MoELoRABackend` is the
+interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _say(reason: str) -> None:
 
 @functools.cache
 def _announce() -> None:
-    """At the first layer: SGLang has no log yet when it loads plugins."""
+    """Called by the first layer: SGLang has no log yet when it loads plugins."""
     log.info(
         "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
     )
@@ -69,7 +68,7 @@ def _announce() -> None:
 def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around `MoeLoraRunner.from_layer` of SGLang: moelora's runner where it can be."""
+    """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
     reason = reason_against(base_layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
@@ -79,8 +78,8 @@ def from_layer(
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """After `FusedMoEWithLoRA.__init__`: where the true ranks are, or the runner itself."""
-    runner = getattr(layer, "_moe_lora_runner", None)  # of the lora_* backends alone
+    """Runs after `FusedMoEWithLoRA.__init__`: sets the source of true ranks, or the runner."""
+    runner = getattr(layer, "_moe_lora_runner", None)  # only with lora_* backends
     if isinstance(runner, MoeLoraRunner):
         runner.lora_backend = layer.lora_backend
     if getattr(layer, "_lora_runner", None) is None:
@@ -94,7 +93,7 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
 
 
 def register() -> None:
-    """SGLang's plugin entry point: run its MoE LoRA layers from now on in this process."""
+    """SGLang's plugin entry point: from now on, run its MoE LoRA layers in moelora."""
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
@@ -113,5 +112,5 @@ def register() -> None:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # the parent package
         return False

@@ -1,4 +1,4 @@
-"""The interface of SGLang's first design of MoE LoRA, over an `AdapterPool`."""
+"""Interface of SGLang's first design of MoE LoRA, on an `AdapterPool`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moelora.ops import fused_experts_lora
 
 @dataclass(frozen=True, eq=False)
 class LayerBatchInfo(MoELoRABatchInfo):
-    """The adapters of a batch, and the layer that it is in."""
+    """Adapters of a batch, and the layer that they apply to."""
 
     layer: str = ""
 
@@ -32,7 +32,7 @@ class MoELoRABackend:
     Parameters
     ----------
     pool : AdapterPool
-        The adapters, by the names that requests carry in `lora_ids`. `run_moe_lora` needs one with
+        The adapters, by the names in the requests' `lora_ids`. `run_moe_lora` needs one with
         `w13_slices=1`.
     layers : mapping of int to str, optional
         Name in the pool of each `layer_id`; by default the first number in the names.
@@ -46,25 +46,25 @@ class MoELoRABackend:
         self.reset_batch_state()
 
     def reset_batch_state(self) -> None:
-        """Forgets the batch that was prepared last; needed where an object is used for the next."""
+        """Discard the last prepared batch; required before the object is reused."""
         self._prepared: tuple[Any, MoELoRABatchInfo | None] = (None, None)
 
     def prepare_moe_lora_batch(self, forward_batch: Any, layer_id: int) -> LayerBatchInfo | None:
-        """Which token carries which adapter: once for a batch, whatever the number of layers.
+        """Assign adapters to tokens, once per batch for all layers.
 
         Parameters
         ----------
         forward_batch : ForwardBatch
             `lora_ids` of its requests (None = no adapter), `input_ids` and, while it extends,
             `extend_seq_lens_cpu`; otherwise every request has the same number of tokens. The
-            adapters must stay in their slots (`AdapterPool.hold`) while it is under way.
+        adapters must stay in their slots (`AdapterPool.hold`) until it completes.
         layer_id : int
-            The layer that asks.
+            The calling layer.
 
         Returns
         -------
         LayerBatchInfo or None
-            None where no request has an adapter, or the layer is none of the pool's.
+            None if no request has an adapter, or the pool does not have the layer.
 
         Raises
         ------
@@ -102,7 +102,7 @@ class MoELoRABackend:
         moe_lora_info: LayerBatchInfo,
         output: Tensor,
     ) -> Tensor:
-        """`moelora.run_moe_lora` with the layer's buffers: added to `output`, not exact."""
+        """`moelora.run_moe_lora` with the layer's buffers: accumulates into `output`, not exact."""
         buffers = moe_lora_buffers(self.pool, moe_lora_info.layer)
         return run_moe_lora(
             hidden_states, topk_ids, topk_weights, moe_lora_info, **buffers, output=output
@@ -118,7 +118,9 @@ class MoELoRABackend:
         moe_lora_info: LayerBatchInfo | None,
         **options: Any,
     ) -> Tensor:
-        """The exact layer: `moelora.fused_experts_lora` with its `options`, adapters or none."""
+        """The exact layer: `moelora.fused_experts_lora` with its `options`, with or without
+        adapters.
+        """
         arguments: dict[str, Any] = {}
         if moe_lora_info is not None:
             arguments = {

@@ -1,4 +1,4 @@
-"""What `run_moe_lora` works on: which token carries which adapter, and the buffers of a pool."""
+"""Arguments of `run_moe_lora`: adapters of tokens, and the buffers of a pool."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moelora.adapters import AdapterPool
 
 @dataclass(frozen=True, eq=False)
 class MoELoRABatchInfo:
-    """Which token carries which adapter, and what the adapters are.
+    """Adapters of a batch, and their assignment to tokens.
 
     Attributes
     ----------
     weight_indices : Tensor, shape (num_tokens,), int32 or int64
-        Adapter slot of each token, -1 for none. `prepare_moe_lora_batch` makes it from one index
+        Adapter slot of each token, -1 for none. `prepare_moe_lora_batch` computes it from one index
         per sequence.
     lora_ranks : Tensor, shape (max_loras,), int32
         True rank of each adapter; 0 is an empty slot.
@@ -53,7 +53,7 @@ def prepare_moe_lora_batch(
     lora_ranks, scalings, adapter_enabled
         As in `MoELoRABatchInfo`.
     seq_lens : Tensor or sequence of int, shape (num_seqs,), optional
-        Tokens of each sequence, one after the other in the batch.
+        Tokens of each sequence; sequences are concatenated.
     num_tokens : int, optional
         Tokens of the batch; tokens after the last sequence, as in a padded CUDA graph, have no
         adapter. Needed if `seq_lens` is on a GPU, where counting them would wait.
@@ -61,7 +61,8 @@ def prepare_moe_lora_batch(
     Returns
     -------
     MoELoRABatchInfo
-        With one index per token, made on the device of `weight_indices` without a wait.
+        With one index per token, computed on the device of `weight_indices` without
+        synchronization.
 
     Raises
     ------
@@ -99,7 +100,7 @@ def prepare_moe_lora_batch_of_pool(
     Parameters
     ----------
     pool : AdapterPool
-        Its slots are good for as long as the adapters are held or pinned (see `AdapterPool`).
+        Its slots are valid while the adapters are held or pinned (see `AdapterPool`).
     names : sequence of str or None
         The adapter of each token, or of each sequence with `seq_lens`; None is no adapter.
     seq_lens, num_tokens
@@ -128,7 +129,7 @@ def prepare_moe_lora_batch_of_pool(
 
 
 class MoELoRABuffers(TypedDict):
-    """The factors of one layer, as `run_moe_lora` names them."""
+    """Factors of one layer, as arguments of `run_moe_lora`."""
 
     gate_up_a_buffer: Tensor
     gate_up_b_buffer: Tensor
@@ -137,19 +138,19 @@ class MoELoRABuffers(TypedDict):
 
 
 def moe_lora_buffers(pool: AdapterPool, layer: str) -> MoELoRABuffers:
-    """The four buffers of one layer of a pool, as `run_moe_lora` names them.
+    """Buffers of one layer of a pool, as arguments of `run_moe_lora`.
 
     Parameters
     ----------
     pool : AdapterPool
-        With `w13_slices=1`: gate and up share one A here.
+        Must have `w13_slices=1`, since gate and up share A.
     layer : str
         The name of the layer.
 
     Returns
     -------
     MoELoRABuffers
-        Views of the pool's memory, which later adapters are loaded into.
+        Views of the pool's memory, which also receives later adapters.
 
     Raises
     ------

@@ -41,18 +41,18 @@ def experts_with_lora(
         `gate_up_lora_b` (L, E or 1, S I, R); `down_lora_a` (L, E or 1, R, I);
         `down_lora_b` (L, E or 1, H, R); `token_lora_mapping` (T,) slot of each token, -1 for none.
     lora_ranks : Tensor, shape (L,), int32, optional
-        True rank of each slot, which spares reading the zeros beyond it.
+        True rank of each slot; avoids reading the zero padding.
     activation : {"silu", "relu2"}
         With a gate and without.
     routed_scaling_factor : float, optional
-        Of all routing weights.
+        Factor of all routing weights.
     apply_router_weight_on_input, out
         As in `fused_experts_lora`.
 
     Returns
     -------
     Tensor, shape (T, H)
-        `out`, or a new tensor; no reduction over ranks is in it.
+        `out`, or a new tensor; not reduced over ranks.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def experts_with_lora(
         slices = 1 if activation == "relu2" else 2
         adapters = {
             "token_lora_mapping": batch.token_lora_mapping,
-            # Views: the slices of one pair lie below each other in SGLang's buffers.
+            # Views: the slices of a pair are stacked in SGLang's buffers.
             "w13_lora_a": batch.gate_up_lora_a.chunk(slices, dim=2),
             "w13_lora_b": batch.gate_up_lora_b.chunk(slices, dim=2),
             "w2_lora_a": batch.down_lora_a,
@@ -94,7 +94,7 @@ class MoeLoraRunner:
     def __init__(self, base_layer: Any) -> None:
         config = base_layer.moe_runner_config
         self.base_layer = base_layer
-        self.lora_backend: Any = None  # whose batch knows the true ranks
+        self.lora_backend: Any = None  # whose batch has the true ranks
         self.activation = config.activation
         self.apply_router_weight_on_input = config.apply_router_weight_on_input
         fused = base_layer.should_fuse_routed_scaling_factor_in_topk
@@ -109,9 +109,9 @@ class MoeLoraRunner:
         is_shared_outer: bool,
         physical_rank: int,
     ) -> MoeLoraRunner:
-        """The runner of one layer; NotImplementedError where `reason_against` has one.
+        """Runner of a layer; NotImplementedError if `reason_against` returns a reason.
 
-        moelora needs no workspace, and reads off the buffers whether factors are shared.
+        moelora needs no workspace, and infers from the buffers whether factors are shared.
         """
         reason = reason_against(base_layer)
         if reason:
@@ -123,7 +123,7 @@ class MoeLoraRunner:
         return self.experts(dispatch_output, batch, self.true_ranks())
 
     def experts(self, dispatch_output: Any, batch: Any, lora_ranks: Tensor | None) -> Any:
-        """`experts_with_lora` of what was dispatched, as the dispatcher combines it."""
+        """`experts_with_lora` for dispatched tokens, in the form that the dispatcher combines."""
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         topk = dispatch_output.topk_output
@@ -142,9 +142,9 @@ class MoeLoraRunner:
         return StandardCombineInput(hidden_states=out)
 
     def true_ranks(self) -> Tensor | None:
-        """That of each slot, (L,) int32; None where nobody knows them.
+        """True rank of each slot, (L,) int32; None if unknown.
 
-        Under data-parallel attention experts meet the tokens of all ranks, and the batch that knows
+        With data-parallel attention, experts process the tokens of all ranks, and the batch with
         their adapters is not that of this rank's tokens.
         """
         if self.lora_backend is None:

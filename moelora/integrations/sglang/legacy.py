@@ -1,4 +1,4 @@
-"""MoE layers of SGLang's legacy LoRA backends (`triton`, `csgmv`): all there are before 0.5.23."""
+"""MoE layers of SGLang's legacy LoRA backends (`triton`, `csgmv`), the only ones before 0.5.23."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moelora.integrations.sglang.layer import MoeLoraRunner, reason_against
 
 
 class Adapters(NamedTuple):
-    """A layer's adapters by the names that `experts_with_lora` reads."""
+    """Adapters of a layer, with the attributes that `experts_with_lora` reads."""
 
     gate_up_lora_a: Tensor
     gate_up_lora_b: Tensor
@@ -21,7 +21,7 @@ class Adapters(NamedTuple):
 
     @classmethod
     def of(cls, info: Any) -> Adapters:
-        """Those of SGLang's `LoRAInfo`."""
+        """From SGLang's `LoRAInfo`."""
         return cls(
             info.gate_up_lora_a_weights,
             info.gate_up_lora_b_weights,
@@ -32,14 +32,14 @@ class Adapters(NamedTuple):
 
 
 class LegacyRunner:
-    """One layer, with the interface of the `MoeRunner` that SGLang makes for it with LoRA.
+    """One layer, with the interface of the `MoeRunner` that SGLang creates for layers with LoRA.
 
     Parameters
     ----------
     layer : FusedMoEWithLoRA
-        Whose `_lora_runner` this is to be.
+        The layer whose `_lora_runner` this becomes.
     say : callable
-        Takes the reason, where a batch runs SGLang's own path.
+        Called with the reason if a batch runs SGLang's own path.
     """
 
     def __init__(self, layer: Any, say: Callable[[str], Any]) -> None:
@@ -54,7 +54,7 @@ class LegacyRunner:
         if reason:
             self.say(f"a batch is not moelora's: {reason}")
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
-        # A captured graph is replayed with adapters, whatever it was captured with.
+        # A captured graph is replayed with adapters, even if captured without.
         if lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph:
             return self.layer.experts(dispatch_output, Adapters.of(lora_info), lora_info.lora_ranks)
         return self.layer.experts(dispatch_output, None, None)
@@ -62,7 +62,7 @@ class LegacyRunner:
     def reason_against(self, dispatch_output: Any, info: Any) -> str | None:
         """Why moelora cannot run this batch, or None."""
         experts = self.layer.base_layer.w13_weight.size(0)
-        mapping = getattr(info, "token_lora_mapping", None)  # since 0.5.13
+        mapping = getattr(info, "token_lora_mapping", None)  # from 0.5.13 on
         if mapping is None:
             return "nobody says which token carries which adapter"
         if mapping.size(0) != dispatch_output.hidden_states.size(0):

@@ -21,7 +21,7 @@ The adapter has no effect at all here, as its down factors are zero; and where t
 exact deltas of a quantized one.
 
 The staged operators are `moe_lora_a`, `moe_lora_gate_up_b` and `moe_lora_down_combine`;
-`moe_lora_fused` is all of them at once; `run_moe_lora` chooses. The buffers are those of an
+`moe_lora_fused` is all of them at once, which `run_moe_lora` takes. The buffers are those of an
 `AdapterPool` with `w13_slices=1`.
 """
 
@@ -36,7 +36,6 @@ from moelora.call import (
     absent_tensor,
     enabled_or_absent,
     ids_or_absent,
-    invariant_or_absent,
     operators,
     run,
     typed,
@@ -44,11 +43,6 @@ from moelora.call import (
 )
 from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
-from moelora.invariance import is_batch_invariant
-
-# Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
-# H200 at rank 8 (benchmarks/results/h200-delta.json).
-FUSED_ROWS = 2048
 
 
 def _who(
@@ -95,14 +89,10 @@ def moe_lora_a(
         Shrink factors of gate and up.
     weight_indices : Tensor, shape (M,), int32 or int64
         Adapter slot of each token, -1 for none.
-    lora_ranks : Tensor, shape (max_loras,), int32, optional
-        True ranks. Absent: `R`.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off.
-    num_experts : int, optional
-        Experts, where the factors are shared by all. Unknown: every id from 0 up is one.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {lora_ranks?}
+    {adapter_enabled?}
+    {num_experts?}
+    {batch_invariant}
     out : Tensor, shape (M, top_k, R), optional
         Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
 
@@ -113,21 +103,13 @@ def moe_lora_a(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
     who = _who([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_a.default
-    run(op, out.unsqueeze(0), x, [lora_a], *who, *invariant_or_absent(batch_invariant))
+    run(op, out.unsqueeze(0), x, [lora_a], *who)
     return out
 
 
@@ -164,15 +146,7 @@ def moe_lora_gate_up_b(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
@@ -184,7 +158,6 @@ def moe_lora_gate_up_b(
         intermediate_a.unsqueeze(0),
         [gate_up_b],
         *who,
-        *invariant_or_absent(batch_invariant),
     )
     return out
 
@@ -232,15 +205,7 @@ def moe_lora_down_combine(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     who = _who(
         [down_a, down_b],
@@ -254,7 +219,7 @@ def moe_lora_down_combine(
     )
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     op = operators.moe_lora_down_combine.default
-    run(op, output, x, [down_a], [down_b], *who, *invariant_or_absent(batch_invariant))
+    run(op, output, x, [down_a], [down_b], *who)
     return output
 
 
@@ -300,15 +265,7 @@ def moe_lora_fused(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     who = _who(
         [gate_up_a, gate_up_b, down_a, down_b],
@@ -327,14 +284,14 @@ def moe_lora_fused(
         x,
         *factors,
         *who,
-        *invariant_or_absent(batch_invariant),
     )
     return output
 
 
 def should_use_fused_kernel(num_tokens: int, top_k: int) -> bool:
-    """True where `run_moe_lora` takes `moe_lora_fused`: few routed rows."""
-    return num_tokens * top_k <= FUSED_ROWS
+    """Return True: `run_moe_lora` always takes `moe_lora_fused`."""
+    del num_tokens, top_k
+    return True
 
 
 @typed
@@ -374,8 +331,7 @@ def run_moe_lora(
         Expand factors of down.
     output : Tensor, shape (M, K)
         The base layer's output. Tokens without an adapter keep their bits.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {batch_invariant}
 
     Returns
     -------
@@ -384,51 +340,24 @@ def run_moe_lora(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    {ValueError}
     TypeError
         An argument is of another type than in the signature.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {RuntimeError}
+    {NotImplementedError}
     """
     info = moe_lora_info
-    adapters = (info.weight_indices, info.lora_ranks)
-    enabled = info.adapter_enabled
-    few = should_use_fused_kernel(hidden_states.size(0), topk_ids.size(1))
-    if few or batch_invariant or is_batch_invariant():
-        return moe_lora_fused(
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            gate_up_a_buffer,
-            gate_up_b_buffer,
-            down_a_buffer,
-            down_b_buffer,
-            *adapters,
-            info.scalings,
-            output,
-            adapter_enabled=enabled,
-            batch_invariant=batch_invariant,
-        )
-    # All four say together how many experts there are; rows that no stage writes, none reads.
-    buffers = (gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer)
-    experts = known_experts(buffers, None)
-    rows = topk_ids.shape
-    xa = hidden_states.new_empty((*rows, gate_up_a_buffer.size(-2)))
-    activated = hidden_states.new_empty((*rows, gate_up_b_buffer.size(-2) // 2))
-    same: dict[str, Any] = {"adapter_enabled": enabled, "num_experts": experts}
-    moe_lora_a(hidden_states, topk_ids, gate_up_a_buffer, *adapters, out=xa, **same)
-    moe_lora_gate_up_b(xa, topk_ids, gate_up_b_buffer, *adapters, out=activated, **same)
-    return moe_lora_down_combine(
-        activated,
+    return moe_lora_fused(
+        hidden_states,
         topk_ids,
         topk_weights,
+        gate_up_a_buffer,
+        gate_up_b_buffer,
         down_a_buffer,
         down_b_buffer,
-        *adapters,
+        info.weight_indices,
+        info.lora_ranks,
         info.scalings,
         output,
-        **same,
+        adapter_enabled=info.adapter_enabled,
     )

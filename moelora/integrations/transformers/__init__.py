@@ -28,6 +28,7 @@ good. Those that it has swizzled, of MXFP4, nobody else can read: both raise.
 Adapters that PEFT has loaded are for `moelora.integrations.peft`.
 """
 
+from moelora.adapters.pool import BASE
 from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
     load_adapters,
@@ -35,7 +36,7 @@ from moelora.integrations.transformers.adapters import (
     unload_adapters,
     use_adapters,
 )
-from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
+from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.enable import enable
 from moelora.integrations.transformers.experts import experts_forward
 from moelora.integrations.transformers.layers import moe_layers

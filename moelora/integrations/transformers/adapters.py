@@ -13,6 +13,7 @@ import torch
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
 from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
+from moelora.adapters.pool import check_name
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -143,6 +144,8 @@ def load_adapters(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
     named = _named(adapters)
+    for name in named:
+        check_name(name)
     if max_loras is not None and len(named) > max_loras:
         raise ValueError(f"{len(named)} adapters do not fit into max_loras={max_loras}")
     _refuse_peft(model)
@@ -200,7 +203,10 @@ def _attach(
 ) -> None:
     model.set_experts_implementation(IMPLEMENTATION)
     serving = Serving()
-    serving.take(pool, {name: module.config for name, (module, _) in experts.items()})
+    modules: dict[str, torch.nn.Module] = {n: module for n, (module, _) in experts.items()}
+    modules |= {name: linear.module for name, linear in linears.items()}
+    configs = {name: module.config for name, (module, _) in experts.items()}
+    serving.take(pool, model, modules, configs)
     for name, (module, _) in experts.items():
         module._moelora, module._moelora_layer = serving, name
     install(serving, linears.values())
@@ -336,7 +342,8 @@ def _generate(
     generate = type(model).generate
     if adapter_names is None:
         return generate(model, *args, **kwargs)
-    config = kwargs.get("generation_config") or model.generation_config
+    config = kwargs.get("generation_config") or dict(enumerate(args)).get(1)
+    config = config or model.generation_config
     copies = (
         kwargs.get(name) or getattr(config, name) or 1
         for name in ("num_beams", "num_return_sequences")

@@ -24,7 +24,6 @@ from transformers.integrations.moe import use_experts_implementation
 from moelora.integrations.transformers.projection import is_loaded_fp8, not_packed
 
 IMPLEMENTATION = "moelora"
-BASE = "__base__"  # PEFT's name for rows without an adapter
 
 # Experts modules of older releases do not say how their rows of gate and up lie.
 if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:

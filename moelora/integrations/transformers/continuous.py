@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from moelora.integrations.transformers.calls import BASE, no_adapters
+from moelora.adapters.pool import BASE
+from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.serving import Serving
 
 ADAPTER = "adapter_name"  # the argument of a request
@@ -29,9 +30,9 @@ SLOT = "_moelora_slot"  # what becomes of it
 
 
 class _Slot:
-    """The slot of a request, held for as long as the request lasts; its copies share it."""
+    """The slot of a request, which `use` holds until the request is done; its copies share it."""
 
-    def __init__(self, number: int, use: object) -> None:
+    def __init__(self, number: int, use: object | None) -> None:
         self.number = number
         self.use = use
 
@@ -174,10 +175,45 @@ def _carry_slots(manager: Any) -> None:
     def create_batch_processor() -> Any:
         processor = create()
         processor.cache._moelora_row = row  # the model is called with the cache
+        _release_done(processor.scheduler)
         return processor
 
     manager.add_request = add_request
     manager._create_batch_processor = create_batch_processor
+
+
+def _release_done(scheduler: Any) -> None:
+    """Has requests that are finished, failed or cancelled let go of their adapters.
+
+    The last batch of a manager that is idle refers to its requests until there is another one.
+    """
+    if "finish_request" in vars(scheduler):  # of a processor that is used again
+        return
+    finish, clear = scheduler.finish_request, scheduler.clear_cancelled_requests
+
+    @functools.wraps(finish)
+    def finish_request(request_id: str) -> None:
+        state = scheduler.active_requests.get(request_id)
+        finish(request_id)  # also of a request that is offloaded, and goes on later
+        if state is not None and state.status.name in ("FINISHED", "FAILED"):
+            _release(state)
+
+    @functools.wraps(clear)
+    def clear_cancelled_requests() -> Any:
+        states = clear()
+        for state in states or ():
+            _release(state)
+        return states
+
+    scheduler.finish_request = finish_request
+    scheduler.clear_cancelled_requests = clear_cancelled_requests
+
+
+def _release(state: Any) -> None:
+    slot = state.logit_processor_kwargs.get(SLOT)
+    if slot is not None and not state.num_children:  # which are copies of it, still to be made
+        released = {SLOT: _Slot(slot.number, None)}
+        state.logit_processor_kwargs = state.logit_processor_kwargs | released
 
 
 @functools.cache

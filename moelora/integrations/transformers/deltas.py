@@ -55,16 +55,21 @@ class Delta:
             )
         if not self.embedding:
             return self.add(tokens, x, output)
-        scale = getattr(module, "embed_scale", None)  # of what it returns, as Gemma's
-        return self._add_embedding(tokens, x, output, scale)
+        return self._add_embedding(tokens, module, x, output)
 
     def add(self, tokens: Tokens, x: Tensor, output: Tensor) -> Tensor:
         """`output`, (*, out), with the deltas of the rows of `x`, (*, in)."""
         serving, device = self.serving, self.serving.devices[self.layer]
         factors, shape = serving.linears[self.layer], x.shape[:-1]
         slots = tokens.of(self.layer, shape, device)
-        flat, rows = output.reshape(-1, output.size(-1)), x.reshape(-1, x.size(-1))
+        flat, rows = _matrix(output), _matrix(x)
         if _has_kernel(rows, flat, factors):
+            if torch.is_grad_enabled() and (rows.requires_grad or flat.requires_grad):
+                raise RuntimeError(
+                    f"{self.layer}: adapters of load_adapters are served, and have no gradients "
+                    "here: call the model under torch.no_grad(); adapters that "
+                    "moelora.integrations.peft.attach finds in a PEFT model are trained"
+                )
             if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
                 lists = tokens.lists(device, factors["adapter_enabled"])
                 _add_listed(flat, rows, factors, serving.routes[device], lists)
@@ -76,16 +81,29 @@ class Delta:
         return flat.view(output.shape)
 
     def _add_embedding(
-        self, tokens: Tokens, ids: Tensor, output: Tensor, scale: Any | None
+        self, tokens: Tokens, module: nn.Module, ids: Tensor, output: Tensor
     ) -> Tensor:
         device = self.serving.devices[self.layer]
         factors = self.serving.linears[self.layer]
+        if module.num_embeddings != self.shape[1]:
+            raise RuntimeError(
+                f"{self.layer} has {module.num_embeddings} rows, adapters were loaded for "
+                f"{self.shape[1]}: call unload_adapters before resize_token_embeddings, and "
+                "load_adapters after it"
+            )
         slots = tokens.of(self.layer, ids.shape, device)
         flat = output.reshape(-1, output.size(-1))
         a = factors["lora_a"][:, 0]  # (max_loras, num_embeddings, R)
         each = a[slots.clamp_min(0).long(), ids.reshape(-1)]
         shrunk = each[:, None] * _selected(slots, factors)[:, :, None]
+        scale = getattr(module, "embed_scale", None)  # of what it returns, as Gemma's
         return _expanded(flat, shrunk, slots, factors, scale).view(output.shape)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """(*, n) as (rows, n), whose rows the kernels read where they lie if they are contiguous."""
+    rows = x.reshape(-1, x.size(-1))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:

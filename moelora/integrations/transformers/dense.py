@@ -131,7 +131,7 @@ def fp8(
     rows, columns = weight.shape
     high, wide = block or (1, columns)
     shape = (-(-rows // high), -(-columns // wide))
-    if tuple(scale.shape) != shape and (block or scale.numel() not in (1, shape[0])):
+    if tuple(scale.shape) != shape and (block or scale.numel() != 1):
         also = "" if block else ", or one"
         raise ValueError(f"{own} has shape {tuple(scale.shape)}, wanted {shape}{also}")
     factors = scale.float()
@@ -144,7 +144,7 @@ def fp8(
     numbers = weight.float()
     if numbers.isnan().any():
         raise ValueError("weight has a NaN, wanted numbers")
-    return numbers.mul_(factors if factors.numel() == numbers.numel() else factors.reshape(-1, 1))
+    return numbers.mul_(factors if factors.dim() == 2 else factors.reshape(1, 1))
 
 
 def mxfp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _grouped(
         if wide < 0 or -(-columns // wide) != count:
             got = f"{count} groups for {columns} columns"
             raise ValueError(f"there are {got}, wanted groups of {group_size}")
-        groups = torch.arange(columns, device=q.device) // wide
+        groups = torch.arange(columns, device=q.device) // min(wide, columns)
     elif tuple(groups.shape) != (columns,):
         raise ValueError(f"g_idx has shape {tuple(groups.shape)}, wanted ({columns},)")
     elif not 0 <= int(groups.min()) <= int(groups.max()) < count:

@@ -161,12 +161,14 @@ class Folder:
     def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All but the experts. Of quantized linear layers the numbers, rounded to `dtype`."""
         tensors, stored, made = {}, 0, 0
-        of_cache = [name for name in self if name.endswith(OF_CACHE)]
-        skipped = {*of_cache, *self._parts_of_linears()}
+        dense = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
+        parts = {f"{linear}.{part}" for linear in dense for part in self.linears[linear]}
+        of_cache = {name for name in self if name.endswith(OF_CACHE)}
+        skipped = parts | of_cache
+        self.unread -= skipped
         for name in self:
             if not OF_EXPERTS.search(name) and name not in skipped:
                 tensors[name] = self[name]
-        dense = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
         for linear in dense:
             numbers, size = self._dequantized(linear, dtype)
             tensors[f"{linear}.weight"] = numbers
@@ -180,12 +182,7 @@ class Folder:
             )
         if of_cache or self.quantization.get("kv_cache_scheme"):
             log.warning(f"{self.path}: the cache of keys and values is not quantized")
-        self.unread.difference_update(skipped)
         return tensors
-
-    def _parts_of_linears(self) -> Iterator[str]:
-        for linear, parts in self.linears.items():
-            yield from (f"{linear}.{part}" for part in parts)
 
     def _dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
         """A layer's weight, and the bytes of the tensors that it was."""
@@ -198,7 +195,7 @@ class Folder:
         try:
             numbers = scheme.numbers(**found, **scheme.settings).to(dtype)
             if not numbers.isfinite().all():
-                raise ValueError(f"numbers are beyond {dtype}")
+                raise ValueError(f"weight is beyond {dtype}, wanted numbers")
         except ValueError as error:
             raise ValueError(f"{self.shard_of(linear)}: {linear}.{error}") from None
         return numbers, sum(tensor.nbytes for tensor in found.values())

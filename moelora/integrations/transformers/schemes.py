@@ -160,6 +160,14 @@ def _group(settings: Any, key: str) -> Mapping[str, Any]:
     return value or {}
 
 
+def _size(settings: Mapping[str, Any], key: str = "group_size") -> int | None:
+    """A number of columns; -1 is all of them."""
+    size = settings.get(key)
+    if size is None or (type(size) is int and (size > 0 or size == -1)):
+        return size
+    raise ValueError(f"{key} is {size!r:.80}, wanted a number of columns, or -1")
+
+
 def _matches(pattern: str, name: str) -> bool:
     try:
         return re.match(pattern, name) is not None
@@ -186,14 +194,14 @@ def _gptq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Sch
             settings |= _group({key: own}, key)
             break
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if form not in ZERO_OFFSETS:
+    if not isinstance(form, str) or form not in ZERO_OFFSETS:
         known = " or ".join(map(repr, ZERO_OFFSETS))
         raise NotImplementedError(f"gptq: checkpoint_format is {form!r:.80}, wanted {known}")
     return _gptq_scheme("GPTQ", settings, form)
 
 
 def _gptq_scheme(method: str, settings: Mapping[str, Any], form: str) -> Scheme:
-    bits, group_size = settings.get("bits", 4), settings.get("group_size")
+    bits, group_size = settings.get("bits", 4), _size(settings)
     tensors = ("qweight", "scales"), ("qzeros", "g_idx")
     of_dense = {"bits": bits, "offset": ZERO_OFFSETS[form], "group_size": group_size}
     if bits not in (2, 4, 8):
@@ -201,7 +209,7 @@ def _gptq_scheme(method: str, settings: Mapping[str, Any], form: str) -> Scheme:
     name = f"INT{bits} of {method}"
     scheme = Scheme(name, *tensors, dense.gptq, of_dense, rows=1)
     if bits != 4:
-        return scheme._replace(refusal=f"experts of integers have four bits here: {WAY_OUT}")
+        return scheme._replace(refusal=f"no kernel reads integers of {bits} bits: {WAY_OUT}")
     options = {"bits": bits, "group_size": group_size, "sym": settings.get("sym")}
     options |= {"checkpoint_format": form}
     return scheme._replace(make=QuantizedWeights.from_gptq, options=options)
@@ -213,7 +221,7 @@ def _awq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Sche
 
 
 def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme:
-    options = {"group_size": settings.get("group_size")}
+    options = {"group_size": _size(settings)}
     if zeros:
         tensors: tuple[tuple[str, ...], ...] = ("qweight", "scales", "qzeros"), ()
     else:  # which some write, all of them 8
@@ -307,7 +315,7 @@ def _compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collectio
     group = _config_group(config, linear, parts)
     weights, inputs = (_group(group, key) for key in ("weights", "input_activations"))
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    strategy, size = weights.get("strategy"), weights.get("group_size")
+    strategy, size = weights.get("strategy"), _size(weights)
     strategy = strategy or ("group" if size else "tensor")
     group_size = -1 if strategy in ("channel", "tensor") else size
     name = "compressed-tensors"
@@ -316,7 +324,7 @@ def _compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collectio
     if kind == "float" and bits == 8:
         if size == 32:
             tensors = ("weight", "weight_scale"), ()
-            refusal = f"no kernel reads scales of 32 columns with FP8: {WAY_OUT}"
+            refusal = f"no kernel reads FP8 with scales for 32 columns: {WAY_OUT}"
             return Scheme(f"MXFP8 of {name}", *tensors, dense.mxfp8, {}, refusal=refusal)
         return _float_quantized(weights, inputs, strategy)
     if kind == "float" and bits == 4 and strategy == "tensor_group":
@@ -344,13 +352,14 @@ def _config_group(
     like = {name: g for name, g in found.items() if _is_packed(config, g) == is_packed}
     if len(like) == 1:
         return next(iter(like.values()))
-    for group in like.values():
-        targets = group.get("targets") or []
-        if any(isinstance(target, str) and _targets(target, linear) for target in targets):
-            return group
-    for group in like.values():
-        if "Linear" in (group.get("targets") or []):
-            return group
+    targets = {name: g.get("targets") for name, g in like.items()}
+    targets = {name: own for name, own in targets.items() if isinstance(own, list)}
+    for name, own in targets.items():
+        if any(isinstance(target, str) and _targets(target, linear) for target in own):
+            return like[name]
+    for name, own in targets.items():
+        if "Linear" in own:
+            return like[name]
     formats = {name: group.get("format", config.get("format")) for name, group in found.items()}
     raise NotImplementedError(
         f"compressed-tensors: {linear} has {', '.join(sorted(parts))}, which none of config_groups "
@@ -395,7 +404,7 @@ def _integers(
     if not is_packed:
         _wanted("compressed-tensors", weights, num_bits=(8,))
         tensors = ("weight", "weight_scale", *zeros), ("weight_zero_point", "input_scale")
-        refusal = f"no kernel reads integers of eight bits: {WAY_OUT}"
+        refusal = f"no kernel reads integers of 8 bits: {WAY_OUT}"
         return Scheme(name, *tensors, _int8, {}, refusal=refusal)
     _wanted("compressed-tensors", weights, num_bits=(4, 8, 2))
     optional = "weight_zero_point", "weight_shape", "weight_g_idx"
@@ -403,9 +412,11 @@ def _integers(
     settings = {"bits": bits, "group_size": group_size}
     scheme = Scheme(name, *tensors, dense.packed, settings)
     if bits != 4:
-        return scheme._replace(refusal=f"experts of integers have four bits here: {WAY_OUT}")
+        return scheme._replace(refusal=f"no kernel reads integers of {bits} bits: {WAY_OUT}")
     if inputs:
-        return scheme._replace(refusal=f"activations of {width} bits beside INT4: {WAY_OUT}")
+        return scheme._replace(
+            refusal=f"no kernel takes activations of {width} bits with INT4: {WAY_OUT}"
+        )
     return scheme._replace(make=_packed, options={"group_size": group_size})
 
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moelora.adapters import AdapterPool
 from moelora.adapters.linears import LinearFactors
-from moelora.adapters.pool import LayerFactors
-from moelora.integrations.transformers.calls import BASE, batch_shape, check_implementation
+from moelora.adapters.pool import BASE, LayerFactors
+from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens
 
 
@@ -45,6 +46,24 @@ class Routes(NamedTuple):
         )
 
 
+class Home(NamedTuple):
+    """Where a module was when it became served, and the module."""
+
+    parent: nn.Module
+    attribute: str
+    module: nn.Module
+
+    def now(self) -> nn.Module | None:
+        return self.parent._modules.get(self.attribute)
+
+    def is_there(self) -> bool:
+        """Whether the model still calls the module, or what compilers have put around it."""
+        now = self.now()
+        return now is self.module or (
+            now is not None and any(module is self.module for module in now.modules())
+        )
+
+
 class Serving:
     """The pool of a model and what its modules read of it.
 
@@ -59,6 +78,7 @@ class Serving:
         self.devices: dict[str, torch.device] = {}
         self.routes: dict[torch.device, Routes] = {}
         self.configs: dict[str, Any] = {}  # of the experts modules
+        self.homes: dict[str, Home] = {}
         self.now = _Now()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Serving:
@@ -68,14 +88,30 @@ class Serving:
     def __reduce__(self) -> tuple[type[Serving], tuple[()]]:
         return Serving, ()
 
-    def take(self, pool: AdapterPool, configs: dict[str, Any]) -> None:
-        """Serves the adapters of a pool; `configs` are those of its experts modules."""
+    def take(
+        self,
+        pool: AdapterPool,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        configs: dict[str, Any],
+    ) -> None:
+        """Serves the adapters of a pool.
+
+        `modules` are those of `model`, by layer; `configs` those of its experts modules.
+        """
         self.pool = pool
         self.layers = {name: pool.layer(name) for name in pool.layers}
         self.linears = {name: pool.linear(name) for name in pool.linears}
         self.devices = {name: place.device for name, place in pool.places.items()}
         self.routes = {device: Routes.of(device) for device in pool.devices}
         self.configs = configs
+        names = {id(module): name for name, module in modules.items()}
+        self.homes = {
+            names[id(child)]: Home(parent, attribute, child)
+            for parent in model.modules()
+            for attribute, child in parent._modules.items()
+            if id(child) in names and child is not None
+        }
 
     def call(
         self,
@@ -159,9 +195,15 @@ class Serving:
         return self.pool
 
     def check(self) -> None:
-        """RuntimeError if some experts would run without their adapters."""
+        """RuntimeError if some layers would run without their adapters."""
         for layer, config in self.configs.items():
             check_implementation(layer, config)
+        for layer, home in self.homes.items():
+            if not home.is_there():
+                raise RuntimeError(
+                    f"{layer} is a {type(home.now()).__name__} that has taken the place of the one "
+                    "that adapters were loaded for; call unload_adapters, then load_adapters"
+                )
 
     def tokens(self, layer: str) -> Tokens | None:
         """The tokens of the pass that `layer` is called in; None if they are the base model's."""

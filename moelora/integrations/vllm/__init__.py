@@ -85,13 +85,8 @@ def _problem() -> str | None:
 
 def _install() -> None:
     """Every hook into vLLM."""
-    from vllm import envs
-
-    from moelora import set_batch_invariant
     from moelora.integrations.vllm import adapters, experts, interface
 
-    if envs.VLLM_BATCH_INVARIANT:
-        set_batch_invariant(True)
     adapters.install()
     experts.install()
     if problem := interface.problem(interface.DELTAS):

@@ -1,13 +1,13 @@
-"""What vLLM knows about adapters, kept where kernels and captured graphs can read it.
+"""vLLM's adapter state in device tensors that kernels and captured graphs can read.
 
-Two device tensors are kept true, in place, by work done once a step or once a load, so that no
-layer launches anything for it:
+Two device tensors are updated in place, once per step or per load, so that layers launch nothing
+for them:
 
 token_lora_mapping, int32, slot of each token
-    vLLM does not rewrite its mapping when no token has an adapter, nor the rows past the last
+    vLLM does not update its mapping if no token has an adapter, nor the entries past the last
     token, which a graph captured for more tokens reads. Here both become -1.
 lora_ranks, (max_loras,) int32
-    True rank of the adapter in each slot; vLLM keeps the stacks' maximum only, and pads with zeros.
+    True rank of the adapter in each slot; vLLM only has the maximum of the stacks, and zero-pads.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def install() -> None:
 
 
 def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
-    """Arguments of `fused_experts_lora` that a `MoELoRAContext` holds; none if no token needs any.
+    """Arguments of `fused_experts_lora` from a `MoELoRAContext`; none if no token has an adapter.
 
-    The flag on the host that no token has an adapter is read when vLLM's own path reads it, in
-    eager calls and in captures: vLLM replays a graph captured without adapters only without.
+    The host flag that no token has an adapter is read when vLLM's own path reads it, in eager calls
+    and captures: vLLM only replays a graph captured without adapters for batches without.
     """
-    # After tokens were exchanged between ranks, theirs may have adapters though ours have none.
+    # After an exchange of tokens between ranks, those of other ranks may have adapters.
     mapping = ctx.local_token_lora_mapping
     if mapping is None:
         meta = ctx.punica_wrapper.token_mapping_meta
@@ -66,9 +66,9 @@ def _no_stale_slots(prepare_tensors: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapters of a layer that moelora runs are whole on every rank, as if without
-    `fully_sharded_loras`: nothing is exchanged between their two factors, which meet in one
-    operator. They take the memory that vLLM's own take without that option.
+    """Layers that moelora runs have whole adapters on every rank, as without `fully_sharded_loras`:
+    nothing is exchanged between the two factors, which are part of one operator. They take the
+    memory that vLLM's own take without that option.
     """
 
     def wrapped(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
@@ -83,7 +83,7 @@ def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serves(experts: Any, activation: Any) -> bool:
-    """Whether an experts object of vLLM is one of ours, and has no reason to step aside."""
+    """Whether a vLLM experts object is one of ours and runs in moelora."""
     reason_against = getattr(experts, "reason_against", None)
     return reason_against is not None and reason_against(activation) is None
 
@@ -112,7 +112,7 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         lora_b: Sequence[torch.Tensor | None],
     ) -> None:
         set_lora(self, index, lora_a, lora_b)
-        # Each (experts or 1, rank, columns). A slot that is reset later is disabled as well.
+        # Each (experts or 1, rank, columns). A slot that is reset later is also disabled.
         if hasattr(self, "lora_ranks"):
             self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
 

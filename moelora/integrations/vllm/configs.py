@@ -1,7 +1,7 @@
-"""Adapters that vLLM reads wrong, told in its log where their configurations pass.
+"""Warn about adapters that vLLM interprets incorrectly, when their configurations are loaded.
 
-vLLM takes the columns of `lora_B` of a stack of experts in PEFT's order, and has no word of any
-other. What is read of a file is vLLM's own affair, so nothing is refused here.
+vLLM always reads the columns of `lora_B` of an expert stack in PEFT's order. Loading is vLLM's
+responsibility, so nothing is refused here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def warning(config: Mapping[str, Any]) -> str | None:
-    """What is wrong with how vLLM reads an adapter of this configuration, None if nothing is."""
+    """How vLLM misreads an adapter with this configuration, or None."""
     try:
         columns = Columns.parse(config)
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""Adapters of layers whose base product stays with vLLM: moelora's deltas between its kernels.
+"""Adapters of layers whose base product is vLLM's: moelora's deltas between its kernels.
 
-Every experts class of vLLM that knows adapters, the quantized ones included, adds them through
-`add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`. Here both become one operator, which takes
-the routing as it is: nothing is sorted into blocks for the adapters first.
+All vLLM experts classes that support adapters, including quantized ones, add them through
+`add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`. Here each becomes one operator, which takes
+the routing directly: rows are not sorted into blocks for the adapters.
 
-What the first one returns only the second one reads. vLLM's four lists of blocks are (sorted ids,
-expert ids, padded counts, mapping); from here they are (None, topk_ids, expert_map, mapping).
+Only the second one reads what the first one returns. vLLM's four lists of blocks are (sorted ids,
+expert ids, padded counts, mapping); here they are (None, topk_ids, expert_map, mapping).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moelora.integrations.vllm import say_once, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 
 OWN_ADAPTERS = "vLLM's own kernels add the adapters"
-TILES = (64, 64, 64, 8, 4, 3, 1)  # of vLLM's kernels, and read by nobody
+TILES = (64, 64, 64, 8, 4, 3, 1)  # tiles of vLLM's kernels, unused
 
 
 def install() -> None:
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def remember_ranks(ctx: Any, ranks: Tensor) -> None:
-    """Lets the hooks, which get stacks and no context, find the true ranks of a layer's slots."""
+    """Record the true ranks of a layer's slots for the hooks, which have no context."""
     known = ctx.punica_wrapper.__dict__.setdefault("_moelora_ranks", {})
     for stack in (ctx.w13_lora_a_stacked[0], ctx.w2_lora_a_stacked[0]):
         known[stack.data_ptr()] = ranks
@@ -42,7 +42,7 @@ def _ranks(punica: Any, stacks: Sequence[Tensor]) -> Tensor | None:
 
 
 def _mapping(punica: Any, num_tokens: int, local: Tensor | None) -> Tensor | None:
-    """The slot of each token; None if no token has one, as `adapters.arguments` finds out."""
+    """Slot of each token; None if no token has one, as in `adapters.arguments`."""
     if local is not None:
         return local
     meta = punica.token_mapping_meta
@@ -50,7 +50,7 @@ def _mapping(punica: Any, num_tokens: int, local: Tensor | None) -> Tensor | Non
 
 
 def _factors(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Stacks that vLLM expanded over the experts with stride 0 have one expert for all again."""
+    """Restore an expert dimension of 1 in stacks that vLLM expanded with stride 0."""
     return [s[:, :1] if s.size(1) > 1 and s.stride(1) == 0 else s for s in stacks]
 
 
@@ -60,8 +60,9 @@ def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
 
 
 def _gathered(rank: int) -> Callable[[Tensor], Tensor]:
-    """How ranks share what a shrink made, (..., r): by its parts where A is sharded by its rows,
-    and by its sum where A is sharded by its columns and has all `rank` rows."""
+    """Combine the ranks' shrink outputs (..., r): gathered if A is sharded by rows, summed if A is
+    sharded by columns and has all `rank` rows.
+    """
     from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
     def gather(h: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _sharded(
     offset: int = 0,
     add_inputs: bool = True,
 ) -> None:
-    """`fully_sharded_loras`: ranks exchange what is between shrink and expand."""
+    """`fully_sharded_loras`: ranks exchange data between shrink and expand."""
     fused_moe_lora(
         y,
         x,
@@ -230,7 +231,7 @@ def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
                 return
             except (ValueError, NotImplementedError) as refusal:
                 say_once(f"{refusal}; {OWN_ADAPTERS}")
-                lists = None, _local_ids(topk_ids, expert_map), None  # each row a block
+                lists = None, _local_ids(topk_ids, expert_map), None  # one row per block
         add_lora_w2(
             self,
             y,

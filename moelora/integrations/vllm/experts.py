@@ -1,4 +1,4 @@
-"""The experts class that vLLM gives its unquantized MoE layers."""
+"""Experts class of vLLM's unquantized MoE layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moelora.integrations.vllm import OWN_PATH, adapters, say_once, wrap
 if TYPE_CHECKING:
     from moelora.ops import Weights
 
-# MoEActivation's values in moelora's words. vLLM's "gelu" is the exact one, moelora's the tanh
-# form.
+# Maps MoEActivation to moelora's names. vLLM's "gelu" is exact, moelora's is the tanh
+# approximation.
 ACTIVATIONS = {
     "silu": "silu",
     "gelu_tanh": "gelu",
@@ -27,34 +27,34 @@ ACTIVATIONS = {
     "relu2_no_mul": "relu2",
 }
 
-# Classes of vLLM that say that they support LoRA, and whose apply never looks at it.
+# vLLM classes that claim LoRA support but ignore it in apply.
 DROPPING = ("TritonWNA16Experts",)
 
 
 class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not there to be read
-    """`fused_experts_lora` where vLLM's Triton experts were, in engines with and without LoRA.
+    """`fused_experts_lora` in place of vLLM's Triton experts, in engines with and without LoRA.
 
-    Same place in the layer: `apply` writes the weighted sum over the chosen experts, (M, K), and
-    finds adapters in the `MoELoRAContext` that `FusedMoEWithLoRA` sets; without one, the layer has
-    no adapters. Tensor parallel: weights and stacks are this rank's shards. Expert parallel:
+    Same role in the layer: `apply` writes the weighted sum over the selected experts, (M, K), and
+    takes adapters from the `MoELoRAContext` that `FusedMoEWithLoRA` sets; without one, the layer
+    has none. Tensor parallel: weights and stacks are this rank's shards. Expert parallel:
     `expert_map` skips other ranks' experts.
 
-    Two results differ from vLLM's own by more than rounding, and are those of the merged model:
-    a router weight on the input multiplies the adapter's input too, and the low-rank product
-    enters the accumulators of the base product unrounded.
+    Two results differ from vLLM's by more than rounding, and match the merged model: a router
+    weight on the input also scales the adapter's input, and the low-rank product is added to the
+    accumulators of the base product unrounded.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any):
         super().__init__(moe_config, quant_config)
-        self._reasons: dict[Any, str | None] = {}  # of each activation
-        self._refusal: str | None = None  # the operator's own
+        self._reasons: dict[Any, str | None] = {}  # by activation
+        self._refusal: str | None = None  # of the operator
 
     def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
         self._reasons.clear()
 
     def reason_against(self, activation: Any) -> str | None:
-        """Why a layer like this runs vLLM's own path, as far as is known without its tensors."""
+        """Why a layer like this runs vLLM's own path, as far as known without its tensors."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             return "the rows before the weighted sum are wanted"
         if activation not in self._reasons:
@@ -79,10 +79,10 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         return None
 
     def _activation(self, activation: Any) -> dict[str, Any]:
-        """The activation as arguments of the operator; ValueError says why there are none such.
+        """The activation as arguments of the operator; ValueError if it is unsupported.
 
-        vLLM's "swigluoai" has the numbers of gpt-oss, whatever the configs say; others clamp by
-        what the quantization's config says, and if it says nothing, the layer's.
+        vLLM's "swigluoai" always has the parameters of gpt-oss; others use the clamp of the
+        quantization config, or else of the layer.
         """
         name, quant, moe = activation.value, self.quant_config, self.moe_config
         if name not in ("silu", "swigluoai_uninterleave"):
@@ -101,7 +101,9 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         return {"activation": name, "activation_alpha": alpha, "activation_limit": limit}
 
     def workspace_shapes(self, *problem: Any) -> tuple[tuple[int, ...], ...]:
-        """Of vLLM's workspace only the output is used: the operator's comes from torch's pool."""
+        """Only the output of vLLM's workspace is used: the operator's workspace comes from torch's
+        pool.
+        """
         activation = problem[-1]
         shapes = super().workspace_shapes(*problem)
         return shapes if self.reason_against(activation) else ((0,), (0,), shapes[2])
@@ -167,7 +169,7 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         say_once(f"{reason}; {OWN_PATH}")
 
     def _weights(self, w1: Tensor, w2: Tensor) -> tuple[Weights, Weights]:
-        """What the arguments of `apply` hold."""
+        """Arguments of `apply`."""
         return w1, w2
 
     def _serve(
@@ -182,11 +184,11 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> str | None:
-        """Writes `output`, or returns why the operator refuses, which it does before it writes."""
+        """Write `output`, or return why the operator refuses, before anything is written."""
         w13, w2 = self._weights(w1, w2)
         if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w13, w2)):
             return "the expert weights are in host memory"
-        if apply_router_weight_on_input:  # vLLM's prepare step has multiplied hidden_states
+        if apply_router_weight_on_input:  # vLLM's prepare step has scaled hidden_states
             topk_weights = torch.ones_like(topk_weights)
         ctx = self._lora_context
         lora = {} if ctx is None else adapters.arguments(ctx, hidden_states.size(0))
@@ -215,12 +217,12 @@ def first(*values: Any) -> Any:
 
 
 def quantization(experts: Any) -> str | torch.dtype | None:
-    """The quantized dtype of weights, or of activations; None for an unquantized layer."""
+    """Quantized dtype of weights or activations; None for an unquantized layer."""
     return experts.quant_config.weight_quant_dtype or experts.quant_config.quant_dtype
 
 
 def install() -> None:
-    """Give unquantized layers the class above wherever vLLM chooses its Triton experts."""
+    """Give unquantized layers this class wherever vLLM selects its Triton experts."""
 
     def choose(backend_to_kernel_cls: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(backend: Any) -> list[type]:

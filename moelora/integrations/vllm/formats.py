@@ -1,9 +1,9 @@
-"""What vLLM's loader leaves in a quantized layer, as moelora's weights.
+"""Convert the parameters of a quantized vLLM layer to moelora's weights.
 
-Each function takes the quantization method of a layer, the layer, and "w13" or "w2", and reads the
-parameters as `create_weights` of that method laid them out and the loader filled them: before
-`process_weights_after_loading` repacks them for a kernel. `QuantizedWeights` refuses what it has no
-kernels for with ValueError, before anything of the layer is touched.
+Each function takes the quantization method of a layer, the layer, and "w13" or "w2". It reads the
+parameters in the layout of the method's `create_weights`, as loaded, before
+`process_weights_after_loading` repacks them for a kernel. `QuantizedWeights` raises ValueError for
+unsupported weights, before the layer is changed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Read = Callable[[Any, Any, str, dict[str, Any]], QuantizedWeights]
 class Format:
     """A quantization method of vLLM.
 
-    read(method, layer, name, options): the weights of one projection; options are those of
-    `QuantizedWeights` that do not depend on the format.
-    reason(method): why weights of this method are not read, as far as its configuration tells.
-    interleaved: whether gate and up rows of w13 come in turns.
-    rounds: whether the method rounds a layer's sizes up for the kernels that it chose.
-    chooses: the function of that method's module that chose them, and raises where there are none.
-    loaded_biases: whether biases are there though the checkpoint may have none.
+    read(method, layer, name, options): weights of one projection; options are the
+        format-independent ones of `QuantizedWeights`.
+    reason(method): why weights of this method are unsupported, as far as its configuration tells.
+    interleaved: whether gate and up rows of w13 alternate.
+    rounds: whether the method rounds up a layer's sizes for the kernels it selected.
+    chooses: the function of the method's module that selects them, and raises if there are none.
+    loaded_biases: whether biases exist even if the checkpoint has none.
     """
 
     read: Read
@@ -47,7 +47,7 @@ def _get(layer: Any, name: str) -> Tensor:
 
 
 def _columns_first(tensor: Tensor, parameter: Tensor) -> PerExpert:
-    """Rows first, as checkpoints have it, of what may have been loaded turned over."""
+    """Transpose to rows first, as in checkpoints, if loaded transposed."""
     if getattr(parameter, "is_transposed", False):
         return [expert.t() for expert in tensor]
     return tensor
@@ -112,7 +112,7 @@ def _compressed_reason(method: Any) -> str | None:
 
 
 def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Where vLLM has no FP8 arithmetic, its Marlin kernels leave activations as they are."""
+    """Without FP8 arithmetic, vLLM's Marlin kernels keep activations unquantized."""
     marlin = "MARLIN" in method.fp8_backend.name
     return options | {"activations": "native" if marlin else "fp8"}
 
@@ -155,7 +155,7 @@ FORMATS = {
 
 
 def biases(format: Format, layer: Any, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Those of w13 and w2, where the checkpoint has them."""
+    """Biases of w13 and w2, if the checkpoint has them."""
     loaded = getattr(layer, "_loaded_expert_biases", None) if format.loaded_biases else None
 
     def one(name: str) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""What this integration needs of vLLM, and the check that an installed vLLM has it.
+"""The vLLM API that this integration uses, and the check that an installed vLLM provides it.
 
-No release is asked for its number: one that has all of this is served, and of another one it is
-said what differs. Each part stands for itself, so that a vLLM whose quantized layers changed still
-has its unquantized ones served.
+Version numbers are not checked: a vLLM that provides this API is served; otherwise the difference
+is reported. Parts are independent, so that a vLLM whose quantized layers changed still has its
+unquantized ones served.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Lookup = Callable[[str, str], list[str]]
 
 @dataclass(frozen=True)
 class Interface:
-    """What one part needs. Each table is {module: {function or class: parameters or fields}}.
+    """API that one part uses. Each table is {module: {function or class: parameters or fields}}.
 
-    replaced: functions that vLLM calls and something here stands in for; all of their parameters.
-    called: functions that are called here with these parameters; others of theirs have defaults.
+    replaced: functions that vLLM calls and that are replaced here, with all of their parameters.
+    called: functions that are called here with these parameters; the others must have defaults.
     fields: dataclasses of which these fields are read.
     """
 
@@ -102,12 +102,12 @@ DELTAS = Interface(
     },
 )
 
-# Where configurations of adapters pass.
+# Where adapter configurations are loaded.
 CONFIGS = Interface(
     called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}},
 )
 
-# What any quantized layer needs beside its method.
+# Required by any quantized layer, in addition to its method.
 QUANTIZED = Interface(
     called={
         f"{_MOE}.config": {
@@ -133,7 +133,7 @@ def _method(module: str, name: str, init: str) -> Interface:
     return Interface(replaced={module: functions})
 
 
-# Methods of quantized layers, by the names under which moelora.integrations.vllm.methods has them.
+# Methods of quantized layers, by their names in moelora.integrations.vllm.methods.
 METHODS = {
     "gpt_oss": Interface(
         replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,
@@ -172,7 +172,7 @@ METHODS = {
 
 
 def problem(interface: Interface, parameters: Lookup | None = None) -> str | None:
-    """The first difference between `interface` and vLLM, whose parameters `parameters` finds."""
+    """First difference between `interface` and vLLM, whose parameters `parameters` looks up."""
     lookup = parameters or _parameters
 
     def found(module: str, name: str) -> list[str] | str:

@@ -1,15 +1,15 @@
-"""Quantized layers of vLLM in moelora: the hooks on the methods of their formats.
+"""Run quantized vLLM layers in moelora: hooks on their quantization methods.
 
-A method loads a layer's weights, repacks them for the kernels that it chose, and makes the kernel
-object that the layer calls. Here the second and third step are taken over: the loader's tensors go
-into moelora's tiles, which become the layer's `w13_weight` and `w2_weight`, and all others are
-freed. vLLM processes one layer after the other, so that beside the model as loaded there are never
-more than the tiles of one layer and one expert on its way.
+A method loads a layer's weights, repacks them for the selected kernels, and creates the kernel
+object that the layer calls. The hooks replace the second and third step: loaded tensors are packed
+into moelora's tiles, which become the layer's `w13_weight` and `w2_weight`, and the others are
+freed. vLLM processes layer after layer, so that the additional memory is at most the tiles of one
+layer and one expert in transit.
 
-Methods of MXFP4 round a layer's sizes up for their kernels when they are made; whether moelora
-serves is decided there, and then only whole blocks of 32 are asked for. vLLM may have no kernels
-for such a layer at all, batch invariant ones for instance: its refusal is held back until that is
-decided, and raised if moelora does not serve either.
+MXFP4 methods round up a layer's sizes for their kernels in the constructor; whether moelora serves
+the layer is decided there, in which case sizes are only rounded to blocks of 32. vLLM may have no
+kernels for such a layer, e.g. batch-invariant ones: its exception is deferred until that decision,
+and raised if moelora does not serve the layer either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 
 
 def install() -> None:
-    """Take over the methods that this vLLM has as they are known; of others, say what differs."""
+    """Hook the methods that this vLLM has with the expected API; report how others differ."""
     for name, format in FORMATS.items():
         needed = interface.METHODS[name]
         module = next(iter(needed.replaced))
@@ -58,7 +58,7 @@ def install() -> None:
 
 
 def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
-    """Of a layer that quantizes nothing, as vLLM sees it; numbers of the activation go with it."""
+    """Configuration of an unquantized layer, as vLLM sees it, including activation parameters."""
     return biased_moe_quant_config(
         w13_bias,
         w2_bias,
@@ -69,7 +69,7 @@ def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
 
 
 def _reason(method: Any, layer: Any, format: Format) -> str | None:
-    """Why a layer stays with vLLM, without a look at its weights. `layer` may be None yet."""
+    """Why a layer stays with vLLM, without looking at its weights. `layer` may be None yet."""
     moe = method.moe
     parallel = moe.moe_parallel_config
     if not hasattr(method, "experts_cls"):
@@ -96,8 +96,9 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
 
 
 def _choosing(choose: Callable[..., Any], place: Any) -> Callable[..., Any]:
-    """Around vLLM's choice of kernels, which only the `__init__` of `_deciding` calls by that name:
-    a refusal takes the place of the experts class."""
+    """Wraps vLLM's selection of kernels, which only the `__init__` of `_deciding` calls by that
+    name: returns its exception in place of the experts class.
+    """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -109,8 +110,9 @@ def _choosing(choose: Callable[..., Any], place: Any) -> Callable[..., Any]:
 
 
 def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
-    """Around `__init__` of a method that rounds sizes: what it chose is kept in `_moelora_theirs`,
-    and put back if moelora cannot serve after all."""
+    """Wraps `__init__` of a method that rounds sizes: stores vLLM's choice in `_moelora_theirs`,
+    and restores it if moelora cannot serve the layer.
+    """
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -129,13 +131,15 @@ def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Calla
 
 
 def _raise_refusal(method: Any, reason: str) -> None:
-    """vLLM's own, which `_choosing` held back, and ours."""
+    """Raise vLLM's exception, deferred by `_choosing`, together with ours."""
     if isinstance(method.experts_cls, NotImplementedError):
         raise method.experts_cls from ValueError(f"moelora: {reason}")
 
 
 def _give_back(method: Any, layer: Any, reason: str) -> None:
-    """What `_deciding` took, if vLLM's own kernels take the sizes that the layer has by now."""
+    """Restore vLLM's choice from `_deciding`, if its kernels support the sizes that the layer has
+    by now.
+    """
     moe = method.moe
     sizes = layer.hidden_size, layer.intermediate_size_per_partition
     method.mxfp4_backend, method.experts_cls = method._moelora_theirs
@@ -182,7 +186,7 @@ def _read(method: Any, layer: Any, format: Format) -> tuple[QuantizedWeights, Qu
 def _put(
     method: Any, layer: Any, format: Format, w13: QuantizedWeights, w2: QuantizedWeights
 ) -> None:
-    """Tiles and biases in place of all that the loader filled, and a kernel that reads them."""
+    """Replace all loaded parameters by tiles and biases, and install a kernel that reads them."""
     bias = biases(format, layer, method.moe.in_dtype)
     for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
         del layer._parameters[name]

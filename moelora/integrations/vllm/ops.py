@@ -16,7 +16,6 @@ from moelora.call import (
     absent_tensor,
     enabled_or_absent,
     ids_or_absent,
-    invariant_or_absent,
     operators,
     or_absent,
     run,
@@ -155,16 +154,14 @@ def fused_moe_lora(
         Shrink factors of each slice; experts may also be expanded by stride 0.
     lora_b_stacked : sequence of tensors, shape (max_loras, E or 1, N, R)
         Expand factors of each slice.
-    topk_weights : Tensor, shape (M, top_k)
-        Routing weights; cast to float32 if they are not.
+    {topk_weights}
     sorted_token_ids : Tensor, shape (max_loras, rows), int32, optional
         Flat rows `m * top_k + j` in blocks of `shrink_block_size_m`; other values are padding.
     expert_ids : Tensor, shape (max_loras, blocks), int32
         Expert of each block, -1 to skip it. Without `sorted_token_ids`: `topk_ids`, flat.
     num_tokens_post_padded : Tensor, shape (max_loras,), int32, optional
         Rows in use of each list.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token; read without `sorted_token_ids`.
+    {token_lora_mapping?} Read without `sorted_token_ids`.
     max_lora_rank : int
         `R` of `lora_a_stacked`.
     top_k_num : int
@@ -174,14 +171,12 @@ def fused_moe_lora(
     num_active_loras : Tensor of one element in host memory, or int, optional
         How many entries of `lora_ids` to look at. Read on the host: a captured graph keeps it, and
         finds out from -1 in `lora_ids` that fewer are active.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off.
+    {adapter_enabled?}
     shrink_block_size_m : int
         Rows of a block of `sorted_token_ids`.
     shrink_block_size_n, ..., expand_split_k : int
         Tiles of vLLM's kernels. They must be positive, and choose nothing here.
-    mul_routed_weight : bool
-        Multiply row (m, j) by `topk_weights[m, j]`.
+    {mul_routed_weight}
     fully_sharded : bool
         A is sharded by rank over the tensor-parallel group (or by K), B by its columns: the result
         of the shrink passes through `gather` before the expand.
@@ -189,26 +184,15 @@ def fused_moe_lora(
         First column of `output` that is written.
     add_inputs : bool
         False: rows with an adapter are overwritten by the delta; others keep their bits.
-    num_experts : int, optional
-        Experts on this rank, where all factors are shared. None is unknown: every id from 0 up has
-        the shared factors.
+    {num_experts?}
     gather : function from Tensor to Tensor, optional
         For `fully_sharded`: takes (slices, M, top_k, R) and returns all ranks of the adapter, for
         instance vLLM's `tensor_model_parallel_all_gather`.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {batch_invariant}
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
 
     Notes
     -----
@@ -259,15 +243,14 @@ def fused_moe_lora(
         num_experts,
         shrink_block_size_m,
     )
-    last = invariant_or_absent(batch_invariant)
-    finish = (mul_routed_weight, add_inputs, offset, *last)
+    finish = (mul_routed_weight, add_inputs, offset)
     x = qcurr_hidden_states
     if not fully_sharded:
         op = operators.fused_moe_lora.default
         run(op, output, x, a, b, *who, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run(operators.fused_moe_lora_shrink.default, h, x, a, *who, *last)
+    run(operators.fused_moe_lora_shrink.default, h, x, a, *who)
     h = _gathered(h, gather)
     run(operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
@@ -335,15 +318,7 @@ def fused_moe_lora_shrink(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     a = list(lora_a_stacked)
     _check_tiles(
@@ -382,7 +357,6 @@ def fused_moe_lora_shrink(
         qcurr_hidden_states,
         a,
         *who,
-        *invariant_or_absent(batch_invariant),
     )
 
 
@@ -448,15 +422,7 @@ def fused_moe_lora_expand(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     b = list(lora_b_stacked)
     _check_tiles(
@@ -491,6 +457,6 @@ def fused_moe_lora_expand(
         num_experts,
         block_size_m,
     )
-    finish = (mul_routed_weight, add_inputs, offset, *invariant_or_absent(batch_invariant))
+    finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
     run(op, output, a_intermediate_cache1, b, *who, *finish)

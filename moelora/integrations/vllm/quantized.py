@@ -1,4 +1,4 @@
-"""The experts class of vLLM's quantized MoE layers whose weights lie in moelora's tiles."""
+"""Experts class of quantized vLLM layers with weights in moelora's tiles."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from moelora.integrations.vllm.experts import TritonExpertsWithLoRA
 
 
 class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
-    """`TritonExpertsWithLoRA` whose w1 and w2 are the tiles of `QuantizedWeights`.
+    """`TritonExpertsWithLoRA` with the tiles of `QuantizedWeights` as w1 and w2.
 
-    Activations and adapters see the unquantized hidden states. Nobody else can read tiles: what
-    this class may have against a layer is asked before its weights are packed, and afterwards it
-    raises.
+    Activations and adapters use the unquantized hidden states. Since vLLM cannot read tiles,
+    unsupported layers are detected before their weights are packed; afterwards this class raises.
 
     Parameters
     ----------
     moe_config, quant_config
-        Those of a layer that quantizes nothing, with its biases.
+        Configurations of an unquantized layer, with its biases.
     w13, w2 : QuantizedWeights, optional
-        What the tiles are that come as arguments of `apply`. Absent: only to ask for reasons.
+        Description of the tiles passed to `apply`. Absent: only for `reason_against`.
     """
 
     def __init__(
@@ -60,5 +59,5 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
         return replace(self._w13, data=w1), replace(self._w2, data=w2)
 
     def _step_aside(self, reason: str) -> None:
-        self._refusal = None  # of this call alone
+        self._refusal = None  # of this call only
         raise RuntimeError(f"moelora: {reason}; start vLLM with {SWITCH}=0")

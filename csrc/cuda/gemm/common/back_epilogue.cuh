@@ -1,8 +1,9 @@
-/* The epilogue of a backward's first product, v = dout W2 + yb2 A2: through the activation.
+/* Epilogue of the backward's first product, v = dout W2 + yb2 A2: applies the gradient of the
+ * activation.
  *
  *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[p, i] = sum over 16 outputs of v h
  *
- * Rows are read and written as gate_up.cuh does. */
+ * Rows are read and written as in gate_up.cuh. */
 #ifndef MOELORA_CUDA_BACK_EPILOGUE_CUH
 #define MOELORA_CUDA_BACK_EPILOGUE_CUH
 
@@ -10,7 +11,7 @@
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/gate_up.cuh"
 
-/* h; gate and up become their gradients. */
+/* Returns h; replaces gate and up by their gradients. */
 __device__ __forceinline__ float back_through(const moelora_activation_gradient &p, float &gate,
                                               float &up, float dh) {
   if (!p.gated) {
@@ -29,7 +30,7 @@ __device__ __forceinline__ float back_through(const moelora_activation_gradient 
   return s * u;
 }
 
-/* An element of a pair. */
+/* Element HALF of a pair. */
 template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
   const uint16_t bits = (uint16_t)(pair >> 16 * HALF);
   T value;
@@ -37,7 +38,7 @@ template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_
   return Element<T>::to_float(value);
 }
 
-/* A lane's token of eight, as memory has it. */
+/* Global addresses of a lane's token, one of eight. */
 struct BackRow {
   const uint16_t *gate_up;
   uint16_t *h, *dgu;
@@ -53,8 +54,9 @@ struct BackRow {
   }
 };
 
-/* 16 outputs of eight tokens, from the warp's `first` on: v[4] is the accumulator of an m16n8 tile.
- * `weight` are those of this lane's two tokens. Returns their parts of dt, in all lanes. */
+/* 16 outputs of eight tokens, starting at the warp's `first`: v[4] is the accumulator of an m16n8
+ * tile, `weight` the routing weights of this lane's two tokens. Returns their parts of dt, in all
+ * lanes. */
 template <class T, bool VECTORS> struct BackTile {
   GateUpPair<VECTORS> pairs[2]; // of outputs 0 to 7, 8 to 15
 
@@ -99,7 +101,8 @@ template <class T, bool VECTORS> struct BackTile {
   }
 };
 
-/* An m64 tile's accumulators d of eight tokens from `position` on, `count` of which there are. */
+/* Stores an m64 tile's accumulators d for eight tokens, starting at `position`, of which `count`
+ * are valid. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
                                               int first, int64_t position, int count) {

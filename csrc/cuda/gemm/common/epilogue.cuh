@@ -45,12 +45,11 @@ struct Activation {
  * run-time option is tested once per output, and the code of all options would not fit the
  * instruction cache. */
 enum class EpilogueMode {
-  GENERAL,   // all options
-  GATED,     // bias, gated activation
-  SILU,      // the most frequent one of them, without a limit
-  PLAIN,     // bias, relu^2 or nothing
-  PLAIN_F32, // the same, left in float32
-  THROUGH,   // of a backward, through the activation
+  GENERAL, // all options
+  GATED,   // bias, gated activation
+  SILU,    // the most frequent one of them, without a limit
+  PLAIN,   // bias, relu^2 or nothing
+  THROUGH, // of a backward, through the activation
 };
 
 /* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */
@@ -64,7 +63,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
       : activation(g.epilogue.activation) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     bias[0] = bias[1] = bias[2] = bias[3] = 0.f;
-    if (!g.weights.w.bias || !is_last_split<E>(g, tile))
+    if (!g.weights.w.bias)
       return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -142,33 +141,5 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 };
-
-/* Stores float32 outputs of an m64 tile for up to 32 tokens, starting at `from`: eight lanes write
- * eight neighboring outputs of a token, a whole sector. Without BY_POSITION, `rows` of lane t is
- * the flat row of token from + t. */
-template <class E, int N, bool BY_POSITION>
-__device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
-                                          int first, int from, int block, int count, int32_t rows) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = (lane & 3) * 2;
-  const int output = first + warp * 16 + lane / 4, left = count - from - token;
-  const int64_t stride = g.epilogue.out_stride[0];
-  const bool inside[2] = {output < g.weights.n_out, output + 8 < g.weights.n_out};
-  float *const out = (float *)g.epilogue.out + output;
-  float *const to = out + (block * E::TOKENS + from + token) * stride;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const int t = i / 2 * 8 + i % 2, at = (from + t) / 8 * 4 + i % 2;
-    if (from + t >= N)
-      break;
-    float *row = to + t * stride;
-    if (!BY_POSITION)
-      row = out + output_offset(g, block * E::TOKENS + from + t + token,
-                                __shfl_sync(0xffffffffu, rows, t + token));
-    if (t < left && inside[0])
-      row[0] = d[at];
-    if (t < left && inside[1])
-      row[8] = d[at + 2];
-  }
-}
 
 #endif

@@ -50,7 +50,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
-  /* The factor of the accumulators, from a tile in shared or in global memory. */
+  /* Factor of the accumulators, from a tile in shared or in global memory. */
   template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
     return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
   }
@@ -134,7 +134,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     scales.load(scale, zero, format);
   }
 
-  /* Applies what accumulators get after the K loop; the tile is in shared memory. */
+  /* Applies the factors that accumulators get after the K loop; the tile is in shared memory. */
   static __device__ __forceinline__ uint32_t whole(uint32_t value, uint32_t tile) {
     if constexpr (F::HAS_TILE_SCALE) {
       const float by = F::template tile_scale<T>(tile);

@@ -1,5 +1,5 @@
-/* Dequantizes MXFP4 to bf16 or fp16, rounding each value once. The stored scales compensate for the
- * exponent that e2m1.cuh leaves out. */
+/* Dequantizes MXFP4 to bf16 or fp16, rounding each value once. The stored scales include the
+ * exponent correction of e2m1.cuh. */
 #ifndef MOELORA_CUDA_FORMAT_MXFP4_CUH
 #define MOELORA_CUDA_FORMAT_MXFP4_CUH
 

@@ -1,7 +1,7 @@
-/* Dequantizes NVFP4 to bf16 or fp16, exactly, except for the scale of the tensor.
+/* Dequantizes NVFP4 to bf16 or fp16; exact, without the scale of the tensor.
  *
- * A tile stores scales with a five-bit exponent (bias 22) and a three-bit mantissa, so that a shift
- * makes 16-bit floats of them. The product of a value and its scale is too small by
+ * A tile stores scales with a five-bit exponent (bias 22) and a three-bit mantissa, so that a
+ * shift converts them to 16-bit floats. The product of a value and its scale is too small by
  * 2^TILE_SCALE_EXPONENT; the accumulators are multiplied by that and by the scale of the tensor. */
 #ifndef MOELORA_CUDA_FORMAT_NVFP4_CUH
 #define MOELORA_CUDA_FORMAT_NVFP4_CUH
@@ -26,8 +26,8 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS
   }
 
 private:
-  /* Two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zeros become 2^96 in bf16: their values
-   * are zeros. */
+  /* Converts two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96 in bf16, which
+   * is harmless since the values are zero. */
   static __device__ __forceinline__ uint32_t to_floats(uint32_t two) {
     constexpr uint32_t EXPONENT = (127 + 118 - 22) << 7;
     return Element<T>::is_bf16 ? (two << 4) + EXPONENT * 0x10001u : two << 7;

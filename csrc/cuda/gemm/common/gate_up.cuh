@@ -1,13 +1,13 @@
-/* Rows of w13's outputs from before the activation, which a forward saves and its backward reads:
- * gate and up, by flat row. Memory has a row's outputs side by side, accumulators those of a token
- * in different lanes: movmatrix turns 8 x 8 tiles on their way, of which a lane then has token lane
- * / 4, outputs 2 (lane % 4) and the next. */
+/* Rows of w13's outputs before the activation, saved by a forward and read by its backward: gate
+ * and up, by flat row. Memory has the outputs of a row side by side, accumulators those of a token
+ * in different lanes: movmatrix transposes 8 x 8 tiles, after which a lane has token lane / 4 and
+ * outputs 2 (lane % 4) and the next. */
 #ifndef MOELORA_CUDA_GATE_UP_CUH
 #define MOELORA_CUDA_GATE_UP_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Of which form the rows are: all gates and then all ups, in turns, or of one projection. */
+/* Layout of the rows: all gates before all ups, interleaved, or a single projection. */
 enum class GateUp { HALVES, INTERLEAVED, ONE };
 
 __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem &p) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem 
                                        : GateUp::HALVES;
 }
 
-/* Two neighbouring elements of a row of `columns`. */
+/* Two neighboring elements of a row with `columns` columns. */
 template <bool VECTORS>
 __device__ __forceinline__ uint32_t load_two(const uint16_t *row, int column, int columns,
                                              bool there) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_two(uint16_t *row, int column, int columns
   }
 }
 
-/* Outputs `column` and the next of a row's `inter`, of gate and of up. */
+/* Outputs `column` and the next of a row with `inter` outputs, of gate and of up. */
 template <bool VECTORS> struct GateUpPair {
   uint32_t gate, up;
 
@@ -70,8 +70,8 @@ template <bool VECTORS> struct GateUpPair {
   }
 };
 
-/* Saves what accumulators hold before the activation: of eight tokens, `row` the flat row of this
- * lane's, the outputs of m64 tiles 2 row_group (d0) and the next (d1). */
+/* Saves accumulators before the activation: for eight tokens (`row` is the flat row of this
+ * lane's), the outputs of m64 tiles 2 row_group (d0) and the next (d1). */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void save_before(const float *d0, const float *d1,
                                             const moelora_gemm_launch &g, const Tile &tile,

@@ -54,7 +54,7 @@ template <class S> struct SegmentList {
                                                                const Tile &tile) {
     if (has_gate_up_slices(g) || g.adapters.lora.num_slices == 1)
       return 1;
-    if (S::TRANSPOSED) // every slice is depth of all outputs
+    if (S::TRANSPOSED) // each slice is part of the K of all outputs
       return (1u << g.adapters.lora.num_slices) - 1;
     uint32_t overlapped = 0;
     for (int slice = 0; slice < g.adapters.lora.num_slices; slice++)

@@ -20,7 +20,7 @@
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
-#include "cuda/adapters/factors.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
@@ -56,27 +56,13 @@ struct Extent {
       false;                           // a backward's: outputs are columns of w, depth its rows
   static constexpr bool SAVES = false; // leaves what is before the activation, too
   static constexpr bool HALF_TILES = false; // some tiles have half as many rows
-  static constexpr bool SPLIT_K = false;    // tiles have a part of the depth
 };
 
 /* A half tile (`half` 1 or 2) has the first or second half of a column's m64 tiles, numbered from
- * 0; a whole tile has half 0. With split-K, `split` is the tile's part of K. */
+ * 0; a whole tile has half 0. */
 struct Tile {
-  int32_t block, column, expert, half, split;
+  int32_t block, column, expert, half;
 };
-
-/* Whether a tile covers the last part of K, and therefore bias and adapters. */
-template <class E>
-__device__ __forceinline__ bool is_last_split(const moelora_gemm_launch &g, const Tile &tile) {
-  return !E::SPLIT_K || tile.split + 1 == g.epilogue.splits;
-}
-
-/* Block under which the results of a tile are stored. With split-K, the results of each split
- * follow those of the previous one. */
-template <class E>
-__device__ __forceinline__ int out_block(const moelora_gemm_launch &g, const Tile &tile) {
-  return tile.block + (E::SPLIT_K ? tile.split * (int)g.schedule.blocks.max_blocks : 0);
-}
 
 /* Output of row 0 of an m64 tile; row r is output first + r. */
 template <class E>

@@ -1,6 +1,6 @@
-/* Tiles of weights that a backward takes as they lie: an m64 tile of a stage is 64 of depth in rows
- * of 64 outputs, chunk c of row r at c ^ (r & 7). ldmatrix transposes while it loads, wgmma takes
- * the tile as an MN-major operand. */
+/* Weight tiles for a backward, which multiplies without transposing the weights in memory: an m64
+ * tile of a stage is 64 elements of K, each a row of 64 outputs, chunk c of row r at c ^ (r & 7).
+ * ldmatrix transposes on load; wgmma reads the tile as an MN-major operand. */
 #ifndef MOELORA_CUDA_TRANSPOSED_CUH
 #define MOELORA_CUDA_TRANSPOSED_CUH
 
@@ -12,9 +12,10 @@
 template <class E>
 using LaunchOf = std::conditional_t<E::TRANSPOSED, moelora_back_launch, moelora_gemm_launch>;
 
-constexpr int kSlabBytes = kSlabDepth * kRowBytes; // 16 of depth of an m64 tile
+constexpr int kSlabBytes = kSlabDepth * kRowBytes; // a k16 slab of an m64 tile
 
-/* Where in such a tile this lane reads the first 16 of depth, as operand A of mma.m16n8k16. */
+/* Offset at which this lane reads the first k16 slab of such a tile, as operand A of mma.m16n8k16.
+ */
 __device__ __forceinline__ uint32_t transposed_offset() {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);

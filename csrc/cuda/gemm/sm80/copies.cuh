@@ -1,21 +1,21 @@
-/* What the portable GEMM copies to a stage: chunks of eight elements. */
+/* Copies of the portable GEMM to a stage: chunks of eight elements. */
 #ifndef MOELORA_CUDA_SM80_COPIES_CUH
 #define MOELORA_CUDA_SM80_COPIES_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Eight elements of a row, of which `left` are before its end, and zeros behind it.
- * No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
- */
+/* Copies eight elements of a row, of which `left` are valid; the rest are zero-filled. Takes no
+ * cache policy: with one, ptxas 13.0 emits an invalid descriptor register (64-token tile). */
 template <bool VECTORS, class T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
   if (VECTORS)
-    copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
+    copy_async_16<256>(to, from, left > 0 ? 16 : 0,
+                       wanted); // completes with the next stage's copies
   else if (wanted)
     copy_elements(to, from, max(0, min(8, left)));
 }
 
-/* A thread's chunk of rows, in a stage. */
+/* Offset of a thread's chunk within a stage. */
 __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);

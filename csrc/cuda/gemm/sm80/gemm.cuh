@@ -19,7 +19,6 @@
 #include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/tile_order.cuh"
-#include "cuda/gemm/common/variants.cuh"
 
 namespace {
 
@@ -167,11 +166,7 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
           break;
         const int first = first_output<E>(g, tile, 2 * row_group + half);
         const float (&d)[4] = sum.d[row_group][j][half];
-        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32)
-          store_f32<N8Extent, 8, MODE == EpilogueMode::PLAIN_F32>(
-              d, g, first, 0, block, left, block_row<N8Extent>(g, block, lane));
-        else
-          store_rounded<T, VECTORS>(d, to, g.weights.n_out, first, lane / 4 < left);
+        store_rounded<T, VECTORS>(d, to, g.weights.n_out, first, lane / 4 < left);
       }
     }
   }

@@ -156,7 +156,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
 template <class E, class T, bool VECTORS> struct OperandLoader {
   using W = std::conditional_t<E::TRANSPOSED, TransposedLoader<E, T, VECTORS>,
                                WeightLoader<E, T, VECTORS>>;
-  static constexpr int STEP = WarpTile<E>::THREADS / 8; // rows between two rows of one thread
+  static constexpr int STEP = WarpTile<E>::THREADS / 8; // distance between two rows of a thread
   static constexpr int X_ROWS = E::TOKENS / STEP;
   static_assert(E::TOKENS % STEP == 0, "all threads copy as many rows");
   static constexpr int PARTS = 3;

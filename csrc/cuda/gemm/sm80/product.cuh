@@ -69,7 +69,7 @@ template <class E> struct WarpTile {
   }
 };
 
-/* After the K loop: multiplies accumulators by the scale of the tensor, which every tile holds. */
+/* After the K loop: multiplies accumulators by the scale of the tensor, which every tile stores. */
 template <class E, class T>
 __device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                                    const Tile &tile) {
@@ -106,7 +106,7 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
   }
 };
 
-/* Of weights that lie transposed: ldmatrix brings outputs to rows. */
+/* Transposed weights: ldmatrix transposes outputs to rows. */
 template <class E, class T> struct TransposedFragments {
   uint32_t a[2][E::TILES][4];
 
@@ -120,7 +120,7 @@ template <class E, class T> struct TransposedFragments {
   }
 };
 
-/* Of weights of four bits, from what a lane has of whole tiles. */
+/* 4-bit weights: dequantized from a lane's part of whole tiles. */
 template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
   TileFragment<E::FORMAT, T> tiles[E::TILES];
@@ -194,7 +194,7 @@ template <class E, class T>
 using FragmentsOf =
     std::conditional_t<E::TRANSPOSED, TransposedFragments<E, T>, WeightFragments<E, T>>;
 
-/* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
+/* Operand fragments of a k16 slab: weights, and a warp's first n8 tiles of tokens. */
 template <class E, class T> struct Fragments : FragmentsOf<E, T> {
   using S = WarpTile<E>;
   using FragmentsOf<E, T>::a;

@@ -1,25 +1,26 @@
-/* W transposed, one more way to bring a stage of the portable GEMM: y W of a backward, with W as it
- * lies. Its rows are depth, its columns outputs:
+/* Transposed weights in the portable GEMM: y W of a backward, without transposing W in memory.
+ * Rows of W are K, its columns outputs:
  *
- *   W [TILES][64 of depth]           rows of 64 outputs, chunk c of row r at c ^ (r & 7)
+ *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7)
  *   A [TILES][4 slabs][16 ranks]     the same, in an adapter stage
  *
- * and ldmatrix transposes while it loads: operand A of a product has outputs as its rows. */
+ * ldmatrix transposes on load: operand A of a product has outputs as its rows. */
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_CUH
 
 #include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/gemm/sm80/product.cuh"
 
-/* The weights of a tile: a thread copies its chunk of every STEP-th row. As WeightLoader. */
+/* Loads the weights of a tile: a thread copies its chunk of every STEP-th row. Same interface as
+ * WeightLoader. */
 template <class E, class T, bool VECTORS> struct TransposedLoader {
   static constexpr int STEP = WarpTile<E>::THREADS / 8;
   static constexpr int PIECES = E::ROWS / STEP;
   static_assert(64 % STEP == 0, "all threads copy as many rows");
 
   const T *weights;  // of the expert
-  int32_t left;      // outputs from this thread's chunk of the first m64 tile on
-  int64_t next_tile; // from an m64 tile to the next
+  int32_t left;      // outputs from this thread's chunk of the first m64 tile to the end
+  int64_t next_tile; // distance between m64 tiles
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const int chunk = (threadIdx.x & 7) * 8, first = first_output<E>(g, tile, 0);
@@ -29,10 +30,10 @@ template <class E, class T, bool VECTORS> struct TransposedLoader {
     next_tile = g.weights.w.stride_kt;
   }
 
-  /* This thread's chunk of its first row, at some step. */
+  /* This thread's chunk of its first row, at a k step. */
   struct Source {
     const T *row;
-    int64_t stride; // between rows
+    int64_t stride; // distance between rows
   };
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return {weights + step * g.weights.w.stride_nt + threadIdx.x / 8 * g.weights.w.stride_n,
@@ -46,19 +47,20 @@ template <class E, class T, bool VECTORS> struct TransposedLoader {
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
-  /* x_left: elements of a row of x from this thread's chunk on. */
+  /* x_left: elements of a row of x from this thread's chunk to the end. */
   __device__ __forceinline__ void copy(int piece, Source from, int x_left, uint32_t stage, uint32_t,
                                        Place place, bool wanted) const {
     const int m64 = piece * STEP / 64, row = piece * STEP % 64;
-    const int depth = x_left + (int)(threadIdx.x & 7) * 8; // from the stage's first row on
+    const int depth =
+        x_left + (int)(threadIdx.x & 7) * 8; // rows of K from the stage's first one to the end
     const int count = row + (int)threadIdx.x / 8 < depth ? left - m64 * 64 : 0;
-    // Where nothing is read, some mapped address.
+    // A mapped address, even if nothing is read.
     const T *at = count > 0 ? from.row + row * from.stride + m64 * next_tile : weights;
     copy_chunk<VECTORS>(stage + place + piece * STEP * kRowBytes, at, count, wanted);
   }
 };
 
-/* Rows of A of a slab, at `w`: zeros beyond the true rank and behind the last output. */
+/* Rows of A of a slab, at `w`: zeros beyond the true rank and past the last output. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
                                                   const Slab &slab, int thread, uint32_t w) {

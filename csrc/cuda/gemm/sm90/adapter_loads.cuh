@@ -24,7 +24,7 @@ template <class S>
 __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const ClusterTile &tile,
                                              SegmentList<S> &list) {
   list.slabs = 0;
-  if (!g.schedule.blocks.packed_ranks || !is_last_split<S>(g, tile))
+  if (!g.schedule.blocks.packed_ranks)
     return 0;
   const auto read = [&](Segments<S::LANES> &segments, int block) {
     segments.read(g.schedule.blocks.packed_ranks, (int64_t)block * S::TOKENS, S::TOKENS);

@@ -80,8 +80,6 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     const int lane = threadIdx.x & 31;
     const bool gated = GENERAL ? g.weights.gated : IS_GATED;
     const bool by_position = !GENERAL || g.epilogue.out_by_position;
-    const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
-                     (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
     // Add the bias, and apply what needs no per-token data.
@@ -93,7 +91,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     } else {
       epilogue.template begin<T, N>(rAcc, g);
     }
-    if (!f32 && WarpContext<S>::ALIASED_BUFFERS == 0)
+    if (WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
 
 #pragma unroll
@@ -108,25 +106,18 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
       // stores.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
-      if (!f32 && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
+      if (buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
         warp.sync_all(); // both consumers have finished reading the stage
-      if (!f32 && end > BUFFERS)
+      if (end > BUFFERS)
         warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();
 
-      // Write the outputs to shared memory, or float32 outputs to global memory.
+      // Write the outputs to shared memory.
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == halves)
           break;
-        if (f32)
-          store_f32<S, N, !GENERAL>(rAcc[half], g,
-                                    first_output<S>(g, header.tile, 2 * warp.consumer + half), c,
-                                    out_block<S>(g, header.tile), header.count, rows);
-        else
-          write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
+        write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
       }
-      if (f32)
-        continue;
 
       // Store from shared memory to global memory. The warps take turns at issuing the TMA stores.
       fence_async_proxy();

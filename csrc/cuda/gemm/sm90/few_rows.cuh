@@ -27,7 +27,7 @@ template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
   static constexpr bool ZEROS = ZEROS_; // formats with zero points
-  static constexpr int RESIDENT = moelora_float_ctas(FORMAT_);
+  static constexpr int RESIDENT = 3;    // per warp, dequantization takes longer than loading
   static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
 

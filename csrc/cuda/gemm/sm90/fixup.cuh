@@ -160,13 +160,10 @@ template <class S, class T> struct NonFinite {
       if (!nonfinite)
         continue;
       const int64_t at =
-          output_offset(g, out_block<S>(g, header.tile) * S::TOKENS + t,
+          output_offset(g, header.tile.block * S::TOKENS + t,
                         g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
-      if (g.epilogue.out_f32)
-        ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
-      else
-        ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
       if constexpr (S::SAVES)
         ((T *)g.before.rows)[g.schedule.blocks.sorted_ids[position] * g.before.stride + row] =
             Element<T>::round(__int_as_float(0x7fffffff));

@@ -40,8 +40,8 @@ template <class S> struct FourBitLoads : WeightTiles<S> {
   }
 };
 
-/* After the K loop: multiplies accumulators by the scale of the tensor, from the tile in stage
- * `stage`; every tile holds it. */
+/* After the K loop: multiplies accumulators by the scale of the tensor, read from the tile in
+ * stage `stage`; every tile stores it. */
 template <class S, class T, int N>
 __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
                                                    const WarpContext<S> &warp, int stage) {

@@ -109,12 +109,12 @@ template <class S> struct TokenScales {
       if (thread + i * kGatherers >= count)
         next[i] = kNoRow;
   }
-  /* Switches `copy` to the rows that `find` looked up, starting at k step `first`. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, int first) {
+  /* Switches `copy` to the rows that `find` looked up. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       row[i] = next[i];
-    gXScale = g.tokens.scales + first * g.tokens.scales_stride;
+    gXScale = g.tokens.scales;
   }
   /* Copies the scales of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,

@@ -66,7 +66,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
                                                  const moelora_gemm_launch &g, WarpContext<S> &warp,
                                                  const TileHeader &header) {
   constexpr bool ALIASES = WarpContext<S>::ALIASED_BUFFERS > 0;
-  const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+  const int k_steps = k_steps_of<S>(g);
 
   // Wait for the output stores of the previous tile, unless the main loop does so in its second
   // step.
@@ -162,8 +162,6 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
               const __grid_constant__ LaunchOf<S> g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Mainloop = typename S::template Mainloop<S, T>;
-  static_assert(S::TOKENS > MOELORA_FLOAT_ROWS || S::RESIDENT == moelora_float_ctas(S::FORMAT),
-                "the plan's CTAs per SM");
 
   // Initialize the barriers.
   extern __shared__ char shared[];

@@ -66,11 +66,6 @@ template <int PRODUCER, int CONSUMERS> struct RegisterBudget {
   static constexpr bool REALLOCATES = CONSUMER_REGISTERS > START;
 };
 
-/* Shape with split-K, for projections whose outputs are float32 partial sums anyway. */
-template <class S> struct WithSplitK : S {
-  static constexpr bool SPLIT_K = true;
-};
-
 template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
   return S::HALF_TILES && tile.half;
 }

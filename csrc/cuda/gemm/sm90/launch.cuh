@@ -3,7 +3,6 @@
 #ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
 #define MOELORA_CUDA_SM90_LAUNCH_CUH
 
-#include "cuda/gemm/common/variants.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -46,7 +45,7 @@ struct LaunchSm90 {
     if (g->tokens.divisor.value == 0)
       MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k / PAIR, g->tokens.stride / PAIR,
                                 S::BOX, S::REST_BOX, &maps.x));
-    if (g->epilogue.out_by_position && !g->epilogue.out_f32)
+    if (g->epilogue.out_by_position)
       MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
                                 g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
                                 &maps.out));
@@ -60,12 +59,6 @@ struct LaunchSm90 {
         return launch<S, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
       else
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
-    case MOELORA_EPILOGUE_PLAIN_F32:
-      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS && !S::SAVES)
-        return g->epilogue.splits > 1 ? launch<WithSplitK<S>, EpilogueMode::PLAIN_F32>(
-                                            g, plan, g->epilogue.splits, maps, exec)
-                                      : launch<S, EpilogueMode::PLAIN_F32>(g, plan, 1, maps, exec);
-      break;
     case MOELORA_EPILOGUE_GENERAL:
       if constexpr (S::GENERAL_EPILOGUE)
         return launch<S, EpilogueMode::GENERAL>(g, plan, 1, maps, exec);

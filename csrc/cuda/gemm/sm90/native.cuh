@@ -49,7 +49,7 @@ template <class S, class T> struct NativeMainloop {
   /* Producer of the weights of a k step. Each CTA of a cluster loads an equal share of the m64
    * tiles and multicasts it to both. */
   struct WeightLoads {
-    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &) {}
 
     static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
       return sizeof(S::Stage::sW);

@@ -106,7 +106,7 @@ template <class S> struct TokenRows {
 template <class S> struct NoTokenScales {
   __device__ __forceinline__ explicit NoTokenScales(int) {}
   __device__ __forceinline__ void find(const moelora_gemm_launch &, const Tile &, int, int) {}
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &, int) {}
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &) {}
   __device__ __forceinline__ void copy(const moelora_gemm_launch &, const SharedMemory<S> &, int) {}
 };
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   const SharedMemory<S> &smem = warp.smem;
   GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
-  const int all_steps = all_k_steps<S>(g);
+  const int k_steps = k_steps_of<S>(g);
   const uint64_t policy = kEvictFirst<S> ? evict_first_policy() : evict_normal_policy();
   const bool in_fixup = FixupPass<S>(smem).is_running(); // read by all lanes
   const bool fetches =
@@ -128,18 +128,17 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     next.begin(g);
     const ClusterTile tile = next.tile;
     const int count = next.count;
-    const KSteps steps = KSteps::of<S>(g, tile, all_steps);
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     typename Mainloop::WeightLoads weights;
-    weights.begin(g, tile, steps.first);
+    weights.begin(g, tile);
     SegmentList<S> list;
     list.base = smem.segments();
     AdaptersHeader adapters = {};
 
     // K loop, in parts.
 #pragma unroll 1
-    for (int part = 0, step = 0; step < steps.count; part++) {
-      const int end = Parts::end(part, Parts::TILE + 1, steps.count);
+    for (int part = 0, step = 0; step < k_steps; part++) {
+      const int end = Parts::end(part, Parts::TILE + 1, k_steps);
       if (elect_one()) { // the same lane every time
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
@@ -150,14 +149,14 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
           // Write the stage header.
           if (i == 0)
             TileHeader{tile, count, rows_multiplied<S>(tile, count)}.write(smem.header(at.stage));
-          if (i == steps.count - 1)
+          if (i == k_steps - 1)
             adapters.write(smem.header(at.stage));
 
           // Issue the TMA loads.
           barrier_arrive_expect_tx(at.full(),
                                    weights.bytes(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
-          weights.load(w_map, g, tile, steps.first + i, smem, at, policy);
-          boxes.load(x_maps, steps.first + i, tile.block * S::TOKENS, smem, at);
+          weights.load(w_map, g, tile, i, smem, at, policy);
+          boxes.load(x_maps, i, tile.block * S::TOKENS, smem, at);
         }
       }
       __syncwarp();
@@ -204,7 +203,7 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   const SharedMemory<S> &smem = warp.smem;
   GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
-  const int thread = threadIdx.x - S::FIRST_PRODUCER - 32, all_steps = all_k_steps<S>(g);
+  const int thread = threadIdx.x - S::FIRST_PRODUCER - 32, k_steps = k_steps_of<S>(g);
   typename Mainloop::Rows rows(thread);
   typename Mainloop::Scales scales(thread);
   TileScheduler<S> next(g, false);
@@ -219,8 +218,7 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   while (next.more()) {
     const ClusterTile tile = next.tile;
     const int count = next.count;
-    const KSteps steps = KSteps::of<S>(g, tile, all_steps);
-    scales.begin(g, steps.first);
+    scales.begin(g);
     rows.begin(g, scales, thread, smem);
     SegmentList<S> list;
     list.base = smem.segments();
@@ -228,8 +226,8 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
 
     // K loop, in parts.
 #pragma unroll 1
-    for (int part = 0, step = 0; step < steps.count; part++) {
-      const int end = Parts::end(part, Parts::ROWS + 1, steps.count);
+    for (int part = 0, step = 0; step < k_steps; part++) {
+      const int end = Parts::end(part, Parts::ROWS + 1, k_steps);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {

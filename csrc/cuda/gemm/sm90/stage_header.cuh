@@ -22,12 +22,12 @@ struct TileHeader {
 
   __device__ __forceinline__ void write(uint32_t at) const {
     store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert,
-                                   count | multiplied << 8 | tile.half << 16 | tile.split << 24));
+                                   count | multiplied << 8 | tile.half << 16));
   }
   static __device__ __forceinline__ TileHeader read(uint32_t at) {
     const uint4 v = load_shared_16(at);
     const uint32_t rows = uniform(v.w);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16 & 0xff), (int)(rows >> 24)},
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16)},
             (int)(rows & 0xff),
             (int)(rows >> 8 & 0xff)};
   }

@@ -48,25 +48,10 @@ __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g
   return {{first + rank, t.column + second * each, t.expert, 0}, first + 1 - rank};
 }
 
-template <class S> __device__ __forceinline__ int all_k_steps(const moelora_gemm_launch &g) {
+template <class S> __device__ __forceinline__ int k_steps_of(const moelora_gemm_launch &g) {
   constexpr int ELEMENTS = S::SPANS * S::Format::X_ELEMENTS;
   return (g.tokens.k + ELEMENTS - 1) / ELEMENTS;
 }
-
-/* The k steps of a tile, of `all`; with split-K, those of its split. */
-struct KSteps {
-  int first, count;
-
-  template <class S>
-  static __device__ __forceinline__ KSteps of(const moelora_gemm_launch &g, const Tile &tile,
-                                              int all) {
-    if (!S::SPLIT_K)
-      return {0, all};
-    const int each =
-        g.epilogue.split_tiles * (MOELORA_SPLIT_DEPTH / (S::SPANS * S::Format::X_ELEMENTS));
-    return {tile.split * each, min(each, all - tile.split * each)};
-  }
-};
 
 template <class S> struct TileScheduler {
   int index;
@@ -114,21 +99,19 @@ private:
   __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
-    const int splits = S::SPLIT_K ? g.epilogue.splits : 1;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
     const int all =
         S::UNPAIRED_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
     // Split the last tiles into halves: enough to keep all clusters busy for half a tile's time.
     const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MAX_HALF_TILES) : 0;
-    for (; index < all * splits + halved; follow(g)) {
+    for (; index < all + halved; follow(g)) {
       const int past = index - (all - halved); // index relative to the end of the whole tiles
-      const int split = S::SPLIT_K ? index / all : 0;
-      const int at = !S::HALF_TILES || past < 0 ? index - split * all : index - (past + 1) / 2;
+      const int at = !S::HALF_TILES || past < 0 ? index : index - (past + 1) / 2;
       if constexpr (S::UNPAIRED_BLOCKS) {
         tile = tile_of_pair<S>(g, at, columns, blocks, rank, &count);
       } else {
         const Tile first = tile_at<S, S::CLUSTER>(g, at, columns, blocks / S::CLUSTER);
-        tile = {{first.block + rank, first.column, first.expert, 0, split}, first.block + 1 - rank};
+        tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
         count = g.schedule.blocks.counts[tile.block];
       }
       if constexpr (S::HALF_TILES) {

@@ -1,12 +1,14 @@
-/* Grouped products of a backward for Hopper, y W with W as it lies: the kernel of native.cuh with
- * weights as an MN-major operand. Rows of W are depth, its columns outputs, operand A:
+/* Grouped products y W of a backward for Hopper, without transposing W in memory: the kernel of
+ * native.cuh with weights as an MN-major operand. Rows of W are K, its columns outputs (operand
+ * A):
  *
- *   sW [TILES][64 of depth]          a TMA box for an m64 tile: rows of 64 outputs, 128-byte
- * swizzle sX [TOKENS]                      rows of y, 64 of depth
+ *   sW [TILES][64 of K]              one TMA box per m64 tile: rows of 64 outputs, 128-byte swizzle
+ *   sX [TOKENS]                      rows of y, 64 elements of K
  *
  * In an adapter stage sW holds rows of factors A, [TILES][4 slabs][16 ranks] of 64 outputs, and sX
- * rows of yb. Its products are mma.sync: accumulators are in registers by then, where tokens that
- * do not carry a slab's adapter can be left out, whatever A holds. Both round alike. */
+ * rows of yb. It is multiplied with mma.sync: the accumulators are complete by then, and tokens
+ * that do not carry a slab's adapter are left out, whatever A holds. mma.sync and wgmma round
+ * identically. */
 #ifndef MOELORA_CUDA_SM90_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM90_TRANSPOSED_CUH
 
@@ -16,7 +18,7 @@
 
 template <class S, class T> struct TransposedMainloop;
 
-/* THROUGH_: its epilogue goes through the activation, without epilogue tiles. */
+/* THROUGH_: the epilogue applies the gradient of the activation, without epilogue tiles. */
 template <int TOKENS, int CONSUMERS, int STAGES, bool THROUGH_>
 struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, 1> {
   using Native = NativeShape<TOKENS, CONSUMERS, STAGES, 1>;
@@ -27,7 +29,7 @@ struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, 1> {
 
 /* Adapter stages. */
 template <class S, class T> struct TransposedAdapters {
-  /* Adds the stage at hand, and releases stage `previous`. Nothing is ever cleared. */
+  /* Accumulates the current adapter stage and releases stage `previous`. Never clears anything. */
   template <int N>
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
@@ -43,7 +45,7 @@ template <class S, class T> struct TransposedAdapters {
 #pragma unroll 1
     for (int j = 0; j < slabs; j++) {
       const SlabTokens tokens = SlabTokens::read(header, j);
-      // From the slab's first token to the first of this lane's two, and to the end.
+      // Distances from the slab's first token to the first of this lane's two, and to the end.
       int ahead = 2 * (int)(threadIdx.x & 3) - tokens.low;
       const uint32_t length = tokens.high - tokens.low;
       uint32_t rA[2][4];
@@ -52,7 +54,7 @@ template <class S, class T> struct TransposedAdapters {
         load_matrix_x4_trans(rA[t], sA + t * kM64Bytes + j * kSlabBytes);
 #pragma unroll
       for (int i = 0; i < (N + 8) / 16; i++, ahead += 16) {
-        asm volatile("" : "+r"(ahead)); // nothing that follows from it is found ahead of time
+        asm volatile("" : "+r"(ahead)); // opaque: what follows is not precomputed
         if (16 * i >= tokens.high || 16 * i + 16 <= tokens.low)
           continue;
         uint32_t rYb[4];
@@ -82,9 +84,9 @@ template <class S, class T> struct TransposedAdapters {
   }
 };
 
-/* Through the activation, straight from accumulators. */
+/* Applies the gradient of the activation directly to the accumulators. */
 template <class S, class T> struct ThroughEpilogue {
-  /* Brings what it reads of gate_up to L2, while the tile is multiplied: a consumer's 128 outputs
+  /* Prefetches the epilogue's gate_up rows into L2 during the main loop: a consumer's 128 outputs
    * of each row, from one place or two. */
   static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
                                                        const TileHeader &header,
@@ -109,14 +111,14 @@ template <class S, class T> struct ThroughEpilogue {
                                                const TileHeader &header,
                                                const WarpContext<S> &warp) {
     const int64_t position = (int64_t)header.tile.block * S::TOKENS;
-    // One body for all eights of tokens: more code would not fit the instruction cache.
+    // Compiled once for all groups of eight tokens, to fit the instruction cache.
 #pragma unroll 1
     for (int j = 0; j < S::TOKENS / 8; j++) {
       if (8 * j >= header.count)
         break;
 #pragma unroll
       for (int t = 0; t < 2; t++) {
-        float d[4]; // chosen without a branch: accumulators stay in registers
+        float d[4]; // branch-free, so that accumulators stay in registers
 #pragma unroll
         for (int i = 0; i < S::TOKENS / 8; i++)
 #pragma unroll
@@ -138,7 +140,7 @@ template <class S, class T> struct TransposedMainloop {
                                       WeightMajorEpilogue<S, T, MODE>>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 
-  /* Producer: the weights of a k step, a box of 64 of depth by 64 outputs for each m64 tile. */
+  /* Producer of the weights of a k step: one box of 64 elements of K by 64 outputs per m64 tile. */
   struct WeightLoads {
     __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
 
@@ -160,7 +162,7 @@ template <class S, class T> struct TransposedMainloop {
     }
   };
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &, WarpContext<S> &warp,
@@ -171,7 +173,7 @@ template <class S, class T> struct TransposedMainloop {
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
       pipeline.wait_full();
-      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
       // Issue the wgmmas of the consumer's two m64 tiles.
       wgmma_fence();
@@ -187,11 +189,11 @@ template <class S, class T> struct TransposedMainloop {
       }
       wgmma_commit();
 
-      // The outputs of the last tile have been stored by now.
+      // By now TMA has stored the outputs of the previous tile.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
-      // The wgmmas of the step before are done: release its stage.
+      // The wgmmas of the previous step have completed: release its stage.
       wgmma_wait<1>();
       if (step > 0)
         pipeline.release(previous);

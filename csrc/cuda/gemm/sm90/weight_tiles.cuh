@@ -13,9 +13,8 @@ template <class S> struct WeightTiles {
   int count;    // m64 tiles in the share
   bool are_all; // the share is the whole tile: no multicast from the other CTA
 
-  /* Starts at k step `step` of a tile. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile,
-                                        int step) {
+  /* Starts at the first k step of a tile. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
     are_all = S::CLUSTER == 1 || (S::UNPAIRED_BLOCKS && tile.is_shared());
     count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
 #pragma unroll
@@ -23,8 +22,6 @@ template <class S> struct WeightTiles {
       const int m64 = first() + i;
       gW[i] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
     }
-    if (S::SPLIT_K)
-      advance(g, step * S::SPANS);
   }
   __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int spans) {

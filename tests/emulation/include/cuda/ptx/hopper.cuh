@@ -86,12 +86,6 @@ inline uint32_t cluster_rank() {
 inline void cluster_sync() {
   emulation::cluster_sync();
 }
-inline float4 load_cluster_16(uint32_t at, uint32_t rank) {
-  emulation::checked(at, 16);
-  float4 v;
-  memcpy(&v, emulation::window_of(rank) + at, 16);
-  return v;
-}
 inline void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   emulation::checked(at, 4);
   memcpy(emulation::window_of(rank) + at, &v, 4);

@@ -1,0 +1,213 @@
+/* Adapters alone: which launches, in which order, and what lies in the workspace.
+ *
+ *   resolve -> [sort] -> shrink -> expand [-> sum]
+ *
+ * x A^T and whatever waits for a sum is stored by
+ * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
+ * reading the factors of a repeated one again costs less. */
+#include "cuda/delta/delta.h"
+#include "cuda/backend.h"
+
+namespace {
+
+/* Rows that wait for their sum. */
+struct Waiting {
+  void *data; // [P, stride]
+  int64_t stride;
+};
+
+/* Of up to two projections, the second of what the first leaves in `act`. */
+struct DeltaLayout {
+  moelora_routes routes; // resolved
+  moelora_list_blocks lists;
+  moelora_sorted_rows sorted;
+  void *xa[2]; // [P, slices, padded rank]
+  void *act;   // [P, k of the second]
+  Waiting z;
+  uint8_t *written; // [P], which of them are there; NULL: what rows say
+  size_t bytes;
+};
+
+DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_delta_plan *plan,
+                    const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
+  DeltaLayout l = {};
+  const moelora_delta_problem *last = p + count - 1;
+  const size_t rows = (size_t)p->routes.num_rows;
+  const bool listed = p->lists.sorted_token_ids;
+  l.routes = moelora_cuda_take_routes(&last->routes, false, &arena);
+  if (listed)
+    l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
+  if (plan->order == MOELORA_SORTED)
+    l.sorted = moelora_cuda_take_sorted(&l.routes, &plan->align, &arena);
+  for (int i = 0; i < count; i++)
+    if (!p[i].xa)
+      l.xa[i] = moelora_take_array(
+          &arena, moelora_times(rows, (size_t)moelora_padded_columns(&p[i].lora)), 2);
+  if (count > 1)
+    l.act = moelora_take_array(&arena, moelora_times(rows, (size_t)last->k), 2);
+  if (last->sum_top_k) {
+    l.z.stride = (last->columns + 7) / 8 * 8;
+    l.z.data = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z.stride), 2);
+    if (listed)
+      l.written = (uint8_t *)moelora_take(&arena, rows);
+  }
+  l.bytes = arena.used;
+  return l;
+}
+
+/* What all projections need of the rows. */
+moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
+                         const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const bool listed = plan->order == MOELORA_LISTED;
+  if (l->written)
+    MOELORA_TRY(moelora_cuda_check(
+        cudaMemsetAsync(l->written, 0, (size_t)l->routes.num_rows, (cudaStream_t)exec->stream),
+        "cudaMemsetAsync"));
+  MOELORA_TRY(moelora_cuda_resolve(&p->routes, &l->routes, listed ? &p->lists : nullptr,
+                                   listed ? &l->lists : nullptr, true, exec));
+  return plan->order == MOELORA_SORTED
+             ? moelora_cuda_sort_rows(&l->routes, &l->sorted, &plan->align, exec)
+             : MOELORA_OK;
+}
+
+/* Number `i` of a plan's projections, of rows that have been found. */
+moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int i,
+                       const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_routes *routes = &l->routes;
+  delta_rows rows = {};
+  rows.order = plan->order;
+  rows.max_rank = p->lora.max_rank;
+  rows.routes = *routes;
+  rows.lists = l->lists;
+  rows.row = l->sorted.row;
+  rows.expert = l->sorted.expert;
+  rows.adapter = l->sorted.adapter;
+  rows.count = l->sorted.count;
+  rows.segments = l->sorted.segments;
+
+  const int64_t width = moelora_padded_rank(p->lora.max_rank), row = width * p->lora.num_slices;
+  const int64_t own[3] = {width, routes->top_k * row, row};
+  delta_shrink s = {};
+  delta_expand e = {};
+  s.rows = e.rows = rows;
+  s.lora = e.lora = p->lora;
+  e.xa = s.xa = p->xa ? p->xa : l->xa[i];
+  s.xa_vectors = (uintptr_t)s.xa % 16 == 0;
+  for (int d = 0; d < 3; d++) {
+    s.xa_stride[d] = e.xa_stride[d] = p->xa ? p->xa_stride[d] : own[d];
+    s.xa_vectors = s.xa_vectors && s.xa_stride[d] % 8 == 0;
+  }
+  s.x = p->x;
+  s.x_stride = p->x_stride;
+  s.x_divisor = p->x_per_row ? 1 : routes->top_k;
+  s.k = (int32_t)p->k;
+  s.scalings = p->routes.lora_scalings ? routes->lora_scalings : nullptr;
+  e.after_shrink = p->x;
+  e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
+  e.out = p->sum_top_k ? l->z.data : p->out;
+  e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z.stride : p->out_stride[0];
+  e.out_stride[1] = p->sum_top_k ? l->z.stride : p->out_stride[1];
+  e.add = !p->sum_top_k && p->add_inputs;
+  e.silu_and_mul = !p->sum_top_k && p->silu_and_mul;
+  e.written = l->written;
+  if (p->x)
+    MOELORA_TRY(delta_launch_shrink(&s, &plan->shrink[i], exec));
+  if (p->out)
+    MOELORA_TRY(delta_launch_expand(&e, &plan->expand[i], exec));
+  if (!p->out || !p->sum_top_k)
+    return MOELORA_OK;
+
+  moelora_sum_launch sum = {};
+  sum.routes = *routes;
+  sum.z = l->z.data;
+  sum.z_stride = l->z.stride;
+  sum.written = l->written;
+  sum.max_rank = p->lora.max_rank;
+  sum.add = p->add_inputs;
+  sum.out = p->out;
+  sum.out_stride = p->out_stride[0];
+  sum.columns = (int32_t)p->columns;
+  return moelora_cuda_sum(&sum, plan->sum, exec);
+}
+
+bool has_rows(const moelora_delta_problem *p) {
+  return p->routes.max_loras > 0 &&
+         (p->lists.sorted_token_ids ? p->lists.num_active > 0
+                                    : p->routes.token_lora_mapping.data != nullptr);
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
+                                               const moelora_delta_plan *plan,
+                                               const moelora_exec *exec) {
+  return lay_out(problem, 1, plan, exec).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
+                                             const moelora_delta_plan *plan,
+                                             const moelora_exec *exec) {
+  if (!has_rows(p))
+    return MOELORA_OK;
+  const DeltaLayout l = lay_out(p, 1, plan, exec);
+  MOELORA_TRY(find_rows(p, &l, plan, exec));
+  return project(p, &l, 0, plan, exec);
+}
+
+/* ---- an adapter MLP ---- */
+
+namespace {
+
+/* A projection to `act`, and one of that which sums over top_k. Where `act` lies is not known yet.
+ */
+struct MlpProjections {
+  moelora_delta_problem of[2];
+
+  explicit MlpProjections(const moelora_mlp_delta_problem &p) : of() {
+    for (moelora_delta_problem &projection : of) {
+      projection.routes = p.routes;
+      projection.dtype = p.dtype;
+    }
+    moelora_delta_problem &up = of[0], &down = of[1];
+    up.routes.lora_scalings = nullptr; // once, behind the activation
+    up.lora = p.gate_up;
+    up.x = p.x;
+    up.x_stride = p.x_stride;
+    up.k = p.hidden;
+    up.columns = 2 * p.intermediate;
+    up.silu_and_mul = true;
+    up.out_stride[0] = p.routes.top_k * p.intermediate;
+    up.out_stride[1] = p.intermediate;
+    down.lora = p.down;
+    down.x_stride = down.k = p.intermediate;
+    down.x_per_row = true;
+    down.columns = p.hidden;
+    down.mul_routed_weight = down.add_inputs = down.sum_top_k = true;
+    down.out = p.out;
+    down.out_stride[0] = p.out_stride;
+  }
+};
+
+} // namespace
+
+extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                                   const moelora_delta_plan *plan,
+                                                   const moelora_exec *exec) {
+  return lay_out(MlpProjections(*problem).of, 2, plan, exec).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
+                                                 const moelora_delta_plan *plan,
+                                                 const moelora_exec *exec) {
+  if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
+    return MOELORA_OK;
+  MlpProjections projections(*p);
+  moelora_delta_problem &up = projections.of[0], &down = projections.of[1];
+  const DeltaLayout l = lay_out(projections.of, 2, plan, exec);
+  up.out = l.act;
+  down.x = l.act;
+  MOELORA_TRY(find_rows(&down, &l, plan, exec));
+  MOELORA_TRY(project(&up, &l, 0, plan, exec));
+  return project(&down, &l, 1, plan, exec);
+}

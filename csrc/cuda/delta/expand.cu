@@ -1,0 +1,274 @@
+/* Expand: z[p, slice * N + n] = sum over r of xa[p, slice, r] B[slice][l, e, n, r], into out
+ *
+ *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
+ *
+ * An item is some rows of a segment of a window, its columns are cut into tiles. Warps work alone.
+ * Two kernels, the second for segments of so few rows that B is what they cost:
+ *
+ *   expand_rows   xa, out and B come through shared memory, on their way while the steps before are
+ *                 multiplied: 16 rows and K_SPAN ranks of two groups of 32 columns, neighbours or a
+ *                 gate and its up. B stays in registers for an item if K_SPAN ranks cover the true
+ *                 rank. The CTAs that share a window take its tiles in turn, neighbouring warps
+ *                 neighbouring columns.
+ *   expand_thin   B straight into registers, and up to 8 rows at a time (delta/tile.cuh); no silu.
+ *                 The tiles of all items lie in one line, and each warp of the CTAs that share the
+ *                 window takes an equal part of it, so that most of its tiles have the same rows.
+ */
+#include "cuda/delta/tile.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/variant_ids.h"
+
+namespace {
+
+/* CTAs of an SM, as registers allow: B alone takes 16 of them for each 16 ranks. */
+template <int STEPS, bool SILU, bool VECTORS>
+constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
+/* Steps on their way, as many as kPortableShared holds. */
+template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
+
+template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
+  static constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
+  alignas(16) char stages[WARPS][STAGES][Expand<T, STEPS, SILU, VECTORS>::STAGE_BYTES];
+  Window<kRows<STEPS>> window;
+  RowAddresses<kRows<STEPS>> addresses;
+  Step<SILU> steps[WARPS][STAGES]; // what each stage is of
+  Step<SILU> next[WARPS];
+  int work_units;
+};
+
+/* tiles: of columns; part: rows of an item; stride: what all warps that share a window take at
+ * once. */
+template <class T, int STEPS, bool SILU, bool VECTORS>
+__global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS>)
+    expand_rows(const __grid_constant__ delta_expand p, int tiles, int part, int shares,
+                TileCoord stride) {
+  using E = Expand<T, STEPS, SILU, VECTORS>;
+  constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
+  extern __shared__ __align__(16) char memory[];
+  auto &shared = *(ExpandShared<T, STEPS, SILU, VECTORS> *)memory;
+  Window<E::ROWS> &w = shared.window;
+  RowAddresses<E::ROWS> &addresses = shared.addresses;
+  const int warp = threadIdx.x / 32;
+  bool early = p.after_shrink;
+  if (!early)
+    begin();
+
+  shared.work_units = (int)count_windows(p.rows) * shares;
+  for (int work_unit = blockIdx.x; work_unit < shared.work_units; work_unit += gridDim.x) {
+    load_share<32 * WARPS>(p, work_unit, shares, part, w, addresses);
+    const int number = work_unit % shares * WARPS + warp;
+    const auto start_item = [&](Step<SILU> &s) {
+      s.rank = 0;
+      if (s.at.part >= w.items)
+        return;
+      s.item.find(p, w, s.at, part);
+      s.row = s.item.from;
+      s.k = 0;
+      s.rank = w.rank[s.row];
+    };
+    const auto keep = [&](Step<SILU> &to, const Step<SILU> &s) {
+      if (threadIdx.x % 32 == 0)
+        to = s;
+    };
+    // What comes next is not in registers while there are products.
+    const auto fill = [&](int slot) {
+      __syncwarp(); // the stage has been read, what comes next is there
+      Step<SILU> s = shared.next[warp];
+      char *stage = shared.stages[warp][slot];
+      keep(shared.steps[warp][slot], s);
+      if (s.rank > 0 && E::wants_b(s))
+        E::copy_b(stage, p, w, s);
+      if (s.rank > 0 && E::wants_out(p, s))
+        E::copy_out(stage, p, addresses, s);
+      if (early)
+        begin();
+      early = false;
+      if (s.rank > 0) {
+        E::copy_xa(stage, p, addresses, s);
+        s.row += E::is_last(s) ? 16 : 0;
+        s.k = E::is_last(s) ? 0 : s.k + E::K_SPAN;
+        if (s.row >= s.item.to) {
+          s.at = s.at.next(stride, tiles);
+          start_item(s);
+        }
+        __syncwarp();
+        keep(shared.next[warp], s);
+      }
+      copy_async_commit();
+    };
+    Step<SILU> first;
+    first.at = {number / tiles, number % tiles};
+    start_item(first);
+    keep(shared.next[warp], first);
+#pragma unroll
+    for (int slot = 0; slot < STAGES; slot++)
+      fill(slot);
+    E expand;
+    float d[2][4][4];
+#pragma unroll 1
+    for (int slot = 0;; slot = slot + 1 == STAGES ? 0 : slot + 1) {
+      copy_async_wait<STAGES - 1>();
+      __syncwarp();
+      const Step<SILU> step = shared.steps[warp][slot];
+      if (step.rank == 0)
+        break;
+      const char *stage = shared.stages[warp][slot];
+      if (E::wants_b(step))
+        expand.read_b(stage, step);
+      if (E::ONE_SPAN || step.k == 0) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+          d[i / 16][i / 4 % 4][i % 4] = 0.f;
+      }
+      expand.multiply(d, stage, step);
+      uint32_t old[2][2][4] = {};
+      if (E::wants_out(p, step))
+        E::read_out(old, stage);
+      fill(slot);
+      if (E::is_last(step))
+        E::finish(d, old, p, addresses, step);
+    }
+  }
+  if (early)
+    begin();
+}
+
+/* ---- thin segments ---- */
+
+constexpr int kThinThreads = 256, kWindow = 512;
+constexpr int kPart = 32; // rows of an item at most
+
+/* CTAs of an SM, as registers allow. */
+template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
+
+/* Where a warp goes on: `left` tiles of a work unit, from tile `tile` of an item on. */
+struct Next {
+  int work_unit, item, tile, left;
+};
+
+struct ThinExpandShared {
+  Window<kWindow> window;
+  RowAddresses<kWindow> addresses;
+  int work_units;
+  Next next[kThinThreads / 32]; // not in registers meanwhile
+};
+
+template <class T, int STEPS>
+__global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
+    expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
+  using B = ThinTile<T, STEPS>;
+  extern __shared__ __align__(16) char memory[];
+  ThinExpandShared &shared = *(ThinExpandShared *)memory;
+  const Window<kWindow> &w = shared.window;
+  const RowAddresses<kWindow> &addresses = shared.addresses;
+  const int n = (int)p.lora.slice_n;
+  bool early = p.after_shrink;
+  if (!early)
+    begin();
+
+  shared.work_units = (int)count_windows(p.rows) * shares;
+  Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same
+  for (int work_unit = blockIdx.x; work_unit < shared.work_units;
+       work_unit = next.work_unit + gridDim.x) {
+    load_share<kThinThreads>(p, work_unit, shares, kPart, shared.window, shared.addresses);
+    const int number = work_unit % shares * (kThinThreads / 32) + (int)(threadIdx.x / 32);
+    const int workers = shares * (kThinThreads / 32), all = w.items * tiles;
+    const int each = all / workers, more = all % workers;
+    const int line = number * each + min(number, more);
+    next = {work_unit, line / tiles, line % tiles, each + (number < more)};
+    __syncwarp();
+#pragma unroll 1
+    while (next.left > 0) {
+      const Next at = next;
+      const int segment = w.segment_of(at.item);
+      const int from = w.low[segment] + (at.item - w.first[segment]) * kPart;
+      const int to = min(from + kPart, w.high[segment]);
+      const int rank = w.rank[from];
+      int count = min(tiles - at.tile, at.left);
+      __syncwarp(); // all lanes have read it
+      next = {at.work_unit, at.item + 1, 0, at.left - count};
+      __syncwarp();
+      int slice = at.tile / slice_tiles;
+      int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
+      const T *factor = nullptr;
+      bool fresh = true;
+#pragma unroll 1
+      for (; count > 0; count--) {
+        if (fresh)
+          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
+        const int own = B::own_column(first);
+        const int64_t stride = p.lora.b[slice].stride_i;
+        B b;
+        b.load_b(factor, stride, own, n, rank);
+        const T *xa = (const T *)p.xa + slice * p.xa_stride[0];
+        b.expand(p, addresses, from, to, rank, own, n, slice * n, [&](int row) {
+          if (early)
+            begin();
+          early = false;
+          return xa + addresses.xa[row];
+        });
+        first += B::COLUMNS;
+        fresh = first >= n;
+        if (fresh)
+          first = 0, slice++;
+      }
+    }
+  }
+  if (early)
+    begin();
+}
+
+/* ---- launch ---- */
+
+template <class T, int STEPS, bool SILU, bool VECTORS>
+moelora_status launch(delta_expand p, const moelora_expand_plan &plan, const moelora_exec *exec) {
+  constexpr size_t bytes = sizeof(ExpandShared<T, STEPS, SILU, VECTORS>);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
+  constexpr int WARPS = kWarps<STEPS>;
+  p.rows.window = plan.window;
+  const int warps = plan.shares * WARPS;
+  const TileCoord stride = {warps / plan.tiles, warps % plan.tiles};
+  return launch_waves<expand_rows<T, STEPS, SILU, VECTORS>>(
+      plan.waves, "delta_expand", plan.work, 32 * WARPS, bytes, exec, p, (int)plan.tiles,
+      (int)plan.part, (int)plan.shares, stride);
+}
+
+template <class T, int STEPS>
+moelora_status launch_thin(delta_expand p, const moelora_expand_plan &plan,
+                           const moelora_exec *exec) {
+  constexpr size_t bytes = sizeof(ThinExpandShared);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
+  p.rows.window = plan.window;
+  return launch_kernel<expand_thin<T, STEPS>>(
+      "delta_expand_thin", plan.work, kThinThreads, bytes, exec, p, (int)plan.tiles,
+      (int)plan.tiles / p.lora.num_slices, (int)plan.shares);
+}
+
+} // namespace
+
+extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
+                                              const moelora_expand_plan *plan,
+                                              const moelora_exec *exec) {
+  if (!plan->variant)
+    return MOELORA_OK;
+  switch (plan->variant->id) {
+#define LAUNCH(NAME, T, STEPS, GATED, ELEMENTS, CTAS)                                              \
+  case CUDA_##NAME:                                                                                \
+    static_assert(CTAS == kCtas<STEPS, GATED, !ELEMENTS>, #NAME);                                  \
+    return launch<T, STEPS, GATED, !ELEMENTS>(*expand, *plan, exec);
+#define MOELORA_CUDA_EXPAND(STEM, ...)                                                             \
+  LAUNCH(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
+  LAUNCH(expand_f16_##STEM, __half, __VA_ARGS__)
+#define LAUNCH_THIN(NAME, T, STEPS, CTAS)                                                          \
+  case CUDA_##NAME:                                                                                \
+    static_assert(CTAS == kThinCtas<STEPS>, #NAME);                                                \
+    return launch_thin<T, STEPS>(*expand, *plan, exec);
+#define MOELORA_CUDA_EXPAND_THIN(STEM, ...)                                                        \
+  LAUNCH_THIN(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                      \
+  LAUNCH_THIN(expand_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_THIN
+#undef LAUNCH
+  }
+  return moelora_no_kernel(plan->variant->name, "expands nothing");
+}

@@ -1,0 +1,325 @@
+/* Windows of routed rows in shared memory, cut into segments of one (expert, adapter) pair, and
+ * these into items of work.
+ *
+ * Several CTAs share a window: each of them loads all of it and takes every so many of its items,
+ * so that none waits for the one that got the most segments. A row that has no adapter, an adapter
+ * of rank 0 or no expert here has rank 0 and belongs to no segment: nothing of it is read or
+ * written.
+ *
+ * Batches of a window or two are sorted by each CTA for itself: that takes less than a launch. */
+#ifndef MOELORA_CUDA_DELTA_ROWS_CUH
+#define MOELORA_CUDA_DELTA_ROWS_CUH
+
+#include "cuda/align/align.cuh"
+#include "cuda/delta/delta.h"
+#include "cuda/launch/factors.cuh"
+#include "cuda/launch/routes.cuh"
+#include "cuda/ptx/mma.cuh"
+
+/* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
+ * high[s] - 1, and items from first[s] on. */
+template <int ROWS> struct Window {
+  static constexpr int WORDS = ROWS / 32;
+  int32_t row[ROWS], expert[ROWS], adapter[ROWS], rank[ROWS];
+  union {
+    struct {
+      int32_t low[ROWS], high[ROWS], first[ROWS];
+    };
+    uint16_t bins[6 * ROWS]; // of group_rows(), which is done before there are segments
+  };
+  uint32_t starts[WORDS]; // bit of each row that starts a segment
+  int32_t sums[WORDS];    // items of 32 segments
+  int32_t segments, items;
+
+  /* The segment of an item that is there; all lanes of a warp ask for the same one. */
+  __device__ __forceinline__ int segment_of(int item) const {
+    const int lane = threadIdx.x % 32, stride = (segments + 31) / 32;
+    const bool group = lane * stride < segments && first[lane * stride] <= item;
+    const int begin = (__popc(__ballot_sync(~0u, group)) - 1) * stride, s = begin + lane;
+    const bool here = lane < stride && s < segments && first[s] <= item;
+    return begin + __popc(__ballot_sync(~0u, here)) - 1;
+  }
+};
+
+/* What `window` of a list is: rows [first, end) of block `block` of the list of `adapter`. */
+struct ListWindow {
+  int32_t adapter = -1;
+  int64_t block = 0, first = 0, end = 0;
+};
+
+__device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
+  return (r.lists.block_size + r.window - 1) / r.window;
+}
+
+/* Windows of the list that entry `at` of lora_ids names. */
+__device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t at,
+                                                   int32_t *adapter) {
+  *adapter = -1;
+  if (at >= r.lists.num_active)
+    return 0;
+  int32_t id[1] = {r.lists.lora_ids[at]};
+  active_adapters(r.routes, id); // resolved: -1, or in range
+  if (id[0] < 0)
+    return 0;
+  *adapter = id[0];
+  const int64_t size = r.lists.block_size;
+  const int64_t used = min((int64_t)r.lists.num_tokens_post_padded[id[0]], r.lists.rows);
+  return min(max(used + size - 1, (int64_t)0) / size, r.lists.blocks) * windows_per_block(r);
+}
+
+/* Calls visit(adapter, windows before it, its windows) for each list, from all lanes of a warp with
+ * one list each; adapter is -1 for lanes without one. Returns the number of windows. */
+template <class Visit>
+__device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visit) {
+  int64_t before = 0;
+  for (int32_t at = 0; at < r.lists.num_active; at += 32) {
+    int32_t adapter;
+    const int lane = threadIdx.x % 32;
+    const int64_t own = windows_of_list(r, at + lane, &adapter);
+    const int64_t sum = warp_inclusive_sum(own);
+    visit(adapter, before + sum - own, own);
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  return before;
+}
+
+/* Sorted rows that are none have windows too: to ask how many there are would cost every kernel a
+ * round trip to memory before its first load. */
+__device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
+  if (r.order == MOELORA_LISTED)
+    return for_each_list(r, [](int32_t, int64_t, int64_t) {});
+  return (r.routes.num_rows + r.window - 1) / r.window;
+}
+
+__device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int64_t window) {
+  ListWindow found;
+  int64_t index = 0;
+  for_each_list(r, [&](int32_t adapter, int64_t before, int64_t own) {
+    const bool here = window >= before && window < before + own;
+    const uint32_t lanes = __ballot_sync(~0u, here);
+    if (lanes) {
+      found.adapter = __shfl_sync(~0u, adapter, __ffs(lanes) - 1);
+      index = window - __shfl_sync(~0u, before, __ffs(lanes) - 1);
+    }
+  });
+  const int64_t per_block = windows_per_block(r), size = r.lists.block_size;
+  found.block = index / per_block;
+  const int64_t block_end = min((found.block + 1) * size, r.lists.rows);
+  found.first = found.block * size + index % per_block * r.window;
+  found.end = min(min(found.first + r.window, block_end),
+                  found.adapter < 0 ? 0 : (int64_t)r.lists.num_tokens_post_padded[found.adapter]);
+  return found;
+}
+
+/* Row `i` of a window by routing or after sorting. */
+__device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t window, int i) {
+  RoutedRow found;
+  const int64_t at = window * r.window + i;
+  if (i >= r.window || at >= r.routes.num_rows)
+    return found;
+  if (r.order != MOELORA_SORTED)
+    return routed_row(r.routes, (uint32_t)at);
+  const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
+  if (at < *r.count) { // in flight with the others
+    found.row = row;
+    found.expert = expert;
+    found.adapter = adapter;
+  }
+  return found;
+}
+
+/* Row `i` of a window of a list. */
+__device__ __forceinline__ RoutedRow listed_row(const delta_rows &r, const ListWindow &list,
+                                                int i) {
+  RoutedRow found;
+  if (list.first + i >= list.end)
+    return found;
+  const int32_t row =
+      r.lists.sorted_token_ids[list.adapter * r.lists.sorted_stride + list.first + i];
+  const int32_t expert = r.lists.expert_ids[list.adapter * r.lists.expert_stride + list.block];
+  if (!inside(row, (int32_t)r.routes.num_rows) || !inside(expert, r.routes.num_experts))
+    return found;
+  found.row = row;
+  found.expert = expert;
+  found.adapter = list.adapter;
+  return found;
+}
+
+/* Puts the rows of a window in the order of their pairs, then of their numbers, the same in every
+ * CTA; those of rank 0 come last, as none. Begins and ends with a barrier.
+ *
+ * Shared atomics count the rows of each pair, a scan makes of that where they begin. The order in
+ * which they arrived is no one's but this CTA's: each row counts the earlier ones of its pair. */
+template <int THREADS, int ROWS, int PASSES>
+__device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w, int thread,
+                                           RoutedRow (&own)[PASSES], int (&rank)[PASSES]) {
+  uint32_t *const words = (uint32_t *)w.bins; // two bins each
+  int max_loras = r.routes.max_loras;
+  asm volatile("" : "+r"(max_loras)); // nor does what follows from it
+  const int used = r.routes.num_experts * max_loras / 2 + 1;
+  const int per_thread = (used + THREADS - 1) / THREADS, begin = min(thread * per_thread, used);
+  const int end = min(begin + per_thread, used);
+  int pair[PASSES], place[PASSES];
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    w.row[i] = w.expert[i] = w.adapter[i] = -1;
+    w.rank[i] = 0;
+  }
+  for (int i = begin; i < end; i++)
+    words[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    pair[pass] = own[pass].expert * max_loras + own[pass].adapter;
+    const int shift = pair[pass] % 2 * 16;
+    if (rank[pass] > 0)
+      place[pass] = atomicAdd(&words[pair[pass] / 2], 1u << shift) >> shift & 0xffff;
+  }
+  __syncthreads();
+  int rows = 0;
+  for (int i = begin; i < end; i++)
+    rows += (int)(words[i] & 0xffff) + (int)(words[i] >> 16);
+  const int upto = warp_inclusive_sum(rows), lane = thread % 32;
+  if (lane == 31)
+    w.sums[thread / 32] = upto;
+  __syncthreads();
+  int at = upto - rows;
+  for (int warp = 0; warp < thread / 32; warp++)
+    at += w.sums[warp];
+  for (int i = begin; i < end; i++) {
+    const uint32_t low = words[i] & 0xffff, high = words[i] >> 16;
+    words[i] = (uint32_t)at | ((uint32_t)at + low) << 16;
+    at += low + high;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++)
+    if (rank[pass] > 0)
+      w.row[w.bins[pair[pass]] + place[pass]] = pass * THREADS + thread;
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (rank[pass] == 0)
+      continue;
+    const int first = w.bins[pair[pass]], last = w.bins[pair[pass] + 1];
+    place[pass] = first;
+    for (int i = first; i < last; i++)
+      place[pass] += w.row[i] < pass * THREADS + thread;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (rank[pass] == 0)
+      continue;
+    w.row[place[pass]] = own[pass].row;
+    w.expert[place[pass]] = own[pass].expert;
+    w.adapter[place[pass]] = own[pass].adapter;
+    w.rank[place[pass]] = rank[pass];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    own[pass].row = w.row[i];
+    own[pass].expert = w.expert[i];
+    own[pass].adapter = w.adapter[i];
+    rank[pass] = w.rank[i];
+  }
+}
+
+/* Fills `w`, between barriers: whoever still reads the window before is waited for. On the way,
+ * each(i, p) is called by one thread for every row i of the window that has an adapter, and
+ * count(rows, rank) says how many items a segment is. */
+template <int THREADS, int ROWS, class Each, class Count>
+__device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
+                                            Each each, Count count) {
+  constexpr int PASSES = ROWS / THREADS, WORDS = ROWS / 32;
+  static_assert(ROWS % THREADS == 0 && THREADS % 32 == 0 && WORDS <= 32, "a word to a lane");
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread)); // what follows from it takes no register between windows
+  const int lane = thread % 32;
+  RoutedRow own[PASSES];
+  int rank[PASSES];
+  if (r.order != MOELORA_LISTED) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+      own[pass] = window_row(r, window, pass * THREADS + thread);
+  } else {
+    const ListWindow list = find_list_window(r, window);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+      own[pass] = listed_row(r, list, pass * THREADS + thread);
+  }
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++)
+    rank[pass] = own[pass].expert >= 0 && own[pass].adapter >= 0
+                     ? true_rank(r.routes, own[pass].adapter, r.max_rank)
+                     : 0;
+  if (r.order == MOELORA_GROUPED)
+    group_rows<THREADS>(r, w, thread, own, rank);
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    w.row[i] = own[pass].row;
+    w.expert[i] = own[pass].expert;
+    w.adapter[i] = own[pass].adapter;
+    w.rank[i] = rank[pass];
+    if (*(volatile int32_t *)&w.rank[i] > 0) // asked when it is needed: predicates are few
+      each(i, (uint32_t)own[pass].row);
+  }
+  __syncthreads();
+  int ends[PASSES]; // the row before was the last of a segment
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread, before = i > 0 ? i - 1 : 0;
+    const bool first =
+        i == 0 || w.expert[before] != own[pass].expert || w.adapter[before] != own[pass].adapter;
+    ends[pass] = first && i > 0 && w.rank[before] > 0;
+    asm volatile("" : "+r"(ends[pass]), "+r"(rank[pass]));
+    const uint32_t mask = __ballot_sync(~0u, first && rank[pass] > 0);
+    if (lane == 0)
+      w.starts[i / 32] = mask;
+  }
+  __syncthreads();
+  const int here = lane < WORDS ? __popc(w.starts[lane]) : 0, upto = warp_inclusive_sum(here);
+  const int segments = __shfl_sync(~0u, upto, 31);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    const int before =
+        __shfl_sync(~0u, upto - here, i / 32) + __popc(w.starts[i / 32] & ((1u << lane) - 1));
+    if (w.starts[i / 32] >> lane & 1)
+      w.low[before] = i;
+    if (ends[pass])
+      w.high[before - 1] = i;
+    if (i == ROWS - 1 && rank[pass] > 0)
+      w.high[segments - 1] = ROWS;
+  }
+  __syncthreads();
+  int items[PASSES], sum[PASSES];
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int s = pass * THREADS + thread;
+    items[pass] = s < segments ? count(w.high[s] - w.low[s], w.rank[w.low[s]]) : 0;
+    sum[pass] = warp_inclusive_sum(items[pass]);
+    if (lane == 31)
+      w.sums[s / 32] = sum[pass];
+  }
+  __syncthreads();
+  const int own_sum = lane < WORDS ? w.sums[lane] : 0, all = warp_inclusive_sum(own_sum);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int s = pass * THREADS + thread;
+    w.first[s] = __shfl_sync(~0u, all - own_sum, s / 32) + sum[pass] - items[pass];
+  }
+  if (thread == 31) {
+    w.segments = segments;
+    w.items = all;
+  }
+  __syncthreads();
+}
+
+#endif

@@ -1,0 +1,142 @@
+/* Up to 8 rows by some columns of B, both straight from memory: what expands of thin segments are
+ * made of. Columns of B are the M side of m16n8k16, rows the N side.
+ *
+ * Ranks have the slots that they have in delta/expand.cuh, so that a row's bits are the same.
+ * Slot g + 8 j of product t stands for column 2 t + j of those that the lanes with lane / 4 = g
+ * store: a lane ends up with neighbouring columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
+#ifndef MOELORA_CUDA_DELTA_TILE_CUH
+#define MOELORA_CUDA_DELTA_TILE_CUH
+
+#include "cuda/delta/expand.cuh"
+
+/* STEPS products of 16 ranks cover every rank. */
+template <class T, int STEPS> struct ThinTile {
+  static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks of a load
+  static constexpr int LOADS = 4 * STEPS / CHUNK;
+  static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // 16 columns each, as registers allow
+  static constexpr int OWN = 2 * PRODUCTS;            // columns of a lane
+  static constexpr int COLUMNS = 8 * OWN;
+  static constexpr int SIDE = 8; // rows of a product
+  using Ranks = uint32_t[LOADS][CHUNK / 2];
+
+  Ranks b[OWN];
+
+  /* Zeros from the true rank on. */
+  static __device__ __forceinline__ void mask(Ranks &v, int rank) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      mask_ranks(v[i], i * 4 * CHUNK, rank);
+  }
+
+  /* Where in a row a lane's ranks of a load are; those behind the true one are not read. */
+  static __device__ __forceinline__ int chunk(int i, int rank) {
+    const int r = i * 4 * CHUNK + (int)(threadIdx.x % 4) * CHUNK;
+    return r < rank ? r : 0;
+  }
+
+  /* The lane's columns from `own` on of the n rows of a factor; those behind are read again. */
+  __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
+                                         int rank) {
+    const T *row = factor + min(own, n - OWN) * stride;
+#pragma unroll
+    for (int c = 0; c < OWN; c++, row += stride)
+#pragma unroll
+      for (int i = 0; i < LOADS; i++)
+        load_alone(b[c][i], row + chunk(i, rank));
+  }
+
+  static __device__ __forceinline__ void load_xa(Ranks &xa, const T *row, int rank) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      read_words(xa[i], row + chunk(i, rank));
+  }
+
+  /* d = B xa^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
+  __device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Ranks &xa,
+                                           int rank) const {
+#pragma unroll
+    for (int t = 0; t < PRODUCTS; t++)
+      d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0.f;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      if (i * 4 * CHUNK >= rank)
+        continue;
+#pragma unroll
+      for (int half = 0; half < CHUNK / 4; half++)
+#pragma unroll
+        for (int t = 0; t < PRODUCTS; t++) {
+          const uint32_t a[4] = {b[2 * t][i][2 * half], b[2 * t + 1][i][2 * half],
+                                 b[2 * t][i][2 * half + 1], b[2 * t + 1][i][2 * half + 1]};
+          mma_16816<T>(d[t], a, &xa[i][2 * half]);
+        }
+    }
+  }
+
+  /* What rows `own` and own + 1 of a window below `to` hold in `out` from `column` on. */
+  using Old = uint32_t[2][OWN / 2];
+  template <int ROWS>
+  static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
+                                                  const RowAddresses<ROWS> &addresses, int own,
+                                                  int to, int column) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+#pragma unroll
+      for (int c = 0; c < OWN / 2; c++)
+        old[j][c] = 0;
+      if (p.add && own + j < to)
+        load_alone(old[j], (const T *)p.out + addresses.out[own + j] + column);
+    }
+  }
+
+  /* out = old + weight d, of the same rows and columns. */
+  template <int ROWS>
+  static __device__ __forceinline__ void
+  finish(const float (&d)[PRODUCTS][4], const Old &old, const delta_expand &p,
+         const RowAddresses<ROWS> &addresses, int own, int to, int column) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (own + j >= to)
+        continue;
+      const float weight = addresses.weight[own + j];
+      float z[OWN];
+#pragma unroll
+      for (int c = 0; c < OWN; c++)
+        z[c] = element_of<T>(old[j], c) + weight * d[c / 2][c % 2 * 2 + j];
+      store_columns<T>(p, addresses.out[own + j] + column, z);
+    }
+  }
+
+  /* Of lane / 4 among those of a warp's tile from `first` on; from n on nobody wants them. */
+  static __device__ __forceinline__ int own_column(int first) {
+    return first + (int)(threadIdx.x % 32 / 4) * OWN;
+  }
+
+  /* out [+]= weight xa B^T of rows [from, to) of a window and the lane's columns from `own` on of n
+   * in a slice, whose first is column `slice` of out. find_xa(row) is where the ranks of a row
+   * lie, asked for when all other loads are under way. */
+  template <int ROWS, class Find>
+  __device__ __forceinline__ void expand(const delta_expand &p, const RowAddresses<ROWS> &addresses,
+                                         int from, int to, int rank, int own, int n, int slice,
+                                         Find find_xa) {
+    const int end = own < n ? to : 0, column = slice + own;
+#pragma unroll 1
+    for (int row = from; row < to; row += SIDE) {
+      const int own_row = row + (int)(threadIdx.x % 4) * 2;
+      Old old;
+      load_old(old, p, addresses, own_row, end, column);
+      Ranks xa;
+      load_xa(xa, find_xa(min(row + (int)(threadIdx.x % 32 / 4), to - 1)), rank);
+      mask(xa, rank);
+      if (row == from) { // not before: other loads are on their way
+#pragma unroll
+        for (int c = 0; c < OWN; c++)
+          mask(b[c], rank);
+      }
+      float d[PRODUCTS][4];
+      multiply(d, xa, rank);
+      finish(d, old, p, addresses, own_row, end, column);
+    }
+  }
+};
+
+#endif

@@ -1,0 +1,24 @@
+/* sm_80 and up: products of a backward, with native weights as they lie. */
+#ifndef MOELORA_CUDA_SM80_BACK_CUH
+#define MOELORA_CUDA_SM80_BACK_CUH
+
+#include "cuda/gemm/sm80/gemm.cuh"
+
+namespace {
+
+template <class E> struct Transposed : E {
+  static constexpr bool TRANSPOSED = true;
+};
+
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
+  using E = Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, MOELORA_KERNEL_NATIVE>>;
+
+  static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *plan,
+                            const moelora_exec *exec) {
+    return KernelSm80<E, T, STAGES>::run(g, plan->vectors, exec);
+  }
+};
+
+} // namespace
+
+#endif

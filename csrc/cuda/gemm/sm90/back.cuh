@@ -1,0 +1,56 @@
+/* Hopper: products of a backward, with native weights as they lie. */
+#ifndef MOELORA_CUDA_SM90_BACK_CUH
+#define MOELORA_CUDA_SM90_BACK_CUH
+
+#include "cuda/gemm/sm90/launch.cuh"
+#include "cuda/gemm/sm90/transposed.cuh"
+
+namespace {
+
+/* Boxes of 64 outputs by 64 elements of K. Row-major weights are [E, 1, K, outputs]; packed ones
+ * [E * K / 64, outputs / 64, 64, 64]. Out-of-bounds elements read as zero. */
+moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16,
+                                      CUtensorMap *map) {
+  const moelora_weights *w = &g->weights.w;
+  const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
+  const cuuint64_t matrix = w->stride_e ? (cuuint64_t)w->stride_e * 2 : row * w->n;
+  const cuuint64_t tile = 64 * 64 * 2, tiles = w->k / 64;
+  const cuuint64_t sizes[2][4] = {{(cuuint64_t)w->k, (cuuint64_t)w->n, 1, experts},
+                                  {64, 64, tiles, experts * (w->n / 64)}};
+  const cuuint64_t strides[2][3] = {{row, matrix, matrix}, {64 * 2, tile, tile * tiles}};
+  const cuuint32_t box[4] = {64, 64, 1, 1};
+  return moelora_encode_map(map, is_bf16, 4, w->data, sizes[w->packed], strides[w->packed], box);
+}
+
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
+  static constexpr bool BF16 = Element<T>::is_bf16;
+
+  static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *,
+                            const moelora_exec *exec) {
+    return g->through.dgu ? run_as<true, EpilogueMode::THROUGH>(g, exec)
+                          : run_as<false, EpilogueMode::PLAIN>(g, exec);
+  }
+
+  template <bool THROUGH, EpilogueMode MODE>
+  static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
+    using S = TransposedShape<BLOCK_M, BLOCK_N / 128, STAGES, THROUGH>;
+    static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
+                  "the plan launches another kernel");
+    GemmMaps maps = {};
+    MOELORA_TRY(map_transposed_weights(g, BF16, &maps.w));
+    if (g->tokens.divisor.value == 0)
+      MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
+                                S::REST_BOX, &maps.x));
+    if (!THROUGH)
+      MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
+                                g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
+                                &maps.out));
+    return launch_kernel<gemm_sm90<S, T, MODE>>(
+        "back_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS,
+        kSharedBytes<S>, exec, maps.w, maps.x, maps.out, maps.b, *g);
+  }
+};
+
+} // namespace
+
+#endif

@@ -1,9 +1,0 @@
-/* Hopper GEMM: weights of the dtype of x. */
-#include "cuda/gemm/sm90/launch.cuh"
-
-moelora_status moelora_cuda_gemm_SM90_NATIVE(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM90, MOELORA_KERNEL_NATIVE, LaunchSm90>(g, variant, plan, exec);
-}

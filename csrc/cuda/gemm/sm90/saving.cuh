@@ -1,0 +1,25 @@
+/* Hopper: activated projections of native weights that save what is before the activation. */
+#ifndef MOELORA_CUDA_SM90_SAVING_CUH
+#define MOELORA_CUDA_SM90_SAVING_CUH
+
+#include "cuda/gemm/sm90/launch.cuh"
+
+namespace {
+
+template <class S> struct Saving : S {
+  static constexpr bool SAVES = true, GENERAL_EPILOGUE = false;
+};
+
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchSaving {
+  using Launch = LaunchSm90<FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>;
+
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                            const moelora_exec *exec) {
+    return Launch::template run_as<Saving<typename Launch::AnyShape>>(g, plan, exec);
+  }
+};
+
+} // namespace
+
+#endif

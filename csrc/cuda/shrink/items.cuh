@@ -1,0 +1,174 @@
+/* The items of a shrink that goes block by block: up to `part` tokens of a segment, for each team
+ * that takes tokens, by up to RANKS rows of A, slice after slice.
+ *
+ * Where the sort has listed segments, every CTA counts the items of all of them, and takes each
+ * gridDim-th: none has more than one more than another, and those that run together share A or x in
+ * L2. Where it has not, segments are found in blocks: the items of a block are dealt to `shares`
+ * work units, and these to CTAs, so that those that run together work on a `group` of neighbouring
+ * blocks; the warps of a CTA look for the items of a work unit each. That serves as well where
+ * segments are few. */
+#ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
+#define MOELORA_CUDA_SHRINK_ITEMS_CUH
+
+#include "cuda/shrink/segments.cuh"
+
+constexpr int kLanes = 8;    // tokens of a block that a lane looks after
+constexpr int kShares = 8;   // of a block, for every RANKS ranks
+constexpr int kSegments = 5; // that a thread loads at once
+
+struct ShrinkParams {
+  moelora_shrink_launch s;
+  int32_t part, shares, group;
+  bool listed; // segments, which all CTAs share evenly
+  bool few;    // one look of all CTAs finds everything
+};
+
+/* How the teams of a CTA share an item of so many columns: team t * ranks + r has the r-th part of
+ * the columns and the t-th of the tokens. */
+template <class S> struct Teams {
+  static_assert(S::TEAMS <= 2, "one side takes them all");
+  int ranks, tokens;
+
+  __device__ __forceinline__ explicit Teams(int columns)
+      : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
+  /* Tokens of each team that takes some of `count`. */
+  __device__ __forceinline__ int split(int count) const {
+    return ceil_divide(count, 8 * tokens) * 8;
+  }
+};
+
+/* How a segment of `rows` tokens is cut: into parts of `tokens`, and these into chunks of columns.
+ */
+template <class S> struct SegmentCut {
+  int tokens = 1, parts = 0, chunks = 0;
+
+  __device__ __forceinline__ SegmentCut(const ShrinkParams &p, int packed, int rows) {
+    if (packed < 0 || rows == 0)
+      return;
+    const int columns = columns_of(p.s.adapters.lora, packed);
+    const Teams<S> teams(columns);
+    const int most = teams.tokens * p.part;
+    tokens = rows, parts = 1, chunks = ceil_divide(columns, S::RANKS);
+    if (rows > most) {
+      tokens = teams.split(ceil_divide(rows, ceil_divide(rows, most))) * teams.tokens;
+      parts = ceil_divide(rows, tokens);
+    }
+  }
+  __device__ __forceinline__ int items() const { return parts * chunks; }
+};
+
+template <class S> struct ShrinkItems {
+  static constexpr int OF_WARP = 32 * kLanes / kShares; // of a work unit at most
+  static constexpr int LISTED = S::WARPS * OF_WARP;
+  SegmentItem items[S::WARPS][OF_WARP];
+  int found[S::WARPS];
+
+  /* Lists the CTA's items from number `from` on that fit, and returns how many it has in all. All
+   * threads come here. */
+  __device__ __forceinline__ int list(const ShrinkParams &p, int from) {
+    const int segments = segments_of(p.s), each = ceil_divide(segments, S::THREADS);
+    const int low = min((int)threadIdx.x * each, segments), high = min(low + each, segments);
+    const int cta = blockIdx.x, ctas = gridDim.x;
+    int own = 0, all;
+    visit(p, low, high, [&](int, const int4 &, const SegmentCut<S> &cut) { own += cut.items(); });
+    int before = sum_before<S::WARPS>(own, found, &all, [] { __syncthreads(); });
+    // Of the CTA's items, number cta + i ctas of all, the first of this thread's segments.
+    int slot = before <= cta ? 0 : ceil_divide(before - cta, ctas), next = cta + slot * ctas;
+    if (next < before + own)
+      visit(p, low, high, [&](int key, const int4 &v, const SegmentCut<S> &cut) {
+        const int end = before + cut.items();
+        for (; next < end; next += ctas, slot++)
+          if (slot >= from && slot < from + LISTED)
+            items[0][slot - from] = item_of(p.s, key, v, cut, next - before);
+        before = end;
+      });
+    __syncthreads();
+    return all <= cta ? 0 : ceil_divide(all - cta, ctas);
+  }
+
+  /* Writes the items of a work unit and returns how many there are; a warp. */
+  __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit) {
+    const moelora_shrink_launch &s = p.s;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = s.schedule.blocks.rows;
+    if (work_unit >= blocks * p.shares)
+      return 0;
+    const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the groups before
+    const int height = min(p.group, blocks - before), rest = work_unit - before * p.shares;
+    const int block = before + rest % height, share = rest / height;
+    const int position = block * rows;
+    if (s.tokens.divisor.value && lane * 8 < rows)
+      prefetch(s.schedule.blocks.sorted_ids + position + lane * 8);
+    const int expert = s.schedule.blocks.expert_ids[block];
+    Segments<kLanes> segments;
+    segments.load(s.schedule.blocks, s.adapters.lora.max_rank, position, rows);
+    const uint32_t magic = moelora_divisor_of(rows).magic;
+    int count = 0; // of the block, so far
+#pragma unroll 1
+    for (int i = 0; i * 32 < rows; i++) {
+      const int low = i * 32 + lane;
+      int packed = -1, high = low;
+#pragma unroll
+      for (int j = 0; j < kLanes; j++)
+        if (j == i && segments.starts[j] >> lane & 1)
+          packed = segments.packed[j];
+      if (packed >= 0) {
+        high = segments.next(low + 1, rows);
+        if (s.scalings)
+          prefetch(s.scalings + packed / kRanks);
+      }
+      const SegmentCut<S> cut(p, packed, high - low);
+      const int end = warp_inclusive_sum(cut.items()), first = count + end - cut.items();
+      for (int j = (share + p.shares - first % p.shares) % p.shares; j < cut.items();
+           j += p.shares) {
+        const int at = low + j / cut.chunks * cut.tokens;
+        items[warp][(first + j) / p.shares] = SegmentItem{expert,
+                                                          packed,
+                                                          position,
+                                                          at,
+                                                          rows,
+                                                          magic,
+                                                          min(cut.tokens, high - at),
+                                                          j % cut.chunks * S::RANKS};
+      }
+      count += __shfl_sync(0xffffffffu, end, 31);
+    }
+    return (count - share + p.shares - 1) / p.shares;
+  }
+
+private:
+  /* Segments [low, high) of the list, some loads on their way at once. */
+  template <class Visit>
+  static __device__ __forceinline__ void visit(const ShrinkParams &p, int low, int high,
+                                               Visit visit) {
+#pragma unroll 1
+    for (int base = low; base < high; base += kSegments) {
+      int4 batch[kSegments];
+#pragma unroll
+      for (int u = 0; u < kSegments; u++)
+        batch[u] = load_segment(p.s, min(base + u, high - 1));
+#pragma unroll
+      for (int u = 0; u < kSegments; u++)
+        if (base + u < high)
+          visit(base + u, batch[u], SegmentCut<S>(p, batch[u].x, batch[u].z));
+    }
+  }
+
+  /* Item `number` of a segment: all parts of a chunk follow each other. */
+  static __device__ __forceinline__ SegmentItem item_of(const moelora_shrink_launch &s, int key,
+                                                        const int4 &v, const SegmentCut<S> &cut,
+                                                        int number) {
+    const moelora_segment segment = {v.x, v.y, v.z, v.w};
+    const int chunk = number / cut.parts, from = (number - chunk * cut.parts) * cut.tokens;
+    const int block = segment.position / s.schedule.blocks.rows * s.schedule.blocks.rows;
+    return {key / (s.schedule.max_loras + 1),
+            segment.packed,
+            block,
+            segment.position - block + from,
+            segment.share,
+            moelora_divisor_of(segment.share).magic,
+            min(cut.tokens, segment.count - from),
+            chunk * S::RANKS};
+  }
+};
+
+#endif

@@ -1,0 +1,224 @@
+/* What the shrink kernels share: rows of A by token rows, and their sums over the depth.
+ *
+ * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
+ * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
+ * depth the elements 8 (t%4) to 8 (t%4) + 7; lanes exchange what makes two products of 16
+ * neighbours of that, as those of all kernels are. Rows of A or tokens that are not there repeat
+ * the last ones: their sums reach no other row, and nobody stores them.
+ *
+ * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
+ * each a k-span of whole lines of 64, and what they found is added up in that order. */
+#ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
+#define MOELORA_CUDA_SHRINK_PRODUCT_CUH
+
+#include "cuda/launch/factors.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/warp.cuh"
+#include "cuda/ptx/mma.cuh"
+
+constexpr int kStep = 32, kLine = 64; // of depth
+constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
+constexpr int kRegisters = 108;       // so many for sums, pointers and loads
+
+template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_>
+struct Shape {
+  static constexpr int RESIDENT = RESIDENT_; // warps of an SM
+  static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
+  static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
+  static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
+  static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
+  static constexpr int PITCH = RANKS + 4; // no bank conflicts between the lanes of a store
+};
+
+template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
+
+/* True rank of a packed rank. */
+__device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) {
+  return min(packed % kRanks, lora.max_rank);
+}
+
+/* Columns of A of all slices together. */
+__device__ __forceinline__ int columns_of(const moelora_factors &lora, int packed) {
+  return moelora_padded_rank(rank_of(lora, packed)) * lora.num_slices;
+}
+
+__device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int packed) {
+  return s.scalings ? s.unit * s.scalings[packed / kRanks] : s.unit;
+}
+
+__host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
+  return (a + b - 1) / b;
+}
+
+/* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
+template <class T, bool VECTORS, bool ONCE>
+__device__ __forceinline__ uint4 load_row(const T *from, int left) {
+  if constexpr (VECTORS)
+    return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
+  else
+    return load_elements(from, left);
+}
+
+/* What a lane loads: 16 M rows of A, and of 8 N tokens. */
+template <class T, class S, int M, int N> struct Rows {
+  const T *a[2 * M], *x[N];
+  int left; // of each, for this warp
+
+  /* Ranks from `column` on, of `columns` that all slices have together, depth from `k` on. */
+  __device__ __forceinline__ void find_a(const moelora_factors &lora, int adapter, int expert,
+                                         int rank, int column, int columns, int k) {
+    const int lane = threadIdx.x % 32;
+    const int width = moelora_padded_rank(rank);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+      const int tile = min(column + m * 16, columns - 16), slice = tile / width;
+      const moelora_factor &f = lora.a[slice];
+      const T *factor = factor_row<T>(f, adapter, expert, 0) + k;
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        a[2 * m + half] =
+            factor + min(tile - slice * width + half * 8 + lane / 4, rank - 1) * f.stride_i;
+    }
+  }
+
+  template <bool VECTORS>
+  __device__ __forceinline__ void load_a(uint4 (&to)[2 * M], int step) const {
+#pragma unroll
+    for (int m = 0; m < 2 * M; m++)
+      to[m] = load_row<T, VECTORS, true>(a[m] + step * kStep, left - step * kStep);
+  }
+
+  template <bool VECTORS> __device__ __forceinline__ void load_x(uint4 (&to)[N], int step) const {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      to[n] = load_row<T, VECTORS, S::TEAMS == 1>(x[n] + step * kStep, left - step * kStep);
+  }
+
+  __device__ __forceinline__ void advance(int steps) {
+    left -= steps * kStep;
+#pragma unroll
+    for (int m = 0; m < 2 * M; m++)
+      a[m] += steps * kStep;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      x[n] += steps * kStep;
+  }
+};
+
+/* The sums of a warp for 16 M columns of A from `column` on, nothing if that is behind the last,
+ * and up to 8 N tokens, over k-span number `span` of the team's. `operands` finds both.
+ * All threads come here. */
+template <class T, class S, bool VECTORS, int M, int N, class Operands>
+__device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,
+                                         Sums<S> &sums) {
+  constexpr int LOADS = 2 * M + N;
+  constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
+  constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int columns = operands.columns();
+  float d[M][N][4] = {};
+  const int share = ceil_divide(ceil_divide(depth, kLine), S::DEPTHS) * kLine;
+  const int begin = span * share, end = min(begin + share, depth);
+  if (column < columns && begin < end) {
+    const int k = begin + lane % 4 * 8;
+    Rows<T, S, M, N> rows;
+    uint4 a[STEPS][2 * M], x[STEPS][N];
+    rows.left = end - k;
+    operands.find_a(rows, column, columns, k);
+#pragma unroll
+    for (int slot = 0; slot < STEPS; slot++)
+      rows.template load_a<VECTORS>(a[slot], slot);
+    operands.find_x(rows.x, k);
+#pragma unroll
+    for (int slot = 0; slot < STEPS; slot++)
+      rows.template load_x<VECTORS>(x[slot], slot);
+#pragma unroll 1
+    for (int steps = ceil_divide(end - begin, kStep); steps > 0; steps -= STEPS) {
+      rows.advance(STEPS);
+#pragma unroll
+      for (int slot = 0; slot < STEPS; slot++) {
+#pragma unroll
+        for (int n = 0; n < N; n++)
+          x[slot][n] = neighbors_16(x[slot][n]);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          const uint4 low = neighbors_16(a[slot][2 * m]),
+                      high = neighbors_16(a[slot][2 * m + 1]);
+          const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+          const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+          for (int n = 0; n < N; n++) {
+            const uint32_t b0[2] = {x[slot][n].x, x[slot][n].y};
+            const uint32_t b1[2] = {x[slot][n].z, x[slot][n].w};
+            mma_16816<T>(d[m][n], a0, b0);
+            mma_16816<T>(d[m][n], a1, b1);
+          }
+        }
+        rows.template load_a<VECTORS>(a[slot], slot);
+        rows.template load_x<VECTORS>(x[slot], slot);
+      }
+    }
+  }
+  __syncthreads(); // the sums before have been read
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        sums[warp % S::DEPTHS][n * 8 + 2 * (lane % 4) + q % 2]
+            [warp / S::DEPTHS * S::TEAM_RANKS + m * 16 + lane / 4 + q / 2 * 8] = d[m][n][q];
+  __syncthreads();
+}
+
+/* multiply() for `tokens` of them, as few n8 tiles as hold them. */
+template <class T, class S, bool VECTORS, int M, class Operands>
+__device__ __forceinline__ void multiply_tokens(int tokens, const Operands &operands, int column,
+                                                int depth, int span, Sums<S> &sums) {
+  switch (ceil_divide(tokens, 8)) {
+#define MOELORA_TOKENS(N)                                                                          \
+  case N:                                                                                          \
+    if constexpr (8 * N <= S::TOKENS)                                                              \
+      multiply<T, S, VECTORS, M, N>(operands, column, depth, span, sums);                          \
+    break
+    MOELORA_TOKENS(1);
+    MOELORA_TOKENS(2);
+    MOELORA_TOKENS(3);
+    MOELORA_TOKENS(4);
+    MOELORA_TOKENS(5);
+    MOELORA_TOKENS(6);
+#undef MOELORA_TOKENS
+  }
+}
+
+/* Eight columns of a token: what the warps of a team found, in their order. */
+template <class S>
+__device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, int token,
+                                          int column) {
+#pragma unroll
+  for (int depth = 0; depth < S::DEPTHS; depth++)
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const float4 v = *(const float4 *)&sums[depth][token][column + j];
+      sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
+    }
+}
+
+/* Sums of ranks r and r + 1, scaled and rounded, zeros from the true rank on. */
+template <class T>
+__device__ __forceinline__ uint32_t round_two(const float *sum, float scaling, int r, int rank) {
+  return pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
+}
+
+/* The same of eight ranks from r on. */
+template <class T>
+__device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scaling, int r,
+                                             int rank) {
+  uint32_t rounded[4];
+#pragma unroll
+  for (int j = 0; j < 8; j += 2)
+    rounded[j / 2] = round_two<T>(sum + j, scaling, r + j, rank);
+  return make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
+}
+
+#endif

@@ -1,0 +1,217 @@
+/* Whole segments, as the alignment lists them, shared out evenly among the CTAs of a shrink.
+ *
+ * Segments are laid end to end, each as long as what it reads: its rows of x and, for every TOKENS
+ * of them, its rows of A. Every CTA takes an equal part of that length. A segment that lies in
+ * several parts is cut between rows, in sixteens, or, if twice as many rows of A as of x would be
+ * read twice, goes to one of them; what a part has of it is cut evenly into items of up to TOKENS
+ * rows. Where CTAs are many to a segment, each takes an equal part of one segment instead, and
+ * reads no second A. How rows are cut changes no bit: each is multiplied by itself, over all of the
+ * depth, in the same order. */
+#ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
+#define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
+
+#include "cuda/shrink/product.cuh"
+#include "cuda/gemm/common/tile.cuh"
+#include "cuda/launch/warp.cuh"
+
+constexpr int kListedItems = 64; // of a CTA, listed at once
+constexpr int kCut = 16;         // rows
+constexpr int kAnotherPart = 32; // rows that a pass over the depth for another segment costs
+
+/* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
+ * beginning of block `block` on, a position; each block has `share` of them. */
+struct SegmentItem {
+  int expert, packed, block, row, share;
+  uint32_t magic; // of `share` as a divisor
+  int tokens, first;
+
+  /* Where a token's row lies. */
+  __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
+    const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
+    return block + blocks * s.schedule.blocks.rows + at - blocks * share;
+  }
+  __device__ __forceinline__ int x_row(const moelora_shrink_launch &s, int token) const {
+    uint32_t at[] = {(uint32_t)position_of(s, token)};
+    find_x_rows(s.schedule.blocks, s.tokens, at);
+    return at[0];
+  }
+};
+
+/* Slice 0 of what an item's token becomes. */
+template <class T>
+__device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const SegmentItem &item,
+                                        int token) {
+  const int at = item.position_of(s, token);
+  return (T *)s.xa + (s.by_row ? s.schedule.blocks.sorted_ids[at] : at) * s.adapters.xa_stride;
+}
+
+/* Items of a CTA, in shared memory; WARPS warps list them. */
+template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
+  static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
+  SegmentItem items[kListedItems];
+  int64_t warp_length[WARPS];
+  int warp_used[WARPS];
+  int longest; // rows of x of a segment
+  // The CTA's part, the first segment that reaches into it and where that begins, and the CTAs of
+  // each segment, see SegmentLength.
+  int64_t part_begin, part_end, begin;
+  int first, ctas;
+  int all; // items that the part has
+};
+
+/* Sum of `value` over the threads before this one, and over all of them; one `sync`. */
+template <int WARPS, class Value, class Sync>
+__device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS], Value *all,
+                                            Sync sync) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Value inclusive = warp_inclusive_sum(value);
+  if (lane == 31)
+    warp_sum[warp] = inclusive;
+  sync();
+  Value before = 0;
+  *all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    before += w < warp ? warp_sum[w] : 0;
+    *all += warp_sum[w];
+  }
+  return before + inclusive - value;
+}
+
+/* What a segment reads, in rows; or, if they are not 0, the CTAs that each segment gets. */
+template <class L> struct SegmentLength {
+  int columns = 0, chunks = 0;
+  int64_t rows = 0;
+  bool whole = false; // not cut
+
+  __device__ __forceinline__ SegmentLength(const moelora_shrink_launch &s, int2 packed_and_count,
+                                           int ctas = 0) {
+    const int packed = packed_and_count.x, count = packed_and_count.y;
+    if (packed < 0 || count == 0)
+      return;
+    columns = columns_of(s.adapters.lora, packed);
+    chunks = ceil_divide(columns, L::RANKS);
+    whole = ctas == 0 && count <= L::TOKENS && columns >= 2 * count;
+    rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
+  }
+
+  /* The first of the segment's `count` rows that lies behind `cut`; it begins at `begin`. */
+  __device__ __forceinline__ int row_at(int count, int64_t begin, int64_t cut) const {
+    if (cut <= begin || rows == 0)
+      return 0;
+    if (cut >= begin + rows)
+      return count;
+    if (whole)
+      return 2 * (cut - begin) < rows ? 0 : count;
+    return (int)((cut - begin) * count / rows / kCut) * kCut;
+  }
+};
+
+__device__ __forceinline__ int segments_of(const moelora_shrink_launch &s) {
+  return s.schedule.num_experts * (s.schedule.max_loras + 1);
+}
+
+__device__ __forceinline__ int4 load_segment(const moelora_shrink_launch &s, int i) {
+  return *(const int4 *)&s.schedule.blocks.segments[i];
+}
+
+/* The CTA's part. All threads of the list's warps come here and synchronize by sync(); `sizes` is
+ * shared memory for the (packed rank, count) of every segment. */
+template <class L, class Sync>
+__device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &list, int2 *sizes,
+                                          Sync sync) {
+  constexpr int THREADS = 32 * L::WARPS, BATCH = 10; // loads in flight
+  const int segments = segments_of(s);
+  for (int base = threadIdx.x; base < segments; base += BATCH * THREADS) {
+    int4 batch[BATCH];
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      batch[u] = load_segment(s, min(base + u * THREADS, segments - 1));
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      if (base + u * THREADS < segments)
+        sizes[base + u * THREADS] = make_int2(batch[u].x, batch[u].z);
+  }
+  if (threadIdx.x == 0)
+    list.first = segments, list.longest = 0;
+  sync();
+  const int per_thread = ceil_divide(segments, THREADS) | 1; // odd: all banks
+  const int low = min((int)threadIdx.x * per_thread, segments),
+            high = min(low + per_thread, segments);
+  int64_t own = 0, all;
+  int own_used = 0, used, longest = 0;
+  for (int i = low; i < high; i++) {
+    const SegmentLength<L> length(s, sizes[i]);
+    own += length.rows;
+    own_used += length.rows > 0;
+    longest = max(longest, length.rows > 0 ? sizes[i].y * length.chunks : 0);
+  }
+  atomicMax(&list.longest, longest);
+  int64_t at = sum_before(own, list.warp_length, &all, sync);
+  const int used_before = sum_before(own_used, list.warp_used, &used, sync);
+  const int each = used ? (int)gridDim.x / used : 0;
+  int64_t parts = gridDim.x;
+  int ctas = 0;
+  // An equal part, a second A and the pass over it would be as much.
+  if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
+    ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
+    all = parts = (int64_t)used * each;
+  }
+  const int64_t part_begin = min(all * blockIdx.x / parts, all);
+  if (threadIdx.x == 0) {
+    list.part_begin = part_begin, list.part_end = min(all * (blockIdx.x + 1) / parts, all);
+    list.ctas = ctas;
+  }
+  if (at <= part_begin && part_begin < at + own) {
+    int i = low;
+    for (int64_t rows; at + (rows = SegmentLength<L>(s, sizes[i], ctas).rows) <= part_begin; i++)
+      at += rows;
+    list.first = i, list.begin = at;
+  }
+  sync();
+}
+
+/* Lists the items of the CTA's part from number `listed` on that fit, and counts all. The first
+ * warp does, a lane for each segment. */
+template <class L>
+__device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
+  if (threadIdx.x >= 32)
+    return;
+  const int segments = segments_of(s);
+  const int64_t part_begin = list.part_begin, part_end = list.part_end;
+  int64_t at = list.begin;
+  int all = 0;
+  for (int base = list.first; base < segments && at < part_end; base += 32) {
+    const int i = base + (int)threadIdx.x;
+    const int4 v = load_segment(s, min(i, segments - 1));
+    const moelora_segment segment = {i < segments ? v.x : -1, v.y, v.z, v.w};
+    const SegmentLength<L> length(s, make_int2(segment.packed, segment.count), list.ctas);
+    const int64_t end = at + warp_inclusive_sum(length.rows);
+    const int low = length.row_at(segment.count, end - length.rows, part_begin);
+    const int high = length.row_at(segment.count, end - length.rows, part_end);
+    const int cuts = ceil_divide(high - low, L::TOKENS), items = cuts * length.chunks;
+    const int number = all + warp_inclusive_sum(items);
+    if (items > 0) {
+      const int rows = ceil_divide(high - low, kCut * cuts) * kCut;
+      const int block = segment.position / s.schedule.blocks.rows * s.schedule.blocks.rows;
+      const uint32_t magic = moelora_divisor_of(segment.share).magic;
+      for (int j = 0; j < items; j++) {
+        const int from = low + j / length.chunks * rows, to = number - items - listed + j;
+        if (to >= 0 && to < kListedItems)
+          list.items[to] = {i / (s.schedule.max_loras + 1),
+                            segment.packed,
+                            block,
+                            segment.position - block + from,
+                            segment.share,
+                            magic,
+                            min(rows, high - from),
+                            j % length.chunks * L::RANKS};
+      }
+    }
+    at = __shfl_sync(0xffffffffu, end, 31);
+    all = __shfl_sync(0xffffffffu, number, 31);
+  }
+  if (threadIdx.x == 0)
+    list.all = all;
+}
+
+#endif

@@ -1,0 +1,392 @@
+/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in blocks.cu.
+ *
+ *   TMA warp        A(0) A(1) A(2)  ...   rows of A of k step i
+ *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, wherever they lie
+ *   consumers            0    1     ...   wgmma of step i, in flight beside that of step i - 1
+ *
+ * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
+ * of depth. Two consumer warpgroups multiply by wgmma, tokens as operand A, columns of A as operand
+ * B: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on. Rows that an item
+ * does not have hold anything: their accumulators are not stored and reach no other row. So the
+ * third 64 tokens may end among the rows of A.
+ *
+ * Every `span` of depth sums begin anew and are added up in that order, as those of
+ * shrink/product.cuh are. 128 columns leave registers for that with 128 tokens. */
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/shrink/segments.cuh"
+#include "cuda/gemm/sm90/gather.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
+#include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/variant_ids.h"
+
+template <int RANKS_> struct ShrinkShape {
+  static constexpr int TOKENS = RANKS_ == 128 ? 128 : 160, RANKS = RANKS_;
+  static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS;
+  static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
+  using List = ItemList<TOKENS, RANKS, kProducers / 32>;
+
+  struct Stage {
+    SwizzledRow sX[TOKENS]; // rows of x
+    SwizzledRow sA[RANKS];  // rows of A
+  };
+  struct SharedStorage {
+    Stage stages[STAGES];
+    uint4 headers[STAGES][2]; // the item, in its first stage; after the last item expert -1
+    PipelineBarriers<STAGES> barriers;
+  };
+  static constexpr int SHARED_BYTES = 1024 + sizeof(SharedStorage); // aligned for the swizzle
+  static_assert(sizeof(Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
+  using Ring = Pipeline<SharedStorage>;
+};
+
+namespace {
+
+constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A of a TMA box
+
+/* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
+struct ShrinkMaps {
+  CUtensorMap few[MOELORA_MAX_SLICES], many[MOELORA_MAX_SLICES];
+  StackDims dims;
+};
+
+/* A warp's shared memory and its place in the pipeline. */
+template <class S> struct ShrinkContext : S::Ring {
+  using Storage = typename S::SharedStorage;
+  using S::Ring::base;
+  using S::Ring::stage;
+
+  __device__ __forceinline__ explicit ShrinkContext(const void *dynamic)
+      : S::Ring((shared_address(dynamic) + 1023) & ~1023u) {}
+
+  __device__ __forceinline__ uint32_t sX() const {
+    return base + stage * (int)sizeof(typename S::Stage);
+  }
+  __device__ __forceinline__ uint32_t sA() const {
+    return sX() + (uint32_t)offsetof(typename S::Stage, sA);
+  }
+  __device__ __forceinline__ uint32_t header() const {
+    return base + (uint32_t)offsetof(Storage, headers) + stage * 32;
+  }
+
+  __device__ __forceinline__ void write_header(const SegmentItem &item) const {
+    const uint32_t at = header();
+    store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
+    store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
+  }
+  __device__ __forceinline__ SegmentItem read_header() const {
+    const uint32_t at = header();
+    const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
+    return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
+            (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
+  }
+};
+
+/* Columns of A that an item has. */
+template <class S>
+__device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
+  return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
+}
+
+/* The TMA warp: rows of A of the listed items. The elected lane issues all loads of an item: with
+ * few tokens there is little time for each. */
+template <class S>
+__device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
+                                       const typename S::List &list, int items,
+                                       ShrinkContext<S> &warp) {
+  const uint64_t policy = evict_first_policy();
+  const int k_steps = ceil_divide(s.tokens.k, kDepth);
+  for (int number = 0; number < items; number++) {
+    const SegmentItem item = list.items[number];
+    const int columns = columns_in<S>(s, item),
+              width = moelora_padded_rank(rank_of(s.adapters.lora, item.packed));
+    const int first_slice = item.first / width, first_r = item.first - first_slice * width;
+    const int adapter = item.packed / kRanks;
+    if (elect_one()) {
+      ShrinkContext<S> at = warp;
+#pragma unroll 1
+      for (int step = 0; step < k_steps; step++, at.advance()) {
+        // Wait until consumers have released the stage.
+        at.wait_empty();
+        if (step == 0)
+          at.write_header(item);
+
+        // Issue a TMA load for every 64 or 16 rows of A.
+        barrier_arrive_expect_tx(at.full(), columns * kRowBytes);
+        uint32_t sA = at.sA();
+#pragma unroll 1
+        for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
+          const bool many = min(width - r, left) >= kManyRanks;
+          const int ranks = many ? kManyRanks : kFewRanks;
+          tma_load_4d(sA, many ? &maps->many[slice] : &maps->few[slice], step * kDepth, r,
+                      maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
+                      at.full(), policy);
+          sA += ranks * kRowBytes, left -= ranks, r += ranks;
+          if (r == width)
+            r = 0, slice++;
+        }
+      }
+    }
+    __syncwarp();
+    warp.advance(k_steps);
+  }
+}
+
+/* The gather warps: rows of x of the listed items. Those of the next item are found once the first
+ * stages of this one are in flight. */
+template <class S>
+__device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
+                                         const typename S::List &list, int items,
+                                         ShrinkContext<S> &warp) {
+  Gather<S::TOKENS> gather(threadIdx.x - 32);
+  const auto find = [&](int number) {
+    if (number == items)
+      return;
+    const SegmentItem item = list.items[number];
+    gather.find(s.schedule.blocks, s.tokens, item.tokens, threadIdx.x - 32,
+                [&](int t) { return item.position_of(s, t); });
+  };
+  find(0);
+  const int k_steps = ceil_divide(s.tokens.k, kDepth);
+  for (int number = 0; number < items; number++) {
+    gather.begin(s.tokens, threadIdx.x - 32);
+    for (int step = 0; step < k_steps; step++, warp.advance()) {
+      if (step == min((int)S::STAGES, k_steps - 1))
+        find(number + 1);
+      // Wait until consumers have released the stage, and start the copies; their end arrives.
+      warp.wait_empty();
+      gather.copy(warp.sX());
+      barrier_arrive_cp_async(warp.full());
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_shrink_launch &s,
+                                        typename S::List &list, void *scratch,
+                                        ShrinkContext<S> warp) {
+  const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
+  const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
+  // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
+  if (s.tokens.divisor.value)
+    wait_for_previous_kernel();
+
+  // The CTA's part of all segments, as many items at a time as the list holds.
+  take_part(s, list, (int2 *)scratch, sync);
+  for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
+    list_items(s, list, listed);
+    sync();
+    if (listed == 0)
+      wait_for_previous_kernel();
+    all = list.all;
+    const int items = min(all - listed, kListedItems);
+    if (issues_tma)
+      load_a<S>(maps, s, list, items, warp);
+    else
+      gather_x<S>(s, list, items, warp);
+    sync(); // all have read the list
+  }
+
+  // The stage after the last item.
+  warp.wait_empty();
+  if (threadIdx.x == 0) {
+    warp.write_header({-1, 0, 0, 0, 1, 0, 0, 0});
+    barrier_arrive(warp.full());
+  }
+  if (!issues_tma)
+    barrier_arrive_cp_async(warp.full());
+}
+
+/* Stores the rows of a tile of 64 tokens, which begins at token `first` of an item. */
+template <class T, int N>
+__device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const SegmentItem &item,
+                                           int first, int columns, const float (&rAcc)[N / 2]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
+  const float scaling = scaling_of(s, item.packed);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int token = first + 16 * warp + 8 * half + lane / 4;
+    if (token >= item.tokens)
+      continue;
+    T *gXa = row_of_xa<T>(s, item, token);
+    int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+      const float *v = rAcc + 4 * j + 2 * half;
+      if (8 * j < columns)
+        *(uint32_t *)(gXa + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
+      r += 8;
+      if (r >= width)
+        r -= width, slice++;
+    }
+  }
+}
+
+/* TILES tiles of 64 tokens of an item, whose first stage is at hand, by N columns. */
+template <class S, class T, int N, int TILES>
+__device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
+                                              const SegmentItem &item, int columns, int span,
+                                              ShrinkContext<S> &warp, int consumer) {
+  float rAcc[TILES][N / 2], rSum[TILES][N / 2]; // of a span, of those before
+#pragma unroll
+  for (int i = 0; i < TILES * N / 2; i++)
+    rSum[i / (N / 2)][i % (N / 2)] = 0.f;
+
+#pragma unroll 1
+  for (int begin = 0; begin < s.tokens.k; begin += span) {
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < TILES * N / 2; i++)
+      rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
+
+    // The k steps.
+    const int end = min(begin + span, s.tokens.k);
+    int previous = 0;
+#pragma unroll 1
+    for (int k = begin; k < end; k += kDepth) {
+      // Wait for the stage.
+      warp.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+      // Issue the wgmmas.
+      wgmma_fence();
+      const uint64_t a = wgmma_descriptor(warp.sX() + consumer * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(warp.sA());
+#pragma unroll
+      for (int k16 = 0; k16 < 4; k16++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+          Wgmma<N>::template mma<Element<T>::is_bf16>(
+              rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16, b + 2 * k16);
+      wgmma_commit();
+
+      // The wgmmas of the step before are done: release its stage.
+      wgmma_wait<1>();
+      if (k > begin)
+        warp.release(previous);
+      previous = warp.stage;
+      warp.advance();
+    }
+    wgmma_wait<0>();
+    warp.release(previous);
+#pragma unroll
+    for (int i = 0; i < TILES * N / 2; i++)
+      rSum[i / (N / 2)][i % (N / 2)] += rAcc[i / (N / 2)][i % (N / 2)];
+  }
+
+  // Scale, round and store.
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rSum[i]);
+}
+
+/* An item, with the narrowest N from N on that holds its columns. */
+template <class S, class T, int N>
+__device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
+                                             const SegmentItem &item, int columns, int span,
+                                             ShrinkContext<S> &warp, int consumer) {
+  if constexpr (N < S::RANKS) {
+    if (columns > N)
+      return consume_item<S, T, 2 * N>(s, item, columns, span, warp, consumer);
+  }
+  const int tiles = (item.tokens - 64 * consumer + 127) / 128;
+  if constexpr (S::TOKENS > 128) {
+    if (tiles == 2)
+      return consume_tiles<S, T, N, 2>(s, item, columns, span, warp, consumer);
+  }
+  if (tiles == 1)
+    return consume_tiles<S, T, N, 1>(s, item, columns, span, warp, consumer);
+  for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
+    warp.wait_full();
+    warp.release(warp.stage);
+    warp.advance();
+  }
+}
+
+template <class S, class T>
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, int span,
+                                        ShrinkContext<S> warp, int consumer) {
+  for (;;) {
+    warp.wait_full();
+    const SegmentItem item = warp.read_header();
+    if (item.expert < 0)
+      break;
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), span, warp, consumer);
+  }
+}
+
+template <class S, class T>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    shrink_sm90(const __grid_constant__ ShrinkMaps maps,
+                const __grid_constant__ moelora_shrink_launch s, int span) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ char shared[];
+  __shared__ typename S::List list;
+  ShrinkContext<S> warp(shared);
+  if (threadIdx.x == 0)
+    warp.init(kGatherers + 1, 4 * S::CONSUMERS);
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (warpgroup == 0) {
+    warpgroup_reg_dealloc<120>();
+    produce<S>(&maps, s, list, shared, warp); // the stages are scratch memory until they are full
+  } else {
+    warpgroup_reg_alloc<192>();
+    wait_for_previous_kernel();
+    start_next_kernel();
+    consume<S, T>(s, span, warp, warpgroup - 1);
+  }
+#endif
+}
+
+/* ---- host ---- */
+
+/* Boxes of 16 and, where a slice has as many, of 64 ranks by 64 of depth. */
+moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
+  const moelora_factors *lora = &s->adapters.lora;
+  const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
+  for (int32_t i = 0; i < lora->num_slices; i++) {
+    const moelora_factor *a = &lora->a[i];
+    const cuuint64_t row = a->stride_i * 2;
+    cuuint64_t sizes[4] = {(cuuint64_t)s->tokens.k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
+    maps->dims.describe(i, *a, s->schedule.num_experts, s->schedule.max_loras, row, sizes + 2,
+                        strides + 1);
+    MOELORA_TRY(moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few));
+    if (moelora_padded_rank(lora->max_rank) >= kManyRanks)
+      MOELORA_TRY(moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many));
+  }
+  return MOELORA_OK;
+}
+
+template <class T, int RANKS>
+moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
+                      const moelora_exec *exec) {
+  using S = ShrinkShape<RANKS>;
+  static_assert(S::TOKENS <= 128 || S::TOKENS + RANKS >= 192, "rows that the third tile reads");
+  static_assert(S::SHARED_BYTES + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
+  ShrinkMaps maps = {};
+  MOELORA_TRY(map_factors(&s, Element<T>::is_bf16, &maps));
+  return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED_BYTES,
+                                          exec, maps, s, plan.span);
+}
+
+} // namespace
+
+moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
+                                        const moelora_shrink_plan *plan, const moelora_exec *exec) {
+  switch (plan->variant->id) {
+#define LAUNCH_SM80(...)
+#define LAUNCH_SM90(NAME, T, ROWS, RANKS, RESIDENT)                                                \
+  case CUDA_##NAME:                                                                                \
+    static_assert(ROWS == ShrinkShape<RANKS>::TOKENS && RESIDENT == 1, #NAME);                     \
+    return launch<T, RANKS>(*s, *plan, exec);
+#define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, ...)                                            \
+  LAUNCH_##FAMILY(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
+      LAUNCH_##FAMILY(shrink_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_SM90
+#undef LAUNCH_SM80
+  }
+  return moelora_no_kernel(plan->variant->name, "shrinks no segments");
+}

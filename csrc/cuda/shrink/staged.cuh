@@ -1,0 +1,205 @@
+/* Shrink of long segments: both sides through shared memory.
+ *
+ * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
+ * They are those of shrink/product.cuh to the bit: instructions get the same operands, and every
+ * `span` of depth sums begin anew and are added up in that order.
+ *
+ * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
+ * never pause.
+ *
+ * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements, 16-byte chunk c of row i at
+ * c ^ i % 8, so that ldmatrix reads a chunk of eight rows from all banks. Rows that an item does
+ * not have are neither loaded nor stored: what their memory holds stays in its own rows and columns
+ * of a product. Depth past the end is zero in both. */
+#ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
+#define MOELORA_CUDA_SHRINK_STAGED_CUH
+
+#include "cuda/shrink/product.cuh"
+
+/* Of whose warps an SM holds kResidentWarps, two CTAs: one has products while the other waits. */
+template <int RANKS_> struct Staged {
+  static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
+  static constexpr int CTAS = kResidentWarps / WARPS;
+  static constexpr int STAGES = 4;                                   // what shared memory holds
+  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
+  static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
+};
+
+__device__ __forceinline__ int staged_chunk(int row, int chunk) {
+  return row * 128 + ((chunk ^ row % 8) << 4);
+}
+
+template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
+
+/* x [, depth], rows `stride` elements apart. */
+struct StagedRows {
+  const void *x;
+  int64_t stride;
+  int depth, span; // span: a multiple of kLine
+};
+
+/* Row of A that is column `column` of all slices together; NULL if there is none. */
+template <class T>
+__device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, int adapter,
+                                                  int expert, int rank, int column) {
+  const int width = moelora_padded_rank(rank), slice = column / width, r = column - slice * width;
+  if (slice >= lora.num_slices || r >= rank)
+    return nullptr;
+  return factor_row<T>(lora.a[slice], adapter, expert, r);
+}
+
+/* What a thread copies of an item: chunk thread % 8 of rows thread / 8 + 32 i. */
+template <class T, class C> struct StagedLoader {
+  static constexpr int ROWS = C::THREADS / 8;
+  int x[C::TOKENS / ROWS]; // -1: none
+  const T *a[C::RANKS / ROWS];
+
+  template <class Item> __device__ __forceinline__ void start(const Item &item) {
+    const int row = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < C::TOKENS / ROWS; i++)
+      x[i] = row + i * ROWS < item.tokens() ? item.x_row(row + i * ROWS) : -1;
+#pragma unroll
+    for (int i = 0; i < C::RANKS / ROWS; i++)
+      a[i] = item.template row_of_a<T>(row + i * ROWS);
+  }
+
+  __device__ __forceinline__ void load(const StagedRows &rows, uint32_t stage, int first) const {
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8, k = first + chunk * 8;
+    const uint32_t to = stage + staged_chunk(row, chunk);
+    const int from = k < rows.depth ? k : 0, bytes = k < rows.depth ? 16 : 0;
+    static_assert(ROWS % 8 == 0, "a pass keeps the row's place in the swizzle");
+#pragma unroll
+    for (int i = 0; i < C::RANKS / ROWS; i++)
+      copy_async_16(to + (C::TOKENS + i * ROWS) * 128, a[i] + from, bytes, a[i] != nullptr);
+#pragma unroll
+    for (int i = 0; i < C::TOKENS / ROWS; i++)
+      copy_async_16(to + i * ROWS * 128,
+                    row_address((const T *)rows.x + from, x[i], (uint32_t)rows.stride * sizeof(T)),
+                    bytes, x[i] >= 0);
+  }
+};
+
+/* What a warp has of an item's products: columns `column` to `column` + 31 of every step-th tile of
+ * 16 rows from first_tile on. The fewer columns an item has, the fewer rows to a warp. */
+template <class T, class C> struct Products {
+  int column, first_tile, step;
+  using Tiles = float[C::TILES][2][2][4]; // [][16 columns][8 of them][]
+  Tiles d, sum;                           // of a span, of those before
+
+  __device__ __forceinline__ explicit Products(int columns) {
+    const int warp = threadIdx.x / 32, across = min(columns, C::RANKS) <= 32   ? 1
+                                                : min(columns, C::RANKS) <= 64 ? 2
+                                                                               : C::RANKS / 32;
+    step = C::WARPS / across;
+    column = warp / step * 32;
+    first_tile = warp % step;
+  }
+
+  static __device__ __forceinline__ void clear(Tiles &tiles) {
+#pragma unroll
+    for (int i = 0; i < C::TILES * 16; i++)
+      tiles[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.f;
+  }
+
+  __device__ __forceinline__ void begin() { clear(d), clear(sum); }
+
+  __device__ __forceinline__ void end_span() {
+#pragma unroll
+    for (int i = 0; i < C::TILES * 16; i++)
+      sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] += d[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+    clear(d);
+  }
+
+  __device__ __forceinline__ void add(uint32_t stage, int tokens) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 2 // with all four, registers spill
+    for (int chunk = 0; chunk < kLine / 8; chunk += 2) {
+      uint32_t b[2][4]; // of 16 columns: of eight of them two halves of the depth, of the others
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        load_matrix_x4(b[j], stage + staged_chunk(C::TOKENS + column + j * 16 + lane / 16 * 8 +
+                                                      lane % 8,
+                                                  chunk + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < C::TILES; i++) {
+        const int first = 16 * (first_tile + i * step);
+        if (first >= tokens)
+          break;
+        uint32_t a[4];
+        load_matrix_x4(a, stage + staged_chunk(first + lane % 16, chunk + lane / 16));
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          mma_16816<T>(d[i][j / 2][j % 2], a, &b[j / 2][j % 2 * 2]);
+      }
+    }
+  }
+
+  /* visit(token, column, sums of this column and the next) for what this lane has of an item. */
+  template <class Visit> __device__ __forceinline__ void for_each(int tokens, Visit visit) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < C::TILES; i++)
+#pragma unroll
+      for (int m8 = 0; m8 < 2; m8++) {
+        const int token = 16 * (first_tile + i * step) + m8 * 8 + lane / 4;
+        if (token >= tokens)
+          continue;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, sum[i][j][half] + 2 * m8);
+      }
+  }
+};
+
+/* Items 0 to `items` - 1: find(number) has tokens(), columns(), x_row(token) and row_of_a(column),
+ * store(number, products) stores. All threads come here. */
+template <class T, class C, class Find, class Store>
+__device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
+                                           int items, Find find, Store store) {
+  StagedLoader<T, C> loader;
+  int loaded = 0, loaded_k = 0;
+  const auto load = [&](int stage) {
+    if (loaded < items) {
+      if (loaded_k == 0)
+        loader.start(find(loaded));
+      loader.load(rows, shared_address(stages[stage]), loaded_k);
+      loaded_k += kLine;
+      if (loaded_k >= rows.depth) {
+        loaded_k = 0;
+        loaded++;
+      }
+    }
+    copy_async_commit();
+  };
+#pragma unroll 1
+  for (int ahead = 0; ahead < C::STAGES - 1; ahead++)
+    load(ahead);
+
+  int stage = 0;
+#pragma unroll 1
+  for (int number = 0; number < items; number++) {
+    const auto item = find(number);
+    const int columns = item.columns();
+    Products<T, C> products(columns);
+    const int tokens = products.column < columns ? item.tokens() : 0;
+    products.begin();
+#pragma unroll 1
+    for (int k = 0, end = rows.span; k < rows.depth; k += kLine) {
+      copy_async_wait<C::STAGES - 2>();
+      __syncthreads();
+      load(stage == 0 ? C::STAGES - 1 : stage - 1);
+      if (tokens > 0)
+        products.add(shared_address(stages[stage]), tokens);
+      if (k + kLine == end)
+        products.end_span(), end += rows.span;
+      stage = stage + 1 == C::STAGES ? 0 : stage + 1;
+    }
+    products.end_span();
+    store(number, products);
+  }
+}
+
+#endif

@@ -1,0 +1,26 @@
+"""The API reference, made from the sources, has what docstrings share (moelora/docstrings.py)."""
+
+import importlib.util
+from pathlib import Path
+
+import griffe
+
+SOURCE = Path(__file__).resolve().parents[1] / "moelora/docstrings.py"
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("docstrings", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class SharedDocstrings(griffe.Extension):
+    """Expands those of functions."""
+
+    def __init__(self):
+        self.expand = _load().expand
+
+    def on_function(self, *, func, **_):
+        if func.docstring:
+            func.docstring.value = self.expand(func.docstring.value)

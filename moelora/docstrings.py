@@ -1,0 +1,117 @@
+"""What the docstrings of several operators say alike: arguments, results and errors, each once.
+
+A line of a numpy docstring that is a name in braces stands for its entry here, and what follows
+on that line and the deeper ones below it is added to the entry's description:
+
+    {topk_ids} A row whose id is out of range becomes 0.
+
+A question mark, as in `{token_lora_mapping?}`, says that the argument is optional. `typed`
+(moelora/call.py) expands the docstrings of operators, and docs/griffe_shared.py those that the API
+reference reads from the sources. It imports nothing of moelora.
+"""
+
+import re
+import textwrap
+
+WIDTH = 100
+
+# Heading and description.
+ENTRIES = {
+    "topk_weights": (
+        "topk_weights : Tensor, shape (M, top_k)",
+        "Routing weights; cast to float32 if they are not.",
+    ),
+    "topk_ids": (
+        "topk_ids : Tensor, shape (M, top_k), int32 or int64",
+        "Experts of each token.",
+    ),
+    "token_lora_mapping": (
+        "token_lora_mapping : Tensor, shape (M,), int32 or int64",
+        "Adapter slot of each token, -1 for none.",
+    ),
+    "lora_ranks": (
+        "lora_ranks : Tensor, shape (max_loras,), int32",
+        "True rank of each adapter, `<= R`; the rest of its factors is not read. Absent: `R`.",
+    ),
+    "lora_scalings": (
+        "lora_scalings : Tensor, shape (max_loras,), float32",
+        "`alpha / r` of each adapter, `alpha / sqrt(r)` for rsLoRA. Absent: 1, that is folded into "
+        "the expand factors.",
+    ),
+    "adapter_enabled": (
+        "adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int",
+        "Zero turns an adapter off. Absent: all are on.",
+    ),
+    "expert_map": (
+        "expert_map : Tensor, shape (E_global,), int32",
+        "Local expert of each global expert, -1 for experts of other ranks.",
+    ),
+    "num_experts": (
+        "num_experts : int",
+        "Experts on this rank, where factors do not say it because all are shared. None is "
+        "unknown: every id from 0 up has the shared factors.",
+    ),
+    "mul_routed_weight": (
+        "mul_routed_weight : bool",
+        "Multiply row (m, j) by `topk_weights[m, j]`.",
+    ),
+    "batch_invariant": (
+        "batch_invariant : bool",
+        "Ignored: each row has the bits that it has in any other batch. To be removed.",
+    ),
+    "sorted_rows": (
+        "sorted_token_ids : Tensor, shape (blocks * block_size,), int32",
+        "Flat row indices; padding is `M * top_k`.",
+    ),
+    "num_tokens_post_padded": (
+        "num_tokens_post_padded : Tensor, shape (1,), int32",
+        "Rows in use, padding included.",
+    ),
+    "ValueError": (
+        "ValueError",
+        "A shape, dtype, stride or value is not as above, or the tensors are on different devices.",
+    ),
+    "TypeError": (
+        "TypeError",
+        "An argument is of another type than in the signature, or a table of ids, ranks or "
+        "switches is not of integers.",
+    ),
+    "RuntimeError": (
+        "RuntimeError",
+        "An argument requires a gradient, and grad mode is on: there is no backward.",
+    ),
+    "NotImplementedError": (
+        "NotImplementedError",
+        "This build or this device has no kernel for it.",
+    ),
+}
+# Of an operator without a backward, in the order of its docstring.
+GROUPS = {"errors": ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")}
+
+_SHARED = re.compile(r"^( *)\{(\w+)(\??)\}(.*)((?:\n\1 +\S.*)*)$", re.M)
+
+
+def expand(docstring: str) -> str:
+    """The docstring with every shared entry in its place. Names without one raise KeyError."""
+    return _SHARED.sub(_entries, docstring)
+
+
+def _entries(found: re.Match[str]) -> str:
+    indent, name, optional, *more = found.groups()
+    lines = []
+    for one in GROUPS.get(name, (name,)):
+        heading, description = ENTRIES[one]
+        lines.append(indent + heading + (", optional" if optional else ""))
+        words = " ".join([description, *" ".join(more).split()])
+        inside = indent + 4 * " "
+        lines.append(
+            textwrap.fill(
+                words,
+                WIDTH,
+                initial_indent=inside,
+                subsequent_indent=inside,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines)

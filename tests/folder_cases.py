@@ -1,0 +1,436 @@
+"""Small checkpoint folders whose attention is quantized, too, as quantizers write them.
+
+By hand, for the tools need environments of their own (tests/quantizers makes folders with them):
+names, dtypes and settings are those of llm-compressor 0.14.0 with compressed-tensors 0.19.0,
+AutoRound 0.16.1 (`export_to_autoround/export.py`, `auto_round_extension/torch`) and GPTQModel 7.7.0
+(`quantization/config.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hf_models import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import quantized  # noqa: F401  for tests
+import quantized_folders
+from quantized_folders import COMMON, nibbles_to_words
+
+GROUP = 64
+Made = tuple[dict[str, Tensor], Tensor]  # tensors of a linear layer by suffix; what they mean
+Quantize = Callable[[Tensor], Made]
+
+
+def bits(q: Tensor, width: int) -> Tensor:
+    """Numbers of the last dimension in int32, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, width)
+    total = (q.unflatten(-1, (-1, 32 // width)) << shifts).sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+def integers(w: Tensor, zero: int, width: int = 4, group: int = GROUP) -> tuple[Tensor, ...]:
+    """(N, K) float -> numbers, float16 scales (N, groups), and what they mean."""
+    groups = w.unflatten(-1, (-1, group))
+    room = min(zero, 2**width - 1 - zero)
+    scales = (groups.abs().amax(-1, keepdim=True) / room).half().float()
+    q = (torch.round(groups / scales) + zero).clamp(0, 2**width - 1).long()
+    return q.flatten(-2), scales.squeeze(-1), ((q - zero) * scales).flatten(-2)
+
+
+def gptq(w: Tensor, zero: int = 8, width: int = 4, offset: int = 1, order: bool = False) -> Made:
+    """With `order`, columns lie as they were, and groups have those that were chosen for them."""
+    columns = torch.arange(w.size(1))
+    chosen = torch.randperm(w.size(1), generator=torch.Generator().manual_seed(1))
+    sort = chosen if order else columns
+    q, scales, meant = integers(w[:, sort], zero, width)
+    back = sort.argsort()
+    stored = torch.full((scales.size(1), w.size(0)), zero - offset)
+    tensors = {
+        ".qweight": bits(q[:, back], width).t(),
+        ".scales": scales.t().half(),
+        ".qzeros": bits(stored, width),
+        ".g_idx": (columns // GROUP)[back].int(),
+    }
+    return tensors, meant[:, back]
+
+
+def without_g_idx(made: Made) -> Made:
+    tensors, meant = made
+    return {name: t for name, t in tensors.items() if name != ".g_idx"}, meant
+
+
+def awq(w: Tensor, zero: int = 8) -> Made:
+    q, scales, meant = integers(w, zero)
+    zeros = torch.full_like(scales.t().long(), zero)
+    order = quantized_folders.AWQ_ORDER
+    tensors = {
+        ".qweight": nibbles_to_words(q.t(), order),
+        ".scales": scales.t().half(),
+        ".qzeros": nibbles_to_words(zeros, order),
+    }
+    return tensors, meant
+
+
+def packed(w: Tensor, width: int = 4, zero: int | None = None) -> Made:
+    middle = 2 ** (width - 1)
+    q, scales, meant = integers(w, middle if zero is None else zero, width)
+    tensors = {
+        ".weight_packed": bits(q, width),
+        ".weight_scale": scales.bfloat16(),
+        ".weight_shape": torch.tensor(w.shape),
+    }
+    shift = middle if zero is None else zero
+    meant = (q - shift).unflatten(-1, (-1, GROUP)) * scales.bfloat16().float()[..., None]
+    if zero is not None:
+        points = torch.full((scales.size(1), w.size(0)), zero)
+        tensors[".weight_zero_point"] = bits(points, width).t()
+    return tensors, meant.flatten(-2)
+
+
+def fp8_rows(w: Tensor) -> Made:
+    return quantized_folders.fp8_channel(w, 0)
+
+
+def fp8_blocks(w: Tensor) -> Made:
+    tensors, meant = quantized_folders.fp8_block(w, 128)
+    return {".weight": tensors[".weight"], ".weight_scale": tensors[".weight_scale_inv"]}, meant
+
+
+def mxfp4(w: Tensor) -> Made:
+    found, meant = quantized_folders.mxfp4(w)
+    return {
+        ".weight_packed": found["_blocks"].flatten(-2),
+        ".weight_scale": found["_scales"],
+    }, meant
+
+
+def int8_rows(w: Tensor) -> Made:
+    scales = (w.abs().amax(1, keepdim=True) / 127).bfloat16()
+    q = torch.round(w / scales.float()).clamp(-128, 127)
+    return {".weight": q.to(torch.int8), ".weight_scale": scales}, q * scales.float()
+
+
+def nvfp4(w: Tensor) -> Made:
+    groups = w.unflatten(-1, (-1, 16))
+    whole = 448 * 6 / w.abs().max()
+    scales = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+    factors = scales.float() / whole
+    q = (groups / factors[..., None].clamp(min=1e-9)).unsqueeze(-1) - quantized_folders.E2M1
+    q = q.abs().argmin(-1).flatten(-2)
+    tensors = {
+        ".weight_packed": (q[..., 0::2] | q[..., 1::2] << 4).to(torch.uint8),
+        ".weight_scale": scales,
+        ".weight_global_scale": whole.reshape(1),
+    }
+    return tensors, quantized_folders.E2M1[q] * factors.repeat_interleave(16, 1)
+
+
+def mxfp8(w: Tensor) -> Made:
+    groups = w.unflatten(-1, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 8
+    q = (groups / torch.exp2(exponents)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    meant = (q.float() * torch.exp2(exponents)[..., None]).flatten(-2)
+    return {".weight": q.flatten(-2), ".weight_scale": (exponents + 127).to(torch.uint8)}, meant
+
+
+def group(form: str, targets: list[str], **weights) -> dict:
+    """One of compressed-tensors' config_groups."""
+    inputs = weights.pop("inputs", None)
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights}
+    if args["strategy"] == "group":
+        args.setdefault("group_size", GROUP)
+    args.setdefault("group_size", None)
+    return {"format": form, "targets": targets, "weights": args, "input_activations": inputs}
+
+
+def compressed(*groups: dict, **more) -> dict:
+    forms = {one["format"] for one in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "config_groups": {f"group_{i}": one for i, one in enumerate(groups)},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        **more,
+    }
+
+
+FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+FP8 = {"num_bits": 8, "type": "float", "inputs": FP8_TOKEN}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scheme: of experts, of attention (None: plain), and what config.json says."""
+
+    experts: Quantize
+    attention: Quantize | None
+    config: dict
+    refusal: str = ""  # "" where it loads
+    head: bool = False  # lm_head is quantized as attention is
+    more: dict[str, Tensor] = field(default_factory=dict)  # tensors beside
+
+
+def _auto_round(packing: str, **more) -> dict:
+    config = {"bits": 4, "group_size": GROUP, "sym": True, "data_type": "int", "act_bits": 16}
+    return {"quant_method": "auto-round", **config, "packing_format": packing, **more}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+W4 = group("pack-quantized", ["Linear"])
+CASES = {
+    "gptq": Case(gptq, gptq, {**GPTQ, "checkpoint_format": "gptq"}),
+    "gptq_v2": Case(
+        lambda w: gptq(w, 7, offset=0),
+        lambda w: gptq(w, 7, offset=0),
+        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq_attention_of_8_bits_in_order": Case(
+        gptq,
+        lambda w: gptq(w, 128, 8, order=True),
+        {**GPTQ, "format": "gptq", "dynamic": {"+:.*self_attn.*": {"bits": 8, "desc_act": True}}},
+    ),
+    "awq": Case(lambda w: awq(w, 7), lambda w: awq(w, 7), quantized_folders.settings("awq", GROUP)),
+    "awq_symmetric": Case(
+        awq, awq, quantized_folders.settings("awq", GROUP) | {"zero_point": False}
+    ),
+    "auto_round_gptq": Case(
+        lambda w: without_g_idx(gptq(w)),
+        lambda w: without_g_idx(gptq(w)),
+        _auto_round("auto_round:auto_gptq"),
+    ),
+    "auto_round": Case(
+        lambda w: without_g_idx(gptq(w, 7, offset=0)),
+        lambda w: without_g_idx(gptq(w, 128, 8, offset=0)),
+        _auto_round("auto_round", sym=False, extra_config={r".*self_attn.*": {"bits": 8}}),
+    ),
+    "auto_round_awq": Case(awq, awq, _auto_round("auto_round:auto_awq")),
+    "ct_w4a16": Case(packed, packed, compressed(W4), head=True),
+    "ct_w4a16_asymmetric": Case(
+        lambda w: packed(w, zero=7),
+        lambda w: packed(w, zero=7),
+        compressed(group("pack-quantized", ["Linear"], symmetric=False)),
+    ),
+    "ct_w4a16_w8a16_attention": Case(
+        packed,
+        lambda w: packed(w, 8),
+        compressed(
+            group("pack-quantized", ["re:.*experts.*"]),
+            group("pack-quantized", ["re:.*self_attn.*"], num_bits=8),
+        ),
+    ),
+    "ct_fp8_attention": Case(
+        packed,
+        fp8_rows,
+        compressed(
+            group("pack-quantized", ["re:.*experts.*"]),
+            group("float-quantized", ["re:.*self_attn.*"], strategy="channel", **FP8),
+        ),
+    ),
+    "ct_fp8_block": Case(
+        fp8_blocks,
+        fp8_blocks,
+        compressed(group("float-quantized", ["Linear"], strategy="block", **FP8)),
+    ),
+    "ct_fp8_cache": Case(
+        fp8_rows,
+        fp8_rows,
+        compressed(
+            group("float-quantized", ["Linear"], strategy="channel", **FP8),
+            kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
+        ),
+        more={
+            f"model.layers.{i}.self_attn.{own}_scale": torch.ones(1) for i in (0, 1) for own in "kv"
+        },
+    ),
+    "ct_mxfp4": Case(
+        mxfp4,
+        mxfp4,
+        compressed(group("mxfp4-pack-quantized", ["Linear"], type="float", group_size=32)),
+    ),
+    "ct_int8_attention": Case(
+        packed,
+        int8_rows,
+        compressed(
+            group("pack-quantized", ["re:.*experts.*"]),
+            group(
+                "int-quantized",
+                ["re:.*self_attn.*"],
+                num_bits=8,
+                strategy="channel",
+                inputs={"num_bits": 8, "type": "int", "dynamic": True},
+            ),
+        ),
+    ),
+    "ct_nvfp4_attention": Case(
+        packed,
+        nvfp4,
+        compressed(
+            group("pack-quantized", ["re:.*experts.*"]),
+            group(
+                "nvfp4-pack-quantized",
+                ["re:.*self_attn.*"],
+                type="float",
+                strategy="tensor_group",
+                group_size=16,
+            ),
+        ),
+    ),
+    "ct_nvfp4": Case(
+        nvfp4,
+        nvfp4,
+        compressed(
+            group(
+                "nvfp4-pack-quantized",
+                ["Linear"],
+                type="float",
+                strategy="tensor_group",
+                group_size=16,
+            )
+        ),
+        "experts are NVFP4 of compressed-tensors; no kernel reads NVFP4: quantize the experts to",
+    ),
+    "ct_w8a16": Case(
+        lambda w: packed(w, 8),
+        None,
+        compressed(group("pack-quantized", ["Linear"], num_bits=8)),
+        r"experts are INT8 \(W8A16\) of compressed-tensors; no kernel reads integers of 8 bits: ",
+    ),
+    "ct_w8a8": Case(
+        int8_rows,
+        None,
+        compressed(
+            group(
+                "int-quantized",
+                ["Linear"],
+                num_bits=8,
+                strategy="channel",
+                inputs={"num_bits": 8, "type": "int", "dynamic": True},
+            )
+        ),
+        r"experts are INT8 \(W8A8\) of compressed-tensors; no kernel reads integers of 8 bits: ",
+    ),
+    "ct_mxfp8": Case(
+        mxfp8,
+        mxfp8,
+        compressed(group("mxfp8-quantized", ["Linear"], num_bits=8, type="float", group_size=32)),
+        "experts are MXFP8 of compressed-tensors; no kernel reads FP8 with scales for 32 columns",
+    ),
+    "gptq_8_bits": Case(
+        lambda w: gptq(w, 128, 8),
+        None,
+        {**GPTQ, "bits": 8},
+        "experts are INT8 of GPTQ; no kernel reads integers of 8 bits: quantize the experts to",
+    ),
+    "auto_round_mxfp4": Case(
+        mxfp4,
+        None,
+        _auto_round("auto_round:llm_compressor", data_type="mx_fp", act_bits=4),
+        r"experts are mx_fp of 4 bits, activations of 4, of AutoRound \(auto_round:llm_comp",
+    ),
+    "ct_rotated": Case(
+        packed,
+        None,
+        compressed(W4, transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        "transform_config rotates activations before a layer, which is not supported",
+    ),
+    "bitsandbytes": Case(
+        packed,
+        None,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "quant_method is 'bitsandbytes', wanted .*; NF4 and INT8 of bitsandbytes are not read; ",
+    ),
+    "hqq": Case(packed, None, {"quant_method": "hqq"}, "scales and zero points of HQQ are not rea"),
+}
+LOADED = [name for name, case in CASES.items() if not case.refusal]
+REFUSED = [name for name, case in CASES.items() if case.refusal]
+CONFIGS = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, intermediate_size=192, moe_intermediate_size=192, num_experts=4
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, intermediate_size=192, num_local_experts=4
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **COMMON, intermediate_size=192, num_local_experts=4, rotary_dim=32
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **COMMON, intermediate_size=192, num_local_experts=4
+    ),
+}
+W_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def _expert_name(name: str, kind: str, part: str, own_names: bool) -> str:
+    """What a checkpoint calls one projection; `own_names`: as llm-compressor renames those."""
+    if kind in ("mixtral", "minimax_m2"):
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        part = part if own_names else W_NAMES[part]
+    return f"{name}.{part}"
+
+
+@torch.no_grad()
+def make(folder: Path, case: str, kind: str = "qwen3_moe", own_names: bool = False):
+    """Writes a folder; returns the model in float32 that has the numbers that it means."""
+    made = CASES[case]
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in (".experts.", "lm_head", ".gate.", ".router.", "bias")):
+            parameter.normal_(std=0.15)
+        parameter.copy_(parameter.bfloat16())
+    tensors = dict(made.more)
+    for name, parameter in model.state_dict().items():
+        where, _, own = name.rpartition(".")
+        if where.endswith(".experts"):
+            tensors |= _experts(where, own, parameter, kind, made, own_names)
+            continue
+        is_own = name.endswith("_proj.weight") or (made.head and name == "lm_head.weight")
+        if is_own and made.attention is not None:
+            found, meant = made.attention(parameter)
+            parameter.copy_(meant)
+            tensors |= {where + suffix: tensor for suffix, tensor in found.items()}
+        else:
+            if kind in ("mixtral", "minimax_m2"):
+                name = name.replace(".mlp.gate.e_score", ".mlp.e_score")
+                name = name.replace(".mlp.", ".block_sparse_moe.")
+            tensors[name] = parameter.bfloat16()
+    config.architectures = [type(model).__name__]
+    config.quantization_config = made.config
+    config.save_pretrained(folder)
+    del config.quantization_config
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    return model.eval()
+
+
+def _experts(where, own, stack, kind, made, own_names) -> dict[str, Tensor]:
+    """Tensors of a stack of experts' weights or biases, in one for each; gpt-oss's lie (K, N)."""
+    tensors = {}
+    is_bias, interleaved = own.endswith("_bias"), kind == "gpt_oss"
+    parts = ["gate_proj", "up_proj"] if own.startswith("gate_up") else ["down_proj"]
+    for expert, one in enumerate(stack):
+        rows = one if is_bias or not interleaved else one.t()
+        for place, part in enumerate(parts):
+            if len(parts) == 1:
+                mine = rows
+            else:
+                mine = rows[place::2] if interleaved else rows.chunk(2)[place]
+            name = _expert_name(f"{where}.{expert}", kind, part, own_names)
+            if is_bias:
+                tensors[f"{name}.bias"] = mine.bfloat16()
+                continue
+            found, meant = made.experts(mine)
+            mine.copy_(meant)
+            tensors |= {name + suffix: tensor for suffix, tensor in found.items()}
+    return tensors

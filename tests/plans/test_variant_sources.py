@@ -1,0 +1,54 @@
+"""Sources of GEMM kernels, generated from the rows of variants.inc."""
+
+import importlib.util
+import re
+
+import pytest
+from c_programs import ROOT
+from test_plan import rows_of
+
+spec = importlib.util.spec_from_file_location("rows", ROOT / "csrc/cuda/gemm/rows.py")
+rows = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rows)
+TABLE = rows.TABLE.read_text()
+NAMES = [row[0] for kind in ("GEMM", "BACK") for row in rows_of("csrc/cuda/variants.inc", kind)]
+
+
+def test_every_row_has_a_launcher_and_an_entry():
+    texts = rows.sources(rows.rows(TABLE))
+    table = texts.pop("cuda/gemm/launchers.c")
+    defined = re.findall(r"^extern \"C\" moelora_status (\w+)\($", "".join(texts.values()), re.M)
+    plain = [name for name in defined if "_saving_" not in name]
+    assert sorted(plain) == sorted(f"moelora_cuda_{name}" for name in NAMES)
+    native = [row["name"] for row in rows.rows(TABLE) if row["format"] == "NATIVE"]
+    assert len(defined) - len(plain) == len(native) > 0
+    assert sorted(re.findall(r"\] = (\w+),$", table, re.M)) == sorted(defined)
+
+
+def test_sources_are_of_few_rows_and_one_folder_per_family():
+    for path, text in rows.sources(rows.rows(TABLE)).items():
+        names = re.findall(r"moelora_status (\w+)\($", text, re.M)
+        family = path.split("/")[2].removesuffix(".c")
+        assert all(name.endswith(f"_{family}") for name in names)
+        assert len(names) <= 5
+
+
+def test_rows_that_do_not_match_are_left_out():
+    texts = rows.sources(rows.rows(TABLE, "gemm_bf16_96x128x64_sm90"))
+    assert set(texts) == {
+        "cuda/gemm/sm90/gemm_bf16_native_1.cu",
+        "cuda/gemm/sm90/saving_bf16_native_1.cu",
+        "cuda/gemm/launchers.c",
+    }
+    for wrong, why in (("gemm_f64", "no GEMM variant matches"), ("(", "a regular expression")):
+        with pytest.raises(SystemExit, match=f"MOELORA_VARIANTS is '.*{why}"):
+            rows.rows(TABLE, wrong)
+
+
+def test_files_that_stay_equal_keep_their_time(tmp_path):
+    first = rows.write(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in first}
+    assert rows.write(tmp_path) == first
+    assert times == {path: path.stat().st_mtime_ns for path in first}
+    one = rows.write(tmp_path, "gemm_bf16_16x128x64_sm80")
+    assert {*tmp_path.rglob("*.cu"), *tmp_path.rglob("*.c")} == set(one)
