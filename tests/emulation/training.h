@@ -72,6 +72,49 @@ static inline void compare_if(const char *what, const moelora_tensor *got,
     compare(what, got, want, slack);
 }
 
+/* NaN in the factors of one adapter. */
+static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
+  moelora_lora sick = *lora;
+  for (int32_t i = 0; i < lora->num_slices; i++) {
+    moelora_tensor *const both[] = {&sick.a[i], &sick.b[i]};
+    for (int j = 0; j < 2; j++) {
+      *both[j] = like(both[j]);
+      const int64_t each = count_of(both[j]) / both[j]->size[0];
+      for (int64_t k = 0; k < each; k++)
+        write_value(both[j]->data, both[j]->dtype, slot * each + k, NAN);
+    }
+  }
+  return sick;
+}
+
+/* Gradients of tokens have the bits of `args` where a call that differs in adapters leaves them
+ * alone: those that carry none in [low, high). */
+static void check_others(const moelora_experts_backward_args *args,
+                         const moelora_experts_backward_args *changed, int64_t low, int64_t high,
+                         const char *what) {
+  const moelora_tensor *mapping = &args->forward.adapters.token_lora_mapping;
+  const moelora_tensor *x = &args->forward.hidden_states;
+  const moelora_tensor *ids = &args->forward.routing.topk_ids;
+  moelora_experts_backward_args found = *changed;
+  found.grads = (moelora_experts_grads){
+      .hidden_states = new_tensor(x->dtype, 2, x->size),
+      .topk_weights = new_tensor(MOELORA_F32, 2, ids->size),
+  };
+  run_experts_backward(&found, gpu(false));
+  const moelora_tensor *const got[] = {&found.grads.hidden_states, &found.grads.topk_weights};
+  const moelora_tensor *const want[] = {&args->grads.hidden_states, &args->grads.topk_weights};
+  for (int64_t m = 0; m < x->size[0]; m++) {
+    const double id = read_value(mapping->data, mapping->dtype, m);
+    for (int i = 0; i < 2 && !(id >= (double)low && id < (double)high); i++) {
+      const size_t row = (size_t)got[i]->stride[0] * dtype_bytes(got[i]->dtype);
+      if (want[i]->data && memcmp((char *)got[i]->data + (size_t)m * row,
+                                  (char *)want[i]->data + (size_t)m * row, row))
+        FAIL("%s: token %lld, adapter %g, %s (%s)", drawn, (long long)m, id, what,
+             moelora_last_plan());
+    }
+  }
+}
+
 static void test_training(uint64_t number) {
   seed(number + 8000);
   sizes s = draw_sizes(ONE_OF(1, 8, 64, 64));
@@ -164,7 +207,18 @@ static void test_training(uint64_t number) {
       hash_tensor(got[i]);
   }
 
-  /* Part of the tokens, with another kernel: its rows have the same bits. */
+  /* Base tokens without adapters around, others than a sick adapter's. */
+  if (forward->adapters.token_lora_mapping.data) {
+    const int64_t slot = random_in(0, s.slots - 1);
+    moelora_experts_backward_args base = args, sick = args;
+    base.forward.adapters.token_lora_mapping = random_ids(MOELORA_I32, -1, -1, 1, &s.tokens);
+    check_others(&args, &base, 0, s.slots, "alone");
+    sick.forward.w13_lora = with_nans(&forward->w13_lora, slot);
+    sick.forward.w2_lora = with_nans(&forward->w2_lora, slot);
+    check_others(&args, &sick, slot, slot + 1, "beside NaN");
+  }
+
+  /* A part of the tokens, by another kernel: its rows have the same bits. */
   const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
   moelora_experts_backward_args less = args;
   less.forward.hidden_states = part(&forward->hidden_states, first, some);
