@@ -289,6 +289,16 @@ static void finish_inputs(const gemm_backward *b) {
 
 /* ---- gradients of factors and biases ---- */
 
+/* Of all slices, those too that no row of the call has an adapter for. */
+static void zero_gradients(const gemm_backward *b) {
+  for (int32_t i = 0; i < MOELORA_MAX_SLICES && !b->problem->accumulate; i++) {
+    if (b->problem->a[i].data)
+      moelora_cpu_zero_gradient(&b->problem->a[i], b->exec);
+    if (b->problem->b[i].data)
+      moelora_cpu_zero_gradient(&b->problem->b[i], b->exec);
+  }
+}
+
 static void finish_factors(const gemm_backward *b) {
   const moelora_factors *lora = &b->forward->lora;
   const int64_t width = (int64_t)lora->num_slices * lora->max_rank;
@@ -304,11 +314,7 @@ static void finish_factors(const gemm_backward *b) {
     const moelora_gradient *const gradients[] = {&b->problem->a[i], &b->problem->b[i]};
     for (int32_t of_b = 0; of_b < 2; of_b++) {
       product.gradient = gradients[of_b];
-      if (!product.gradient->data)
-        continue;
-      if (!b->problem->accumulate)
-        moelora_cpu_zero_gradient(product.gradient, b->exec);
-      if (!(of_b ? b->wants_xa : b->wants_yb))
+      if (!product.gradient->data || !(of_b ? b->wants_xa : b->wants_yb))
         continue;
       product.transposed = of_b;
       product.ranks = (moelora_columns){
@@ -381,6 +387,7 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
     weigh(&b, b.layout.yb);
   if (b.wants_xa)
     shrink(&b);
+  zero_gradients(&b);
   finish_factors(&b);
   finish_bias(&b);
   return MOELORA_OK;

@@ -151,7 +151,7 @@ def test_delta_of_a_base_product(projection):
         base.backward(grad_out)
         for name, grad in grads_of(arguments, given).items():
             assert same_bits(grad, alone[name]), name
-        assert same_bits(leaf.grad, grad_out if add_inputs else torch.zeros_like(grad_out))
+        assert same_bits(leaf.grad, grad_out) if add_inputs else leaf.grad is None
 
 
 def test_a_leaf_is_not_written_to():
@@ -207,11 +207,9 @@ def test_what_is_refused():
     out = torch.empty(*p.topk_ids.shape, p.w13.size(1))
     with pytest.raises(RuntimeError, match="no backward of a call with out="):
         moelora.fused_moe_lora_gemm(**arguments | {"x": x}, out=out)
-    (first,) = torch.autograd.grad(
-        moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum(), x, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="fused_moe_lora_gemm_backward|does not require grad"):
-        first.sum().backward()
+    result = moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum()
+    with pytest.raises(RuntimeError, match="a backward has none of its own"):
+        torch.autograd.grad(result, x, create_graph=True)
 
 
 def test_what_is_written_to_is_noticed():
