@@ -17,7 +17,7 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test nightly build lint conformance test-c test-py test-lowest test-newest test-pythons \
-        sanitize fuzz test-gpu sanitize-gpu emulate emulate-few bench-cpu bench-gpu tables docs types \
+        test-quantizers sanitize fuzz test-gpu sanitize-gpu emulate emulate-few bench-cpu bench-gpu tables docs types \
         wheel check-wheel sdist clean
 
 # The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
@@ -140,6 +140,20 @@ test-newest: build
 # The Python tests under 3.11 to 3.14, as far as they are here, on one extension.
 test-pythons: build
 	$(PY) tests/project/check_pythons.py $(CHECK_ARGS) -- $(PYTEST_ARGS)
+
+# Folders as llm-compressor, AutoRound and GPTQModel make them, each in an environment of its own, loaded
+# here: nightly, on a CPU. Ends with 1 if one is wrong, or is refused or served where the table in
+# docs/weight-formats.md says otherwise; QUANTIZERS="auto-round" for some of them.
+QUANTIZERS ?= llm-compressor auto-round gptqmodel
+MADE ?= build/quantized
+test-quantizers: build
+	set -e; for tool in $(QUANTIZERS); do \
+	  test -x build/$$tool/bin/python || $(PY) -m venv build/$$tool; \
+	  build/$$tool/bin/python -m pip install --quiet -r requirements-torch.txt \
+	    -r tests/quantizers/requirements-$$tool.txt; \
+	  OMP_NUM_THREADS=1 build/$$tool/bin/python tests/quantizers/make_folders.py $$tool $(MADE); done
+	OMP_NUM_THREADS=1 $(PY) tests/quantizers/check_folders.py $(MADE) $(MADE)/results.json
+	$(PY) tests/quantizers/table.py --compare $(MADE)/results.json
 
 # On GPU machines torch is already there: no venv, the Python of the caller.
 test-gpu:

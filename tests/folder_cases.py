@@ -98,6 +98,14 @@ def fp8_rows(w: Tensor) -> Made:
     return quantized_folders.fp8_channel(w, 0)
 
 
+def fp8_whole(w: Tensor) -> Made:
+    """A scale for the weight and one for what it takes, as ModelOpt has them."""
+    scale = (w.abs().max() / 448).float()
+    q = (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors = {".weight": q, ".weight_scale": scale, ".input_scale": torch.tensor(0.02)}
+    return tensors, q.float() * scale
+
+
 def fp8_blocks(w: Tensor) -> Made:
     tensors, meant = quantized_folders.fp8_block(w, 128)
     return {".weight": tensors[".weight"], ".weight_scale": tensors[".weight_scale_inv"]}, meant
@@ -130,6 +138,17 @@ def nvfp4(w: Tensor) -> Made:
         ".weight_global_scale": whole.reshape(1),
     }
     return tensors, quantized_folders.E2M1[q] * factors.repeat_interleave(16, 1)
+
+
+def nvfp4_of_modelopt(w: Tensor) -> Made:
+    tensors, meant = nvfp4(w)
+    whole = tensors[".weight_global_scale"].reshape(())
+    return {
+        ".weight": tensors[".weight_packed"],
+        ".weight_scale": tensors[".weight_scale"],
+        ".weight_scale_2": 1 / whole,
+        ".input_scale": torch.tensor(0.02),
+    }, meant
 
 
 def mxfp8(w: Tensor) -> Made:
@@ -284,6 +303,17 @@ CASES = {
                 group_size=16,
             ),
         ),
+    ),
+    "modelopt_fp8": Case(
+        fp8_whole,
+        fp8_whole,
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
+    "modelopt_nvfp4": Case(
+        nvfp4_of_modelopt,
+        nvfp4_of_modelopt,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        "experts are NVFP4 of ModelOpt; no kernel reads NVFP4: quantize the experts to INT4",
     ),
     "ct_nvfp4": Case(
         nvfp4,

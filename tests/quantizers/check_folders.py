@@ -1,6 +1,6 @@
 """What moelora does with every folder that `make_folders.py` has made: right, or refused, and how.
 
-    python check_folders.py OUT [RESULT.json]
+    python check_folders.py OUT [results.json]
 
 A folder is right if each weight is that of the model it was quantized from, but for the rounding
 of its scheme, and a batch of mixed adapters generates as it does with those weights in float32.
@@ -19,6 +19,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers.folder import Folder
+from moelora.integrations.transformers.names import OF_ONE
 
 # Largest relative error of a weight, in the norm of a matrix: normal numbers of four bits are a
 # tenth away from what they were. Rows or columns of another place are farther away than their size.
@@ -96,11 +98,29 @@ def generation(model, exact, folder: Path) -> str:
     return "right" if rough < 0.15 else f"WRONG: logits are {rough:.3f} away"
 
 
+def described(folder: Path) -> dict:
+    """What a scheme is found by: settings, and the tensors of one projection of an expert."""
+    opened = Folder(folder)
+    layer = min(name for name in opened.linears if OF_ONE.search(name))
+    beside = (
+        "ignore",
+        "targets",
+        "version",
+        "observer",
+        "observer_kwargs",
+        "block_name_to_quantize",
+    )
+    settings = {
+        k: v for k, v in opened.quantization.items() if k not in beside and v not in ({}, None)
+    }
+    return {"settings": settings, "layer": layer, "parts": sorted(opened.linears[layer])}
+
+
 def main() -> int:
     out = Path(sys.argv[1])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found: dict[str, dict[str, dict[str, str]]] = {}
+    found: dict[str, dict[str, dict]] = {}
     for folder in sorted(out.glob("*/*/*")):
         tool, name, scheme = folder.relative_to(out).parts
         if not folder.is_dir() or tool == "plain":
@@ -114,12 +134,15 @@ def main() -> int:
             except Exception as problem:
                 text = str(problem).replace(f"{folder}", "").strip(": ").splitlines()[0]
                 result = f"WRONG: {type(problem).__name__}: {text}"
-        found.setdefault(tool, {}).setdefault(scheme, {})[name] = result
+        row = found.setdefault(tool, {}).setdefault(scheme, {"folders": {}})
+        row["folders"][name] = result
+        if not failed.is_file() and "layer" not in row:
+            row |= described(folder)
         print(f"{tool:15} {name:12} {scheme:30} {result}", flush=True)
     if len(sys.argv) > 2:
         Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
-    texts = [r for schemes in found.values() for names in schemes.values() for r in names.values()]
-    return int(any(text.startswith("WRONG") for text in texts))
+    rows = [row for schemes in found.values() for row in schemes.values()]
+    return int(any(r.startswith("WRONG") for row in rows for r in row["folders"].values()))
 
 
 if __name__ == "__main__":

@@ -36,18 +36,19 @@ def load_quantized(
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model from a checkpoint whose experts are of four bits or FP8, and stay so.
+    """A model from a quantized checkpoint; its experts stay as they are, in four bits or FP8.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is ever
-    dequantized: beside their tiles there is never more than one layer as the folder has it.
+    dequantized: beside their tiles there is never more than one layer as the folder has it. Other
+    layers that are quantized are dequantized once, to `dtype`; the log says how much memory that
+    takes.
 
     Parameters
     ----------
     folder : str or Path
-        A folder with config.json and safetensors files, or its id on the Hub ("org/name"): MXFP4
-        experts as of gpt-oss, or one GPTQ, AWQ, compressed-tensors ("pack-quantized",
-        "float-quantized") or FP8 tensor set for each expert. All other weights must be plain, or
-        FP8: those are dequantized.
+        A folder with config.json and safetensors files, or its id on the Hub ("org/name"), whose
+        `quant_method` is mxfp4, gptq, awq, auto-round, compressed-tensors, fp8 or modelopt;
+        docs/weight-formats.md has the schemes of each.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
     activations : {"fp8", "native", "bf16"}, optional
@@ -67,8 +68,8 @@ def load_quantized(
     Raises
     ------
     ValueError
-        As of `load_quantized_experts`, or a weight that is not an expert's is missing, as when it
-        is quantized, too, or of another shape.
+        As of `load_quantized_experts`, or a weight that is not an expert's is missing, damaged, or
+        of another shape.
     NotImplementedError
         As of `load_quantized_experts`.
     FileNotFoundError
@@ -130,8 +131,9 @@ def load_quantized_experts(
     """Puts a checkpoint's quantized experts in place of those of `model`, layer by layer.
 
     For a model made in some other way than by `load_quantized`. The parameters that go may be on
-    the meta device, and only their shapes are read; biases stay what they are. Tensors are looked
-    for under the names that the model's modules have.
+    the meta device, and only their shapes are read; biases stay what they are, but for those that
+    the folder has expert by expert. Tensors are looked for under the names that transformers'
+    conversion takes to the model's modules, or those of the modules.
 
     Parameters
     ----------
@@ -151,8 +153,8 @@ def load_quantized_experts(
         format wants; the message names it. The layers before it have their new weights. A file is
         damaged, links out of the folder, or is named by an index although it is not there.
     NotImplementedError
-        Another quantization method or setting, experts that moelora cannot run, or that accelerate
-        has offloaded.
+        Another quantization method or setting, or experts of a scheme that no kernel has, before
+        any tensor is read; experts that moelora cannot run, or that accelerate has offloaded.
     RuntimeError
         The model has adapters; they come after its weights.
     FileNotFoundError
