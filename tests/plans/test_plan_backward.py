@@ -47,8 +47,9 @@ def test_sizes_without_vectors(backward):
 
 def test_the_kernel_does_not_depend_on_adapters(backward):
     for tokens in (1, 100, 5000):
-        assert backward(HOPPER, tokens=tokens, **MIXTRAL)[0] == (
-            backward(HOPPER, tokens=tokens, rank=64, **MIXTRAL)[0]
+        assert (
+            backward(HOPPER, tokens=tokens, **MIXTRAL)[0]
+            == (backward(HOPPER, tokens=tokens, rank=64, **MIXTRAL)[0])
         )
 
 
