@@ -93,6 +93,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_align,
     moelora_cuda_gemm_workspace,
     moelora_cuda_gemm,
+    nullptr, // the backward of a projection
+    nullptr,
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
     moelora_cuda_experts_backward_workspace,
