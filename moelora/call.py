@@ -1,9 +1,8 @@
-"""How a public operator calls a compiled one: absent arguments, and errors as Python expects them.
+"""How public operators call compiled ones: absent arguments, and conversion of errors.
 
-The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there,
-an absent number is 0.
-Everything about shapes, strides and dtypes is checked once, in C, for all callers; an error of that
-kind becomes a ValueError here.
+Compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements, an absent
+number is 0. Shapes, strides and dtypes are checked once, in C, for all callers; such errors become
+a ValueError here.
 """
 
 import functools
@@ -37,10 +36,10 @@ _absent_tensors: dict[torch.device, Tensor] = {}
 
 
 def typed(function: Callable[P, T]) -> Callable[P, T]:
-    """An operator whose failure, if an argument is not what the signature says, tells which.
+    """Decorate an operator to name the argument of a wrong type if a call fails.
 
-    Looking only at calls that failed, it costs nothing to speak of, and refuses nothing that works.
-    Its docstring gets what it shares with others (moelora/docstrings.py).
+    Only failed calls are examined, so that successful ones have no overhead and nothing valid is
+    rejected. Also expands the shared entries of its docstring (moelora/docstrings.py).
     """
 
     if function.__doc__:
@@ -62,10 +61,10 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _mistyped(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The first argument of another type than the signature says, in words; "" if there is none."""
+    """Describe the first argument whose type differs from the signature; "" if there is none."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError as error:  # the call itself says so, but for options that stand for others
+    except TypeError as error:  # specific already, but for options
         return str(error) if hasattr(function, "__signature__") else ""
     for name, wanted in typing.get_type_hints(function).items():
         if name in given and not _fits(given[name], wanted):
@@ -87,9 +86,9 @@ def _fits(value: Any, wanted: Any) -> bool:
         (item,) = typing.get_args(wanted)
         is_series = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
         return is_series and all(_fits(v, item) for v in value)
-    if origin is typing.Literal:  # which words there are, the operator says
+    if origin is typing.Literal:  # the operator checks the values
         return isinstance(value, tuple({type(option) for option in typing.get_args(wanted)}))
-    if wanted in (int, bool, float):  # torch takes numbers of any library
+    if wanted in (int, bool, float):  # torch accepts numbers of any library
         return hasattr(value, "__float__") and not isinstance(value, Tensor)
     if wanted is Any:
         return True
@@ -108,7 +107,7 @@ def _in_words(wanted: Any) -> str:
 
 
 def absent_tensor(like: Tensor) -> Tensor:
-    """A tensor that says "none". Cached, except where a tracer must see it made."""
+    """A tensor that stands for None. Cached, except where a tracer must see its creation."""
     if is_compiling() or type(like) not in _PLAIN:
         return like.new_empty(0)
     device = like.device
@@ -124,7 +123,7 @@ def or_absent(tensor: Tensor | None, absent: Tensor) -> Tensor:
 
 
 def _is_freed(tensor: Tensor) -> bool:
-    """Its storage is gone: torch must not convert it, the compiled operator refuses it by name."""
+    """Whether its storage is freed; the compiled operator then rejects it, by name."""
     return not is_compiling() and type(tensor) in _PLAIN and not holds(tensor)
 
 
@@ -138,7 +137,7 @@ def weights_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tenso
 
 
 def ids_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
-    """A table of ids or ranks as int32: what is beyond that stays out of every range."""
+    """A table of ids or ranks as int32; values beyond int32 remain out of range."""
     if tensor is None or tensor.dtype is torch.int32 or _is_freed(tensor):
         return or_absent(tensor, absent)
     if tensor.dtype is torch.bool:
@@ -185,14 +184,14 @@ def choose(name: str, value: str, known: dict[str, int]) -> int:
 
 
 def run(op: Any, *args: Any) -> Any:
-    """Calls a compiled operator; its own complaints become the exception that Python expects."""
+    """Call a compiled operator and convert its errors to Python exceptions."""
     if is_compiling():
         return op(*args)
     before = error_number()
     try:
         return trace.call(op, args) if trace.active else autograd.call(op, args)
     except RuntimeError:
-        if error_number() == before:  # torch's complaint, not the operator's
+        if error_number() == before:  # raised by torch, not by the operator
             raise
         status, text = _C.last_error()
         raise ERRORS.get(status, RuntimeError)(text) from None

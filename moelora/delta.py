@@ -1,7 +1,7 @@
-"""Adapters alone: the delta that an engine adds to a base product made elsewhere.
+"""Adapters alone: the delta that an engine adds to its own base product.
 
 An engine whose experts are FP8, INT4 or MXFP4 has a grouped GEMM of its own. These operators add
-the adapter part to its output, from routing and mapping as they are: `moe_lora_gate_up_delta`
+the adapter part to its output, given routing and mapping: `moe_lora_gate_up_delta`
 before the activation, `moe_lora_down_delta` after it. vLLM's form of them is `fused_moe_lora`.
 
 The result of the shrink is rounded once to the compute dtype, as it feeds the next product, and the
@@ -29,7 +29,7 @@ from moelora.call import (
 
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
-    """How many experts there are; None if all factors are shared and nobody says."""
+    """The number of experts; None if all factors are shared and the caller does not pass it."""
     if num_experts is not None:
         return num_experts
     largest = max([1, *(f.size(1) for f in factors if f.dim() == 4)])
@@ -39,7 +39,7 @@ def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | N
 def one_expert(
     topk_ids: Tensor, expert_map: Tensor | None, num_experts: int | None
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Where nobody knows how many experts share the factors, every id from 0 up is the same one."""
+    """Map every id from 0 on to one expert, if an unknown number of experts share factors."""
     if num_experts is not None:
         return topk_ids, expert_map, num_experts
     if expert_map is not None:
@@ -112,7 +112,7 @@ def moe_lora_gate_up_delta(
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What adapters add to the gate and up projections, before the activation.
+    """Compute what adapters add to the gate and up projections, before the activation.
 
     For token `m`, choice `j`, expert `e = topk_ids[m, j]`, adapter `l = token_lora_mapping[m]`::
 
@@ -196,7 +196,7 @@ def moe_lora_down_delta(
     batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What adapters add to the down projection, before the sum over `top_k`.
+    """Compute what adapters add to the down projection, before the sum over `top_k`.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def moe_lora_down_delta(
     {adapter_enabled?}
     {expert_map?} Their rows are skipped.
     {num_experts?}
-    {mul_routed_weight} For a base product that has it already.
+    {mul_routed_weight} For a base product that includes the weight.
     add_inputs : bool
         As in `moe_lora_gate_up_delta`.
     {batch_invariant}

@@ -1,13 +1,13 @@
-"""What the docstrings of several operators say alike: arguments, results and errors, each once.
+"""Docstring entries that several operators share: arguments, results and errors.
 
-A line of a numpy docstring that is a name in braces stands for its entry here, and what follows
-on that line and the deeper ones below it is added to the entry's description:
+A line of a numpy docstring that is a name in braces stands for its entry here; the rest of that
+line and the indented lines below it are appended to the entry's description:
 
     {topk_ids} A row whose id is out of range becomes 0.
 
-A question mark, as in `{token_lora_mapping?}`, says that the argument is optional. `typed`
+A question mark, as in `{token_lora_mapping?}`, means that the argument is optional. `typed`
 (moelora/call.py) expands the docstrings of operators, and docs/griffe_shared.py those that the API
-reference reads from the sources. It imports nothing of moelora.
+reference reads from the sources. This module must not import moelora.
 """
 
 import re
@@ -92,7 +92,7 @@ _SHARED = re.compile(r"^( *)\{(\w+)(\??)\}(.*)((?:\n\1 +\S.*)*)$", re.M)
 
 
 def expand(docstring: str) -> str:
-    """The docstring with every shared entry in its place. Names without one raise KeyError."""
+    """Replace every shared entry of the docstring. Names without one raise KeyError."""
     return _SHARED.sub(_entries, docstring)
 
 

@@ -1,4 +1,4 @@
-"""A row's bits do not depend on its batch. What once asked for that is still taken."""
+"""Batch invariance is always on; the functions that used to request it remain as no-ops."""
 
 import warnings
 
@@ -6,8 +6,8 @@ import warnings
 def set_batch_invariant(on: bool = True) -> None:
     """Do nothing: every call is batch invariant. Deprecated, to be removed in the next release.
 
-    A row has the bits that it has alone: neither which other rows there are, nor how many, nor
-    their order changes one. What is promised: docs/batch-invariance.md.
+    The result of a row does not depend, bit for bit, on the other rows of the batch, their number
+    or their order. For the guarantees see docs/batch-invariance.md.
 
     Parameters
     ----------

@@ -1,5 +1,6 @@
-"""The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
+"""The public operators: torch.ops.moelora.* with keyword arguments and checks.
 
+`None` stands for an absent argument.
 All functions work on CPU and CUDA tensors, all on one device, never synchronize with the host,
 and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
 backward (moelora/training.py); the others raise where autograd would need one.
@@ -46,9 +47,9 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3, "swigluoai_unin
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """Expert weights in tiles of 64 x 64, as `prepack_weights` makes them.
+    """Expert weights in tiles of 64 x 64, from `prepack_weights`.
 
-    Each tile is one contiguous piece of memory, so that a kernel reads it in one burst.
+    Each tile is contiguous in memory, so that a kernel reads it in one burst.
 
     Attributes
     ----------
@@ -89,9 +90,9 @@ def _data(weights: Weights) -> Tensor:
 
 
 def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[float, ...]:
-    """The layout of weights that multiply `columns` columns; zeros if they are not quantized.
+    """The layout of weights with `columns` columns; zeros if they are not quantized.
 
-    Tiles do not tell for which dtype and how many columns they were made.
+    Tiles do not record their dtype and number of columns.
     """
     if not isinstance(weights, QuantizedWeights):
         return 0, 0, 0, 0, 0.0
@@ -104,7 +105,7 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
 
 
 def _last(w: Weights, x: Tensor) -> tuple[float, ...]:
-    """What an operator takes behind its other arguments: nothing in most calls."""
+    """Trailing arguments of an operator: none in most calls."""
     if isinstance(w, Tensor):
         return ()
     return _layout_of("w", w, x, x.size(1) if x.dim() == 2 else None)
@@ -113,7 +114,7 @@ def _last(w: Weights, x: Tensor) -> tuple[float, ...]:
 def _last_of_layer(
     w13: Weights, w2: Weights, x: Tensor, activation: Activation
 ) -> tuple[float, ...]:
-    """The same of a layer: the layout of w13, then that of w2, whose order is known."""
+    """The same for a layer: the layout of w13, then that of w2, whose row order is fixed."""
     if isinstance(w13, Tensor) and isinstance(w2, Tensor):
         return ()
     hidden = x.size(1) if x.dim() == 2 else None
@@ -215,10 +216,10 @@ def fused_moe_lora_gemm(
 
 
 def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
-    """The arguments of `fused_experts_lora`, all but `out`, as its compiled operators take them.
+    """The arguments of `fused_experts_lora` except `out`, for its compiled operators.
 
-    They come in the order of its signature. Returned are those that every call has, and those
-    behind them, which most calls leave out.
+    In the order of its signature. Returns those of every call, and the trailing ones, which most
+    calls omit.
     """
     hidden_states, w13, w2, topk_weights, topk_ids, *options = arguments
     token_lora_mapping, w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b, *options = options
@@ -298,10 +299,10 @@ def fused_experts_lora(
         biases and of the result. Factors have it too, or are float32 (CPU) and rounded to it in
         every call.
     w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights or QuantizedWeights
-        Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantized ones were made
-        with the `gate_up` that says so.
+        Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantized ones must be
+        created with the matching `gate_up`.
     w2 : Tensor, shape (E, K, I), or PackedWeights or QuantizedWeights
-        Down projection of each expert. It may be quantized where `w13` is not, and otherwise.
+        Down projection of each expert. May be quantized independently of `w13`.
     {topk_weights}
     {topk_ids} A choice whose id is out of range contributes nothing.
     {token_lora_mapping?} Factors without it are refused.
@@ -387,8 +388,8 @@ def prepack_weights(w: Tensor | QuantizedWeights) -> PackedWeights | QuantizedWe
     Parameters
     ----------
     w : Tensor, shape (E, N, K), or QuantizedWeights
-        Expert weights; `N` and `K` are multiples of 64. Quantized ones are in tiles already, and
-        come back as they are.
+        Expert weights; `N` and `K` are multiples of 64. Quantized ones are already in tiles
+        and are returned unchanged.
 
     Returns
     -------
@@ -400,7 +401,7 @@ def prepack_weights(w: Tensor | QuantizedWeights) -> PackedWeights | QuantizedWe
     ValueError
         `w` is not 3-D, or a size is not a multiple of 64.
     TypeError
-        `w` is no tensor.
+        `w` is not a tensor.
     RuntimeError
         `w` requires a gradient, and grad mode is on.
     """

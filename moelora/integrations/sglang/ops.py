@@ -1,4 +1,4 @@
-"""SGLang's design of MoE LoRA: an adapter MLP of its own beside the base layer.
+"""SGLang's design of MoE LoRA: a separate adapter MLP next to the base layer.
 
 For token `m`, choice `j`, expert `e`, adapter `l`, with `gate_up` one pair of factors::
 
@@ -54,7 +54,7 @@ def _who(
     num_experts: int | None,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Who works on what; `weights` are routing weights and scalings, where a stage takes them."""
+    """Routing and mapping; `weights` are routing weights and scalings, if a stage uses them."""
     absent = absent_tensor(expert_ids)
     expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
     names = ("routing_weights", "scalings")
@@ -241,7 +241,7 @@ def moe_lora_fused(
     num_experts: int | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """All three stages in one operator: rows are sorted once, and nothing between is allocated.
+    """All three stages in one operator: rows are sorted once, without intermediate tensors.
 
     Parameters
     ----------
@@ -310,8 +310,8 @@ def run_moe_lora(
 ) -> Tensor:
     """Add SGLang's adapter MLP to the output of a base MoE layer, in place.
 
-    Not the exact MoE LoRA: its activation sees the adapter alone (see the module, with numbers).
-    The exact layer is `fused_experts_lora`.
+    Not the exact MoE LoRA: its activation sees the adapter alone (see the example in the module
+    docstring). The exact layer is `fused_experts_lora`.
 
     Parameters
     ----------

@@ -1,17 +1,17 @@
 """moelora inside vLLM: mixture-of-experts layers and their LoRA adapters in one operator.
 
-To install moelora is all: vLLM finds `register` among the entry points of the group
+Installing moelora is sufficient: vLLM finds `register` among the entry points of the group
 `vllm.general_plugins` and calls it in every process. From then on these MoE layers run
 `moelora.fused_experts_lora`, with adapters and without: unquantized ones that vLLM gives to its
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
-brought into moelora's tiles in place of vLLM's. vLLM's log says so, once a process.
+converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process.
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
-Where this build has no CUDA kernels, or no GPU can run them, vLLM is left alone, and the log,
-`vllm.moelora`, says so. A layer that is not supported runs vLLM's own path, and the log says why,
-once for each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters
-still go through moelora's deltas.
+If this build has no CUDA kernels, or no GPU can run them, vLLM is left unchanged, and the logger
+`vllm.moelora` reports it. A layer that is not supported runs vLLM's own path; each reason, from
+`TritonExpertsWithLoRA.reason_against` or `methods`, is logged once. Its adapters still use
+moelora's deltas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _said: set[str] = set()
 
 
 def say_once(message: str, level: int = logging.WARNING) -> None:
-    """A line in vLLM's log, the first time only."""
+    """Log a line in vLLM's log, the first time only."""
     if message not in _said:
         _said.add(message)
         log.log(level, "moelora: %s", message)
@@ -42,7 +42,7 @@ def say_once(message: str, level: int = logging.WARNING) -> None:
 def wrap(
     owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace `owner.name` by `make(owner.name)`, the first time only: plugins load repeatedly."""
+    """Replace `owner.name` by `make(owner.name)`, once: plugins load repeatedly."""
     original = getattr(owner, name)
     if not hasattr(original, "_moelora"):
         replacement: Any = functools.wraps(original)(make(original))
@@ -51,7 +51,7 @@ def wrap(
 
 
 def register() -> None:
-    """Serve vLLM's MoE layers from now on in this process; nothing is raised if that cannot be."""
+    """Serve vLLM's MoE layers from now on in this process; failures are logged, not raised."""
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
@@ -69,7 +69,7 @@ def register() -> None:
 
 
 def _problem() -> str | None:
-    """Why this vLLM is left alone, or None."""
+    """Why moelora is not installed into this vLLM, or None."""
     from vllm.platforms import current_platform
 
     from moelora.integrations.vllm import interface
@@ -84,7 +84,7 @@ def _problem() -> str | None:
 
 
 def _install() -> None:
-    """Every hook into vLLM."""
+    """Install every hook into vLLM."""
     from moelora.integrations.vllm import adapters, experts, interface
 
     adapters.install()

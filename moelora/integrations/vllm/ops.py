@@ -1,7 +1,7 @@
-"""vLLM's operators that add adapters to a projection: its arguments, in its order.
+"""vLLM's operators that add adapters to a projection, with its arguments in its order.
 
-`fused_moe_lora` and its halves. They write in place; a row that has no adapter, or whose expert is
-not here, keeps its bits. They never synchronize, and can be captured in a CUDA graph.
+`fused_moe_lora` and its halves. They write in place; rows without an adapter or without a
+local expert keep their bits. They never synchronize, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNLIMITED = 2**31 - 1
 
 
 def _check_tiles(half: str, **tiles: int) -> None:
-    """Tile arguments choose nothing here, but nonsense in them is a mistake all the same."""
+    """Check the tile arguments, which are otherwise ignored."""
     for name, value in tiles.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{half}{name} is {value!r}, expected an int of at least 1")
@@ -53,7 +53,7 @@ def _lists(
     num_experts: int | None,
     block_size: int,
 ) -> tuple[Any, ...]:
-    """vLLM's description of who works on what, as the compiled operators take it."""
+    """Convert vLLM's description of rows and adapters to arguments of the compiled operators."""
     _check_equal("top_k_num", top_k_num, "topk_weights.size(1)", topk_weights.size(-1))
     absent = absent_tensor(topk_weights)
     experts = known_experts(factors, num_experts)
@@ -140,14 +140,14 @@ def fused_moe_lora(
 ) -> None:
     """vLLM's `fused_moe_lora`: adds the adapters' part of one projection to `output`, in place.
 
-    Rows are named by lists of blocks per adapter, as `moe_lora_align_block_size` makes them in
-    vLLM's form, or, for few of them, by nothing but `expert_ids` and `token_lora_mapping`
-    (`sorted_token_ids=None`, vLLM's naive block assignment).
+    Rows are given by lists of blocks per adapter, from `moe_lora_align_block_size` in vLLM's form,
+    or, for few rows, only by `expert_ids` and `token_lora_mapping` (`sorted_token_ids=None`, vLLM's
+    naive block assignment).
 
     Parameters
     ----------
     output : Tensor, shape (M, top_k, >= offset + slices * N)
-        What is added to. Rows without an adapter keep their bits.
+        Added to in place. Rows without an adapter keep their bits.
     qcurr_hidden_states : Tensor, shape (M, K) or (M * top_k, K)
         Input of each token, or of each routed row.
     lora_a_stacked : sequence of 1 to 4 tensors, shape (max_loras, E or 1, R, K)
@@ -169,13 +169,13 @@ def fused_moe_lora(
     lora_ids : Tensor, shape (any,), int32, optional
         Adapters whose lists count; -1 and ids from `max_loras` on are skipped.
     num_active_loras : Tensor of one element in host memory, or int, optional
-        How many entries of `lora_ids` to look at. Read on the host: a captured graph keeps it, and
-        finds out from -1 in `lora_ids` that fewer are active.
+        How many entries of `lora_ids` to look at. Read on the host: a captured graph keeps it,
+        and -1 in `lora_ids` marks inactive entries.
     {adapter_enabled?}
     shrink_block_size_m : int
         Rows of a block of `sorted_token_ids`.
     shrink_block_size_n, ..., expand_split_k : int
-        Tiles of vLLM's kernels. They must be positive, and choose nothing here.
+        Tiles of vLLM's kernels. They must be positive and have no effect.
     {mul_routed_weight}
     fully_sharded : bool
         A is sharded by rank over the tensor-parallel group (or by K), B by its columns: the result
@@ -312,7 +312,7 @@ def fused_moe_lora_shrink(
     num_active_loras
         As in `fused_moe_lora`.
     device, EM, block_size_n, ..., split_k, mul_routed_weight, use_gdc, use_tma
-        Of vLLM's kernels; they choose nothing here.
+        Of vLLM's kernels; no effect here.
     batch_invariant : bool
         As in `fused_moe_lora`.
 
@@ -404,9 +404,9 @@ def fused_moe_lora_expand(
     Parameters
     ----------
     output : Tensor, shape (M, top_k, >= offset + slices * N)
-        What is added to. Rows without an adapter keep their bits.
+        Added to in place. Rows without an adapter keep their bits.
     a_intermediate_cache1 : Tensor, shape (slices, M, top_k, R)
-        What `fused_moe_lora_shrink` made, gathered over the ranks of a sharded adapter.
+        The result of `fused_moe_lora_shrink`, gathered over the ranks of a sharded adapter.
     lora_b_stacked, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded
         As in `fused_moe_lora`.
     token_lora_mapping, top_k_num, lora_ids, adapter_enabled
@@ -418,7 +418,7 @@ def fused_moe_lora_expand(
     mul_routed_weight, offset, add_inputs, batch_invariant
         As in `fused_moe_lora`.
     device, N, EM, K, block_size_n, ..., split_k, use_gdc, use_tma
-        Of vLLM's kernels; they choose nothing here.
+        Of vLLM's kernels; no effect here.
 
     Raises
     ------
