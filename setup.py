@@ -5,7 +5,7 @@ Environment:
   MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"; "release" is those of
                         the wheels: "80;90a;100;120"
   MOELORA_WERROR=1      warnings and CUDA register spills of more than 16 bytes are errors
-  MOELORA_SANITIZE=1    address and undefined-behaviour sanitizers (build_core, for the C tests)
+  MOELORA_SANITIZE=1    address and undefined-behavior sanitizers (build_core, for the C tests)
   CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers
   CC, NVCC, CUDA_HOME   the compilers
   MAX_JOBS              compilers run at once; by default one for each usable core, and fewer where

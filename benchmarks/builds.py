@@ -6,7 +6,7 @@
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (benchmarks/processes.py). Each has a process of its own that holds the layer. They take turns,
-forwards and backwards, so that all meet the same clocks and neighbours; times are medians of the
+forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
 turns, and percentages compare with the first build. The same module twice shows the noise, about
 1 % on an H200. `python -m benchmarks.digests` compares the bits of every operator.
 """

@@ -4,7 +4,7 @@
     python -m benchmarks.training --shapes qwen3 --tokens 4096 --ranks 16 --profile
 
 Forward and backward through autograd, frozen weights and adapters in bfloat16, one tenant or
-`--tenants`, random routing: softmax of normal logits, top-k, renormalised. Microseconds are medians
+`--tenants`, random routing: softmax of normal logits, top-k, renormalized. Microseconds are medians
 of 11 by CUDA events, L2 overwritten before each, the host ahead of the GPU. MiB are what a step
 needs above weights, adapters, inputs and dout: the peak, and what autograd keeps.
 

@@ -162,7 +162,7 @@ class FromFP8:
 
         Activations become `e4m3(x * (1 / input_scale))`, of the largest if there are several.
         Without one, they get a scale for each token, as of `from_fp8_channel`: a scale of a whole
-        batch would let a token depend on its neighbours.
+        batch would let a token depend on its neighbors.
 
         Parameters
         ----------

@@ -70,8 +70,8 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
 /* Ranks are accumulated in one of two orders: a product takes 16 consecutive ranks, or four of
  * every eight in 32 (delta/expand.cuh). The order depends on the tensors only. */
 static bool sums_ranks_alike(const moelora_variant *v, const expand_load *load) {
-  const bool neighbours = !load->vectors || step_ranks(load->lora->max_rank) == 16;
-  return neighbours == (v->block_k == 16);
+  const bool neighbors = !load->vectors || step_ranks(load->lora->max_rank) == 16;
+  return neighbors == (v->block_k == 16);
 }
 
 static bool expand_serves(const moelora_variant *v, const expand_load *load) {

@@ -158,7 +158,7 @@ static size_t bytes_of(moelora_dtype dtype) {
   return dtype == MOELORA_BF16 ? 2 : 4;
 }
 
-/* A contiguous tensor of uninitialised memory; sizes end at the first 0. */
+/* A contiguous tensor of uninitialized memory; sizes end at the first 0. */
 static moelora_tensor empty(moelora_device device, moelora_dtype dtype, const int64_t size[4]) {
   moelora_tensor t = {.dtype = dtype};
   int64_t count = 1;

@@ -17,7 +17,7 @@ MIXES = {
     "none": "no token has an adapter",
     "one": "all tokens have the same adapter",
     "many": "every token draws one of the adapters",
-    "different": "neighbours have different adapters, as many as there are",
+    "different": "neighbors have different adapters, as many as there are",
     "half": "half of the tokens have none, the others draw one",
 }
 ROUTINGS = ("uniform", "zipf")

@@ -107,11 +107,11 @@ def run(args: argparse.Namespace) -> int:
     table = Table("case", "what", "before us", "after us", "change", "noise", "")
     for c in sorted(found, key=lambda c: -c["change"]):
         if args.all or c["verdict"] != "same":
-            colour = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
+            color = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
             table.add_row(
                 *(describe(c["case"]), c["what"], f"{c['before_us']:.1f}", f"{c['after_us']:.1f}"),
                 *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),
-                f"[{colour}]{c['verdict']}[/]",
+                f"[{color}]{c['verdict']}[/]",
             )
     if table.row_count:
         where.print(table)

@@ -133,7 +133,7 @@ def overhead(axes: Axes, rows: Sequence[Case], along: Literal["tokens", "adapter
         for name, base in (("vllm_default", "vllm_base"), ("separate", "separate_base")):
             if name in baselines and base in baselines:
                 curves[case, name][row[along]] = baselines[name] / baselines[base] - 1
-    colours = {case: f"C{i % 10}" for i, case in enumerate(dict.fromkeys(c for c, _ in curves))}
+    colors = {case: f"C{i % 10}" for i, case in enumerate(dict.fromkeys(c for c, _ in curves))}
     styles = {"ours": "o-", "vllm_default": "s--", "separate": "^:"}
     for (case, who), points in curves.items():
         numbers, cost = zip(*sorted(points.items()), strict=True)
@@ -141,7 +141,7 @@ def overhead(axes: Axes, rows: Sequence[Case], along: Literal["tokens", "adapter
             numbers,
             [100 * c for c in cost],
             styles[who],
-            color=colours[case],
+            color=colors[case],
             ms=4,
             lw=1.2 if who == "ours" else 0.8,
             label=f"{case}, {who.replace('_', ' ')}",

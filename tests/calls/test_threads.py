@@ -113,7 +113,7 @@ def test_whoever_holds_an_adapter_computes_with_it(device, slots):
             assert "no adapter" in str(error)
             return
         assert same_bits(out[0::2], layer.want[name][0::2]), name
-        assert same_bits(out[1::2], layer.base[1::2]), "a base row depends on its neighbours"
+        assert same_bits(out[1::2], layer.base[1::2]), "a base row depends on its neighbors"
         served.append(name)
 
     def work(number):

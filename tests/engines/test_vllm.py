@@ -254,7 +254,7 @@ def test_padding_rows_are_base_rows(vllm, place):
 
 
 def test_slots_out_of_range_are_base_rows(vllm, place):
-    """Before any step the mapping is uninitialised memory; no slot is enabled then either."""
+    """Before any step the mapping is uninitialized memory; no slot is enabled then either."""
     device, dtype = place
     vllm.register()
     p = Spec(mix="all_different", tokens=12, dtype=dtype).build()

@@ -185,7 +185,7 @@ def test_base_tokens_keep_their_bits(tokens, form, device, dtype):
 
 
 @every_format
-def test_hostile_neighbours_stay_with_their_tokens(form, device, dtype):
+def test_hostile_neighbors_stay_with_their_tokens(form, device, dtype):
     """A token sees neither the other tokens' inputs nor experts and adapters of theirs."""
     p = made(replace(SMALL, tokens=2, top_k=2, ranks=(8, 16), mix="all_different"), form, dtype)
     d = dense(p)

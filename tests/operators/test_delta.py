@@ -144,7 +144,7 @@ def test_the_last_plan_is_the_deltas(device_and_dtype):
     assert _C.last_plan().startswith("delta=")
 
 
-def test_a_row_does_not_depend_on_its_neighbours(device_and_dtype):
+def test_a_row_does_not_depend_on_its_neighbors(device_and_dtype):
     device, dtype = device_and_dtype
     p = Spec(tokens=40, hidden=96, mix="all_different", ranks=(4, 16, 64), dtype=dtype).build()
     there = p.to(device)

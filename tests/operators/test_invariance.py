@@ -56,7 +56,7 @@ def test_rows_of_every_variant(name, capability):
 
 
 def test_a_row_that_depends_on_its_batch_is_counted(monkeypatch, device):
-    """By the number of its neighbours: as many elements as the rows of all compositions have."""
+    """By the number of its neighbors: as many elements as the rows of all compositions have."""
     pool, p = prover("narrow f16", device)
     alone = pool.operators["layer"]
 

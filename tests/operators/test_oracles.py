@@ -106,7 +106,7 @@ def fill(module: nn.Module, seed: int) -> None:
 def make_block(name: str) -> nn.Module:
     config = CONFIGS[name]
     config._experts_implementation = "eager"
-    # DeepSeek's and Nemotron's routers hold buffers that only a whole model initialises.
+    # DeepSeek's and Nemotron's routers hold buffers that only a whole model initializes.
     block = BLOCKS[name](config).double().eval()
     fill(block, 0)
     for buffer in block.buffers():
@@ -262,7 +262,7 @@ def peft_stacks(model: nn.Module, names: list[str]) -> dict:
 
 
 @torch.no_grad()
-# PEFT honours the patterns of target parameters (the shapes prove it) but says that it does not.
+# PEFT honors the patterns of target parameters (the shapes prove it) but says that it does not.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name != "nemotron_h"])
 def test_peft_target_parameters(name, check):

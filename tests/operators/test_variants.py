@@ -28,10 +28,10 @@ def variant(name: str):
 
 # What a layer's launches choose from; others are for adapters alone.
 ROLES = ("gemm_", "decode_", "sort_", "shrink_", "sum_")
-QUANTISED = re.compile(
+QUANTIZED = re.compile(
     "_(mxfp4|nvfp4|int4|w8a16|w8a8)_"
 )  # of weights that these layers do not have
-NAMES = [name for name in _C.variants() if name.startswith(ROLES) and not QUANTISED.search(name)]
+NAMES = [name for name in _C.variants() if name.startswith(ROLES) and not QUANTIZED.search(name)]
 
 
 @pytest.fixture(params=[variant(name) for name in NAMES])

@@ -133,7 +133,7 @@ def test_blocks_follow_the_rows_of_an_expert(plan):
     many = plan(sm80, tokens=16, experts=1, top_k=1)
     crowd = plan(sm80, tokens=4096, experts=8, top_k=2)
     assert few[1] <= many[1] < crowd[1]
-    # An expert sees the same rows whether its neighbours live here or on other ranks.
+    # An expert sees the same rows whether its neighbors live here or on other ranks.
     assert plan(sm80, tokens=512, experts=16, remote=112) == plan(sm80, tokens=512, experts=128)
 
 

@@ -48,8 +48,8 @@ def test_a_forced_shrink_that_adds_up_otherwise_is_passed_over(answer):
     assert same in answer(gpu, tokens=64, rank=16, env={"MOELORA_FORCE_VARIANT": same})
 
 
-def neighbouring_ranks(name):
-    """A product of 16 ranks has neighbours: so do the expands of as many ranks."""
+def neighboring_ranks(name):
+    """A product of 16 ranks has neighbors: so do the expands of as many ranks."""
     return name.removesuffix("_elements_sm80").removesuffix("_sm80").endswith("x16")
 
 
@@ -63,10 +63,10 @@ def test_every_expand_of_some_factors_adds_up_ranks_in_one_order(answer, rank, i
         return words.split()[3]
 
     vectors = rank % 8 == 0 and inter % 8 == 0
-    neighbours = rank <= 16 or not vectors
+    neighbors = rank <= 16 or not vectors
     for tokens in TOKENS:
-        assert neighbouring_ranks(expand(tokens)) == neighbours
+        assert neighboring_ranks(expand(tokens)) == neighbors
     taken = {name: expand(1024, MOELORA_FORCE_VARIANT=name) for name in EXPANDS}
     assert set(taken.values()) <= {*EXPANDS}
     assert all(one in (name, expand(1024)) for name, one in taken.items())
-    assert all(neighbouring_ranks(one) == neighbours for one in taken.values())
+    assert all(neighboring_ranks(one) == neighbors for one in taken.values())

@@ -55,7 +55,7 @@ def test_gpus_of_the_measured_chip_have_its_choices(tiles):
 @pytest.mark.parametrize("most", ["80", "90"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_model_agrees_with_what_was_measured(tiles, format, most):
-    """On an H200: with most choices, and everywhere with one of them or its neighbour."""
+    """On an H200: with most choices, and everywhere with one of them or its neighbor."""
     agreed = total = 0
     for times, chosen in tiles(90, *H200, format=format, MOELORA_MAX_CC=most):
         family = chosen.rsplit("_", 1)[1]
@@ -80,7 +80,7 @@ def test_other_gpus_have_the_choices_of_their_model(tiles, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_a_modelled_gpu_follow_the_rows_of_an_expert(tiles, kind):
+def test_blocks_of_a_modeled_gpu_follow_the_rows_of_an_expert(tiles, kind):
     blocks = [rows_of(chosen) for _, chosen in tiles(*KINDS[kind])]
     until = LOADS.index(96)
     assert blocks[: until + 1] == sorted(blocks[: until + 1])
@@ -99,7 +99,7 @@ def test_a_gpu_is_its_own(tiles):
     assert last_small("L40S") > last_small("B200")
 
 
-def test_the_log_has_every_tile_of_a_modelled_gpu(tmp_path):
+def test_the_log_has_every_tile_of_a_modeled_gpu(tmp_path):
     program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path)
     line = "bfloat16 512 8 128 128 2048 768 0 cuda 80"
 

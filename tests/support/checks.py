@@ -114,7 +114,7 @@ class Guarded:
 
 
 def guarded_empty(shape, dtype: torch.dtype, device="cpu") -> Guarded:
-    """Uninitialised-looking contiguous memory whose surroundings can be checked afterwards."""
+    """Uninitialized-looking contiguous memory whose surroundings can be checked afterwards."""
     numel = 1
     for size in shape:
         numel *= size

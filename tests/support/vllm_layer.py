@@ -189,7 +189,7 @@ class Layer:
         )
         lora.create_lora_weights(self.slots, lora_config, SimpleNamespace(architectures=["Any"]))
         self.meta = vllm.LoRAKernelMeta.make(self.slots, s.tokens + spare_tokens, self.device)
-        # Uninitialised memory, in the engine.
+        # Uninitialized memory, in the engine.
         garbage = torch.tensor([0, self.slots, -(2**31), 2**31 - 1, -7], dtype=torch.int32)
         buffer = self.meta.token_lora_mapping
         buffer.copy_(garbage.repeat(buffer.numel() // 5 + 1)[: buffer.numel()])

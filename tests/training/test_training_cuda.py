@@ -100,7 +100,7 @@ def test_the_forward_has_the_bits_of_serving_as_planned(tokens):
 
 
 @pytest.mark.parametrize("name", ALL_FORMATS)
-def test_quantised_weights_are_refused(name):
+def test_quantized_weights_are_refused(name):
     """By name, and they serve still."""
     p = build(replace(SPEC, tokens=9, hidden=160, inter=96), ALL_FORMATS[name], torch.bfloat16)
     arguments = p.to("cuda").kwargs()
