@@ -519,10 +519,9 @@ bool moelora_variant_usable(int32_t index);
  * mlp, sum); NULL clears it. The environment variable MOELORA_FORCE_VARIANT sets the initial list;
  * if it names an unknown variant, or two of one role, every operator fails. */
 moelora_status moelora_force_variant(const char *names);
-/* Limits the compute capability (80, 90, ...): from now on newer GPUs only run kernels that GPUs of
- * this one run, too; 0 removes the limit. The environment variable
- * MOELORA_MAX_CC sets the initial limit; if it is not a valid number, every gemm and layer fails.
- */
+/* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that also
+ * run on GPUs of this one; 0 removes the limit. The environment variable MOELORA_MAX_CC sets the
+ * initial limit; if it is not a valid number, every gemm and layer fails. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
 /* Every call is batch invariant (see moelora_exec): the first function does nothing, the second
  * returns true. Both are removed in the next release. The environment variable

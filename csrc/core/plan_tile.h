@@ -36,8 +36,8 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);
-/* How long a row takes for 1000 weights by the model of the device, with `rows` rows per expert on
- * average, in nanoseconds; for a layer the mean of both projections. 0: it is not modeled. */
+/* Estimated nanoseconds of a row per 1000 weights, with `rows` rows per expert on average; for a
+ * layer the mean of both projections. 0: not modeled. */
 double moelora_model_ns(const moelora_variant *variant, int64_t rows, const moelora_access *access,
                         const moelora_device_info *device);
 /* Why a row does not support a problem; NULL: it does. */

@@ -289,7 +289,7 @@ static void finish_inputs(const gemm_backward *b) {
 
 /* ---- gradients of factors and biases ---- */
 
-/* Of all slices, those too that no row of the call has an adapter for. */
+/* For all slices, including adapters without rows in this call. */
 static void zero_gradients(const gemm_backward *b) {
   for (int32_t i = 0; i < MOELORA_MAX_SLICES && !b->problem->accumulate; i++) {
     if (b->problem->a[i].data)

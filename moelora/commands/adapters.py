@@ -73,7 +73,7 @@ def _say(out: Console, text: str) -> None:
 
 
 def _text(text: object) -> Text:
-    """What a file says, without what a terminal or rich would act on."""
+    """Text from a file, without terminal escapes and rich markup."""
     return Text(printable(text), overflow="fold")
 
 

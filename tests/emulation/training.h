@@ -72,7 +72,7 @@ static inline void compare_if(const char *what, const moelora_tensor *got,
     compare(what, got, want, slack);
 }
 
-/* NaN in the factors of one adapter. */
+/* Factors with NaN in one adapter. */
 static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
   moelora_lora sick = *lora;
   for (int32_t i = 0; i < lora->num_slices; i++) {
@@ -87,8 +87,8 @@ static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
   return sick;
 }
 
-/* Gradients of tokens have the bits of `args` where a call that differs in adapters leaves them
- * alone: those that carry none in [low, high). */
+/* Checks that `changed`, which differs from `args` in adapters [low, high), computes the same
+ * gradients for tokens of other adapters, bit for bit. */
 static void check_others(const moelora_experts_backward_args *args,
                          const moelora_experts_backward_args *changed, int64_t low, int64_t high,
                          const char *what) {
@@ -207,7 +207,7 @@ static void test_training(uint64_t number) {
       hash_tensor(got[i]);
   }
 
-  /* Base tokens without adapters around, others than a sick adapter's. */
+  /* Base tokens without adapters in the batch, other tokens with NaN in another adapter. */
   if (forward->adapters.token_lora_mapping.data) {
     const int64_t slot = random_in(0, s.slots - 1);
     moelora_experts_backward_args base = args, sick = args;

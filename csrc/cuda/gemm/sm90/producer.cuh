@@ -179,7 +179,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
         const bool wide = g.weights.factors_boxes && is_wide(g, list, slabs, cursor);
         const SlabsHeader header = {slabs, wide ? slabs : 1};
         header.write(smem.header(pipeline.stage));
-        if constexpr (S::TRANSPOSED) // before the arrival, which shows it to consumers
+        if constexpr (S::TRANSPOSED) // before the arrival, which makes it visible to consumers
           write_slab_tokens(list, slabs, cursor, smem.header(pipeline.stage));
         barrier_arrive_expect_tx(pipeline.full(),
                                  g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
