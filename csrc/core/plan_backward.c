@@ -113,7 +113,7 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
                          lora->slice_n % 8 == 0 && lora->max_rank % 8 == 0 &&
                          moelora_are_vector_factors(lora->b, lora->num_slices),
       .num_counters = num_counters(routes, load->w, v),
-      .near_elements = device->l2_bytes / 4 / 2,
+      .l2_elements = device->l2_bytes / 4 / 2,
   };
 }
 

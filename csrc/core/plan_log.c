@@ -158,11 +158,11 @@ static void log_projection(const char *what, const moelora_variant *variant,
   log_part(what,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
-           "near_elements=%d",
+           "l2_elements=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), plan->vectors,
            plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
-           (long long)plan->num_counters, plan->near_elements);
+           (long long)plan->num_counters, plan->l2_elements);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
@@ -275,10 +275,10 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   static const char *const products[] = {"w2", "w13"};
   for (int32_t i = 0; i < 2; i++)
     log_part(products[i],
-             "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld near_elements=%d",
+             "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d",
              plan->product[i].variant->name, plan->product[i].vectors, plan->product[i].a_vectors,
              plan->product[i].shrinks_vectors, (long long)plan->product[i].num_counters,
-             plan->product[i].near_elements);
+             plan->product[i].l2_elements);
   log_part("sum", "%s", plan->sum->name);
 }
 

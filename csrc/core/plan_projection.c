@@ -59,7 +59,7 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
 }
 
 /* A quarter of L2, in elements of x as the kernel reads it. */
-static int32_t near_elements_of(const moelora_variant *v, const moelora_device_info *device) {
+static int32_t l2_elements_of(const moelora_variant *v, const moelora_device_info *device) {
   const bool bytes = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
   return device->l2_bytes / 4 / (bytes ? 1 : 2);
 }
@@ -78,7 +78,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
       .quantizes_vectors = e4m3_x && moelora_is_vector_row(load->x, load->x_stride, load->w->k),
       .stores_out = true,
       .num_counters = num_counters_of(load, v),
-      .near_elements = near_elements_of(v, device),
+      .l2_elements = l2_elements_of(v, device),
   };
   const bool b_vectors = moelora_are_vector_factors(lora->b, lora->num_slices);
   plan.b_vectors = b_vectors && lora->max_rank % 8 == 0;

@@ -215,7 +215,7 @@ typedef struct moelora_projection_plan {
   bool stores_e4m3;       /* the epilogue also stores quantized outputs, x of the next projection */
   bool stores_out;        /* the epilogue stores unquantized outputs, if they are read */
   int64_t num_counters;   /* of the tile scheduler */
-  int32_t near_elements;  /* elements of x that stay in L2 while weights are streamed */
+  int32_t l2_elements;    /* elements of x that stay in L2 while weights are streamed */
 } moelora_projection_plan;
 
 /* One grouped projection. A separate launch first zeros rows of out whose expert is not local. */
@@ -251,7 +251,7 @@ typedef struct moelora_back_product_plan {
   bool a_vectors;       /* also the factors A, which extend K of w */
   bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
   int64_t num_counters; /* of the tile scheduler */
-  int32_t near_elements;
+  int32_t l2_elements;
 } moelora_back_product_plan;
 
 /* Intermediate results that a requested gradient depends on. */

@@ -181,7 +181,7 @@ moelora_back_launch product(const BackwardLayout *l, const moelora_weights *w,
   g.schedule.blocks = l->alignment.blocks;
   g.schedule.num_rows = (int32_t)routes->num_rows;
   g.schedule.num_experts = routes->num_experts;
-  g.schedule.near_elements = plan->near_elements;
+  g.schedule.l2_elements = plan->l2_elements;
   g.epilogue.top_k = routes->top_k;
   g.tokens.k = (int32_t)w->n;
   g.weights.w = *w;

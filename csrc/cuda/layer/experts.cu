@@ -55,7 +55,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
                                const moelora_projection_plan *plan) {
   moelora_gemm_launch g = {};
-  g.schedule.near_elements = plan->near_elements;
+  g.schedule.l2_elements = plan->l2_elements;
   g.schedule.blocks = a->blocks;
   g.schedule.tile_counter = a->tile_counters[0];
   g.schedule.num_rows = (int32_t)routes->num_rows;

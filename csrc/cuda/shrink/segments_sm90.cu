@@ -42,11 +42,11 @@ template <int RANKS_> struct ShrinkShape {
 
 namespace {
 
-constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A per TMA box
+constexpr int kSmallBox = 16, kLargeBox = 64; // rows of A per TMA box
 
 /* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
 struct ShrinkMaps {
-  CUtensorMap few[MOELORA_MAX_SLICES], many[MOELORA_MAX_SLICES];
+  CUtensorMap small_box[MOELORA_MAX_SLICES], large_box[MOELORA_MAX_SLICES];
   StackDims dims;
 };
 
@@ -116,10 +116,10 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
         uint32_t sA = at.sA();
 #pragma unroll 1
         for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
-          const bool many = min(width - r, left) >= kManyRanks;
-          const int ranks = many ? kManyRanks : kFewRanks;
-          tma_load_4d(sA, many ? &maps->many[slice] : &maps->few[slice], step * kDepth, r,
-                      maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
+          const bool large = min(width - r, left) >= kLargeBox;
+          const int ranks = large ? kLargeBox : kSmallBox;
+          tma_load_4d(sA, large ? &maps->large_box[slice] : &maps->small_box[slice], step * kDepth,
+                      r, maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
                       at.full(), policy);
           sA += ranks * kRowBytes, left -= ranks, r += ranks;
           if (r == width)
@@ -348,16 +348,18 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 /* Boxes of 16 and, if a slice has as many, of 64 ranks by 64 elements of K. */
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
-  const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
+  const cuuint32_t small[4] = {kDepth, kSmallBox, 1, 1}, large[4] = {kDepth, kLargeBox, 1, 1};
   for (int32_t i = 0; i < lora->num_slices; i++) {
     const moelora_factor *a = &lora->a[i];
     const cuuint64_t row = a->stride_i * 2;
     cuuint64_t sizes[4] = {(cuuint64_t)s->tokens.k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
     maps->dims.describe(i, *a, s->schedule.num_experts, s->schedule.max_loras, row, sizes + 2,
                         strides + 1);
-    MOELORA_TRY(moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few));
-    if (moelora_padded_rank(lora->max_rank) >= kManyRanks)
-      MOELORA_TRY(moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many));
+    MOELORA_TRY(
+        moelora_encode_map(&maps->small_box[i], is_bf16, 4, a->data, sizes, strides, small));
+    if (moelora_padded_rank(lora->max_rank) >= kLargeBox)
+      MOELORA_TRY(
+          moelora_encode_map(&maps->large_box[i], is_bf16, 4, a->data, sizes, strides, large));
   }
   return MOELORA_OK;
 }

@@ -52,7 +52,7 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
                                                int blocks) {
   // Each column reads the tokens of the group again, so the group is sized for its tokens to stay
   // in L2 (a quarter of it) while weights stream through. Weights are read once per group.
-  const int most = max(1, g.schedule.near_elements / (E::TOKENS * g.tokens.k));
+  const int most = max(1, g.schedule.l2_elements / (E::TOKENS * g.tokens.k));
   const int block =
       index /
       columns; // some block of the tile's group, since each block has as many tiles as columns
