@@ -227,11 +227,12 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   if (p->out && p->sum_top_k)
     plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
   const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &p->lora);
-  const bool xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
+  plan->xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
   const bool gated = p->silu_and_mul && !p->sum_top_k;
   const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
   const bool whole = !gated || p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0;
-  const bool expand_vectors = is_vector_expand(&p->lora) && xa_vectors && out_vectors && whole;
+  const bool expand_vectors =
+      is_vector_expand(&p->lora) && plan->xa_vectors && out_vectors && whole;
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   if (p->x) {
@@ -245,7 +246,7 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
      * stride. */
     const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
-    if (!xa_vectors || !one_stride || exact)
+    if (!plan->xa_vectors || !one_stride || exact)
       load.listed = 0;
     plan->shrink[0] = moelora_plan_shrink_windows(&load, device);
   }
@@ -264,6 +265,7 @@ moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
   MOELORA_TRY(begin(p->dtype, device, plan));
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
+  plan->xa_vectors = true; /* in the workspace, ranks padded */
   const moelora_routes *routes = &p->routes;
   const moelora_factors *lora[2] = {&p->gate_up, &p->down};
   const int64_t depth[2] = {p->hidden, p->intermediate};

@@ -6,8 +6,6 @@
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-typedef moelora_access access;
-
 /* Average number of routed rows per local expert, at least 1. */
 int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   int64_t everywhere =
@@ -26,7 +24,7 @@ double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
  * quantized weights, from one. */
 enum { FEW_TOKENS = 2, FEW_ROWS = 18 };
 
-static bool is_few(const moelora_experts_problem *p, const access *access,
+static bool is_few(const moelora_experts_problem *p, const moelora_access *access,
                    const moelora_device_info *device) {
   const moelora_routes *routes = &p->routes;
   if (!moelora_is_native_kernel(access->format))
@@ -53,7 +51,7 @@ bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
 
 /* Whether the variant supports the problem. The caller requested it by name, so a mismatch is
  * logged. */
-static bool serves_as_wanted(const moelora_variant *v, const access *access,
+static bool serves_as_wanted(const moelora_variant *v, const moelora_access *access,
                              const moelora_device_info *device) {
   const char *why = moelora_tile_misfit(v, access, device);
   if (why)
@@ -62,7 +60,7 @@ static bool serves_as_wanted(const moelora_variant *v, const access *access,
 }
 
 /* The forced layer or projection variant, if it supports the problem. */
-static const moelora_variant *forced_for(moelora_dtype dtype, const access *access,
+static const moelora_variant *forced_for(moelora_dtype dtype, const moelora_access *access,
                                          const moelora_device_info *device) {
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
   for (int32_t i = 0; i < 2; i++) {
@@ -73,7 +71,7 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const access *acce
   return NULL;
 }
 
-static moelora_status refuse(moelora_dtype dtype, const access *access,
+static moelora_status refuse(moelora_dtype dtype, const moelora_access *access,
                              const moelora_device_info *device) {
   if (device->device == MOELORA_CUDA && dtype != MOELORA_F32 && access->x_stride > INT32_MAX)
     return moelora_fail(
@@ -94,13 +92,13 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
 /* mma.sync and wgmma accumulate FP8 products differently: a problem must always use the same
  * instruction. */
 static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
-                          const access *access, const moelora_device_info *device) {
+                          const moelora_access *access, const moelora_device_info *device) {
   const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
   return !(fp8 && device->device == MOELORA_CUDA) || !usual || v->needs == usual->needs;
 }
 
 /* The forced variant if it supports the problem, otherwise the best of the table. */
-static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const access *access,
+static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
   MOELORA_TRY(moelora_check_told());
@@ -113,7 +111,7 @@ static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const acce
 
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
                                 const moelora_variant **picked) {
-  const access any = {.vectors = true};
+  const moelora_access any = {.vectors = true};
   return pick_variant(1, dtype, &any, device, picked);
 }
 
@@ -151,11 +149,11 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   const moelora_routes *routes = &problem->routes;
-  access access = {.layer = false,
-                   .format = moelora_kernel_format_of(problem->w.format, problem->w.x),
-                   .x_rows = problem->x_per_row ? routes->num_rows : routes->num_tokens,
-                   .x_stride = problem->x_stride,
-                   .k = problem->w.k};
+  moelora_access access = {.layer = false,
+                           .format = moelora_kernel_format_of(problem->w.format, problem->w.x),
+                           .x_rows = problem->x_per_row ? routes->num_rows : routes->num_tokens,
+                           .x_stride = problem->x_stride,
+                           .k = problem->w.k};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
@@ -197,7 +195,8 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
 
 /* A tuned variant takes precedence over the table, but not over a forced variant. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
-                                           const moelora_variant *picked, const access *access,
+                                           const moelora_variant *picked,
+                                           const moelora_access *access,
                                            const moelora_device_info *device) {
   return tuned && !moelora_is_forced(picked) && serves_as_wanted(tuned, access, device) &&
                  adds_up_alike(tuned, picked, access, device)
@@ -287,12 +286,12 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   const bool saves = problem->saved.gate_up != NULL;
   if (saves && device->device == MOELORA_CUDA)
     MOELORA_TRY(moelora_check_native(problem));
-  access access = {.layer = true,
-                   .format = moelora_kernel_format_of(problem->w13.format, problem->w13.x),
-                   .x_rows = problem->routes.num_tokens,
-                   .x_stride =
-                       problem->apply_router_weight_on_input ? problem->hidden : problem->x_stride,
-                   .k = problem->hidden};
+  moelora_access access = {.layer = true,
+                           .format = moelora_kernel_format_of(problem->w13.format, problem->w13.x),
+                           .x_rows = problem->routes.num_tokens,
+                           .x_stride = problem->apply_router_weight_on_input ? problem->hidden
+                                                                             : problem->x_stride,
+                           .k = problem->hidden};
   access.second = moelora_kernel_format_of(problem->w2.format, problem->w2.x);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&

@@ -310,7 +310,7 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
                                        [MOELORA_SORTED] = "sorted",
                                        [MOELORA_LISTED] = "listed"};
   log_resolve(true, routes);
-  log_part("rows", "order=%s", orders[plan->order]);
+  log_part("rows", "order=%s xa_vectors=%d", orders[plan->order], plan->xa_vectors);
   log_align(&plan->align);
   for (int32_t i = 0; i < 2; i++) {
     log_shrink(shrinks[i], &plan->shrink[i]);

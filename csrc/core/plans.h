@@ -286,6 +286,7 @@ typedef struct moelora_delta_plan {
   /* CUDA */
   moelora_family family; /* family of kernels that may be used */
   moelora_delta_order order;
+  bool xa_vectors;          /* x A^T allows 16-byte accesses */
   moelora_align_plan align; /* MOELORA_SORTED */
   moelora_shrink_plan shrink[2];
   moelora_expand_plan expand[2];

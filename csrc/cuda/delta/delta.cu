@@ -92,11 +92,9 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   s.rows = e.rows = rows;
   s.lora = e.lora = p->lora;
   e.xa = s.xa = p->xa ? p->xa : l->xa[i];
-  s.xa_vectors = (uintptr_t)s.xa % 16 == 0;
-  for (int d = 0; d < 3; d++) {
+  s.xa_vectors = plan->xa_vectors;
+  for (int d = 0; d < 3; d++)
     s.xa_stride[d] = e.xa_stride[d] = p->xa ? p->xa_stride[d] : own[d];
-    s.xa_vectors = s.xa_vectors && s.xa_stride[d] % 8 == 0;
-  }
   s.x = p->x;
   s.x_stride = p->x_stride;
   s.x_divisor = p->x_per_row ? 1 : routes->top_k;
