@@ -238,7 +238,7 @@ static Results run(const Case &c, bool accumulate) {
   moelora_routes routes;
   moelora_blocks blocks;
   moelora_gradient_rows list;
-  void *scratch;
+  moelora_sort_scratch scratch;
   for (size_t bytes = 0, pass = 0; pass < 2; pass++) {
     memory.assign(bytes + 256, (char)0xff);
     char *base = (char *)(((uintptr_t)memory.data() + 255) & ~(uintptr_t)255);
@@ -258,12 +258,12 @@ static Results run(const Case &c, bool accumulate) {
     blocks.num_post = take(1);
     if (plan.segments > 0)
       blocks.segments = (moelora_segment *)take(4 * (size_t)plan.segments);
-    scratch = moelora_take(&arena, moelora_cuda_align_rows_workspace(&from, &plan));
+    scratch = moelora_cuda_take_scratch(&from, MOELORA_ALIGN_SEGMENTED, &plan, &arena);
     list = moelora_cuda_take_gradient_rows(&from, shared, weighted, !accumulate, &arena);
     bytes = arena.used;
     exec.workspace_bytes = bytes;
   }
-  CHECK_OK(moelora_cuda_align_rows(&from, &routes, &blocks, &plan, scratch, &exec));
+  CHECK_OK(moelora_cuda_align_rows(&from, &routes, &blocks, &plan, &scratch, &exec));
   if (c.searches)
     blocks.segments = nullptr;
   CHECK_OK(moelora_cuda_list_gradient_rows(&list, &routes, &blocks, &exec));
