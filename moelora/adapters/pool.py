@@ -346,8 +346,10 @@ class AdapterPool:
         names = list(names)
         with self._lock:
             wanted = [name for name in dict.fromkeys(names) if name is not None]
-            found = {name: self.lookup(name, held=held) for name in wanted}
-        slots: dict[str | None, int] = {None: -1, **found}
+            slots: dict[str | None, int] = {
+                None: -1,
+                **{name: self.lookup(name, held=held) for name in wanted},
+            }
         ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
         if out is None:
             return ids.to(self.device)
