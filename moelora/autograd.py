@@ -205,6 +205,14 @@ def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
     return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 
 
+def _in_rows(grad: Tensor) -> Tensor:
+    """A gradient with a contiguous last dimension; contiguous() keeps any strides of a tensor
+    without elements."""
+    if grad.size(-1) > 1 and grad.stride(-1) != 1:
+        return grad.clone(memory_format=torch.contiguous_format)
+    return grad
+
+
 def _is_absent(value: Tensor) -> bool:
     return value.dim() == 1 and isinstance(value.size(0), int) and value.size(0) == 0
 
@@ -239,9 +247,7 @@ class _Layer(torch.autograd.Function):
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
-        if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
-            # contiguous() keeps any strides of a tensor without elements
-            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+        grad_out = _in_rows(grad_out)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
         found = torch.ops.moelora.fused_experts_lora_backward.default(
             grad_out, *saved, *common, wanted, False, *last
@@ -304,7 +310,7 @@ class _Projection(torch.autograd.Function):
         )
         result = [[None] * count if count >= 0 else None for count in ctx.counts]
         if wanted:
-            found = _projection_backward(grad_out.contiguous(), given, wanted)
+            found = _projection_backward(_in_rows(grad_out.contiguous()), given, wanted)
             for name, bit in WANTED_OF_PROJECTION.items():
                 if bit & wanted:
                     result[names.index(name)] = found[name]

@@ -41,4 +41,4 @@ def check_held(name: str, t: Tensor) -> None:
 def _end(t: Tensor) -> int:
     """End of a tensor within its storage, in bytes; 0 without elements."""
     elements = reach(t.shape, t.stride())
-    return (t.storage_offset() + elements) * t.element_size() if elements else 0
+    return (int(t.storage_offset()) + elements) * t.element_size() if elements else 0

@@ -13,11 +13,10 @@ after the last.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -26,6 +25,7 @@ import torch
 from moelora.adapters import checkpoint
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
+from moelora.adapters.held import Held, Loaded, Retired
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
 from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
@@ -39,23 +39,6 @@ def check_name(name: object) -> None:
         raise ValueError(f"name is {name!r}, wanted a non-empty string")
     if name == BASE:
         raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
-
-
-class _Use:
-    """A batch that holds adapters; ends with the call that created it, however that ends."""
-
-
-@dataclass
-class _Loaded:
-    """An adapter in the pool."""
-
-    slot: int
-    pinned: bool
-    users: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
-
-    @property
-    def batches(self) -> int:
-        return sum(1 for _ in self.users)
 
 
 @dataclass
@@ -187,7 +170,8 @@ class AdapterPool:
         self._linears = LinearStacks(self.linears, max_loras, linear_rank, self.places)
         self._tables = {where: _tables(max_loras, where) for where in self.devices}
         self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._tables[self.device]
-        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # least recently used first
+        self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # least recently used first
+        self._retired = Retired()
         self._lock = threading.RLock()
 
     # -- adapters in and out --
@@ -238,19 +222,73 @@ class AdapterPool:
         check_name(name)
         with self._lock:
             self._check_add(name, replace)
-        try:
-            staged = self._stage(self._read(source, config, layout))
-        except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
+        staged = self._staged(name, source, config, layout)
         with self._lock:
             self._check_add(name, replace)
             slot, leaving = self._choose_slot(name)
-            loaded = _Loaded(slot, pin)
+            loaded = Loaded(slot, pin)
             if leaving is not None:
                 del self._loaded[leaving]
             self._commit(slot, staged)
             self._loaded[name] = loaded
             return slot
+
+    def update(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, torch.Tensor],
+        *,
+        config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> int:
+        """Loads a new version of an adapter while batches use the old one.
+
+        Batches that hold the adapter finish with the version that they began with; those that hold
+        it from now on have the new one. While there are such batches the new version is in a slot
+        of its own, for which another adapter may be evicted. Captured graphs stay as they are. As
+        of `add`, an interrupt may leave no version of an adapter that no batch holds.
+
+        Parameters
+        ----------
+        name : str
+            An adapter that is loaded. It stays pinned if it is.
+        source, config, layout
+            As of `add`.
+
+        Returns
+        -------
+        int
+            The version, 2 for the first update of an adapter that was added.
+
+        Raises
+        ------
+        KeyError
+            There is no such adapter.
+        ValueError, FileNotFoundError, RuntimeError
+            As `add`; the old version stays.
+        """
+        with self._lock:
+            self._entry(name)
+        staged = self._staged(name, source, config, layout)
+        with self._lock:
+            old = self._entry(name)
+            new = Loaded(old.slot, old.pinned, old.version + 1)
+            if old.batches:
+                new.slot, leaving = self._free_slot(f"the new version of adapter {name!r}")
+                if leaving is not None:
+                    del self._loaded[leaving]
+                self._commit(new.slot, staged)
+                self._retired.add(name, old)
+            else:
+                del self._loaded[name]
+                self._commit(new.slot, staged)
+            self._loaded[name] = new
+            return new.version
+
+    def version(self, name: str) -> int:
+        """How often an adapter has been loaded under this name since it was added, from 1."""
+        with self._lock:
+            return self._entry(name).version
 
     def remove(self, name: str) -> None:
         """Free the slot of an adapter. RuntimeError while a batch holds it."""
@@ -271,6 +309,9 @@ class AdapterPool:
         """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
         with self._lock:
             self._enable(self._entry(name).slot, False)
+            for other, loaded in self._retired:
+                if other == name:
+                    self._enable(loaded.slot, False)
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Protect an adapter from eviction, or stop protecting it."""
@@ -279,24 +320,36 @@ class AdapterPool:
 
     # -- serving --
 
-    def lookup(self, name: str) -> int:
-        """Slot of an adapter; counts as a use. KeyError names the loaded adapters."""
+    def lookup(self, name: str, *, held: Held | None = None) -> int:
+        """The slot of an adapter, which counts as a use. KeyError names what is loaded.
+
+        `held` as of `mapping`.
+        """
         with self._lock:
-            loaded = self._entry(name)
-            self._loaded.move_to_end(name)
-            return loaded.slot
+            if held is None or name in self._loaded:
+                self._entry(name)
+                self._loaded.move_to_end(name)
+            return self._loaded[name].slot if held is None else held.slot(name)
 
     def mapping(
-        self, names: Iterable[str | None], *, out: torch.Tensor | None = None
+        self,
+        names: Iterable[str | None],
+        *,
+        held: Held | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`token_lora_mapping` for one name (None = no adapter) per token, int32 on the device.
 
-        `out` is written in place, for captured graphs; tokens beyond the names get -1.
+        `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does.
+        `out` is filled in place, for a captured graph; tokens beyond the names get -1.
         """
         names = list(names)
         with self._lock:
             wanted = [name for name in dict.fromkeys(names) if name is not None]
-            slots: dict[str | None, int] = {None: -1, **{n: self.lookup(n) for n in wanted}}
+            slots: dict[str | None, int] = {
+                None: -1,
+                **{name: self.lookup(name, held=held) for name in wanted},
+            }
         ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
         if out is None:
             return ids.to(self.device)
@@ -309,27 +362,21 @@ class AdapterPool:
         return out
 
     @contextmanager
-    def hold(self, names: Iterable[str | None]) -> Iterator[None]:
-        """Keep adapters in their slots while the context is active."""
-        use, held = _Use(), []
+    def hold(self, names: Iterable[str | None]) -> Iterator[Held]:
+        """Keeps adapters in their slots for as long as the context lasts."""
+        held = None
         try:
-            with self._lock:
-                held = [self._entry(name) for name in set(names) if name is not None]
-                for loaded in held:
-                    loaded.users.add(use)
-            yield
+            held = self.keep(names)
+            yield held
         finally:
-            with self._lock:
-                for loaded in held:
-                    loaded.users.discard(use)
+            if held is not None:
+                with self._lock:
+                    held.release()
 
-    def keep(self, names: Iterable[str | None]) -> object:
-        """Like `hold`, for the lifetime of the returned object."""
-        use = _Use()
+    def keep(self, names: Iterable[str | None]) -> Held:
+        """As `hold`, for as long as the object that it returns is referred to."""
         with self._lock:
-            for loaded in [self._entry(name) for name in set(names) if name is not None]:
-                loaded.users.add(use)
-        return use
+            return Held({name: self._entry(name) for name in set(names) if name is not None})
 
     def layer(self, name: str) -> LayerFactors:
         """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`."""
@@ -374,14 +421,14 @@ class AdapterPool:
         tables = [t for tables in self._tables.values() for t in tables]
         return [*self._experts.tensors(), *self._linears.tensors(), *tables]
 
-    def _entry(self, name: str) -> _Loaded:
+    def _entry(self, name: str) -> Loaded:
         loaded = self._loaded.get(name)
         if loaded is None:
             raise KeyError(f"no adapter {name!r} is loaded; loaded are {sorted(self._loaded)}")
         return loaded
 
     @staticmethod
-    def _check_free(name: str, loaded: _Loaded) -> None:
+    def _check_free(name: str, loaded: Loaded) -> None:
         if loaded.batches:
             raise RuntimeError(f"adapter {name!r} is in use by {loaded.batches} batches")
 
@@ -397,15 +444,18 @@ class AdapterPool:
         """Slot for an adapter, and name of the one that must be evicted from it."""
         if name in self._loaded:
             return self._loaded[name].slot, name
-        free = set(range(self.max_loras)) - {loaded.slot for loaded in self._loaded.values()}
+        return self._free_slot(f"adapter {name!r}")
+
+    def _free_slot(self, what: str) -> tuple[int, str | None]:
+        """A slot that nobody uses, and the name of the adapter that has to leave it."""
+        taken = {loaded.slot for loaded in self._loaded.values()}
+        free = set(range(self.max_loras)) - taken - {loaded.slot for _, loaded in self._retired}
         if free:
             return min(free), None
         for other, loaded in self._loaded.items():
             if not loaded.pinned and not loaded.batches:
                 return loaded.slot, other
-        raise RuntimeError(
-            f"no slot for adapter {name!r}: all {self.max_loras} are pinned or in use"
-        )
+        raise RuntimeError(f"no slot for {what}: all {self.max_loras} are pinned or in use")
 
     def _read(
         self,
@@ -429,6 +479,19 @@ class AdapterPool:
             if name in self._others:
                 raise ValueError(f"factors of {name}, {self._others[name][1]}")
         return adapter
+
+    def _staged(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> _Staged:
+        """An adapter, read and checked; a ValueError says whose it is."""
+        try:
+            return self._stage(self._read(source, config, layout))
+        except ValueError as error:
+            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
     def _stage(self, adapter: Adapter) -> _Staged:
         experts = self._experts.stage(adapter.experts)

@@ -69,7 +69,7 @@ def arguments(
     return found
 
 
-def weights(wrapper: Wrapper, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+def weights(wrapper: Wrapper, name: str) -> tuple[Tensor, Tensor]:
     """Parameters A and B of an adapter; ValueError if one of them has been freed."""
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     for side, weight in (("lora_A", a), ("lora_B", b)):

@@ -110,6 +110,102 @@ def test_held_adapters_stay():
     assert pool.names() == ["b"]
 
 
+def change(pool, name, seed, r=4):
+    return pool.update(name, wrapped(r=r, seed=seed)[0], config=CONFIG | {"r": r})
+
+
+def test_versions():
+    pool = make_pool(max_loras=2)
+    with pytest.raises(KeyError, match="no adapter 'a' is loaded"):
+        change(pool, "a", 0)
+    slot = add(pool, "a", pin=True)
+    assert pool.version("a") == 1
+    assert change(pool, "a", 1) == pool.version("a") == 2
+    assert pool.lookup("a") == slot, "nobody holds it: in its place"
+    check(pool, "a", wrapped(seed=1)[1], 2.0)
+    with pytest.raises(ValueError, match="adapter 'a': .* has rank 32"):
+        change(pool, "a", 2, r=32)
+    check(pool, "a", wrapped(seed=1)[1], 2.0)
+    assert pool.version("a") == 2
+    add(pool, "b")
+    add(pool, "c")
+    assert "a" in pool, "it is pinned still"
+    with pytest.raises(KeyError, match="no adapter 'b' is loaded"):
+        pool.version("b")
+
+
+def test_a_version_stays_while_it_is_held():
+    pool = make_pool(max_loras=2)
+    old = add(pool, "a")
+    add(pool, "b", 5)
+    with pool.hold(["a"]) as held:
+        assert change(pool, "a", 1) == 2
+        assert pool.names() == ["a"], "b had to leave its slot"
+        new = pool.lookup("a")
+        assert new != old and pool.lookup("a", held=held) == old
+        assert pool.mapping(["a", None], held=held).tolist() == [old, -1]
+        assert pool.mapping(["a", None]).tolist() == [new, -1]
+        with pytest.raises(KeyError, match="adapter 'b' is not held; held are .'a'."):
+            pool.mapping(["b"], held=held)
+        kept = pool.layer(LAYERS[0].name)["w2_lora_a"]
+        check(pool, "a", wrapped(seed=1)[1], 2.0)
+        own = make_pool(max_loras=2)
+        add(own, "a")
+        assert torch.equal(kept[old], own.layer(LAYERS[0].name)["w2_lora_a"][0])
+        with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 2 are pinned or in"):
+            pool.pin("a")
+            add(pool, "b", 5)
+        pool.disable("a")
+        assert not pool.adapter_enabled.any(), "of all versions"
+        pool.enable("a")
+        with pool.hold(["a"]):
+            with pytest.raises(RuntimeError, match="no slot for the new version of adapter 'a'"):
+                change(pool, "a", 2)
+        assert change(pool, "a", 2) == 3, "nobody holds the second one"
+    add(pool, "b", 5)
+    assert pool.lookup("b") == old and pool.names() == ["a", "b"]
+
+
+def test_no_batch_sees_two_versions():
+    """Every element of a version is its number; readers hold while a writer updates."""
+    pool = make_pool(max_loras=4)
+    state, _ = wrapped(r=2)
+    config = CONFIG | {"r": 2, "lora_alpha": 2}
+
+    def filled(number):
+        return {key: torch.full_like(t, number) for key, t in state.items()}
+
+    pool.add("a", filled(1), config=config)
+    done, seen, errors = threading.Event(), [], []
+
+    def read():
+        try:
+            while not done.is_set():
+                with pool.hold(["a"]) as held:
+                    slot = int(pool.mapping(["a"], held=held)[0])
+                    factors = pool.layer(LAYERS[0].name)
+                    a, b = factors["w2_lora_a"][slot, :, :2], factors["w2_lora_b"][slot, ..., :2]
+                    numbers = {n for t in (a, b, a) for n in t.unique().tolist()}
+                    assert len(numbers) == 1, numbers
+                    seen.append(numbers.pop())
+        except BaseException as error:  # noqa: BLE001, reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(2, 150):
+        try:
+            assert pool.update("a", filled(number), config=config) == pool.version("a")
+        except RuntimeError as error:
+            assert "no slot for the new version" in str(error)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert len(set(seen)) > 5
+
+
 def test_enable_and_disable():
     pool = make_pool()
     add(pool, "a")

@@ -271,6 +271,24 @@ def test_hot_add_while_serving(place, tmp_path):
 
 
 @torch.no_grad()
+def test_an_update_while_serving(tmp_path):
+    """What runs keeps the version that it began with; what begins has the new one."""
+    model = make_model(qwen3)
+    ids = tokens(rows=2)
+    folders = save_adapters(model, tmp_path)
+    pool = moelora_hf.load_adapters(model, folders, max_loras=4)
+    first, second = (model(ids, adapter_names=[name, None]).logits for name in ("a", "b"))
+    with moelora_hf.use_adapters(model, ["a", None]):
+        assert pool.update("a", folders["b"]) == 2
+        assert torch.equal(model(ids).logits, first)
+        with moelora_hf.use_adapters(model, ["a", None]):
+            assert torch.equal(model(ids).logits, second)
+        assert torch.equal(model(ids).logits, first)
+    assert torch.equal(model(ids, adapter_names=["a", None]).logits, second)
+    assert pool.version("a") == 2 and pool.version("b") == 1
+
+
+@torch.no_grad()
 def test_contexts_nest_and_end():
     model = make_model(mixtral)
     other = make_model(mixtral)

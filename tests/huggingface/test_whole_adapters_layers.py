@@ -317,15 +317,24 @@ def test_quantized_experts(kind, device, tmp_path):
     assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
 
 
-def test_calls_under_grad_mode(tmp_path):
-    """The commonest first call of all says what to do."""
-    model = make_whole_model(qwen3)
-    moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
-    with pytest.raises(RuntimeError, match=r"q_proj: adapters .* under torch.no_grad\(\)"):
-        model(tokens(), adapter_names=ROWS)
-    with torch.no_grad():
-        wanted = model(tokens(), adapter_names=ROWS).logits
-    assert torch.equal(model.requires_grad_(False)(tokens(), adapter_names=ROWS).logits, wanted)
+def test_gradients_pass_served_adapters(tmp_path):
+    """Of what the model is given; the factors of a pool are constants, and experts are frozen."""
+    model, ids = make_whole_model(qwen3), tokens(rows=1)
+    folders = write_adapters(model, tmp_path)
+
+    def gradient(model, **names):
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, **names).logits
+        (logits * torch.linspace(0, 1, logits.numel()).view_as(logits)).sum().backward()
+        return embedded.grad
+
+    wanted = {name: gradient(merged(model, folders[name])) for name in ("attention", "mlp")}
+    moelora_hf.load_adapters(model, {name: folders[name] for name in wanted})
+    with pytest.raises(RuntimeError, match=r"gate_up_proj requires a gradient.* torch.no_grad\(\)"):
+        model(ids, adapter_names=["mlp"])
+    moelora_hf.enable(model, training=True)
+    for name, want in wanted.items():
+        assert relative(gradient(model, adapter_names=[name]), want) < 1e-5
 
 
 # ---- models that change ----

@@ -196,6 +196,15 @@ def test_other_forms_of_weights():
         assert same_bits(grad, want[name]), name
 
 
+def test_no_tokens():
+    """The gradient of out.sum() is expanded: contiguous for torch, in any strides."""
+    arguments = Spec(tokens=0, bias=True).build().gemm_kwargs("w13")
+    x = arguments["x"].detach().requires_grad_()
+    bias = arguments["bias"].detach().requires_grad_()
+    moelora.fused_moe_lora_gemm(**arguments | {"x": x, "bias": bias}).sum().backward()
+    assert x.grad.shape == x.shape and not bias.grad.any()
+
+
 def test_what_is_refused():
     p = Spec(tokens=6, bias=True).build()
     arguments = p.gemm_kwargs("w13")

@@ -167,8 +167,8 @@ def _carry_slots(manager: Any) -> None:
         if name not in (None, BASE):
             pool = serving.loaded()
             serving.check()
-            use = pool.keep([name])  # KeyError names what is loaded
-            kwargs[SLOT] = _Slot(pool.lookup(name), use)
+            held = pool.keep([name])  # KeyError names what is loaded
+            kwargs[SLOT] = _Slot(pool.lookup(name, held=held), held)
         return add(input_ids, *args, **kwargs)
 
     @functools.wraps(create)

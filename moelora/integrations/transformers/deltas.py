@@ -64,12 +64,6 @@ class Delta:
         slots = tokens.of(self.layer, shape, device)
         flat, rows = _matrix(output), _matrix(x)
         if _has_kernel(rows, flat, factors):
-            if torch.is_grad_enabled() and (rows.requires_grad or flat.requires_grad):
-                raise RuntimeError(
-                    f"{self.layer}: adapters of load_adapters are served, and have no gradients "
-                    "here: call the model under torch.no_grad(); adapters that "
-                    "moelora.integrations.peft.attach finds in a PEFT model are trained"
-                )
             if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
                 lists = tokens.lists(device, factors["adapter_enabled"])
                 _add_listed(flat, rows, factors, serving.routes[device], lists)

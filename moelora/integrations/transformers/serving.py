@@ -184,8 +184,8 @@ class Serving:
             raise ValueError(f"expand is {expand}, wanted >= 1")
         self.check()
         plain = [None if name == BASE else name for name in names for _ in range(expand)]
-        with pool.hold(plain):
-            slots = pool.mapping(plain)
+        with pool.hold(plain) as held:
+            slots = pool.mapping(plain, held=held)
             yield Rows(plain, {device: slots.to(device) for device in pool.devices})
 
     def loaded(self) -> AdapterPool:
