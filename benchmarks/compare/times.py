@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare times now=moelora/_C.abi3.so again=moelora/_C.abi3.so
-    python -m benchmarks.compare times new=moelora/_C.abi3.so sm80=moelora/_C.abi3.so,MOELORA_MAX_CC=80
+    python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (processes.py). Each has a process of its own that holds the layer. They take turns,
