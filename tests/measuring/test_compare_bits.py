@@ -80,6 +80,7 @@ def test_another_kernel_has_other_bits(capsys):
     assert "layer, gemm_f32" not in out, "forced, both run the same kernel"
 
 
+@pytest.mark.slow
 def test_what_one_build_lacks(checkout, capsys):
     """Gained by the second build it is no difference; lost it is."""
     less = checkout("del moe_sorting")
@@ -92,6 +93,7 @@ def test_what_one_build_lacks(checkout, capsys):
     assert "14 differ" in out
 
 
+@pytest.mark.slow
 def test_failures_are_compared(checkout, capsys):
     fails = checkout("def prepack_weights(w):\n    raise RuntimeError('no memory')")
     assert run(f"before={MODULE}", f"after={fails}") == 1
@@ -125,6 +127,7 @@ def test_memory_that_nobody_writes_has_known_bytes(checkout, tmp_path):
     assert found == [bits.digest(poison)] * 2
 
 
+@pytest.mark.slow
 def test_a_budget_ends_it_and_families_take_turns(capsys):
     assert run("--budget", "0", f"a={MODULE}", f"b={MODULE}", only="") == 0
     assert "1 of " in capsys.readouterr().out
