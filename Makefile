@@ -165,7 +165,7 @@ test-gpu:
 sanitize-gpu:
 	NVCCFLAGS="-lineinfo -DMOELORA_RACECHECK" $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/cuda/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck --jobs 8 \
-	  --log benchmarks/results/gpu-sanitize.log
+	  --log build/gpu-sanitize.log
 	$(PYTHON) setup.py -q build_ext --inplace
 
 # The CUDA sources without a GPU (tests/emulation): random calls against the CPU, each with the copies

@@ -1,4 +1,5 @@
-"""Commands that write benchmarks/results/ or compare builds: `python -m benchmarks.NAME`.
+"""Commands that write benchmarks/results/, `python -m benchmarks.NAME`, or compare builds
+(`benchmarks.compare`).
 
 They belong to a checkout. One for each thing that is measured, beside what it is compared with;
 README and docs/ quote their files (`benchmarks.tables`), tests draw their `problems`. What anyone

@@ -435,12 +435,13 @@ MADE = {
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
     "engines_parallel": ("h100-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
+    "invariance_found": ("h200-invariance", lambda: wrapped(invariance_found())),
 }
 SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
-        *(invariance_found, sglang_ranges),
+        sglang_ranges,
     )
 }
 

@@ -1,4 +1,4 @@
-"""The grid of benchmarks.digests: every operator, on both sides of what chooses among its kernels.
+"""The grid of comparisons of bits: every operator, on both sides of what chooses among its kernels.
 
 A group is one problem and what is called on it: a function that draws it and yields (name, call).
 A call returns all that the contract speaks of; what it writes to was filled before. Draws are of

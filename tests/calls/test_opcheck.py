@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from covering import extent
 from glue_cases import DEVICES, op_calls, operator
 
 import moelora  # noqa: F401
 
 CALLS = op_calls()
+# Compiling each call with symbolic sizes takes most of the time; test_compile.py has layers.
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
+UTILS = extent(nightly=(*QUICK, "test_aot_dispatch_dynamic"), ci=QUICK)
 IDS = [f"{name}-{i}" for i, (name, _) in enumerate(CALLS)]
 
 
@@ -15,7 +19,7 @@ IDS = [f"{name}-{i}" for i, (name, _) in enumerate(CALLS)]
 def test_opcheck(device, index):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     name, args = op_calls(device, dtype)[index]
-    torch.library.opcheck(operator(name), args)
+    torch.library.opcheck(operator(name), args, test_utils=UTILS)
 
 
 def test_every_operator_is_checked():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import needs_gpu
 
-from benchmarks import cpu_layer, layer, variants
+from benchmarks import cpu_layer, layer
+from benchmarks.compare import variants
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require

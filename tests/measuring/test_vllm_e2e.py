@@ -187,6 +187,7 @@ def test_speeds_of_two_gpus(tmp_path, peers):
     ]
 
 
+@pytest.mark.slow
 def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--parallel", "--only", "answers")
     assert code == 1
@@ -206,6 +207,7 @@ def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
     assert "no experts here" in log
 
 
+@pytest.mark.slow
 def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
     code, written, _ = run(tmp_path, peers, "--parallel", "--only", "answers")

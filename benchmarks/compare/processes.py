@@ -14,7 +14,7 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = "_C.abi3.so"
 ANSWER = "@"  # begins what a build's process says to us
 
@@ -47,7 +47,7 @@ class Build:
         else:
             self._link(home / "moelora", path)
         module, name = worker.split(":")
-        code = f"from benchmarks.processes import serve; from {module} import {name}; "
+        code = f"from benchmarks.compare.processes import serve; from {module} import {name}; "
         code += f"serve({name}{arguments!r})"
         places = os.pathsep.join([str(home), str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment |= dict(v.split("=", 1) for v in variables)

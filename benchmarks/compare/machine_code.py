@@ -1,7 +1,7 @@
 """Which kernels of two builds differ in machine code? Needs CUDA's cuobjdump, and no GPU.
 
-    python -m benchmarks.machine_code before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
-    python -m benchmarks.machine_code before=a.o after=b.o --arch sm_90a --only shrink
+    python -m benchmarks.compare machine-code before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
+    python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a --only shrink
 
 A build is an extension module, an object or a cubin. Kernels are compared by name; one whose
 template was renamed, with the likest of those that are new. A change that should change no time
@@ -17,7 +17,6 @@ import functools
 import os
 import re
 import subprocess
-import sys
 
 ARCH = re.compile(r"\s*code for (sm_\w+)")
 FUNCTION = re.compile(r"\s*Function : (\S+)")
@@ -159,7 +158,3 @@ def main(argv=None):
             ) from None
         sides.append([kernel for kernel in kernels if args.only in kernel.name])
     return 0 if compare(*sides) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """Do two builds of moelora give the same bits? Digests of every output, over benchmarks/grid.
 
-    python -m benchmarks.digests before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
-    python -m benchmarks.digests before=../before after=. --device cpu
-    python -m benchmarks.digests --device cpu --out digests.json
-    python -m benchmarks.digests before=digests.json after=. --device cpu
+    python -m benchmarks.compare bits before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
+    python -m benchmarks.compare bits before=../before after=. --device cpu
+    python -m benchmarks.compare bits --device cpu --out digests.json
+    python -m benchmarks.compare bits before=digests.json after=. --device cpu
 
 A build is an extension module, a checkout (benchmarks/processes.py) or the file of an earlier run.
 Each has a process of its own, in which memory that nobody writes holds known bytes. What differs
@@ -19,14 +19,13 @@ import argparse
 import collections
 import hashlib
 import pathlib
-import sys
 import tempfile
 import time
 
 import torch
 
 from benchmarks import grid
-from benchmarks.processes import ROOT, Build
+from benchmarks.compare.processes import ROOT, Build
 from moelora import _C
 from moelora.bench import results
 
@@ -124,7 +123,7 @@ def open_build(text, device, folder):
     name, _, rest = text.partition("=")
     if rest.endswith(".json"):
         return Recorded(name, rest, device)
-    return Build(text, folder, "benchmarks.digests:Worker", device, **ENVIRONMENT)
+    return Build(text, folder, "benchmarks.compare.bits:Worker", device, **ENVIRONMENT)
 
 
 def difference(a, b):
@@ -258,7 +257,3 @@ def main(argv=None):
         results.write(args.out, rows, digests_of=args.device)
     agree = [comparison.report() for comparison in comparisons]
     return 0 if all(agree) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """A layer on a rested GPU and on one that has worked for a while, with clocks and watts.
 
-    python -m benchmarks.power --out benchmarks/results/h200-power.json
-    python -m benchmarks.power --models qwen3 --tokens 4096 --ranks 0,16
+    python -m benchmarks.compare power --out benchmarks/results/h200-power.json
+    python -m benchmarks.compare power --models qwen3 --tokens 4096 --ranks 0,16
 
 Large batches run at the power cap of a card, which then lowers its clock. Microseconds of one
 layer, the median of CUDA-graph replays: the first ones after a pause, and those of the second half
@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from benchmarks.builds import numbers
+from benchmarks.compare.times import numbers
 from moelora.bench import cases, results, shapes
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.layer import Layer
@@ -121,7 +121,7 @@ def measure(args, sampler):
     return rows
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=lambda t: t.split(","))
     parser.add_argument("--tokens", default="1024,4096,16384", type=numbers)
@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--adapters", default=8, type=int)
     parser.add_argument("--seconds", default=0.5, type=float, help="of work for each case")
     parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     sampler = Sampler()
     try:
         rows = measure(args, sampler)
@@ -137,7 +137,4 @@ def main():
         sampler.stop()
     if args.out:
         results.write(args.out, rows)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,26 +1,25 @@
 """Several builds of moelora on the same layers, in turns: which is faster, and whose bits differ.
 
-    python -m benchmarks.builds before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
-    python -m benchmarks.builds now=moelora/_C.abi3.so again=moelora/_C.abi3.so
-    python -m benchmarks.builds sm90=moelora/_C.abi3.so sm80=moelora/_C.abi3.so,MOELORA_MAX_CC=80
+    python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
+    python -m benchmarks.compare times now=moelora/_C.abi3.so again=moelora/_C.abi3.so
+    python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
-(benchmarks/processes.py). Each has a process of its own that holds the layer. They take turns,
+(processes.py). Each has a process of its own that holds the layer. They take turns,
 forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
 turns, and percentages compare with the first build. The same module twice shows the noise, about
-1 % on an H200. `python -m benchmarks.digests` compares the bits of every operator.
+1 % on an H200. `python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
 import argparse
 import hashlib
 import statistics
-import sys
 import tempfile
 import time
 
 import torch
 
-from benchmarks.processes import Build
+from benchmarks.compare.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.layer import Layer
@@ -155,7 +154,8 @@ def main(argv=None):
         args.models = []
     with tempfile.TemporaryDirectory() as folder:
         builds = [
-            Build(text, folder, "benchmarks.builds:Worker", args.device) for text in args.builds
+            Build(text, folder, "benchmarks.compare.times:Worker", args.device)
+            for text in args.builds
         ]
         try:
             rows = compare(builds, args)
@@ -165,7 +165,3 @@ def main(argv=None):
     if args.out:
         results.write(args.out, rows)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

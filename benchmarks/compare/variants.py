@@ -1,7 +1,7 @@
 """A layer by every kernel variant that serves it, beside the one that the plan takes.
 
-    python -m benchmarks.variants --models qwen3@int4,mixtral@fp8_block --tokens 1,16,64,256
-    python -m benchmarks.variants --models qwen3 --ranks 0,64 --out /tmp/variants.json
+    python -m benchmarks.compare variants --models qwen3@int4,mixtral@fp8_block --tokens 1,16,64,256
+    python -m benchmarks.compare variants --models qwen3 --ranks 0,64 --out /tmp/variants.json
 
 What the tables of csrc/core/plan_gemm.c are drawn from: forced is the tile of both projections, or
 the layer in one launch. Tiles of far more or far fewer tokens than an expert gets are left out.
@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from benchmarks.builds import numbers
+from benchmarks.compare.times import numbers
 from moelora import _C
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
@@ -128,7 +128,3 @@ def main(argv=None) -> int:
     if args.out:
         results.write(args.out, rows)
     return 0 if rows else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

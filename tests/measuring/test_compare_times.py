@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import builds
+from benchmarks.compare import times
+from benchmarks.compare.__main__ import COMMANDS, main
 from moelora import _C
 from moelora.bench import results
 
@@ -11,12 +12,12 @@ SHAPE = "4,2,72,40"
 
 def test_builds_take_turns(tmp_path, capsys):
     """The same module three times, once as another kernel."""
-    out = tmp_path / "builds.json"
+    out = tmp_path / "times.json"
     words = [f"{name}={_C.__file__}" for name in ("before", "now")]
     words += [f"scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"]
     words += ["--device", "cpu", "--dtype", "fp32", "--shape", SHAPE, "--tokens", "1,9"]
     words += ["--ranks", "0,8", "--adapters", "3", "--turns", "2", "--budget-ms", "0"]
-    assert builds.main([*words, "--out", str(out)]) == 0
+    assert times.main([*words, "--out", str(out)]) == 0
     _, rows = results.read(out)
     assert [(r["tokens"], r["rank"]) for r in rows] == [(1, 0), (1, 8), (9, 0), (9, 8)]
     for row in rows:
@@ -37,19 +38,34 @@ def test_builds_with_other_results_are_found():
     options.device, options.dtype, options.adapters = "cpu", "bf16", 3
     options.mix, options.routing, options.turns = "many", "uniform", 2
     options.budget_ms, options.deadline_s = 0, 1e9
-    (same,) = builds.compare([Fake("a", "1"), Fake("b", "1")], options)
-    (other,) = builds.compare([Fake("a", "1"), Fake("b", "2")], options)
+    (same,) = times.compare([Fake("a", "1"), Fake("b", "1")], options)
+    (other,) = times.compare([Fake("a", "1"), Fake("b", "2")], options)
     assert same["same_bits"] and not other["same_bits"]
 
 
 @pytest.mark.parametrize("text", ["now", "now=", "now=no/such/file"])
 def test_builds_are_files(text):
     with pytest.raises(SystemExit, match="NAME=MODULE"):
-        builds.main([text, "--device", "cpu"])
+        times.main([text, "--device", "cpu"])
 
 
 def test_a_build_that_ends_is_named(tmp_path):
     module = tmp_path / "broken.so"
     module.write_text("not a module")
     with pytest.raises(SystemExit, match="broken ended"):
-        builds.main([f"broken={module}", "--device", "cpu", "--shape", SHAPE])
+        times.main([f"broken={module}", "--device", "cpu", "--shape", SHAPE])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_comparison_says_how_it_is_called(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: benchmarks.compare {command} ")
+
+
+def test_other_words_list_the_comparisons(capsys):
+    for words, status in (([], 0), (["--help"], 0), (["digests"], 2)):
+        assert main(words) == status
+        said = capsys.readouterr().out
+        assert all(f"benchmarks.compare {command} " in said for command in COMMANDS)

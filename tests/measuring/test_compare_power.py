@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks import power
+from benchmarks.compare import power
 
 
 @pytest.mark.parametrize(

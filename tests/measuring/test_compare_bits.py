@@ -9,10 +9,11 @@ import torch
 from glue_cases import op_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import digests, grid
+from benchmarks import grid
+from benchmarks.compare import bits
+from benchmarks.compare.processes import ROOT
 from benchmarks.grid import adapters, alignment, calls, layers
 from benchmarks.problems import ACTIVATIONS, EDGE_CASES, SHARING
-from benchmarks.processes import ROOT
 from moelora import _C
 
 MODULE = _C.__file__
@@ -37,7 +38,7 @@ def checkout(tmp_path):
 
 
 def run(*words, only=PACKING):
-    return digests.main([*map(str, words), "--device", "cpu", "--only", only])
+    return bits.main([*map(str, words), "--device", "cpu", "--only", only])
 
 
 PACK_BY_HALF = """
@@ -79,6 +80,7 @@ def test_another_kernel_has_other_bits(capsys):
     assert "layer, gemm_f32" not in out, "forced, both run the same kernel"
 
 
+@pytest.mark.slow
 def test_what_one_build_lacks(checkout, capsys):
     """Gained by the second build it is no difference; lost it is."""
     less = checkout("del moe_sorting")
@@ -91,6 +93,7 @@ def test_what_one_build_lacks(checkout, capsys):
     assert "14 differ" in out
 
 
+@pytest.mark.slow
 def test_failures_are_compared(checkout, capsys):
     fails = checkout("def prepack_weights(w):\n    raise RuntimeError('no memory')")
     assert run(f"before={MODULE}", f"after={fails}") == 1
@@ -100,7 +103,7 @@ def test_failures_are_compared(checkout, capsys):
 
 
 def test_a_file_in_the_place_of_a_build(checkout, tmp_path, capsys):
-    out = tmp_path / "digests.json"
+    out = tmp_path / "bits.json"
     assert run("--out", out, f"now={MODULE}") == 0
     content = json.loads(out.read_text())
     assert content["meta"]["digests_of"] == "cpu"
@@ -111,19 +114,20 @@ def test_a_file_in_the_place_of_a_build(checkout, tmp_path, capsys):
     assert run(f"before={out}", f"after={checkout(PACK_BY_HALF)}") == 1
     assert f"{PACKING}: pack, rows: other bits in output" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="has no digests of cuda, but of cpu"):
-        digests.Recorded("before", out, "cuda")
+        bits.Recorded("before", out, "cuda")
 
 
 def test_memory_that_nobody_writes_has_known_bytes(checkout, tmp_path):
     """Or two builds could agree by luck, and one differ from itself."""
     lines = "def prepack_weights(w):\n    return PackedWeights(w.new_empty(w.numel()))"
-    out = tmp_path / "digests.json"
+    out = tmp_path / "bits.json"
     assert run("--out", out, f"now={checkout(lines)}") == 0
-    poison = torch.full((4 * 12288,), digests.POISON, dtype=torch.uint8).view(torch.float32)
+    poison = torch.full((4 * 12288,), bits.POISON, dtype=torch.uint8).view(torch.float32)
     found = [row["digests"]["output"] for row in json.loads(out.read_text())["cases"]]
-    assert found == [digests.digest(poison)] * 2
+    assert found == [bits.digest(poison)] * 2
 
 
+@pytest.mark.slow
 def test_a_budget_ends_it_and_families_take_turns(capsys):
     assert run("--budget", "0", f"a={MODULE}", f"b={MODULE}", only="") == 0
     assert "1 of " in capsys.readouterr().out
@@ -145,7 +149,7 @@ def test_a_budget_ends_it_and_families_take_turns(capsys):
 )
 def test_wrong_words_are_refused(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        digests.main([*words, "--device", "cpu"])
+        bits.main([*words, "--device", "cpu"])
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
@@ -160,7 +164,7 @@ def test_the_grid_calls_every_operator():
             self.names.add(func._schema.name.removeprefix("moelora::"))
             return func(*args, **(kwargs or {}))
 
-    worker = digests.Worker("cpu")
+    worker = bits.Worker("cpu")
     with Seen() as seen:
         for name in (
             *("edges plain f32", "gemms small f32", "listed unaligned f32", "stages unaligned f32"),
@@ -172,7 +176,7 @@ def test_the_grid_calls_every_operator():
 
 
 def test_the_grid_runs_every_variant_of_this_cpu():
-    worker = digests.Worker("cpu")
+    worker = bits.Worker("cpu")
     for word in grid.DTYPES["cpu"]:
         assert worker.run(f"edges plain {word}")["refused"] == {}
     assert worker.unmet() == []

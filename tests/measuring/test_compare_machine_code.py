@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from benchmarks import machine_code
+from benchmarks.compare import machine_code
 
 pytestmark = pytest.mark.skipif(not shutil.which("c++filt"), reason="c++filt is binutils'")
 

@@ -1,0 +1,1 @@
+"""Compares builds, kernel variants and clocks on one machine: `python -m benchmarks.compare`."""
