@@ -60,7 +60,11 @@ def test_parameters(release, path):
 
 # What the integration reads by name, and where SGLang gives it.
 READ_OF_TRITON_V2 = {
-    "lora/layers.py": "_moe_lora_runner lora_backend TP_GLOBAL",
+    "lora/layers.py": "_moe_lora_runner _base_run_moe_core lora_backend TP_GLOBAL",
+    "layers/quantization/fp8.py": (
+        "block_quant use_mxfp8 weight_block_size w13_weight_scale_inv w2_weight_scale_inv"
+    ),
+    "layers/moe/fused_moe_triton/layer.py": "params_dtype",
     "lora/moe/runner.py": (
         "gate_up_lora_a gate_up_lora_b down_lora_a down_lora_b token_lora_mapping "
         "routed_scaling_factor activation is_gated topk_output"

@@ -139,8 +139,8 @@ def main() -> int:
         if not failed.is_file() and "layer" not in row:
             row |= described(folder)
         print(f"{tool:15} {name:12} {scheme:30} {result}", flush=True)
-    if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
+        if len(sys.argv) > 2:  # as far as it went, if it is cut off
+            Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
     rows = [row for schemes in found.values() for row in schemes.values()]
     return int(any(r.startswith("WRONG") for row in rows for r in row["folders"].values()))
 

@@ -49,18 +49,6 @@ ARCHITECTURES = {
     "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 4, "rotary_dim": 64}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4}),
     "deepseek_v3": ("DeepseekV3Config", {**DEEPSEEK, "moe_intermediate_size": 256}),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            "num_experts": 4,
-            "moe_intermediate_size": 256,
-            "shared_expert_intermediate_size": 256,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-    ),
 }
 ROUTERS = ["re:.*mlp[.]gate$", "re:.*block_sparse_moe[.]gate$", "re:.*router$", "re:.*_gate$"]
 
@@ -184,7 +172,9 @@ def gptqmodel(source: Path, target: Path, scheme: str) -> None:
     os.cpu_count = lambda: max(4, cores)  # gptqmodel 7.7 fails with fewer
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    model = GPTQModel.load(str(source), QuantizeConfig(**GPTQMODEL[scheme]), device="cpu")
+    # "original": others compile an extension first.
+    config = QuantizeConfig(**GPTQMODEL[scheme], pack_impl="original")
+    model = GPTQModel.load(str(source), config, device="cpu")
     make = torch.Generator().manual_seed(0)
     rows = torch.randint(3, 256, (16, 64), generator=make)
     model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows])

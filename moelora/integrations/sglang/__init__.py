@@ -11,8 +11,9 @@ run `moelora.fused_experts_lora` on SGLang's weights, adapter buffers and slots,
 graphs, and the log says so. `MOELORA_SGLANG=0` in the environment disables it.
 
 If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unchanged, and the log,
-`sglang.moelora`, says so. Unsupported layers (quantized weights, clamped activations, biases; see
-`reason_against`) run SGLang's own path, and the log states each reason once.
+`sglang.moelora`, says so. Unsupported layers (clamped activations, biases, quantized weights other
+than FP8 of blocks under `triton_v2`; see `reason_against`) run SGLang's own path, and the log
+states each reason once.
 
 `experts_with_lora` is the layer alone, for other engines with such buffers; `MoELoRABackend` is the
 interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.
@@ -73,8 +74,13 @@ def from_layer(
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
         return original(cls, base_layer, *args, **kwargs)
+    try:
+        runner = MoeLoraRunner(base_layer)
+    except ValueError as refusal:  # of what FP8 weights hold
+        _say(f"a MoE layer is not moelora's: {refusal}")
+        return original(cls, base_layer, *args, **kwargs)
     _announce()
-    return MoeLoraRunner(base_layer)
+    return runner
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +88,8 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
     runner = getattr(layer, "_moe_lora_runner", None)  # only with lora_* backends
     if isinstance(runner, MoeLoraRunner):
         runner.lora_backend = layer.lora_backend
+        if runner.tiles:  # a batch without adapters' slots would read the loader's weights
+            layer._base_run_moe_core = runner.run_base
     if getattr(layer, "_lora_runner", None) is None:
         return
     reason = reason_against_layer(layer)

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora.integrations.sglang.quantized import PLAIN, Tiles, reason_against_weights
 from moelora.ops import Activation, fused_experts_lora
+from moelora.quantized import QuantizedWeights
 
 
 def experts_with_lora(
     hidden_states: Tensor,
-    w13_weight: Tensor,
-    w2_weight: Tensor,
+    w13_weight: Tensor | QuantizedWeights,
+    w2_weight: Tensor | QuantizedWeights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     batch: Any,
@@ -30,7 +32,7 @@ def experts_with_lora(
     ----------
     hidden_states : Tensor, shape (T, H)
         Input of each token.
-    w13_weight, w2_weight : Tensor, shapes (E, S I, H) and (E, H, I)
+    w13_weight, w2_weight : Tensor or QuantizedWeights, shapes (E, S I, H) and (E, H, I)
         Experts of this rank, gate rows first; S is 2 with a gate, 1 without.
     topk_weights, topk_ids : Tensor, shape (T, top_k)
         Experts of each token by their local ids; others, such as -1, are skipped.
@@ -89,7 +91,11 @@ def experts_with_lora(
 
 
 class MoeLoraRunner:
-    """One layer, with the interface of SGLang's class of this name."""
+    """One layer, with the interface of SGLang's class of this name.
+
+    Weights of FP8 go into tiles, which nobody else reads; ValueError where the format has not what
+    the layer holds.
+    """
 
     def __init__(self, base_layer: Any) -> None:
         config = base_layer.moe_runner_config
@@ -99,6 +105,7 @@ class MoeLoraRunner:
         self.apply_router_weight_on_input = config.apply_router_weight_on_input
         fused = base_layer.should_fuse_routed_scaling_factor_in_topk
         self.routed_scaling_factor = None if fused else config.routed_scaling_factor
+        self.tiles = None if base_layer.w13_weight.dtype in PLAIN else Tiles(base_layer)
 
     @classmethod
     def from_layer(
@@ -122,15 +129,22 @@ class MoeLoraRunner:
         """The layer between dispatch and combine."""
         return self.experts(dispatch_output, batch, self.true_ranks())
 
+    def run_base(self, dispatch_output: Any) -> Any:
+        """The same without adapters."""
+        return self.experts(dispatch_output, None, None)
+
     def experts(self, dispatch_output: Any, batch: Any, lora_ranks: Tensor | None) -> Any:
         """`experts_with_lora` for dispatched tokens, in the form that the dispatcher combines."""
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         topk = dispatch_output.topk_output
+        w13, w2 = self.base_layer.w13_weight, self.base_layer.w2_weight
+        if self.tiles:
+            w13, w2 = self.tiles.weights()
         out = experts_with_lora(
             dispatch_output.hidden_states,
-            self.base_layer.w13_weight,
-            self.base_layer.w2_weight,
+            w13,
+            w2,
             topk.topk_weights,
             topk.topk_ids,
             batch,
@@ -161,15 +175,16 @@ class MoeLoraRunner:
 def reason_against(base_layer: Any) -> str | None:
     """Why moelora cannot run SGLang's `FusedMoE` layer, or None."""
     config = base_layer.moe_runner_config
-    dtype, device = base_layer.w13_weight.dtype, base_layer.w13_weight.device
+    device = base_layer.w13_weight.device
     dispatcher = base_layer.dispatcher
     factor = config.routed_scaling_factor
     gated = {"silu": True, "relu2": False}
     on_input = config.apply_router_weight_on_input
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    weights = reason_against_weights(base_layer)
     rules = (
         (old, "the compute capability of its GPU is below 8.0"),
-        (dtype not in (torch.bfloat16, torch.float16, torch.float32), f"its weights are {dtype}"),
+        (weights is not None, weights),
         (
             type(dispatcher).__name__ != "StandardDispatcher",
             f"its dispatcher is {type(dispatcher).__name__}",

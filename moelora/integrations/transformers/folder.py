@@ -312,12 +312,13 @@ def read_biases(
             parts.setdefault(own, {})[expert, place] = folder[name]
     found = {}
     for own, biases in parts.items():
-        shape = experts._parameters[f"{own}_bias"].shape
+        shape = getattr(experts, f"{own}_bias").shape
         places = 2 if own == "gate_up_proj" else 1
         rows = []
         for expert in range(shape[0]):
-            row = [biases.get((expert, place)) for place in range(places)]
-            if any(bias is None or bias.shape != (shape[1] // places,) for bias in row):
+            here = [(expert, place) for place in range(places)]
+            row = [biases[key] for key in here if key in biases]
+            if [bias.shape for bias in row] != [(shape[1] // places,)] * places:
                 wanted = f"{places} of {shape[1] // places} numbers"
                 raise ValueError(
                     f"{folder.path}: the biases of expert {expert} of {layer}.{own} are missing or "

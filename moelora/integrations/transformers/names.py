@@ -45,7 +45,7 @@ def expert_linears(
             wanted[f"{layer}.{own}"] = (layer, own)
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    renamings: list[Any] = [t for t in transforms if not isinstance(t, WeightConverter)]
     prefix, known = model.base_model_prefix, dict.fromkeys(wanted, True)
     found: dict[str, Linears] = {layer: {} for layer in layers}
     for name in names:

@@ -181,7 +181,7 @@ def load_quantized_experts(
         refuse_saving(model)
         put_on(module, (up.to(device), down.to(device)))
         for own, bias in biases.items():
-            old = module._parameters[own]
+            old = getattr(module, own)
             bias = bias.to(device, old.dtype)
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)

@@ -222,13 +222,13 @@ def _awq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Sche
 
 def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme:
     options = {"group_size": _size(settings)}
-    if zeros:
-        tensors: tuple[tuple[str, ...], ...] = ("qweight", "scales", "qzeros"), ()
-    else:  # which some write, all of them 8
-        tensors = ("qweight", "scales"), ("qzeros",)
+    required: tuple[str, ...] = ("qweight", "scales", "qzeros")
+    optional: tuple[str, ...] = ()
+    if not zeros:  # some write them, all of them 8
+        required, optional = required[:2], required[2:]
     name = f"INT4 of {method}"
     make = QuantizedWeights.from_awq
-    return Scheme(name, *tensors, dense.awq, options, make, options, rows=1)
+    return Scheme(name, required, optional, dense.awq, options, make, options, rows=1)
 
 
 def _auto_round(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
