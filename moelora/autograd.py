@@ -77,6 +77,10 @@ def _requires(value: Any) -> bool:
     return getattr(value, "requires_grad", False)
 
 
+def _is_leaf(value: Any) -> bool:
+    return _requires(value) and value.is_leaf
+
+
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
@@ -97,13 +101,15 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator such that autograd records it."""
     name = name_of(op)
-    if name in ("fused_experts_lora", "fused_experts_lora_saving", *PROJECTIONS):
+    projects = name in PROJECTIONS and args[0].device.type != "cuda"
+    if projects or name in ("fused_experts_lora", "fused_experts_lora_saving"):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
         _refuse(op, args, _requires, FROZEN)
         if torch._C._are_functorch_transforms_active():
             _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
         counts = [len(a) if isinstance(a, list) else -1 for a in args]
-        if name in PROJECTIONS:
+        if projects:
+            _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
             result = _Projection.apply(op, counts, *_flat(args))  # type: ignore[no-untyped-call]
             return None if _written[op] else result
         results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
@@ -113,6 +119,7 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
+LEAF = "it is a leaf, to which nothing adds in place: leave {name} away, and add to it"
 NO_TRANSFORM = "torch.func cannot see the backward: call torch.autograd.grad, or .backward()"
 TWICE = "a backward has none of its own: call torch.autograd.grad without create_graph"
 WEIGHTS = (

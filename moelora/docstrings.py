@@ -80,13 +80,18 @@ ENTRIES = {
         "RuntimeError",
         "An argument requires a gradient, and grad mode is on: there is no backward.",
     ),
+    "recorded": (
+        "RuntimeError",
+        "Grad mode is on, and an argument requires a gradient that has none: weights, scalings, an "
+        "output that is a leaf; on CUDA any.",
+    ),
     "NotImplementedError": (
         "NotImplementedError",
         "This build or this device has no kernel for it.",
     ),
 }
-# Of an operator without a backward, in the order of its docstring.
-GROUPS = {"errors": ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")}
+# Of a projection and the deltas, in the order of their docstrings.
+GROUPS = {"errors": ("ValueError", "TypeError", "recorded", "NotImplementedError")}
 
 _SHARED = re.compile(r"^( *)\{(\w+)(\??)\}(.*)((?:\n\1 +\S.*)*)$", re.M)
 

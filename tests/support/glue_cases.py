@@ -151,6 +151,11 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("moe_sorting", (ids, weights, E, 4, absent.clone(), expert_map)),
         ("fused_moe_lora_gemm", gemm),
         ("fused_moe_lora_gemm_out", (*gemm, gemm[0].new_empty(M, TOP_K, 2 * I))),
+        ("fused_moe_lora_gemm_backward", (wide, *gemm, 0, 31, False)),
+        (
+            "fused_moe_lora_gemm_backward",
+            (wide, x, absent, *gemm[2:10], *[absent] * 2, False, E, 13, True),
+        ),
         ("fused_experts_lora", experts),
         ("fused_experts_lora", base),
         ("fused_experts_lora", clamped),
