@@ -54,6 +54,9 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
 CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
     unpacked in the call: ours_unpacking_us, without: ours_base_us,
     in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
+TRAINING = """shape: shape, tokens: tokens, rank: rank, bound: bound_us, share: share,
+    forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
+    peak (MiB): peak_mib"""
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
 RATIOS = "ratio", "share", "max_err_ratio"
@@ -76,6 +79,7 @@ TABLES = {
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_int4": ("h200-e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
+    "training": ("h100-training", lambda r: True, TRAINING),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
 }
