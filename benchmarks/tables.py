@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/measurements.md", "docs/batch-invariance.md")
+PAGES = ("README.md", "docs/measurements.md", "docs/batch-invariance.md", "docs/training.md")
 # "column: field of a case"; a column that no case has is left out.
 CASE = "model: model, tokens: tokens, rank: rank"
 LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
@@ -54,7 +54,7 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
 CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
     unpacked in the call: ours_unpacking_us, without: ours_base_us,
     in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
-TRAINING = """shape: shape, tokens: tokens, rank: rank, bound: bound_us, share: share,
+TRAINING = """layer: shape, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
 FP8, MIXED = "fp8_block", "4 mixed"
