@@ -1,6 +1,7 @@
 """Whole quantized folders in transformers: every scheme's layers are right, or refused by name."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
+from moelora.integrations.transformers import schemes
 
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 TENSORS = "model.safetensors"
@@ -157,3 +159,21 @@ def test_experts_of_several_schemes_in_one_layer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(NotImplementedError, match=r"experts.3.gate_proj is INT4 of GPTQ .*one sch"):
         moelora_hf.load_quantized(tmp_path)
+
+
+def test_patterns_of_settings():
+    """As `re.match` finds them, in bounded time: config.json is not trusted."""
+    names = [
+        *("lm_head", "model.layers.10.self_attn.q_proj", "model.layers.3.mlp.gate"),
+        *("model.layers.3.mlp.experts.12.down_proj", "model.layers.3.block_sparse_moe.gate"),
+    ]
+    for pattern in (
+        *("lm_head", "q_proj", "^model", ".*lm_head$", ".*self_attn.*", ".*self_attn.*proj$"),
+        *(".*mlp.gate$", ".*mlp[.]gate$", r"model\.layers\.(?:[0-9]|1[0-5])\..*_proj"),
+        r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj$",
+    ):
+        found = [schemes._matches(pattern, name) for name in names]
+        assert found == [re.match(pattern, name) is not None for name in names], pattern
+    for pattern in (r"([a-z_.\d]+)*!", "(.*)*x", "(", "(?=.*x)"):
+        with pytest.raises(ValueError, match="is no pattern that is read: key"):
+            schemes._matches(pattern, names[1])

@@ -8,6 +8,7 @@ are dequantized (`numbers`).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moelora import QuantizedWeights
+from moelora.adapters.patterns import Patterns
 from moelora.integrations.transformers import dense
 from moelora.quantized_fp8 import Activations, GateUp
 from moelora.quantized_readers import ZERO_OFFSETS
@@ -169,10 +171,16 @@ def _size(settings: Mapping[str, Any], key: str = "group_size") -> int | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """`re.match`, for a pattern of a file that is not trusted: without backtracking."""
     try:
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from None
+        return _pattern(pattern).find(name, False)
+    except ValueError as error:
+        raise ValueError(f"{pattern!r:.80} is no pattern that is read: {error}") from None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _pattern(pattern: str) -> Patterns[bool]:
+    return Patterns({f"^(?:{pattern}).*": True}, "quantization_config")
 
 
 def block_size(sides: Any) -> tuple[int, int]:
