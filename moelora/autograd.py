@@ -315,7 +315,7 @@ class _Projection(torch.autograd.Function):
         wanted = sum(
             bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
         )
-        result = [[None] * count if count >= 0 else None for count in ctx.counts]
+        result: list[Any] = [[None] * count if count >= 0 else None for count in ctx.counts]
         if wanted:
             found = _projection_backward(_in_rows(grad_out.contiguous()), given, wanted)
             for name, bit in WANTED_OF_PROJECTION.items():
