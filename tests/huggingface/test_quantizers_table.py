@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hf_models import transformers  # noqa: F401  skips where it is not installed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "quantizers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quantizers"))
 import table
 
 from moelora.integrations.transformers.schemes import scheme_of

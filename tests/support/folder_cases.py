@@ -18,7 +18,7 @@ from hf_models import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized  # noqa: F401  for tests
 import quantized_folders
 from quantized_folders import COMMON, nibbles_to_words
