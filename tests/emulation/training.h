@@ -100,7 +100,7 @@ static void check_others(const moelora_experts_backward_args *args,
       .hidden_states = new_tensor(x->dtype, 2, x->size),
       .topk_weights = new_tensor(MOELORA_F32, 2, ids->size),
   };
-  run_experts_backward(&found, gpu(false));
+  run_experts_backward(&found, gpu());
   const moelora_tensor *const got[] = {&found.grads.hidden_states, &found.grads.topk_weights};
   const moelora_tensor *const want[] = {&args->grads.hidden_states, &args->grads.topk_weights};
   for (int64_t m = 0; m < x->size[0]; m++) {
