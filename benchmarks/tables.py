@@ -368,7 +368,7 @@ def engine_bits():
 
 
 def invariance_found():
-    meta, _ = load("h200-invariance")
+    meta, _ = load("h100-invariance")
     return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
         {meta["compositions"]:,} compositions {meta["differing"]} differ."""
 

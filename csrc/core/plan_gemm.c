@@ -18,21 +18,10 @@ double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
   return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
 
-/* Limits of tokens, and of rows with more than one token, up to which a single launch is faster
- * (measured on an H100 with Qwen3-30B-A3B and Mixtral). With adapters, whose delta is computed
- * after each product, several launches are faster from two tokens on; with Hopper's kernels for
- * quantized weights, from one. */
-enum { FEW_TOKENS = 2, FEW_ROWS = 18 };
-
-static bool is_few(const moelora_experts_problem *p, const moelora_access *access,
+/* A single launch is faster for one token, but not faster than Hopper's kernels. */
+static bool is_few(const moelora_routes *routes, const moelora_access *access,
                    const moelora_device_info *device) {
-  const moelora_routes *routes = &p->routes;
-  if (!moelora_is_native_kernel(access->format))
-    return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
-  const bool adapters =
-      routes->token_lora_mapping.data && p->w13_lora.num_slices + p->w2_lora.num_slices > 0;
-  return routes->num_tokens == 1 ||
-         (!adapters && routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
+  return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
 }
 
 /* Whether one tensor map covers the weights of all experts: strided rows, or contiguous tiles.
@@ -310,7 +299,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   !problem->w2.packed && !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && is_few(problem, &access, device);
+  access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w13_lora, device));

@@ -71,13 +71,13 @@ static const moelora_variant variants[] = {
  */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
-      .block_m = MOELORA_DECODE_TOKENS, .block_n = 16,                                             \
-      .block_k = MOELORA_KERNEL_##FORMAT == MOELORA_KERNEL_NATIVE ? 256 : 768, .cluster = 1),
+      .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 768, .cluster = 1),
 #define MOELORA_CUDA_SORT(STEM, ITEMS)                                                             \
   ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \
   ROWS(SHRINK, shrink, STEM, SM80, .method = MOELORA_SHRINK_##METHOD, .block_m = TOKENS,           \
-       .block_n = 16 * TILES * TEAMS, .cluster = 1, .warps = TEAMS * SPANS, .ctas = CTAS, .spans = SPANS, .elements = ELEMENTS),
+       .block_n = 16 * TILES * TEAMS, .cluster = 1, .warps = TEAMS * SPANS, .ctas = CTAS,          \
+       .spans = SPANS, .elements = ELEMENTS),
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, TOKENS, RANKS, CTAS)                            \
   ROWS(SHRINK, shrink, STEM, FAMILY, .method = MOELORA_SHRINK_SEGMENTS, .block_m = TOKENS,         \
        .block_n = RANKS, .cluster = 1, .ctas = CTAS, .spans = 1),

@@ -1,4 +1,4 @@
-"""Layers of a few tokens, which a GPU runs in one launch: its limits, its odd sizes, its bits."""
+"""Layers of a few tokens: odd sizes, limits, bits; on a GPU in one launch with weights in tiles."""
 
 from dataclasses import replace
 
@@ -77,17 +77,18 @@ def any_form(form: str, number: int) -> str:
     return list(FORMATS)[number % len(FORMATS)] if form == QUANTIZED else form
 
 
-def one_launch(p: Problem | Quantized) -> str:
+def one_launch(p: Problem | Quantized) -> str | None:
     """The variant that takes all of such a layer; plans without it do so where it is fastest."""
-    kernel = f"{p.w13.format}_" if isinstance(p, Quantized) else ""
-    return f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}sm80"
+    if not isinstance(p, Quantized):
+        return None
+    return f"decode_{SHORT[dense(p).spec.dtype]}_{p.w13.format}_sm80"
 
 
 def run(p: Problem | Quantized, device: str, **kwargs) -> torch.Tensor:
     if device == "cuda":
         _C.force_variant(one_launch(p))
     y = moelora.fused_experts_lora(**p.to(device).kwargs(), **kwargs)
-    assert device == "cpu" or "decode_" in _C.last_plan()
+    assert device == "cpu" or ("decode_" in _C.last_plan()) == isinstance(p, Quantized)
     return y
 
 

@@ -76,24 +76,9 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
         assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
         assert row.family == ("SM90" if capability == 90 else "SM80")
         alike = KERNELS.get(pair[0], pair[0]) == KERNELS.get(pair[1], pair[1])
-        few = 2 if pair[0] == "native" else 0 if capability == 90 else 1
-        one_launch = alike and tokens <= few
+        one_launch = alike and pair[0] != "native" and capability != 90 and tokens == 1
         assert (words[2] != "-") == one_launch
         assert one_launch == words[0].startswith("decode")
-
-
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
-    def first(**problem):
-        return answer(("cuda", capability), "formats", "native", "native", **problem).split()[0]
-
-    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (2, 2)):
-        assert first(tokens=tokens, top_k=top_k) == "decode_bf16_sm80"
-    assert first(tokens=1, dtype="float16") == "decode_f16_sm80"
-    for tokens, top_k, hidden in ((3, 2, 2048), (2, 10, 2048), (1, 65, 2048), (1, 8, 2050)):
-        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
-    assert first(tokens=1, rank=16) == "decode_bf16_sm80"
-    assert first(tokens=2, rank=16).startswith("gemm_")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
@@ -113,25 +98,29 @@ def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(
     else:
         assert first(tokens=1) == one
     assert first(tokens=2).startswith("gemm_") and first("native", tokens=1).startswith("gemm_")
+    assert first(tokens=1, top_k=65).startswith("gemm_")
     for row in DECODE_ROWS:
         forced = {"MOELORA_FORCE_VARIANT": row.name}
         for w2 in ("native", *KERNELS):
             serves = row.name == one and KERNELS.get(w2, w2) == KERNELS[name]
             assert first(w2, tokens=4, env=forced) == (one if serves else first(w2, tokens=4))
-        assert first(tokens=9, env=forced).startswith("gemm_")
+        for shape in ({"tokens": 9, "top_k": 1}, {"tokens": 5, "top_k": 13}):
+            assert first(**shape, env=forced).startswith("gemm_")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("name", [test_decode.NATIVE, *FORMATS])
+@pytest.mark.parametrize("name", FORMATS)
 def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capability):
     """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
-    variant, code = test_decode.one_launch(p), p.w13.layout[0] if name in FORMATS else 0
-    layout = moelora.formats.FORMATS[code].name.lower()
+    variant, layout = (
+        test_decode.one_launch(p),
+        moelora.formats.FORMATS[p.w13.layout[0]].name.lower(),
+    )
     sizes = set()
     for spec in test_decode.SPECS.values():
-        s = spec if layout == "native" else fitted(spec, spec.dtype)
+        s = fitted(spec, spec.dtype)
         sizes.add((s.tokens, s.top_k, s.experts, s.hidden, s.inter))
     for size in sizes:
         problem = dict(zip(("tokens", "top_k", "experts", "hidden", "inter"), size, strict=True))
@@ -174,7 +163,7 @@ def test_plans_tuned_for_other_formats_do_not_serve(quantized):
         row, of_w2, _ = quantized(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
         return row.name, of_w2.name
 
-    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x128_sm90"
+    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_mxfp4_sm80", "gemm_bf16_int4_64x128x128_sm90"
     for other in others:
         assert tuned(other) == ("gemm_bf16_mxfp4_16x128x128_sm90",) * 2
     assert tuned("gemm_bf16_mxfp4_64x128x128_sm90") == ("gemm_bf16_mxfp4_64x128x128_sm90",) * 2

@@ -1,173 +1,34 @@
-/* The whole layer in one launch, for a few tokens. Weights are loaded from memory directly into
- * the operand registers of mma, and grid syncs replace launches.
+/* The whole layer in one launch, for a few tokens and weights in tiles: what kernels of all formats
+ * (decode/tiles.cuh) get from the host. Grid syncs replace launches.
  *
  *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
- *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    8 outputs, ungated 16
+ *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    64 outputs, ungated 128
  *   SHRINK2   xa2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
- * are the four kinds of work items. Those of W2 cover all active experts (see decode/tables.cuh),
- * so that z is never stored and its sum takes no launch. There are three grid syncs: xa13 is
- * ready, h is ready, xa2 is ready. A CTA arrives once it has no more items that write (at once if
- * it has none), and waits as late as possible: the base product precedes the wait for the shrink
- * whose delta is added to it.
+ * are the four kinds of work items, each processed by a CTA. Those of W2 cover all active experts
+ * (see decode/tables.cuh), so that z is never stored and its sum takes no launch. There are three
+ * grid syncs: xa13 is ready, h is ready, xa2 is ready. A CTA arrives once it has no more items that
+ * write (at once if it has none), and waits as late as possible: the base product precedes the wait
+ * for the shrink whose delta is added to it.
  *
- * An item is 16 weight rows by the 8 tokens, with K in blocks of 32. A W13 item is processed by
- * one warp, the others by a CTA: in W2 each warp multiplies every eighth active expert, in a
- * shrink each warp has a span of K; the partial sums are combined in shared memory. Tokens are
- * kept in shared memory if they fit, first x and then h.
+ * Results equal those of the separate launches bit for bit: a base product has one accumulator, of
+ * one warp, in the order of K, and the delta is added after it; a shrink adds the same spans, one
+ * of each warp; what is summed over top_k is rounded before.
  *
- * Results equal those of the separate launches bit for bit: a base product has one accumulator, in
- * the order of K, and the delta is added after it; a shrink adds the same spans; what is summed
- * over top_k is rounded before.
- *
- * A warp multiplies K spans: consecutive blocks of one active expert, in chunks of eight. The next
- * chunk, possibly of the next span or item, is loaded in halves as registers become free. In a
- * block, lane (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8
- * and of token g, and exchanges them so that each of two products has 16 consecutive elements.
- * d[2i + j] is then row g + 8i, token 2c + j. If gated, rows g are gate rows and rows g + 8 the
- * matching up rows.
+ * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks of 32 of K,
+ * the next one in halves as registers become free. In a block, lane (g, c) = (lane / 4, lane % 4)
+ * loads elements 8c to 8c + 7 of rows g and g + 8 and of token g, and exchanges them so that each
+ * of two products has 16 consecutive elements. d[2i + j] is then row g + 8i, token 2c + j.
  *
  * Tokens are columns of the mma, so the values of one token never affect another, whatever its
  * factors contain. */
-#include "cuda/decode/epilogue.cuh"
-#include "cuda/decode/expand.cuh"
 #include "cuda/decode/grid.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"
 
 namespace decode {
 namespace {
-
-/* ---- the kernel ---- */
-
-/* State that is rarely read; kept in shared memory because registers are scarce. */
-struct ColdState {
-  int projection;
-  WorkItem item; // the current item; of a shrink, the tile is its index
-  float d[4];    // accumulators of a product
-  bool more;     // the item has more products
-  bool turn;     // which buffer of partial sums
-  WorkIterator work;
-  OperandRows<2> next; // rows of the prefetch buffer
-  GridSync sync;
-};
-
-/* d = the product at `work`, which advances to the next one. */
-template <class T>
-__device__ __forceinline__ void
-multiply_next(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
-              PrefetchBuffer &buffer, ColdState &cold, float (&d)[4]) {
-  const int kind = work.kind;
-  const bool vectors = has_vectors(p, kind);
-  const KSpan span = span_of(p, t, work);
-  const OperandRows<1> x = tokens_of(p, t, kind, tokens, span);
-#pragma unroll
-  for (int q = 0; q < 4; q++)
-    d[q] = 0.f;
-  if (!vectors)
-    multiply_elements<T>(buffer.next, x, d);
-  cold.more = advance(p, t, work);
-  multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
-                   buffer, d);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, kResident)
-    decode_layer(const __grid_constant__ DecodeParams p) {
-  __shared__ Tables t;
-  __shared__ Partials partials;
-  __shared__ ColdState states[kThreads];
-  extern __shared__ __align__(16) uint16_t staged[];
-  __shared__ TokenRows tokens;
-  ColdState &cold = states[threadIdx.x];
-  cold.sync.waits = cold.turn = false;
-  if (threadIdx.x == 0)
-    t.agreed = false;
-  begin_layer<false>(p, t, tokens, staged, cold.sync, nullptr);
-
-  PrefetchBuffer buffer;
-#pragma unroll 1
-  for (cold.projection = 0; cold.projection < 2; cold.projection++) {
-    const int projection = cold.projection;
-    if (projection)
-      cold.sync.shrinks = p.p.w2_lora.num_slices > 0;
-    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0};
-    work.index = first_item(t, work.kind);
-    open_item(p, t, work);
-    start(p, t, work, buffer);
-    if (projection) {
-      prefetch_next(buffer);
-      wait(cold.sync);
-      if (is_there(t, work)) {
-        const TokenRows h =
-            stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
-                                t.lead, staged, kStagedBytes);
-        if (threadIdx.x == 0)
-          tokens = h;
-      }
-      if (!t.agreed)
-        compare_readings(t, p.digests);
-      copy_async_wait<0>();
-      __syncthreads();
-      if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
-        begin_again<false>(p, t, tokens, staged, cold.sync);
-        cold.projection = -1;
-        continue;
-      }
-    }
-    /* Every warp executes the iteration after the shrinks, even without work: it arrives and waits
-     * there. */
-#pragma unroll 1
-    for (;;) {
-      cold.item = item_of(p, work.kind, work.index);
-      if (!is_shrink(work.kind) && cold.sync.shrinks) {
-        cold.sync.shrinks = false;
-        arrive(cold.sync);
-      }
-      if (!is_there(t, work)) {
-        wait(cold.sync);
-        break;
-      }
-      do {
-        float d[4];
-        if (work.kind == W2)
-          cold.item.active = work.part;
-        prefetch_slabs<false>(p, t, cold.item);
-        multiply_next<T>(p, t, work, tokens, buffer, cold, d);
-        cold.next = buffer.next;
-        if (is_shrink(cold.item.kind)) {
-          store_partial(partials.sums[cold.turn], d);
-        } else {
-          cold.work = work;
-          memcpy(cold.d, d, sizeof d);
-          wait(cold.sync);
-          expand<T, false>(p, t, cold.item, cold.d);
-          memcpy(d, cold.d, sizeof d);
-          if (cold.item.kind == W13)
-            epilogue_w13<T>(p, t, cold.item, d);
-          else if (cold.item.active < t.active_experts)
-            store_rows<T, 0>(p, t, cold.item, d, partials.sums[cold.turn]);
-          work = cold.work;
-        }
-        buffer.next = cold.next;
-      } while (cold.more);
-      if (cold.item.kind != W13) {
-        const float *partial = partials.sums[cold.turn];
-        cold.turn = !cold.turn;
-        cold.next = buffer.next;
-        __syncthreads();
-        if (is_shrink(cold.item.kind))
-          epilogue_shrink<T, 0>(p, t, cold.item, partial);
-        else
-          epilogue_sum<T>(p, t, cold.item, partial);
-        buffer.next = cold.next;
-      }
-    }
-    if (!cold.projection)
-      arrive(cold.sync);
-  }
-}
 
 struct DecodeLayout {
   uint32_t *digests;
@@ -195,15 +56,6 @@ DecodeLayout lay_out(const moelora_experts_problem *p, const moelora_exec *exec)
 
 } // namespace
 
-moelora_status launch_NATIVE(const DecodeParams &params, int64_t work, const moelora_exec *exec,
-                             bool *fits) {
-  return params.p.dtype == MOELORA_BF16
-             ? launch_cooperative<decode_layer<__nv_bfloat16>>(
-                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params)
-             : launch_cooperative<decode_layer<__half>>(
-                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params);
-}
-
 } // namespace decode
 
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
@@ -222,8 +74,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
   /* Outputs per item, of a warp or, with weights in tiles, of a CTA. */
-  const int64_t outputs =
-      (moelora_is_quantized(p.w13.format) ? 16 * kWarps : 16) / (params.gated ? 2 : 1);
+  const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // of an item
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));

@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &
   const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int output = output_of(p, item, g, half);
+    const int output = item.tile * 16 + g + 8 * half;
     float bias = 0.f;
     if (w2.bias && output < outputs_of(p, W2))
       bias = to_float<T>(w2.bias, t.expert[item.active] * w2.bias_stride_e + output);
@@ -100,34 +100,6 @@ __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int 
                                         float up) {
   const float h = p.gated ? Activation(p.p.activation)(gate, up) : gate < 0.f ? 0.f : gate * gate;
   ((T *)p.h)[row * p.p.intermediate + output] = Element<T>::round(h);
-}
-
-/* Stores the outputs of a W13 item from the accumulators of its warp. */
-template <class T>
-__device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t,
-                                             const WorkItem &item, const float (&d)[4]) {
-  const moelora_experts_problem &problem = p.p;
-  const int lane = threadIdx.x % 32, active = item.active;
-  float bias[2] = {};
-  int output[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    output[half] = output_of(p, item, lane / 4, half);
-    if (problem.w13.bias && output[half] < outputs_of(p, W13))
-      bias[half] = to_float<T>(problem.w13.bias, t.expert[active] * problem.w13.bias_stride_e +
-                                                     weight_row(p, W13, output[half], half));
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int64_t row = t.row[active][lane % 4 * 2 + i];
-    if (row < 0)
-      continue;
-    const float sum[2] = {d[i] + bias[0], d[2 + i] + bias[1]};
-#pragma unroll
-    for (int half = 0; half < (p.gated ? 1 : 2); half++)
-      if (output[half] < outputs_of(p, W13))
-        store_h<T>(p, row, output[half], sum[half], sum[1]);
-  }
 }
 
 /* Stores the outputs of token `warp` of a W13 item with weights in tiles. If gated, the first half

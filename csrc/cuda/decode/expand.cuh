@@ -47,16 +47,14 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
 }
 
 /* Address of the ranks in B's row of g + 8 half; NULL if the slice has no such row. */
-template <bool TILES>
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {
   const int kind = item.kind;
   const moelora_factors &f = factors_of(p, kind);
   const int g = threadIdx.x % 32 / 4;
-  const int output = TILES ? item.tile * 16 + g + 8 * half : output_of(p, item, g, half);
-  const int64_t n =
-      weight_row(p, kind, output, TILES ? half_of_warp(p, kind) : half) - e.slice * f.slice_n;
+  const int output = item.tile * 16 + g + 8 * half;
+  const int64_t n = weight_row(p, kind, output, half_of_warp(p, kind)) - e.slice * f.slice_n;
   if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || e.left == 0)
     return nullptr;
   return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[slab.segment],
@@ -64,14 +62,13 @@ __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const
          e.column;
 }
 
-template <bool TILES>
 __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item) {
   for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
     const LaneRanks e = lane_ranks(factors_of(p, item.kind), slab);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (const uint16_t *row = slab_row<TILES>(p, t, item, slab, e, half))
+      if (const uint16_t *row = slab_row(p, t, item, slab, e, half))
         prefetch_l2(row);
   });
 }
@@ -85,7 +82,7 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
 }
 
 /* d += xa B^T for the tokens of each adapter. */
-template <class T, bool TILES>
+template <class T>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&d)[4]) {
   const int lane = threadIdx.x % 32, kind = item.kind, projection = kind == W2;
@@ -98,7 +95,7 @@ __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, c
     uint32_t rows = 0; // bit mask: row halves with ranks in any lane of the quad
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint16_t *from = slab_row<TILES>(p, t, item, slab, e, half);
+      const uint16_t *from = slab_row(p, t, item, slab, e, half);
       b[half] = p.b_vectors[projection]
                     ? keep_elements(load_16<Read::CONSTANT>(from, from != nullptr), e.left)
                     : load_elements(from, from ? e.left : 0);

@@ -37,18 +37,13 @@ __device__ __forceinline__ void wait(GridSync &sync) {
 }
 
 /* Builds tables and loads x, before the first W13 item. */
-template <bool TILES>
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
                                             const Reading *agreed) {
-  const TokenRows x =
-      stage_tokens<TILES>((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                          (int)p.p.hidden, nullptr, staged, TILES ? p.staged_bytes : kStagedBytes);
-  if (threadIdx.x == 0) {
+  const TokenRows x = stage_tokens((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                                   (int)p.p.hidden, nullptr, staged, p.staged_bytes);
+  if (threadIdx.x == 0)
     tokens = x;
-    if (!TILES)
-      deal_w13(p, t);
-  }
   sync.shrinks = p.p.w13_lora.num_slices > 0;
   if (sync.shrinks && (int)blockIdx.x < free_ctas(p)) {
     sync.shrinks = false;
@@ -62,13 +57,12 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
 }
 
 /* Restarts from the agreed tables; out of line, so that it takes no registers of the main loop. */
-template <bool TILES>
 __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                          uint16_t *staged, GridSync &sync) {
   __syncthreads(); // all threads have seen that readings differ
   if (threadIdx.x == 0)
     t.agreed = true;
-  begin_layer<TILES>(p, t, tokens, staged, sync, p.reading);
+  begin_layer(p, t, tokens, staged, sync, p.reading);
 }
 
 } // namespace decode

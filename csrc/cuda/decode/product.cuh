@@ -25,7 +25,7 @@ template <int ROWS> struct OperandRows {
 };
 
 __device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {
-  return !is_shrink(kind) || p.a_vectors[kind == SHRINK2];
+  return p.a_vectors[kind == SHRINK2];
 }
 
 __device__ __forceinline__ OperandRows<2> weights_of(const DecodeParams &p, const Tables &t,
@@ -53,15 +53,12 @@ constexpr int kStagedBytes = 18 * 1024;
 
 /* Starts to copy rows to shared memory if they fit: all of them, or only those that are their own
  * `lead`. Reading them from memory would stall every batch of columns, and a grid sync invalidates
- * L1. The stride is chosen against bank conflicts: an odd multiple of 64 bytes for blocks of eight
- * rows; with TILES, whose rows are read by ldmatrix up to the end of a tile, an odd multiple of 16
- * bytes, with zeros beyond K. */
-template <bool TILES>
+ * L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank conflicts; beyond K
+ * there are zeros up to the end of a tile. */
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const int32_t *lead,
                                                   uint16_t *staged, int room) {
-  const int padded = (depth + 63) / 64 * 64, pitch = padded + (TILES ? 8 : 32);
-  const int end = TILES ? padded : depth;
+  const int end = (depth + 63) / 64 * 64, pitch = end + 8;
   if (rows * pitch * 2 > room)
     return {from, stride};
 #pragma unroll 1
@@ -69,8 +66,7 @@ __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t 
 #pragma unroll 1
     for (int k = lead && lead[row] != row ? end : threadIdx.x * 8; k < end; k += kThreads * 8)
       copy_async_16(shared_address(staged + row * pitch + k),
-                    from + row * stride + (TILES ? min(k, depth - 8) : k),
-                    TILES && k >= depth ? 0 : 16);
+                    from + row * stride + min(k, depth - 8), k < depth ? 16 : 0);
   copy_async_commit();
   return {staged, pitch};
 }

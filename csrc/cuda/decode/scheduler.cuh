@@ -66,15 +66,6 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
   return (depth_of(p, kind) + kBlockDepth - 1) / kBlockDepth;
 }
 
-__device__ __forceinline__ WorkItem item_of(const DecodeParams &p, int kind, int index) {
-  WorkItem item = {kind, 0, index};
-  if (kind == W13) {
-    item.active = (int)((unsigned)index / (unsigned)p.tiles13);
-    item.tile = index - item.active * p.tiles13;
-  }
-  return item;
-}
-
 /* ---- iteration over K spans ---- */
 
 /* Number of CTAs that have no SHRINK13 items: shrink items are distributed from the last CTA on. */
@@ -82,63 +73,24 @@ __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.most_shrinks13, 0);
 }
 
-/* Distributes W13 items to warps: first to those of CTAs without shrink items, then to the others;
- * within a CTA the warp that handles grid syncs comes last. */
-__device__ __forceinline__ void deal_w13(const DecodeParams &p, Tables &t) {
-  const int ctas = gridDim.x, cta = blockIdx.x, free = free_ctas(p);
-  t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
-  t.next_w13 = cta < free ? free : ctas - free;
-}
-
-__device__ __forceinline__ int first_item(const Tables &t, int kind) {
-  if (kind == W13)
-    return t.first_w13 + (kWarps - 1 - (int)threadIdx.x / 32) * t.next_w13;
-  return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
-
-/* Starts an item; after the last shrink item, the first item of the next kind. */
-__device__ __forceinline__ void open_item(const DecodeParams &p, const Tables &t,
-                                          WorkIterator &work) {
-  if (is_shrink(work.kind) && work.index >= t.items[work.kind])
-    work.index = first_item(t, ++work.kind);
-  work.part = work.kind == W13 ? 0 : threadIdx.x / 32;
+/* The CTA's first item of a shrink. */
+__device__ __forceinline__ int first_shrink() {
+  return (int)(gridDim.x - 1 - blockIdx.x);
 }
 
 __device__ __forceinline__ bool is_there(const Tables &t, const WorkIterator &work) {
   return work.index < t.items[work.kind];
 }
 
-/* The K span at `work`; empty if the warp has no part of the item, or there is no item. */
+/* The K span of a shrink at `work`; empty if the warp has none, or there is no item. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
-  KSpan span = {0, 0, 0};
-  if (!is_there(t, work) || (work.kind == W2 && work.part >= t.active_experts))
-    return span;
-  const int blocks = blocks_of(p, work.kind);
-  span.blocks = blocks;
-  if (work.kind == W13) {
-    span.active = item_of(p, W13, work.index).active;
-  } else if (work.kind == W2) {
-    span.active = work.part;
-  } else {
-    const int each = p.span_blocks[work.kind == SHRINK2];
-    span.active = t.segment_active[segment_of(t, work.kind == SHRINK2, work.index)];
-    span.first = min(work.part * each, blocks);
-    span.blocks = min(each, blocks - span.first);
-  }
-  return span;
-}
-
-/* Advances to the next product. Returns false if that belongs to another item. */
-__device__ __forceinline__ bool advance(const DecodeParams &p, const Tables &t,
-                                        WorkIterator &work) {
-  if (work.kind == W2 && work.part + kWarps < t.active_experts) {
-    work.part += kWarps;
-    return true;
-  }
-  work.index += (int)(work.kind == W13 ? kWarps * gridDim.x : gridDim.x);
-  open_item(p, t, work);
-  return false;
+  if (!is_there(t, work))
+    return {0, 0, 0};
+  const int projection = work.kind == SHRINK2, each = p.span_blocks[projection];
+  const int blocks = blocks_of(p, work.kind), first = min(work.part * each, blocks);
+  return {t.segment_active[segment_of(t, projection, work.index)], first,
+          min(each, blocks - first)};
 }
 
 /* ---- rows of an item ---- */
@@ -159,13 +111,6 @@ __device__ __forceinline__ RankTile ranks_of(const DecodeParams &p, const Tables
   r.slice = (int)(left / groups);
   r.first = (int)(left - r.slice * groups) * 16;
   return r;
-}
-
-/* Output of row g + 8 half of an item; may be beyond the last. */
-__device__ __forceinline__ int output_of(const DecodeParams &p, const WorkItem &item, int g,
-                                         int half) {
-  const bool gate_up = item.kind == W13 && p.gated;
-  return item.tile * (gate_up ? 8 : 16) + g + (gate_up ? 0 : 8 * half);
 }
 
 __device__ __forceinline__ int outputs_of(const DecodeParams &p, int kind) {
@@ -219,35 +164,20 @@ __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
   return {kind, index, kind == W13 ? 0 : (int)threadIdx.x / 32};
 }
 
-/* ---- rows of an item that is not in tiles ---- */
+/* ---- rows of a shrink item ---- */
 
-/* Rows g and g + 8 of the item at `work`, at the start of `span`. Rows beyond the last repeat it;
- * their sums are not stored. */
+/* Rows g and g + 8 of the shrink item at `work`, at the start of `span`. Rows beyond the last
+ * repeat it; their sums are not stored. */
 __device__ __forceinline__ void item_rows(const DecodeParams &p, const Tables &t,
                                           const WorkIterator &work, const KSpan &span, int g,
                                           const uint16_t *(&row)[2]) {
-  const int64_t expert = t.expert[span.active];
-  const uint16_t *from;
-  int64_t stride, at[2];
-  if (is_shrink(work.kind)) {
-    const RankTile r = ranks_of(p, t, work.kind, work.index);
-    const moelora_factor &a = factors_of(p, work.kind).a[r.slice];
-    from = factor_row<uint16_t>(a, t.segment_adapter[r.segment], expert, 0);
-    stride = a.stride_i;
-    for (int half = 0; half < 2; half++)
-      at[half] = min(r.first + 8 * half + g, r.rank - 1);
-  } else {
-    const moelora_weights &w = work.kind == W13 ? p.p.w13 : p.p.w2;
-    const WorkItem item = item_of(p, work.kind, work.index);
-    from = (const uint16_t *)w.data + expert * w.stride_e;
-    stride = w.stride_n;
-    for (int half = 0; half < 2; half++)
-      at[half] = weight_row(p, work.kind,
-                            min(output_of(p, item, g, half), outputs_of(p, work.kind) - 1), half);
-  }
-  from += span.first * kBlockDepth;
+  const RankTile r = ranks_of(p, t, work.kind, work.index);
+  const moelora_factor &a = factors_of(p, work.kind).a[r.slice];
+  const uint16_t *from =
+      factor_row<uint16_t>(a, t.segment_adapter[r.segment], t.expert[span.active], 0);
   for (int half = 0; half < 2; half++)
-    row[half] = from + at[half] * stride;
+    row[half] =
+        from + span.first * kBlockDepth + min(r.first + 8 * half + g, r.rank - 1) * a.stride_i;
 }
 
 } // namespace decode

@@ -48,8 +48,7 @@ struct Tables {
   bool differs;    // whether another CTA's reading differs
   bool agreed;     // whether all restarted from the first CTA's reading
   int32_t active_experts, segments;
-  int32_t items[DONE];         // of each kind, over the whole grid
-  int32_t first_w13, next_w13; // first W13 item of this CTA's first warp; step between warps
+  int32_t items[DONE]; // of each kind, over the whole grid
   int32_t expert[kRows];
   int32_t row[kRows][kTokens]; // flat row of an active expert's token, -1: none
   int32_t lead[kRows];     // for each flat row, the row used for its expert and token; -1: skipped

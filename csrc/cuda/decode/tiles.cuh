@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   int turn = 0; // which buffer of partial sums
   if (threadIdx.x == 0)
     t.agreed = false;
-  begin_layer<true>(p, t, tokens, staged, sync, nullptr);
+  begin_layer(p, t, tokens, staged, sync, nullptr);
 
   SlabProducer weights;
   SlabPipeline<FORMAT> pipeline;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     PrefetchBuffer buffer;
     const int kind = projection ? W2 : W13;
     WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, (int)threadIdx.x / 32};
-    work.index = first_item(t, work.kind);
+    work.index = first_shrink();
     start(p, t, work, buffer);
     if (projection == 0) {
       fill(p, t, weights, pipeline);
@@ -69,9 +69,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
       prefetch_next(weights);
       wait(sync);
       if ((int)blockIdx.x < t.items[W2] || is_there(t, work)) {
-        const TokenRows h =
-            stage_tokens<true>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
-                               t.lead, staged, p.staged_bytes);
+        const TokenRows h = stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows,
+                                         (int)p.p.intermediate, t.lead, staged, p.staged_bytes);
         if (threadIdx.x == 0)
           tokens = h;
       }
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       copy_async_wait<0>();
       __syncthreads();
       if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
-        begin_again<true>(p, t, tokens, staged, sync);
+        begin_again(p, t, tokens, staged, sync);
         projection = -1;
         continue;
       }
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       park(weights, parked[threadIdx.x / 32]);
 #pragma unroll 1
       do {
-        const WorkItem item = item_of(p, work.kind, work.index);
+        const WorkItem item = {work.kind, 0, work.index};
         float d[4];
         multiply_shrink<T>(p, t, work, tokens, buffer, d);
         float *partial = partials.sums[turn];
@@ -113,10 +112,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
       for (; has_product(p, t, product, item); product.part += kWarps) {
         item = tile_item_of(p, product);
         float d[4];
-        prefetch_slabs<true>(p, t, item);
+        prefetch_slabs(p, t, item);
         multiply_tiles<T, FORMAT>(p, t, item, tokens, staged, weights, pipeline, d);
         wait(sync);
-        expand<T, true>(p, t, item, d);
+        expand<T>(p, t, item, d);
         if (projection)
           store_rows<T, MISSING>(p, t, item, d, partial);
         else
