@@ -57,8 +57,8 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
 }
 
 /* Restarts from the agreed tables; out of line, so that it takes no registers of the main loop. */
-__device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
-                                         uint16_t *staged, GridSync &sync) {
+inline __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
+                                                uint16_t *staged, GridSync &sync) {
   __syncthreads(); // all threads have seen that readings differ
   if (threadIdx.x == 0)
     t.agreed = true;
