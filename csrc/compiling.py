@@ -124,7 +124,7 @@ SPARED_BYTES_OF = {
     r"gemm_\w+_w8a8_\d+": 600,
     r"gemm_\w+_int4_\d+": 336,
     r"gemm_\w+_mxfp4_\d+": 224,
-    r"blocks|windows": 460,
+    "blocks": 32,
     r"decode_\w+": 104,
     r"gemm_\w+_nvfp4_\d+": 96,
     r"back_\w+_\d+": 64,

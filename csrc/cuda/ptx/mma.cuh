@@ -131,6 +131,28 @@ __device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
   return v;
 }
 
+/* Loads 8 bytes, or zeros if not `there`. */
+template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, bool there) {
+  uint2 v;
+#define MOELORA_LOAD(HOW)                                                                          \
+  asm volatile("{\n"                                                                               \
+               ".reg .pred p;\n"                                                                   \
+               "setp.ne.b32 p, %3, 0;\n"                                                           \
+               "mov.b32 %0, 0;\n"                                                                  \
+               "mov.b32 %1, 0;\n"                                                                  \
+               "@p ld." HOW "v2.b32 {%0, %1}, [%2];\n"                                             \
+               "}"                                                                                 \
+               : "=&r"(v.x), "=&r"(v.y)                                                            \
+               : "l"(from), "r"((int)there))
+  static_assert(READ == Read::ALONE || READ == Read::SHARED);
+  if constexpr (READ == Read::ALONE)
+    MOELORA_LOAD("global.L1::no_allocate.");
+  else
+    MOELORA_LOAD("global.");
+#undef MOELORA_LOAD
+  return v;
+}
+
 /* Loads 16 bytes, or zeros if not `there`. */
 template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
   uint4 v;

@@ -1,9 +1,10 @@
 /* Products of rows of A with rows of x, and their sums over K, for the shrink kernels.
  *
- * Operands are loaded directly to registers, 16 bytes per lane: rows of A are the M side, tokens
- * the N side of m16n8k16. Lane t loads row t/4 of eight and, of each 32 elements of K, elements 8
- * (t%4) to 8 (t%4) + 7; lanes exchange these so that a product has 16 consecutive elements of K,
- * as in all kernels. Rows beyond the last one of A or x repeat it: their sums are not stored and
+ * Operands are loaded directly to registers: rows of A are the M side, tokens the N side of
+ * m16n8k16. Lane t loads row t/4 of eight. A product has 16 consecutive elements of K, as in all
+ * kernels. Hopper adds them in any order with the same result: a lane loads elements 4 (t%4) to
+ * 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each 32, and
+ * lanes exchange these. Rows beyond the last one of A or x repeat it: their sums are not stored and
  * affect no other row.
  *
  * Each of the TEAMS teams of warps has TEAM_RANKS rows of A. The DEPTHS warps of a team split K
@@ -49,9 +50,32 @@ __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }
 
-/* 16 bytes of a row with `left` remaining elements; zeros beyond. */
+#if __CUDA_ARCH__ >= 900
+constexpr bool kAnyOrder = true;
+#else
+constexpr bool kAnyOrder = false;
+#endif
+
+/* First element of K of a lane. */
+template <bool VECTORS> __device__ __forceinline__ int first_element() {
+  return threadIdx.x % 4 * (VECTORS && kAnyOrder ? 4 : 8);
+}
+
+/* A lane's operand of two products, from what it loaded. */
+template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded) {
+  if constexpr (VECTORS && kAnyOrder)
+    return loaded;
+  return neighbors_16(loaded);
+}
+
+/* A lane's part of 32 elements of a row with `left` remaining elements; zeros beyond. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
+  if constexpr (VECTORS && kAnyOrder) {
+    constexpr Read READ = ONCE ? Read::ALONE : Read::SHARED;
+    const uint2 first = load_8<READ>(from, left > 0), second = load_8<READ>(from + 16, left > 16);
+    return make_uint4(first.x, first.y, second.x, second.y);
+  }
   if constexpr (VECTORS)
     return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
   else
@@ -119,7 +143,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   const int share = ceil_divide(ceil_divide(depth, kLine), S::DEPTHS) * kLine;
   const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
-    const int k = begin + lane % 4 * 8;
+    const int k = begin + first_element<VECTORS>();
     Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;
@@ -138,10 +162,11 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
       for (int slot = 0; slot < STEPS; slot++) {
 #pragma unroll
         for (int n = 0; n < N; n++)
-          x[slot][n] = neighbors_16(x[slot][n]);
+          x[slot][n] = operand_of<VECTORS>(x[slot][n]);
 #pragma unroll
         for (int m = 0; m < M; m++) {
-          const uint4 low = neighbors_16(a[slot][2 * m]), high = neighbors_16(a[slot][2 * m + 1]);
+          const uint4 low = operand_of<VECTORS>(a[slot][2 * m]);
+          const uint4 high = operand_of<VECTORS>(a[slot][2 * m + 1]);
           const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
           const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll

@@ -117,6 +117,9 @@ template <class V> V load_if(const void *from, bool there) {
   }
   return v;
 }
+template <Read READ> uint2 load_8(const void *from, bool there) {
+  return load_if<uint2>(from, there);
+}
 template <Read READ> uint4 load_16(const void *from, bool there) {
   return load_if<uint4>(from, there);
 }
