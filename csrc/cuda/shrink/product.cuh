@@ -18,8 +18,7 @@
 #include "cuda/ptx/mma.cuh"
 
 constexpr int kStep = 32, kLine = 64; // elements of K
-constexpr int kResidentWarps = 16;    // per SM, which leaves 128 registers per thread:
-constexpr int kRegisters = 108;       // available for sums, pointers and loads
+constexpr int kResidentWarps = 16;    // per SM, which leaves 128 registers per thread
 
 template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_> struct Shape {
   static constexpr int RESIDENT = RESIDENT_; // warps per SM
@@ -55,6 +54,7 @@ constexpr bool kAnyOrder = true;
 #else
 constexpr bool kAnyOrder = false;
 #endif
+constexpr int kRegisters = kAnyOrder ? 108 : 76; // for sums, pointers and loads
 
 /* First element of K of a lane. */
 template <bool VECTORS> __device__ __forceinline__ int first_element() {
