@@ -439,7 +439,7 @@ MADE = {
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
     "engines_parallel": ("h100-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
-    "invariance_found": ("h200-invariance", lambda: wrapped(invariance_found())),
+    "invariance_found": ("h100-invariance", lambda: wrapped(invariance_found())),
 }
 SENTENCES = {
     f.__name__: f
