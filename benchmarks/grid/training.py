@@ -15,7 +15,9 @@ def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
 
 
 def gradients(device):
-    """What a layer saves, and all of its gradients: new, in float32, and added to what is there."""
+    """What a layer saves, and all of its gradients: new, in float32, and added to what is there;
+    and those of a projection.
+    """
 
     def calls(device, spec):
         p = spec.build().to(device)
@@ -38,11 +40,21 @@ def gradients(device):
             }
             return backward(grads=moelora.Gradients(**buffers), accumulate=True)
 
+        def projection():
+            given = present(p.gemm_kwargs("w13"))
+            x = given["x"].detach().requires_grad_()
+            with torch.enable_grad():
+                out = moelora.fused_moe_lora_gemm(**given | {"x": x})
+                out.backward(filled(*out.shape, like=out))
+            return out.detach(), x.grad
+
         ways = {
             "gradients": backward,
             "gradients, float32": lambda: backward(float32=True),
             "gradients, added": onto,
         }
+        if device == "cpu":  # CUDA has none of a projection
+            ways["gradients of a projection"] = projection
         yield from with_plans(ways, plans(device, spec.dtype) + rows(device, spec.dtype, *BACK))
 
     yield from each_dtype(device, EDGE_CASES, calls)

@@ -119,7 +119,7 @@ def test_offloaded_experts_run(config, tmp_path):
 
 
 def folder_of_nothing(path):
-    (path / "config.json").write_text("{}")
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     save_file({"a": torch.zeros(1)}, path / "model.safetensors")
     return path
 
