@@ -41,11 +41,11 @@ static const moelora_variant variants[] = {
    .cluster = 1},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) \
+#define TILE_ROW(NAME, ROLE, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)    \
   {.name = #NAME,                                                                                  \
    .device = MOELORA_CUDA,                                                                         \
    .dtype = MOELORA_##DTYPE,                                                                       \
-   .role = MOELORA_ROLE_GEMM,                                                                      \
+   .role = MOELORA_ROLE_##ROLE,                                                                    \
    .format = MOELORA_KERNEL_##FORMAT,                                                              \
    .needs = MOELORA_##FAMILY,                                                                      \
    .id = CUDA_##NAME,                                                                              \
@@ -54,19 +54,8 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
-#define MOELORA_CUDA_BACK(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {.name = #NAME,                                                                                  \
-   .device = MOELORA_CUDA,                                                                         \
-   .dtype = MOELORA_##DTYPE,                                                                       \
-   .role = MOELORA_ROLE_BACK,                                                                      \
-   .format = MOELORA_KERNEL_NATIVE,                                                                \
-   .needs = MOELORA_##FAMILY,                                                                      \
-   .id = CUDA_##NAME,                                                                              \
-   .block_m = BLOCK_M,                                                                             \
-   .block_n = BLOCK_N,                                                                             \
-   .block_k = BLOCK_K,                                                                             \
-   .stages = STAGES,                                                                               \
-   .cluster = CLUSTER},
+#define MOELORA_CUDA_GEMM(NAME, ...) TILE_ROW(NAME, GEMM, __VA_ARGS__)
+#define MOELORA_CUDA_BACK(NAME, DTYPE, ...) TILE_ROW(NAME, BACK, DTYPE, NATIVE, __VA_ARGS__)
 /* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
  */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
