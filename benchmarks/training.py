@@ -127,7 +127,7 @@ def measure(call, flush):
     times = []
     for _ in range(REPEATS):
         flush.zero_()
-        torch.cuda._sleep(8_000_000)  # about 5 ms: the host queues the step meanwhile
+        torch.cuda._sleep(8_000_000)  # about 5 ms, in which the host queues the step
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()

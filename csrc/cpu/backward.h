@@ -61,8 +61,8 @@ void moelora_find_segments(const moelora_routes *routes, const moelora_sorted *s
 /* Columns of a block, rows of a pass over depth. */
 enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
 
-/* Columns of rows as add_rows takes them: each where it lies, or in `copy` if it is no float32
- * there or if what is behind the columns may be no memory. */
+/* Columns of rows as add_rows takes them: in place, or in `copy` if they are not float32 or if
+ * memory past their end may not be readable. */
 typedef struct moelora_panel {
   const float **rows;
   float *copy; /* [rows, BACK_COLUMNS] */

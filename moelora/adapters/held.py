@@ -22,7 +22,7 @@ class Loaded:
 
 
 class Held:
-    """What a batch holds; nothing any more once nobody refers to it, however its call ends."""
+    """What a batch holds. It is released when the last reference goes, however the call ends."""
 
     def __init__(self, loaded: Mapping[str, Loaded]) -> None:
         self._loaded = dict(loaded)

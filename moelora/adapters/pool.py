@@ -447,7 +447,7 @@ class AdapterPool:
         return self._free_slot(f"adapter {name!r}")
 
     def _free_slot(self, what: str) -> tuple[int, str | None]:
-        """A slot that nobody uses, and the name of the adapter that has to leave it."""
+        """A slot that no batch uses, and the name of the adapter to evict from it, if any."""
         taken = {loaded.slot for loaded in self._loaded.values()}
         free = set(range(self.max_loras)) - taken - {loaded.slot for _, loaded in self._retired}
         if free:

@@ -1,5 +1,5 @@
 /* Copies the caller's tables once, with ids resolved, for all later kernels of a call. Other
- * streams may change the originals meanwhile.
+ * streams may change the originals during the call.
  *
  *   expert[p]    local expert of flat row p; -1: skipped
  *   adapter[m]   adapter of token m if it exists and is enabled; -1: none

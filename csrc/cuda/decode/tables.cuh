@@ -1,8 +1,8 @@
 /* Tables that every CTA of the decode kernel builds from ids, in shared memory.
  *
  * They follow from a reading of the caller's tables, in which a CTA loads each element once. Since
- * other streams may write these tables meanwhile, CTAs compare their readings at a grid sync; if
- * they differ, all restart from the reading of the first CTA.
+ * other streams may write these tables during the call, CTAs compare their readings at a grid
+ * sync; if they differ, all restart from the reading of the first CTA.
  *
  * An active expert is one chosen by some token; a segment is the tokens of an active expert with
  * one adapter. Active experts are ordered by the first row that names them, segments by active

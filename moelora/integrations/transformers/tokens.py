@@ -2,7 +2,7 @@
 
 A pass is a batch of rows, each with one adapter, and its layers take (rows, length, K), or the same
 flattened, or some tokens of each row, as `lm_head` does. In continuous batching it is one row, in
-which requests of any length lie one behind the other.
+which requests of any length are concatenated.
 """
 
 from __future__ import annotations
