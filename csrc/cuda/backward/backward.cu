@@ -176,27 +176,13 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
 /* A product with `w`: its schedule, weights and adapters. */
 moelora_back_launch product(const BackwardLayout *l, const moelora_weights *w,
                             const moelora_factors *lora, const moelora_back_product_plan *plan) {
-  const moelora_routes *routes = &l->alignment.routes;
   moelora_back_launch g = {};
-  g.schedule.blocks = l->alignment.blocks;
-  g.schedule.num_rows = (int32_t)routes->num_rows;
-  g.schedule.num_experts = routes->num_experts;
-  g.schedule.l2_elements = plan->l2_elements;
-  g.epilogue.top_k = routes->top_k;
+  describe_product(&l->alignment, &l->alignment.routes, w, lora, plan, &g);
   g.tokens.k = (int32_t)w->n;
-  g.weights.w = *w;
   g.weights.w.bias = nullptr;
   g.weights.n_out = (int32_t)w->k;
-  g.weights.vectors = plan->vectors;
-  if (lora->num_slices == 0)
-    g.schedule.blocks.packed_ranks = nullptr;
-  if (g.schedule.blocks.packed_ranks) {
-    g.adapters.lora = *lora;
-    g.schedule.max_loras = routes->max_loras;
-    g.adapters.xa_slice = moelora_padded_rank(lora->max_rank);
-    g.adapters.xa_stride = g.adapters.xa_slice * lora->num_slices;
+  if (g.schedule.blocks.packed_ranks)
     g.weights.factors_vectors = plan->a_vectors;
-  }
   return g;
 }
 

@@ -62,6 +62,28 @@ inline size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
+/* Sets what a forward and a backward product with `w` over an alignment have in common: its
+ * schedule, weights and adapters. */
+template <class Plan>
+void describe_product(const Alignment *a, const moelora_routes *routes, const moelora_weights *w,
+                      const moelora_factors *lora, const Plan *plan, moelora_gemm_launch *g) {
+  g->schedule.l2_elements = plan->l2_elements;
+  g->schedule.blocks = a->blocks;
+  g->schedule.num_rows = (int32_t)routes->num_rows;
+  g->schedule.num_experts = routes->num_experts;
+  g->epilogue.top_k = routes->top_k;
+  g->weights.w = *w;
+  g->weights.vectors = plan->vectors;
+  if (lora->num_slices == 0)
+    g->schedule.blocks.packed_ranks = nullptr;
+  if (g->schedule.blocks.packed_ranks) {
+    g->adapters.lora = *lora;
+    g->schedule.max_loras = routes->max_loras;
+    g->adapters.xa_slice = moelora_padded_rank(lora->max_rank);
+    g->adapters.xa_stride = g->adapters.xa_slice * lora->num_slices;
+  }
+}
+
 } // namespace
 
 #endif

@@ -55,23 +55,11 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
                                const moelora_projection_plan *plan) {
   moelora_gemm_launch g = {};
-  g.schedule.l2_elements = plan->l2_elements;
-  g.schedule.blocks = a->blocks;
+  describe_product(a, routes, w, lora, plan, &g);
   g.schedule.tile_counter = a->tile_counters[0];
-  g.schedule.num_rows = (int32_t)routes->num_rows;
-  g.schedule.num_experts = routes->num_experts;
-  g.epilogue.top_k = routes->top_k;
   g.tokens.k = (int32_t)w->k;
-  g.weights.w = *w;
   g.weights.n_out = (int32_t)w->n;
-  g.weights.vectors = plan->vectors;
-  if (lora->num_slices == 0)
-    g.schedule.blocks.packed_ranks = nullptr;
   if (g.schedule.blocks.packed_ranks) {
-    g.adapters.lora = *lora;
-    g.schedule.max_loras = routes->max_loras;
-    g.adapters.xa_slice = moelora_padded_rank(lora->max_rank);
-    g.adapters.xa_stride = g.adapters.xa_slice * lora->num_slices;
     g.weights.factors_vectors = plan->b_vectors;
     g.weights.factors_boxes = plan->b_boxes;
   }
