@@ -36,6 +36,21 @@ static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
 }
 
+/* Where most experts fill more than a block, two CTAs share their weights by multicast. */
+static int32_t cluster_of(int64_t rows) {
+  return rows <= 116 ? 1 : 2;
+}
+
+/* Of two kernels of one family: the nearest block, a larger one before a smaller one; of these the
+ * cluster. */
+static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int64_t rows) {
+  const int32_t wanted = rows_of_block(rows), cluster = cluster_of(rows);
+  if (v->block_m == best->block_m)
+    return v->cluster == cluster && best->cluster != cluster;
+  return v->block_m >= wanted ? best->block_m < wanted || v->block_m < best->block_m
+                              : best->block_m < wanted && v->block_m > best->block_m;
+}
+
 /* One product of y (NULL: in the workspace) with rows of `w`. */
 typedef struct back_load {
   const moelora_weights *w;
@@ -75,16 +90,13 @@ static bool serves(const moelora_variant *v, const back_access *access) {
 static const moelora_variant *choose(const moelora_experts_problem *p, const back_access *access,
                                      const moelora_device_info *device) {
   const moelora_variant *best = NULL, *v;
-  const int32_t wanted = rows_of_block(moelora_rows_per_expert(&p->routes));
+  const int64_t rows = moelora_rows_per_expert(&p->routes);
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->role != MOELORA_ROLE_BACK || v->dtype != p->dtype ||
         !moelora_variant_runs_on(v, device) || !serves(v, access))
       continue;
     const bool newer = best && v->needs > best->needs;
-    const bool nearer =
-        best && v->needs == best->needs &&
-        (v->block_m >= wanted ? best->block_m < wanted || v->block_m < best->block_m
-                              : best->block_m < wanted && v->block_m > best->block_m);
+    const bool nearer = best && v->needs == best->needs && is_nearer(v, best, rows);
     if (!best || newer || nearer)
       best = v;
   }

@@ -22,7 +22,7 @@ TYPES = {"BF16": "__nv_bfloat16", "F16": "__half"}
 LAUNCHERS = {
     "gemm": "Launch{family}<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
     "saving": "LaunchSaving<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
-    "back": "LaunchBack<{type}, {m}, {n}, {stages}>",
+    "back": "LaunchBack<{type}, {m}, {n}, {stages}, {cluster}>",
 }
 HEADERS = {("gemm", "sm80"): "gemm", ("gemm", "sm90"): "launch"}
 ARGUMENTS = {

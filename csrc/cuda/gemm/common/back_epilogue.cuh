@@ -38,6 +38,44 @@ template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_
   return Element<T>::to_float(value);
 }
 
+/* 16 outputs of eight tokens as accumulators have them: pairs of this lane's two tokens, of outputs
+ * lane / 4 and lane / 4 + 8. */
+template <class T> struct BackOutputs {
+  uint32_t gate[2], up[2]; // before: of the forward; afterwards: their gradients
+  uint32_t h[2];
+  float dt[2] = {0.f, 0.f};
+
+  /* v[4]: the accumulator of an m16n8 tile. */
+  __device__ __forceinline__ void
+  apply(const float *v, const moelora_activation_gradient &activation, float2 weight) {
+#pragma unroll
+    for (int m8 = 0; m8 < 2; m8++) {
+      float g[2] = {element_of<T, 0>(gate[m8]), element_of<T, 1>(gate[m8])};
+      float u[2] = {element_of<T, 0>(up[m8]), element_of<T, 1>(up[m8])}, found[2];
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        const float of = v[2 * m8 + q];
+        found[q] = back_through(activation, g[q], u[q], (q ? weight.y : weight.x) * of);
+        found[q] = Element<T>::to_float(Element<T>::round(found[q]));
+        dt[q] += of * found[q];
+      }
+      gate[m8] = pack2<T>(g[0], g[1]);
+      up[m8] = pack2<T>(u[0], u[1]);
+      h[m8] = pack2<T>(found[0], found[1]);
+    }
+  }
+
+  /* The parts of dt of the lane's two tokens, in all lanes. */
+  __device__ __forceinline__ float2 sum() {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+      for (int q = 0; q < 2; q++)
+        dt[q] += __shfl_xor_sync(0xffffffffu, dt[q], lanes);
+    return {dt[0], dt[1]};
+  }
+};
+
 /* Global addresses of a lane's token, one of eight. */
 struct BackRow {
   const uint16_t *gate_up;
@@ -70,34 +108,23 @@ template <class T, bool VECTORS> struct BackTile {
                                            const moelora_activation_gradient &activation,
                                            const BackRow &row, GateUp form, int first, int inter,
                                            float2 weight, bool wants_h) {
-    float dt[2] = {0.f, 0.f};
+    BackOutputs<T> outputs;
 #pragma unroll
     for (int m8 = 0; m8 < 2; m8++) {
-      const uint32_t gates = transpose_8x8(pairs[m8].gate);
-      const uint32_t ups = form == GateUp::ONE ? 0 : transpose_8x8(pairs[m8].up);
-      float gate[2] = {element_of<T, 0>(gates), element_of<T, 1>(gates)};
-      float up[2] = {element_of<T, 0>(ups), element_of<T, 1>(ups)}, h[2];
+      outputs.gate[m8] = transpose_8x8(pairs[m8].gate);
+      outputs.up[m8] = form == GateUp::ONE ? 0 : transpose_8x8(pairs[m8].up);
+    }
+    outputs.apply(v, activation, weight);
 #pragma unroll
-      for (int q = 0; q < 2; q++) {
-        const float of = v[2 * m8 + q];
-        h[q] = back_through(activation, gate[q], up[q], (q ? weight.y : weight.x) * of);
-        h[q] = Element<T>::to_float(Element<T>::round(h[q]));
-        dt[q] += of * h[q];
-      }
+    for (int m8 = 0; m8 < 2; m8++) {
       const int column = first + 8 * m8 + 2 * (threadIdx.x & 3);
-      GateUpPair<VECTORS> gradient;
-      gradient.gate = transpose_8x8(pack2<T>(gate[0], gate[1]));
-      gradient.up = form == GateUp::ONE ? 0 : transpose_8x8(pack2<T>(up[0], up[1]));
+      const GateUpPair<VECTORS> gradient = {
+          transpose_8x8(outputs.gate[m8]), form == GateUp::ONE ? 0 : transpose_8x8(outputs.up[m8])};
       gradient.store(row.dgu, form, column, inter, row.there);
       if (wants_h)
-        store_two<VECTORS>(row.h, column, inter, row.there, transpose_8x8(pack2<T>(h[0], h[1])));
+        store_two<VECTORS>(row.h, column, inter, row.there, transpose_8x8(outputs.h[m8]));
     }
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2)
-#pragma unroll
-      for (int q = 0; q < 2; q++)
-        dt[q] += __shfl_xor_sync(0xffffffffu, dt[q], lanes);
-    return {dt[0], dt[1]};
+    return outputs.sum();
   }
 };
 

@@ -10,7 +10,8 @@ template <class E> struct Transposed : E {
   static constexpr bool TRANSPOSED = true;
 };
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchBack {
+  static_assert(CLUSTER == 1, "portable");
   using E = Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, MOELORA_KERNEL_NATIVE>>;
 
   static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *plan,

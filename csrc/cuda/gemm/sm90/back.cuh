@@ -22,7 +22,7 @@ moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16
   return moelora_encode_map(map, is_bf16, 4, w->data, sizes[w->packed], strides[w->packed], box);
 }
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchBack {
   static constexpr bool BF16 = Element<T>::is_bf16;
 
   static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *,
@@ -33,7 +33,9 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
 
   template <bool THROUGH, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
-    using S = TransposedShape<BLOCK_M, BLOCK_N / 128, STAGES, THROUGH>;
+    // The epilogue's buffers take the place of a stage, where two CTAs fill an SM's memory.
+    constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
+    using S = TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
     GemmMaps maps = {};
@@ -45,7 +47,7 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
       MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
                                 g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
                                 &maps.out));
-    return launch_kernel<gemm_sm90<S, T, MODE>>(
+    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
         "back_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS,
         kSharedBytes<S>, exec, maps.w, maps.x, maps.out, maps.b, *g);
   }

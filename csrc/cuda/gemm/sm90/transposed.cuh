@@ -12,18 +12,19 @@
 #ifndef MOELORA_CUDA_SM90_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM90_TRANSPOSED_CUH
 
-#include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/native.cuh"
+#include "cuda/gemm/sm90/through_epilogue.cuh"
 
 template <class S, class T> struct TransposedMainloop;
 
-/* THROUGH_: the epilogue applies the gradient of the activation, without epilogue tiles. */
-template <int TOKENS, int CONSUMERS, int STAGES, bool THROUGH_>
-struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, 1> {
-  using Native = NativeShape<TOKENS, CONSUMERS, STAGES, 1>;
+/* THROUGH_: the epilogue applies the gradient of the activation, in buffers of its own. */
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, bool THROUGH_>
+struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER> {
+  using Native = NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ALIASES = Native::ALIASES && !THROUGH_;
+  static constexpr int OWN_BUFFERS = THROUGH_ ? 3 : Native::OWN_BUFFERS;
   template <class S, class T> using Mainloop = TransposedMainloop<S, T>;
 };
 
@@ -84,53 +85,6 @@ template <class S, class T> struct TransposedAdapters {
   }
 };
 
-/* Applies the gradient of the activation directly to the accumulators. */
-template <class S, class T> struct ThroughEpilogue {
-  /* Prefetches the epilogue's gate_up rows into L2 during the main loop: a consumer's 128 outputs
-   * of each row, from one place or two. */
-  static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
-                                                       const TileHeader &header,
-                                                       const WarpContext<S> &warp) {
-    const GateUp form = gate_up_form(g.epilogue.activation);
-    const int first = first_output<S>(g, header.tile, 2 * warp.consumer), inter = g.weights.n_out;
-    const int line = threadIdx.x & 1, columns = form == GateUp::INTERLEAVED ? 2 : 1;
-    for (int t = (threadIdx.x & 127) / 2; t < header.count; t += 64) {
-      const int64_t row = block_row<S>(g, header.tile.block, t);
-      const uint16_t *gate_up =
-          (const uint16_t *)g.through.gate_up + row * g.through.gate_up_stride;
-      for (int half = 0; half < (form == GateUp::ONE ? 1 : 2); half++) {
-        const int column = first + line * 64 + (columns == 2 ? half * 32 : 0);
-        if (column < inter)
-          prefetch_l2(gate_up + columns * column + (columns == 1 ? half * inter : 0));
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void store(float (&rAcc)[2][S::TOKENS / 2],
-                                               const moelora_back_launch &g,
-                                               const TileHeader &header,
-                                               const WarpContext<S> &warp) {
-    const int64_t position = (int64_t)header.tile.block * S::TOKENS;
-    // Compiled once for all groups of eight tokens, to fit the instruction cache.
-#pragma unroll 1
-    for (int j = 0; j < S::TOKENS / 8; j++) {
-      if (8 * j >= header.count)
-        break;
-#pragma unroll
-      for (int t = 0; t < 2; t++) {
-        float d[4]; // branch-free, so that accumulators stay in registers
-#pragma unroll
-        for (int i = 0; i < S::TOKENS / 8; i++)
-#pragma unroll
-          for (int q = 0; q < 4; q++)
-            d[q] = i == 0 || i == j ? rAcc[t][4 * i + q] : d[q];
-        store_through<T, true>(d, g, first_output<S>(g, header.tile, 2 * warp.consumer + t),
-                               position + 8 * j, header.count - 8 * j);
-      }
-    }
-  }
-};
-
 template <class S, class T> struct TransposedMainloop {
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
@@ -140,7 +94,8 @@ template <class S, class T> struct TransposedMainloop {
                                       WeightMajorEpilogue<S, T, MODE>>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 
-  /* Producer of the weights of a k step: one box of 64 elements of K by 64 outputs per m64 tile. */
+  /* Producer of the weights of a k step: one box of 64 elements of K by 64 outputs per m64 tile.
+   * The CTAs of a cluster load an equal share each and multicast it to both. */
   struct WeightLoads {
     __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &) {}
 
@@ -150,14 +105,20 @@ template <class S, class T> struct TransposedMainloop {
     __device__ __forceinline__ void load(const CUtensorMap *map, const moelora_gemm_launch &g,
                                          const Tile &tile, int step, const SharedMemory<S> &smem,
                                          const GemmPipeline<S> &pipeline, uint64_t policy) {
-      for (int m64 = 0; m64 < S::TILES; m64++) {
-        const int output = first_output<S>(g, tile, m64);
+      constexpr int SHARE = S::TILES / S::CLUSTER;
+      const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+      for (int i = 0; i < SHARE; i++) {
+        const int m64 = rank * SHARE + i, output = first_output<S>(g, tile, m64);
         const uint32_t sW = smem.sW(pipeline.stage) + m64 * kM64Bytes;
-        if (g.weights.w.packed)
-          tma_load_4d(sW, map, 0, 0, output / 64, tile.expert * (g.tokens.k / 64) + step,
-                      pipeline.full(), policy);
+        int c[4] = {output, step * kDepth, 0, tile.expert};
+        if (g.weights.w.packed) {
+          c[0] = c[1] = 0, c[2] = output / 64;
+          c[3] = tile.expert * (g.tokens.k / 64) + step;
+        }
+        if (S::CLUSTER > 1)
+          tma_load_4d_multicast(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
         else
-          tma_load_4d(sW, map, output, step * kDepth, 0, tile.expert, pipeline.full(), policy);
+          tma_load_4d(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
       }
     }
   };
