@@ -168,8 +168,9 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
       const int row = s.blocks.sorted_ids[position];
       s.list.position[part.first + i] = position;
       s.list.row[part.first + i] = row;
+      const int token = (int)divide((uint32_t)row, s.top_k);
+      s.list.token[part.first + i] = token;
       if (s.list.weight) {
-        const int token = (int)divide((uint32_t)row, s.top_k);
         s.list.weight[part.first + i] =
             s.weights[token * s.weights_stride[0] +
                       (row - token * (int)s.top_k.value) * s.weights_stride[1]];
@@ -205,6 +206,7 @@ extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_r
   list.zeroes = zeroes;
   list.position = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
   list.row = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
+  list.token = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
   if (weighted)
     list.weight = (float *)moelora_take_array(arena, rows, sizeof(float));
   list.segments = (moelora_segment *)moelora_take_array(

@@ -81,35 +81,44 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
 
 /* Stores a tile, WIDTH neighboring elements of the gradient at a time: get(rank, column) returns a
  * sum by its index in the tile. Elements at and beyond the true rank are zero, or left unchanged.
- */
-template <class T, int RANKS, int WIDTH, class Get>
-__device__ __forceinline__ void write_units(const GradientProduct &p, const GradientTile &tile,
+ * Neighbors are columns of A, ranks of B; a thread has the same ones in all of its lines. */
+template <class T, int RANKS, int WIDTH, bool TRANSPOSED, class Get>
+__device__ __forceinline__ void write_lines(const GradientProduct &p, const GradientTile &tile,
                                             int adapter, int expert, int rank, bool accumulate,
                                             Get get) {
-  constexpr int UNITS = RANKS * kColumns / WIDTH;
-  for (int unit = threadIdx.x; unit < UNITS; unit += (int)blockDim.x) {
-    // Neighbors are columns of A, ranks of B.
-    const int c = p.transposed ? unit / (RANKS / WIDTH) : unit % (kColumns / WIDTH) * WIDTH;
-    const int of_ranks = p.transposed ? unit % (RANKS / WIDTH) * WIDTH : unit / (kColumns / WIDTH);
-    const int at = tile.rank + of_ranks, slice = at / p.padded_rank;
-    const int r = at - slice * p.padded_rank, column = tile.column + c;
-    if (slice >= p.slices || r >= p.max_rank || column >= p.columns || (accumulate && r >= rank))
+  constexpr int UNITS = (TRANSPOSED ? RANKS : kColumns) / WIDTH; // of a line
+  constexpr int LINES = TRANSPOSED ? kColumns : RANKS;
+  const int own = threadIdx.x % UNITS * WIDTH, step = (int)blockDim.x / UNITS;
+  for (int line = threadIdx.x / UNITS; line < LINES; line += step) {
+    const int of_ranks = TRANSPOSED ? own : line, c = TRANSPOSED ? line : own;
+    const int at = tile.rank + of_ranks, slice = at >= p.padded_rank;
+    const int r = at - (slice ? p.padded_rank : 0), column = tile.column + c;
+    if (at >= p.slices * p.padded_rank || r >= p.max_rank || column >= p.columns ||
+        (accumulate && r >= rank))
       continue;
     const moelora_gradient &g = p.gradient[slice];
-    if (!g.data)
-      continue;
     float v[WIDTH];
 #pragma unroll
     for (int i = 0; i < WIDTH; i++)
-      v[i] = p.transposed ? get(of_ranks + i, c) : get(of_ranks, c + i);
-    const int count = p.transposed ? rank - r : r < rank ? WIDTH : 0;
+      v[i] = TRANSPOSED ? get(of_ranks + i, c) : get(of_ranks, c + i);
+    const int count = TRANSPOSED ? rank - r : r < rank ? WIDTH : 0;
     const int64_t to = adapter * g.stride_l + expert * g.stride_e +
-                       (p.transposed ? column * g.stride_i + r : r * g.stride_i + column);
+                       (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
     if (g.dtype == MOELORA_F32)
       put<WIDTH>((float *)g.data + to, v, count, accumulate);
     else
       put<WIDTH>((T *)g.data + to, v, count, accumulate);
   }
+}
+
+template <class T, int RANKS, int WIDTH, class Get>
+__device__ __forceinline__ void write_units(const GradientProduct &p, const GradientTile &tile,
+                                            int adapter, int expert, int rank, bool accumulate,
+                                            Get get) {
+  if (p.transposed)
+    write_lines<T, RANKS, WIDTH, true>(p, tile, adapter, expert, rank, accumulate, get);
+  else
+    write_lines<T, RANKS, WIDTH, false>(p, tile, adapter, expert, rank, accumulate, get);
 }
 
 template <class T, int RANKS, class Get>

@@ -1,37 +1,47 @@
-/* Gradients of factors: grouped products whose K is the rows of a part.
+/* Gradients of factors: grouped products whose depth is the rows of a part.
  *
  *   index of step i + 6, rows of step i + 3    cp.async
  *   products of step i                         ldmatrix.trans, mma.sync
  *
- * Both operands are stored as rows, so K is their slow dimension in shared memory, and ldmatrix
- * transposes both. ranks^T is operand A of m16n8k16, wide is operand B. A CTA of 4 warps computes
- * a tile of RANKS columns of ranks by 128 of wide, a warp 32 of the latter; a step is 32 rows, two
- * k16. Rows are padded by 16 bytes against bank conflicts.
+ * Both operands lie as rows in memory, so that the depth is the slow dimension of what is in
+ * shared memory, and ldmatrix transposes both. ranks^T is operand A of m16n8k16, wide operand B. A
+ * CTA of 4 warps has a tile of RANKS columns of ranks by 128 of wide, a warp 32 of the latter; with
+ * 128 ranks it has 8 warps, each with half of the ranks. A step is 32 rows, two k16. Pitches of 16
+ * bytes more than a row spread 8 rows over all banks.
  *
- * Rows beyond the end of a part are zero in both operands. Sums are stored to the gradient through
- * shared memory, or, if a gradient has several parts, to float32 slots, which sum_slots() adds in
- * order. */
+ * Rows past the end of a part are zeros in both operands. Sums go to the gradient through shared
+ * memory; those of one of several parts to float32 slots, which sum_slots() adds up in order. */
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 namespace {
 
+/* CTAs of an SM, as registers allow; ptxas spills for one more before sm_90. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kSpared = 1;
+#else
+constexpr int kSpared = 0;
+#endif
+
 template <int RANKS_> struct GradientShape {
-  static constexpr int RANKS = RANKS_, ROWS = 32, STAGES = 4, THREADS = 128;
-  static constexpr int CTAS = 4; // per SM, limited by registers
+  static constexpr int RANKS = RANKS_, ROWS = 32, STAGES = 4;
+  static constexpr int WARPS = RANKS == 128 ? 8 : 4, THREADS = 32 * WARPS;
+  static constexpr int CTAS = RANKS == 128 ? 2 - kSpared : RANKS == 64 ? 4 - kSpared : 4;
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
-  static constexpr int TILES = RANKS / 16, WARP_COLUMNS = 32;
-  /* Steps whose index is in shared memory: from the multiplied step to the copied step, and as
-   * many ahead. */
+  static constexpr int WARP_COLUMNS = 32;
+  static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16
+  /* Steps of which the index is in shared memory: from that of the products to that of the copies,
+   * and as many beyond. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
     char wide[ROWS * WIDE_PITCH];
     char ranks[ROWS * RANKS_PITCH];
   };
+  /* Rows of the operands; past the end of the part row 0, with weight 0. */
   struct Index {
-    int32_t position[ROWS], row[ROWS];
-    float weight[ROWS]; // 0 beyond the end
+    int32_t wide[ROWS], ranks[ROWS];
+    float weight[ROWS];
   };
   struct SharedStorage {
     union {
@@ -39,130 +49,144 @@ template <int RANKS_> struct GradientShape {
       float sums[RANKS][kColumns + 4];
     };
     Index index[INDICES];
+    moelora_gradient_part part[2]; // of this tile and of the next one
   };
 };
 
 struct GradientLaunch {
-  GradientGroup group[2]; // of pairs, of adapters
-  const int32_t *position, *row;
+  GradientGroup group[2];  // of pairs, of adapters
+  const int32_t *index[3]; // [P] by moelora_row_index
   const float *weight;
-  moelora_divisor top_k;
   bool accumulate;
 };
 
-/* One tile of one part. */
-template <class S> struct PartTile {
+/* A thread's share of the rows of an operand: 8 neighboring elements, of which it has `size`, of
+ * each row that the thread copies to shared memory. */
+template <class T> struct RowCopies {
+  const T *from;   // in row 0
+  uint32_t stride; // bytes; of vectors
+  int size;        // elements; zeros follow
+  bool vectors;
+
+  __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
+                                           int left, bool is_vectors) {
+    size = max(min(left, 8), 0);
+    from = (const T *)operand.data + (size ? offset : 0);
+    stride = (uint32_t)(operand.stride * (int)sizeof(T));
+    vectors = is_vectors;
+  }
+  /* Copies zeros if the row is not `there`. */
+  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, uint32_t to,
+                                       int row, bool there) const {
+    if (vectors)
+      copy_async_16(to, row_address(from, (uint32_t)row, stride),
+                    there ? size * (int)sizeof(T) : 0);
+    else
+      copy_elements(to, from + row * operand.stride, there ? size : 0);
+  }
+};
+
+/* One tile of one part, as a thread sees it. */
+template <class T, class S> struct PartTile {
   const GradientLaunch &s;
+  const GradientGroup &group;
   const GradientProduct &p;
   const moelora_gradient_part &part;
   GradientTile tile;
-  uint32_t active; // bit mask: m16 tiles that have ranks
+  const int32_t *wide_index, *ranks_index;
+  uint32_t active; // bit of each m16 tile that has ranks
+  RowCopies<T> wide, ranks;
 
-  __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
-  __device__ __forceinline__ int steps() const { return (part.count + S::ROWS - 1) / S::ROWS; }
+  static constexpr int CHUNKS = kColumns / 8, RANK_CHUNKS = S::RANKS / 8;
 
-  __device__ __forceinline__ void find_active() {
+  __device__ __forceinline__ PartTile(const GradientLaunch &launch, const GradientGroup &of,
+                                      const GradientProduct &product,
+                                      const moelora_gradient_part &of_part, GradientTile at)
+      : s(launch), group(of), p(product), part(of_part), tile(at) {
+    wide_index = s.index[p.wide.index] + part.first;
+    ranks_index = s.index[p.ranks.index] + part.first;
     active = 0;
 #pragma unroll
-    for (int i = 0; i < S::TILES; i++) {
-      const int at = tile.rank + 16 * i, slice = at / p.padded_rank;
-      if (slice < p.slices && at - slice * p.padded_rank < rank())
+    for (int i = 0; i < S::TILES; i++)
+      if (ranks_left(16 * i) > 0)
         active |= 1u << i;
-    }
+    const int column = tile.column + threadIdx.x % CHUNKS * 8;
+    wide.describe(p.wide, column, p.columns - column, p.wide_vectors);
+    const int own = threadIdx.x % RANK_CHUNKS * 8, at_rank = tile.rank + own;
+    const int slice = at_rank >= p.padded_rank;
+    ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at_rank, ranks_left(own),
+                   p.ranks_vectors);
   }
 
-  /* Starts to copy the index of a step; called by one warp. */
+  __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
+  /* Ranks of the slice from column `own` of the tile on. */
+  __device__ __forceinline__ int ranks_left(int own) const {
+    const int at = tile.rank + own, slice = at >= p.padded_rank;
+    return at < p.slices * p.padded_rank ? rank() - at + slice * p.padded_rank : 0;
+  }
+  __device__ __forceinline__ int steps() const { return (part.count + S::ROWS - 1) / S::ROWS; }
+
+  /* Starts copies of the index of a step, by one warp. */
   __device__ __forceinline__ void load_index(typename S::Index &index, int step) const {
     const int i = threadIdx.x, at = step * S::ROWS + i;
     if (i >= S::ROWS)
       return;
     const bool there = at < part.count;
-    const int64_t from = there ? part.first + at : 0;
-    copy_async_4(shared_address(&index.position[i]), s.position + from, there);
-    copy_async_4(shared_address(&index.row[i]), s.row + from, there);
+    copy_async_4(shared_address(&index.wide[i]), wide_index + at, there);
+    copy_async_4(shared_address(&index.ranks[i]), ranks_index + at, there);
     if (p.weighted)
-      copy_async_4(shared_address(&index.weight[i]), s.weight + from, there);
-    if (p.weighted && !there)
-      index.weight[i] = 0.f;
+      copy_async_4(shared_address(&index.weight[i]), s.weight + part.first + at, there);
+    if (!there)
+      index.wide[i] = 0, index.ranks[i] = 0, index.weight[i] = 0.f;
+  }
+  /* The same for the first stages. */
+  __device__ __forceinline__ void load_first(typename S::SharedStorage &shared) const {
+    for (int step = 0; step < S::STAGES - 1; step++)
+      load_index(shared.index[step], step);
+    copy_async_commit();
   }
 
-  /* Address of a row of an operand, if it is `there`. */
-  template <class T>
-  __device__ __forceinline__ const T *row_of(const moelora_gradient_operand &operand,
-                                             const typename S::Index &index, int i) const {
-    int64_t row = operand.index == MOELORA_ROW_POSITION ? index.position[i] : index.row[i];
-    if (operand.index == MOELORA_ROW_TOKEN)
-      row = divide((uint32_t)row, s.top_k);
-    return (const T *)operand.data + row * operand.stride;
-  }
-
-  /* Copies `count` (at most 8) elements and zero-fills the rest; `from` may be NULL if count is 0.
-   */
-  template <class T>
-  static __device__ __forceinline__ void copy(uint32_t to, const T *from, const T *mapped,
-                                              int count, bool vectors) {
-    count = max(min(count, 8), 0);
-    if (vectors)
-      copy_async_16(to, count > 0 ? from : mapped, 2 * count);
-    else
-      copy_elements(to, from, count);
-  }
-
-  /* Starts to copy the rows of a step. */
-  template <class T>
+  /* Starts copies of the rows of a step. */
   __device__ __forceinline__ void load_rows(typename S::Stage &stage,
                                             const typename S::Index &index, int step) const {
     const int left = part.count - step * S::ROWS;
-    const uint32_t sWide = shared_address(stage.wide), sRanks = shared_address(stage.ranks);
-    constexpr int CHUNKS = kColumns / 8;
-    const int column = threadIdx.x % CHUNKS * 8;
+    const uint32_t sWide = shared_address(stage.wide) + threadIdx.x % CHUNKS * 16;
 #pragma unroll
     for (int j = 0; j < S::ROWS * CHUNKS / S::THREADS; j++) {
       const int i = threadIdx.x / CHUNKS + j * (S::THREADS / CHUNKS);
-      const int count = i < left ? p.columns - (tile.column + column) : 0;
-      const T *from = (const T *)p.wide.data;
-      if (count > 0)
-        from = row_of<T>(p.wide, index, i) + tile.column + column;
-      copy<T>(sWide + i * S::WIDE_PITCH + 2 * column, from, (const T *)p.wide.data, count,
-              p.wide_vectors);
+      wide.copy(p.wide, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
     }
-    constexpr int RANK_CHUNKS = S::RANKS / 8, COPIES = S::ROWS * RANK_CHUNKS;
+    const uint32_t sRanks = shared_address(stage.ranks) + threadIdx.x % RANK_CHUNKS * 16;
+    constexpr int STEP = S::THREADS / RANK_CHUNKS; // rows at a time
+    if ((STEP > S::ROWS && threadIdx.x / RANK_CHUNKS >= S::ROWS) ||
+        !(active >> threadIdx.x % RANK_CHUNKS / 2 & 1))
+      return;
 #pragma unroll
-    for (int j = 0; j < (COPIES + S::THREADS - 1) / S::THREADS; j++) {
-      const int number = threadIdx.x + j * S::THREADS;
-      const int i = number / RANK_CHUNKS, at = number % RANK_CHUNKS * 8;
-      const int slice = (tile.rank + at) / p.padded_rank;
-      const int r = tile.rank + at - slice * p.padded_rank;
-      if ((COPIES % S::THREADS && number >= COPIES) || !(active >> at / 16 & 1))
-        continue;
-      const int count = i < left ? rank() - r : 0;
-      const T *from = (const T *)p.ranks.data;
-      if (count > 0)
-        from = row_of<T>(p.ranks, index, i) + slice * p.ranks_slice + r;
-      copy<T>(sRanks + i * S::RANKS_PITCH + 2 * at, from, (const T *)p.ranks.data, count,
-              p.ranks_vectors);
+    for (int j = 0; j < (S::ROWS + STEP - 1) / STEP; j++) {
+      const int i = threadIdx.x / RANK_CHUNKS + j * STEP;
+      ranks.copy(p.ranks, sRanks + i * S::RANKS_PITCH, index.ranks[i], i < left);
     }
   }
 
-  /* Multiplies two elements, adjacent in K, and rounds them again. */
-  template <class T>
+  /* Multiplies two neighbors along the depth, rounded again. */
   static __device__ __forceinline__ uint32_t weigh(uint32_t pair, float first, float second) {
     const T *two = (const T *)&pair;
     return pack2<T>(Element<T>::to_float(two[0]) * first, Element<T>::to_float(two[1]) * second);
   }
 
   /* The products of a step. */
-  template <class T>
-  __device__ __forceinline__ void multiply(const typename S::Stage &stage,
-                                           const typename S::Index &index,
-                                           float (&rAcc)[S::TILES][S::WARP_COLUMNS / 8][4]) const {
+  __device__ __forceinline__ void
+  multiply(const typename S::Stage &stage, const typename S::Index &index,
+           float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = warp / 4 * S::WARP_TILES;
     // Matrices 0, 1 of wide are 16 rows of 8 columns, 2 and 3 those of the next 8 columns; of ranks
     // matrices 0, 1 are 8 rows of 16 columns, 2 and 3 the next 8 rows.
     const uint32_t sWide = shared_address(stage.wide) + lane % 16 * S::WIDE_PITCH +
-                           2 * (warp * S::WARP_COLUMNS + lane / 16 * 8);
+                           2 * (warp % 4 * S::WARP_COLUMNS + lane / 16 * 8);
     const uint32_t sRanks = shared_address(stage.ranks) +
-                            (lane % 8 + lane / 16 * 8) * S::RANKS_PITCH + 2 * (lane / 8 % 2 * 8);
+                            (lane % 8 + lane / 16 * 8) * S::RANKS_PITCH +
+                            2 * (lane / 8 % 2 * 8 + 16 * first);
 #pragma unroll
     for (int k = 0; k < S::ROWS; k += 16) {
       uint32_t b[S::WARP_COLUMNS / 16][4];
@@ -176,15 +200,15 @@ template <class S> struct PartTile {
           weight[q] = index.weight[k + 2 * (lane % 4) + q / 2 * 8 + q % 2];
       }
 #pragma unroll
-      for (int i = 0; i < S::TILES; i++) {
-        if (!(active >> i & 1))
+      for (int i = 0; i < S::WARP_TILES; i++) {
+        if (!(active >> (first + i) & 1))
           continue;
         uint32_t a[4];
         load_matrix_x4_trans(a, sRanks + k * S::RANKS_PITCH + 32 * i);
         if (p.weighted) {
 #pragma unroll
           for (int q = 0; q < 4; q++)
-            a[q] = weigh<T>(a[q], weight[q / 2 * 2], weight[q / 2 * 2 + 1]);
+            a[q] = weigh(a[q], weight[q / 2 * 2], weight[q / 2 * 2 + 1]);
         }
 #pragma unroll
         for (int j = 0; j < S::WARP_COLUMNS / 8; j++)
@@ -193,71 +217,91 @@ template <class S> struct PartTile {
     }
   }
 
-  /* Computes the sums of the part in shared memory, which replace the stages. Called by all
-   * threads. */
-  template <class T> __device__ __forceinline__ void run(typename S::SharedStorage &shared) const {
+  /* Leaves the sums of the part in shared memory, after load_first(). All threads call this; none
+   * uses stages or index any more when it returns. */
+  __device__ __forceinline__ void run(typename S::SharedStorage &shared) const {
     constexpr int STAGES = S::STAGES;
-    float rAcc[S::TILES][S::WARP_COLUMNS / 8][4] = {};
+    float rAcc[S::WARP_TILES][S::WARP_COLUMNS / 8][4] = {};
     const int all = steps();
 
-    // Prologue: the index of the first stages, then the stages.
-    for (int step = 0; step < STAGES - 1; step++)
-      load_index(shared.index[step], step);
-    copy_async_commit();
+    // Start the first stages, once their index has arrived.
     copy_async_wait<0>();
     __syncthreads();
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < all)
-        load_rows<T>(shared.stages[step], shared.index[step], step);
-      load_index(shared.index[step + STAGES - 1], step + STAGES - 1);
+        load_rows(shared.stages[step], shared.index[step], step);
+      if (step + STAGES - 1 < all)
+        load_index(shared.index[step + STAGES - 1], step + STAGES - 1);
       copy_async_commit();
     }
 
 #pragma unroll 1
     for (int step = 0; step < all; step++) {
-      // Wait for the stage, and until all threads have finished the previous one.
+      // Wait for the stage, and until all threads have read the one before.
       copy_async_wait<STAGES - 2>();
       __syncthreads();
 
-      // Start the copies of the stage that replaces it.
-      const int next = step + STAGES - 1;
+      // Start the copies of the stage that takes its place.
+      const int next = step + STAGES - 1, ahead = next + STAGES - 1;
       if (next < all)
-        load_rows<T>(shared.stages[next % STAGES], shared.index[next % S::INDICES], next);
-      load_index(shared.index[(next + STAGES - 1) % S::INDICES], next + STAGES - 1);
+        load_rows(shared.stages[next % STAGES], shared.index[next % S::INDICES], next);
+      if (ahead < all)
+        load_index(shared.index[ahead % S::INDICES], ahead);
       copy_async_commit();
 
-      multiply<T>(shared.stages[step % STAGES], shared.index[step % S::INDICES], rAcc);
+      multiply(shared.stages[step % STAGES], shared.index[step % S::INDICES], rAcc);
     }
     copy_async_wait<0>();
     __syncthreads();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < S::TILES; i++)
+    for (int i = 0; i < S::WARP_TILES; i++)
 #pragma unroll
       for (int j = 0; j < S::WARP_COLUMNS / 8; j++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          *(float2 *)&shared
-               .sums[16 * i + 8 * half + lane / 4][warp * S::WARP_COLUMNS + 8 * j + lane % 4 * 2] =
+          *(float2 *)&shared.sums[16 * (warp / 4 * S::WARP_TILES + i) + 8 * half + lane / 4]
+                                 [warp % 4 * S::WARP_COLUMNS + 8 * j + lane % 4 * 2] =
               make_float2(rAcc[i][j][2 * half], rAcc[i][j][2 * half + 1]);
     __syncthreads();
   }
+
+  /* Stores the sums: in the gradient, or, if the part is one of several, in [rank columns, columns]
+   * of its slot. */
+  __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
+    const auto get = [&](int rank, int column) { return shared.sums[rank][column]; };
+    if (part.slot < 0)
+      return write_tile<T, S::RANKS>(p, tile, part.adapter, part.expert, rank(), s.accumulate, get);
+    float *to = group.slots + part.slot * group.slot_floats + p.slot_offset;
+    for (int at = threadIdx.x; at < S::RANKS * kColumns; at += S::THREADS) {
+      const int rank = tile.rank + at / kColumns, column = tile.column + at % kColumns;
+      if (rank < p.slices * p.padded_rank && column < p.columns)
+        to[(int64_t)rank * p.columns + column] = get(at / kColumns, at % kColumns);
+    }
+  }
 };
 
-/* Stores the sums of one of several parts: [rank columns, columns] of its slot. */
-template <class S>
-__device__ __forceinline__ void store_slot(const GradientGroup &group, const GradientProduct &p,
-                                           const GradientTile &tile, int slot,
-                                           const typename S::SharedStorage &shared) {
-  float *to = group.slots + slot * group.slot_floats + p.slot_offset;
-  for (int at = threadIdx.x; at < S::RANKS * kColumns; at += S::THREADS) {
-    const int rank = tile.rank + at / kColumns, column = tile.column + at % kColumns;
-    if (rank < p.slices * p.padded_rank && column < p.columns)
-      to[(int64_t)rank * p.columns + column] = shared.sums[at / kColumns][at % kColumns];
+/* Tile `work` of all parts (or splits), those of pairs first. 32 bits number them: a tile has at
+ * least 256 bytes of a gradient, unless it is the only one of its product. */
+struct GradientWork {
+  const GradientGroup *group;
+  int number, tile; // of the part or the split; in it
+
+  __device__ __forceinline__ GradientWork(const GradientLaunch &s, int work, int of_pairs) {
+    group = &s.group[work >= of_pairs];
+    const int at = work >= of_pairs ? work - of_pairs : work;
+    number = (int)((uint32_t)at / (uint32_t)group->tiles);
+    tile = at - number * group->tiles;
   }
+};
+
+/* Tiles of all parts (which: 0) or splits (1) of a group. */
+__device__ __forceinline__ int tiles_of(const GradientGroup &group, int which) {
+  return group.tiles ? group.parts.count[which] * group.tiles : 0;
 }
 
+/* The index of the next tile is copied while one is stored. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     gradients(const __grid_constant__ GradientLaunch s) {
@@ -265,47 +309,53 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t of_pairs =
-      s.group[0].tiles ? (int64_t)s.group[0].parts.count[0] * s.group[0].tiles : 0;
-  const int64_t of_adapters =
-      s.group[1].tiles ? (int64_t)s.group[1].parts.count[0] * s.group[1].tiles : 0;
-  for (int64_t work = blockIdx.x; work < of_pairs + of_adapters; work += gridDim.x) {
-    const GradientGroup &group = s.group[work >= of_pairs];
-    const int64_t at = work >= of_pairs ? work - of_pairs : work;
-    const int number = (int)(at / group.tiles);
-    const moelora_gradient_part part = group.parts.part[number];
+  const int of_pairs = tiles_of(s.group[0], 0), all = of_pairs + tiles_of(s.group[1], 0);
+  // Starts copies of the part that a tile is of, by one warp.
+  const auto load_part = [&](int work, moelora_gradient_part &to) {
+    const GradientWork found(s, work, of_pairs);
+    const auto *from = (const int32_t *)&found.group->parts.part[found.number];
+    if (threadIdx.x < sizeof to / sizeof(int32_t))
+      copy_async_4(shared_address((int32_t *)&to + threadIdx.x), from + threadIdx.x, true);
+  };
+  const auto tile_of = [&](int work, const moelora_gradient_part &part) {
+    const GradientWork found(s, work, of_pairs);
     GradientTile tile;
-    const GradientProduct &p =
-        find_tile<S::RANKS>(group, (int)(at - (int64_t)number * group.tiles), &tile);
-    PartTile<S> job = {s, p, part, tile, 0};
-    job.find_active();
-    job.template run<T>(shared);
-    if (part.slot >= 0)
-      store_slot<S>(group, p, tile, part.slot, shared);
-    else
-      write_tile<T, S::RANKS>(p, tile, part.adapter, part.expert, job.rank(), s.accumulate,
-                              [&](int rank, int column) { return shared.sums[rank][column]; });
-    __syncthreads();
+    const GradientProduct &p = find_tile<S::RANKS>(*found.group, found.tile, &tile);
+    return PartTile<T, S>(s, *found.group, p, part, tile);
+  };
+  if ((int)blockIdx.x >= all)
+    return;
+  int own = 0;
+  load_part(blockIdx.x, shared.part[own]);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  tile_of(blockIdx.x, shared.part[own]).load_first(shared);
+  for (int work = blockIdx.x; work < all; work += (int)gridDim.x, own ^= 1) {
+    const PartTile<T, S> tile = tile_of(work, shared.part[own]);
+    const int next = work + (int)gridDim.x;
+    if (next < all)
+      load_part(next, shared.part[own ^ 1]);
+    tile.run(shared);
+    if (next < all)
+      tile_of(next, shared.part[own ^ 1]).load_first(shared);
+    tile.store(shared);
+    __syncthreads(); // all threads have read the sums
   }
 }
 
-/* Gradients with several parts: adds their slots in order. */
+/* The gradients of several parts: their slots, in order. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t of_pairs =
-      s.group[0].tiles ? (int64_t)s.group[0].parts.count[1] * s.group[0].tiles : 0;
-  const int64_t of_adapters =
-      s.group[1].tiles ? (int64_t)s.group[1].parts.count[1] * s.group[1].tiles : 0;
-  for (int64_t work = blockIdx.x; work < of_pairs + of_adapters; work += gridDim.x) {
-    const GradientGroup &group = s.group[work >= of_pairs];
-    const int64_t at = work >= of_pairs ? work - of_pairs : work;
-    const int number = (int)(at / group.tiles);
-    const moelora_gradient_split split = group.parts.split[number];
+  const int of_pairs = tiles_of(s.group[0], 1), all = of_pairs + tiles_of(s.group[1], 1);
+  for (int work = blockIdx.x; work < all; work += (int)gridDim.x) {
+    const GradientWork found(s, work, of_pairs);
+    const GradientGroup &group = *found.group;
+    const moelora_gradient_split split = group.parts.split[found.number];
     GradientTile tile;
-    const GradientProduct &p =
-        find_tile<S::RANKS>(group, (int)(at - (int64_t)number * group.tiles), &tile);
+    const GradientProduct &p = find_tile<S::RANKS>(group, found.tile, &tile);
     const float *slots = group.slots + split.slot * group.slot_floats + p.slot_offset;
     write_tile<T, S::RANKS>(p, tile, split.adapter, split.expert, min(split.rank, p.max_rank),
                             s.accumulate, [&](int rank, int column) {
@@ -325,7 +375,7 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.most_parts > 0 && gradient.experts == 1;
 }
 
-/* Whether accesses to 4 elements of 16 or 32 bits are aligned. */
+/* Accesses of 4 elements of 16 or 32 bits. */
 bool allows_quads(const moelora_gradient &g) {
   return !g.data ||
          ((uintptr_t)g.data % (4 * moelora_dtype_bytes(g.dtype)) == 0 && g.columns % 4 == 0 &&
@@ -334,7 +384,7 @@ bool allows_quads(const moelora_gradient &g) {
 
 bool allows_vectors(const moelora_gradient_operand &operand, int64_t slice, int64_t columns) {
   return (uintptr_t)operand.data % 16 == 0 && operand.stride % 8 == 0 && slice % 8 == 0 &&
-         columns % 8 == 0;
+         columns % 8 == 0 && operand.stride < (int64_t)1 << 31;
 }
 
 /* Slices [first, first + slices) of a product. */
@@ -351,7 +401,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   p.columns = (int32_t)from.columns;
   p.weighted = from.weighted;
   p.transposed = from.transposed;
-  // Ranks that a row lacks are not read.
+  // Ranks that a row has not are not read.
   p.ranks_vectors = allows_vectors(p.ranks, p.ranks_slice, 0);
   p.wide_vectors = allows_vectors(p.wide, 0, from.columns);
   p.quads = true;
@@ -361,16 +411,16 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   }
 }
 
-/* Kernel arguments except for the tiles; their number of ranks is at most `*most`. */
+/* What the kernels take but for the tiles, whose ranks are `*most` at most. */
 GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradient_rows *list,
                         int32_t *most) {
   GradientLaunch s = {};
   s.group[0].parts = list->pairs;
   s.group[1].parts = list->adapters;
-  s.position = list->position;
-  s.row = list->row;
+  s.index[MOELORA_ROW_POSITION] = list->position;
+  s.index[MOELORA_ROW_FLAT] = list->row;
+  s.index[MOELORA_ROW_TOKEN] = list->token;
   s.weight = list->weight;
-  s.top_k = moelora_divisor_of((uint32_t)g->top_k);
   s.accumulate = g->accumulate;
   *most = 0;
   for (int i = 0; i < g->count; i++) {
@@ -425,7 +475,9 @@ moelora_status launch_any(GradientLaunch &s, int32_t most, const moelora_exec *e
     return launch<T, 16>(s, exec);
   if (most <= 32)
     return launch<T, 32>(s, exec);
-  return launch<T, 64>(s, exec);
+  if (most <= 64)
+    return launch<T, 64>(s, exec);
+  return launch<T, 128>(s, exec);
 }
 
 } // namespace

@@ -53,7 +53,7 @@ typedef struct moelora_gradient_parts {
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
 typedef struct moelora_gradient_rows {
-  int32_t *position, *row;         /* [P] by position of the blocks, flat row */
+  int32_t *position, *row, *token; /* [P] by position of the blocks, flat row, row / top_k */
   float *weight;                   /* [P] routing weight; NULL: not requested */
   moelora_segment *segments;       /* [E * (max_loras + 1)] as in moelora_blocks */
   int32_t *begin;                  /* [max_loras * E + 1] first row of each (adapter, expert) */
