@@ -282,24 +282,19 @@ template <class T, class S> struct PartTile {
   }
 };
 
-/* Tile `work` of all parts (or splits), those of pairs first. 32 bits number them: a tile has at
- * least 256 bytes of a gradient, unless it is the only one of its product. */
+/* Tile `work` of all parts (or splits), those of pairs first. */
 struct GradientWork {
   const GradientGroup *group;
   int number, tile; // of the part or the split; in it
 
-  __device__ __forceinline__ GradientWork(const GradientLaunch &s, int work, int of_pairs) {
+  __device__ __forceinline__ GradientWork(const GradientLaunch &s, int64_t work, int64_t of_pairs) {
     group = &s.group[work >= of_pairs];
-    const int at = work >= of_pairs ? work - of_pairs : work;
-    number = (int)((uint32_t)at / (uint32_t)group->tiles);
-    tile = at - number * group->tiles;
+    const uint64_t at = (uint64_t)(work >= of_pairs ? work - of_pairs : work);
+    const uint32_t tiles = (uint32_t)group->tiles;
+    number = at >> 32 ? (int)(at / tiles) : (int)((uint32_t)at / tiles);
+    tile = (int)(at - (uint64_t)number * tiles);
   }
 };
-
-/* Tiles of all parts (which: 0) or splits (1) of a group. */
-__device__ __forceinline__ int tiles_of(const GradientGroup &group, int which) {
-  return group.tiles ? group.parts.count[which] * group.tiles : 0;
-}
 
 /* The index of the next tile is copied while one is stored. */
 template <class T, class S>
@@ -309,21 +304,24 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   wait_for_previous_kernel();
   start_next_kernel();
-  const int of_pairs = tiles_of(s.group[0], 0), all = of_pairs + tiles_of(s.group[1], 0);
+  const int64_t of_pairs =
+      s.group[0].tiles ? (int64_t)s.group[0].parts.count[0] * s.group[0].tiles : 0;
+  const int64_t all =
+      of_pairs + (s.group[1].tiles ? (int64_t)s.group[1].parts.count[0] * s.group[1].tiles : 0);
   // Starts copies of the part that a tile is of, by one warp.
-  const auto load_part = [&](int work, moelora_gradient_part &to) {
+  const auto load_part = [&](int64_t work, moelora_gradient_part &to) {
     const GradientWork found(s, work, of_pairs);
     const auto *from = (const int32_t *)&found.group->parts.part[found.number];
     if (threadIdx.x < sizeof to / sizeof(int32_t))
       copy_async_4(shared_address((int32_t *)&to + threadIdx.x), from + threadIdx.x, true);
   };
-  const auto tile_of = [&](int work, const moelora_gradient_part &part) {
+  const auto tile_of = [&](int64_t work, const moelora_gradient_part &part) {
     const GradientWork found(s, work, of_pairs);
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(*found.group, found.tile, &tile);
     return PartTile<T, S>(s, *found.group, p, part, tile);
   };
-  if ((int)blockIdx.x >= all)
+  if ((int64_t)blockIdx.x >= all)
     return;
   int own = 0;
   load_part(blockIdx.x, shared.part[own]);
@@ -331,9 +329,9 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   copy_async_wait<0>();
   __syncthreads();
   tile_of(blockIdx.x, shared.part[own]).load_first(shared);
-  for (int work = blockIdx.x; work < all; work += (int)gridDim.x, own ^= 1) {
+  for (int64_t work = blockIdx.x; work < all; work += gridDim.x, own ^= 1) {
     const PartTile<T, S> tile = tile_of(work, shared.part[own]);
-    const int next = work + (int)gridDim.x;
+    const int64_t next = work + gridDim.x;
     if (next < all)
       load_part(next, shared.part[own ^ 1]);
     tile.run(shared);
@@ -349,8 +347,11 @@ template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int of_pairs = tiles_of(s.group[0], 1), all = of_pairs + tiles_of(s.group[1], 1);
-  for (int work = blockIdx.x; work < all; work += (int)gridDim.x) {
+  const int64_t of_pairs =
+      s.group[0].tiles ? (int64_t)s.group[0].parts.count[1] * s.group[0].tiles : 0;
+  const int64_t of_adapters =
+      s.group[1].tiles ? (int64_t)s.group[1].parts.count[1] * s.group[1].tiles : 0;
+  for (int64_t work = blockIdx.x; work < of_pairs + of_adapters; work += gridDim.x) {
     const GradientWork found(s, work, of_pairs);
     const GradientGroup &group = *found.group;
     const moelora_gradient_split split = group.parts.split[found.number];
