@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.files import file_in
-from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.folder import Folder
+from moelora.integrations.transformers.folder_experts import read_experts
 from moelora.integrations.transformers.names import expert_linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from folder_cases import CASES, LOADED, REFUSED, make, quantized
+from folder_cases import CASES, DEQUANTIZED, LOADED, REFUSED, make, quantized
 from hf_models import assert_logits
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
-from moelora.integrations.transformers import schemes
+from moelora.integrations.transformers import scheme
 
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 TENSORS = "model.safetensors"
@@ -24,6 +24,8 @@ def assert_weights(model, exact):
         assert torch.equal(parameter, wanted.pop(name).bfloat16()), name
     for name, (module, _) in moelora_hf.moe_layers(model).items():
         for own in ("gate_up_proj", "down_proj"):
+            if own in module._parameters:  # dequantized, compared above
+                continue
             weights, meant = getattr(module, own).weights, wanted.pop(f"{name}.{own}")
             meant = meant.transpose(1, 2) if module.is_transposed else meant
             rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
@@ -47,6 +49,8 @@ def test_all_layers_have_the_numbers_of_the_folder(tmp_path, case):
         ("gpt_oss", "ct_w4a16_asymmetric", False),  # rows in turns, biases of single experts
         ("gpt_oss", "auto_round_gptq", False),
         ("gpt_oss", "ct_mxfp4", False),
+        ("gpt_oss", "modelopt_nvfp4", False),  # scales of gate and of up, rows in turns
+        ("mixtral", "ct_nvfp4", False),
     ],
 )
 def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
@@ -56,13 +60,20 @@ def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("gpt_oss", "ct_w4a16_asymmetric"), ("mixtral", "gptq"), ("qwen3_moe", "ct_fp8_attention")],
+    [
+        ("gpt_oss", "ct_w4a16_asymmetric"),
+        ("mixtral", "gptq"),
+        ("qwen3_moe", "ct_fp8_attention"),
+        ("qwen3_moe", "modelopt_nvfp4"),
+        ("gpt_oss", "ct_nvfp4"),
+        ("gpt_oss", "gptq_act_order"),  # dequantized; stored (K, N), gate and up in turns
+    ],
 )
 @torch.no_grad()
 def test_mixed_adapters_generate_as_on_dequantized_weights(tmp_path, kind, case):
     exact = make(tmp_path, case, kind)
     adapters = quantized.make_adapters(exact, tmp_path / "adapters")
-    model, logits, calls = quantized.serve(tmp_path, adapters, IDS)
+    model, logits, calls = quantized.serve(tmp_path, adapters, IDS, dequantize=True)
     wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
     naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
     assert_logits(logits, wanted, naive)
@@ -84,6 +95,70 @@ def test_what_no_kernel_reads_is_refused_before_any_tensor_is_read(tmp_path, mon
     monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
     with pytest.raises(NotImplementedError, match=CASES[case].refusal):
         moelora_hf.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("case", DEQUANTIZED)
+def test_experts_that_no_kernel_reads_are_dequantized_if_asked_for(tmp_path, monkeypatch, case):
+    said = []
+    monkeypatch.setattr(folder_module.log, "warning", said.append)
+    exact = make(tmp_path, case)
+    model = moelora_hf.load_quantized(tmp_path, dequantize=True)
+    assert_weights(model, exact)
+    (line,) = [line for line in said if "the experts of 2 layers" in line]
+    gib = 2 * 4 * 3 * 128 * 192 * 2 / 2**30
+    assert line.endswith(f"are dequantized to bfloat16, {gib:.2f} GiB")
+    assert CASES[case].refusal.split("; ")[0].split(r" \(")[0].removeprefix("experts are ") in line
+
+
+@pytest.mark.parametrize("case", ["gptq", "ct_nvfp4", "ct_fp8_block"])
+def test_experts_that_kernels_read_stay_quantized(tmp_path, case):
+    make(tmp_path, case)
+    model = moelora_hf.load_quantized(tmp_path, dequantize=True)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        assert module.down_proj.weights.format in ("int4", "nvfp4", "fp8")
+
+
+@pytest.mark.parametrize("case", ["auto_round_mxfp4", "modelopt_nvfp4_awq"])
+def test_what_is_not_read_is_refused_either_way(tmp_path, case):
+    make(tmp_path, case)
+    with pytest.raises(NotImplementedError, match=CASES[case].refusal) as raised:
+        moelora_hf.load_quantized(tmp_path, dequantize=True)
+    assert "dequantize=True" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_said"), [("ct_nvfp4_w4a4", True), ("modelopt_nvfp4", True), ("ct_nvfp4", False)]
+)
+def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said):
+    """W4A4 runs as W4A16: once for a folder, whatever the number of experts."""
+    said = []
+    monkeypatch.setattr(folder_module.log, "warning", said.append)
+    make(tmp_path, case)
+    moelora_hf.load_quantized(tmp_path)
+    lines = [line for line in said if "stay in the model's dtype (W4A16)" in line]
+    assert len(lines) == is_said
+
+
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
+def test_activations_are_for_fp8_experts(tmp_path, case):
+    make(tmp_path, case)
+    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
+        moelora_hf.load_quantized(tmp_path, activations="fp8")
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
+    """hf_quant_config.json of older exports, whose config.json says nothing."""
+    exact = make(tmp_path, "modelopt_nvfp4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match="quant_method is None"):
+        moelora_hf.load_quantized(tmp_path)
+    settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    content = {"producer": {"name": "modelopt"}, "quantization": settings}
+    content["quantization"]["exclude_modules"] = ["lm_head"]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert_weights(moelora_hf.load_quantized(tmp_path), exact)
 
 
 def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_path, monkeypatch):
@@ -172,8 +247,8 @@ def test_patterns_of_settings():
         *(".*mlp.gate$", ".*mlp[.]gate$", r"model\.layers\.(?:[0-9]|1[0-5])\..*_proj"),
         r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj$",
     ):
-        found = [schemes._matches(pattern, name) for name in names]
+        found = [scheme.matches(pattern, name) for name in names]
         assert found == [re.match(pattern, name) is not None for name in names], pattern
     for pattern in (r"([a-z_.\d]+)*!", "(.*)*x", "(", "(?=.*x)"):
         with pytest.raises(ValueError, match="is no pattern that is read: key"):
-            schemes._matches(pattern, names[1])
+            scheme.matches(pattern, names[1])

@@ -75,7 +75,7 @@ def plain(out: Path, name: str) -> Path:
 
 LLM_COMPRESSOR = {
     **{name: name for name in ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")},
-    **{name: name for name in ("NVFP4A16", "MXFP4A16", "MXFP8A16")},
+    **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8A16")},
     "W4A16_experts": "W4A16",  # attention stays in bfloat16
     "FP8_attention_W4A16_experts": None,
     "FP8_DYNAMIC_kv_cache": "FP8_DYNAMIC",
@@ -103,6 +103,7 @@ def llm_compressor(source: Path, target: Path, scheme: str) -> None:
     if scheme.endswith("kv_cache"):
         cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
         what["kv_cache_scheme"] = {**cache, "dynamic": False}
+    if scheme in ("NVFP4", "FP8_DYNAMIC_kv_cache"):  # scales of activations want samples
         ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
         rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
         options["dataset"] = torch.utils.data.DataLoader(rows)
