@@ -108,6 +108,7 @@ def llm_compressor(source: Path, target: Path, scheme: str) -> None:
         rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
         options["dataset"] = torch.utils.data.DataLoader(rows)
         options |= {"num_calibration_samples": 4, "max_seq_length": 16}
+        options["processor"] = word_tokenizer()  # or it looks for that of the model
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     recipe = QuantizationModifier(**what, ignore=ignore)
     oneshot(model=model, recipe=recipe, **options)
