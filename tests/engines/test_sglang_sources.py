@@ -126,8 +126,11 @@ def test_names_of_triton_v2(release, file):
 def test_layers_of_gptq_and_awq_refuse_the_runners_of_adapters(release):
     """Docs say so: their runner is made where the backend is "auto" alone."""
     only_where_there_is_triton_v2(release)
-    for name in ("awq/schemes/awq_moe.py", "gptq/schemes/gptq_moe.py"):
-        text = (release / "sglang/srt/layers/quantization" / name).read_text()
+    for name in (
+        "layers/quantization/awq/schemes/awq_moe.py",
+        "hardware_backend/gpu/quantization/gptq_kernels.py",
+    ):
+        text = (release / "sglang/srt" / name).read_text()
         assert "assert get_moe_runner_backend().is_auto()" in text
 
 

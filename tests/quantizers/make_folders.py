@@ -9,6 +9,7 @@ and OUT/TOOL/ARCHITECTURE/SCHEME. What a tool cannot make is written as its erro
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -168,8 +169,6 @@ GPTQMODEL = {  # of QuantizeConfig
 
 
 def gptqmodel(source: Path, target: Path, scheme: str) -> None:
-    import os
-
     cores = os.cpu_count() or 1
     os.cpu_count = lambda: max(4, cores)  # gptqmodel 7.7 fails with fewer
     from gptqmodel import GPTQModel, QuantizeConfig
@@ -193,13 +192,16 @@ TOOLS = {
 def main() -> int:
     tool, out, *only = sys.argv[1:]
     make, schemes = TOOLS[tool]
+    out = Path(out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.chdir(out)  # where gptqmodel puts its logs
     for name in ARCHITECTURES:
         for scheme in schemes:
-            target = Path(out) / tool / name / scheme
+            target = out / tool / name / scheme
             if (only and f"{name}/{scheme}" not in only) or target.is_dir():
                 continue
             try:
-                make(plain(Path(out), name), target, scheme)
+                make(plain(out, name), target, scheme)
             except Exception as error:  # of a tool, in whatever way
                 traceback.print_exc()
                 target.mkdir(parents=True, exist_ok=True)
