@@ -3,10 +3,11 @@
 import json
 import re
 
+import folder_cases
 import pytest
 import torch
-from folder_cases import CASES, DEQUANTIZED, LOADED, REFUSED, make, quantized
-from hf_models import assert_logits
+from folder_cases import CASES, COMMON, DEQUANTIZED, LOADED, REFUSED, make, quantized
+from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
@@ -252,3 +253,81 @@ def test_patterns_of_settings():
     for pattern in (r"([a-z_.\d]+)*!", "(.*)*x", "(", "(?=.*x)"):
         with pytest.raises(ValueError, match="is no pattern that is read: key"):
             scheme.matches(pattern, names[1])
+
+
+def make_deepseek_v4(folder, expert_dtype):
+    """As DeepSeek publishes it: `weight`, FP8 in blocks or MXFP4 in int8, and `scale`, e8m0."""
+    config = transformers.DeepseekV4Config(
+        **{name: COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+        num_attention_heads=4,
+        head_dim=32,
+        qk_rope_head_dim=16,
+        q_lora_rank=64,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=2,
+        index_head_dim=32,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe"],
+        num_nextn_predict_layers=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+    tensors, meant = {}, {}
+    for name, tensor in load_file(folder / TENSORS).items():
+        own = name.removeprefix("model.").replace("embed_tokens.", "embed.")
+        if not re.search(r"\.(w[q123]_?[ab]?|wkv|wo_[ab])\.weight$", own):
+            tensors[own] = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        elif ".experts." in own and expert_dtype == "fp4":
+            parts, meant[own] = folder_cases.mxfp4(tensor)
+            tensors[own] = parts[".weight_packed"].view(torch.int8)
+            scale = parts[".weight_scale"].view(torch.float8_e8m0fnu)
+            tensors[own.replace("weight", "scale")] = scale
+        else:
+            exponent = torch.ceil(torch.log2(tensor.abs().max() / 448))
+            tensors[own] = (tensor / exponent.exp2()).to(torch.float8_e4m3fn)
+            scale = exponent.exp2().reshape(1, 1).to(torch.float8_e8m0fnu)
+            tensors[own.replace("weight", "scale")] = scale
+            meant[own] = tensors[own].float() * exponent.exp2()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / TENSORS)
+    settings = json.loads((folder / "config.json").read_text()) | {"expert_dtype": expert_dtype}
+    settings["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return meant
+
+
+@pytest.mark.parametrize(("expert_dtype", "format"), [("fp4", "mxfp4"), ("fp8", "fp8")])
+@torch.no_grad()
+def test_deepseek_v4_by_its_own_names(tmp_path, expert_dtype, format):
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    meant = make_deepseek_v4(tmp_path, expert_dtype)
+    model = moelora_hf.load_quantized(tmp_path)
+    for layer, (module, _) in enumerate(moelora_hf.moe_layers(model).values()):
+        assert module.gate_up_proj.weights.format == module.down_proj.weights.format == format
+        up, down = (getattr(module, own).weights.unpack() for own in ("gate_up_proj", "down_proj"))
+        for expert in range(4):
+            w1, w2, w3 = (
+                meant[f"layers.{layer}.ffn.experts.{expert}.{own}.weight"].bfloat16()
+                for own in ("w1", "w2", "w3")
+            )
+            assert torch.equal(up[expert], torch.cat((w1, w3)))
+            assert torch.equal(down[expert], w2)
+    for own, theirs in (("attn.wq_a", "self_attn.q_a_proj"), ("attn.wo_b", "self_attn.o_b_proj")):
+        weight = model.get_parameter(f"model.layers.1.{theirs}.weight")
+        assert torch.equal(weight, meant[f"layers.1.{own}.weight"].bfloat16())
+    shared = model.get_parameter("model.layers.0.mlp.shared_experts.down_proj.weight")
+    assert torch.equal(shared, meant["layers.0.ffn.shared_experts.w2.weight"].bfloat16())
+    assert model(IDS).logits.isfinite().all()
