@@ -46,7 +46,10 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def check(folder: Path, source: Path) -> str:
-    """ "right", "refused: why", or "dequantized: why" of what loads with `dequantize` alone."""
+    """ "right", "refused: why", or "dequantized: why" of what loads with `dequantize` alone.
+
+    "experts as they were": right, and the tool has quantized other layers alone.
+    """
     refused = ""
     try:
         model = moelora_hf.load_quantized(folder, attn_implementation="eager")
@@ -68,7 +71,11 @@ def check(folder: Path, source: Path) -> str:
         weight.copy_(found[name])
     with tempfile.TemporaryDirectory() as adapters:
         result = generation(model, exact, Path(adapters))
-    return f"dequantized: {refused}" if refused and result == "right" else result
+    if result != "right":
+        return result
+    if refused:
+        return f"dequantized: {refused}"
+    return "experts as they were" if Folder(folder).plain_experts else result
 
 
 def generation(model, exact, folder: Path) -> str:
@@ -109,7 +116,9 @@ def generation(model, exact, folder: Path) -> str:
 def described(folder: Path) -> dict:
     """What a scheme is found by: settings, and the tensors of one projection of an expert."""
     opened = Folder(folder)
-    layer = min(name for name in opened.linears if OF_ONE.search(name))
+    layer = min((name for name in opened.linears if OF_ONE.search(name)), default=None)
+    if layer is None:  # experts are not quantized
+        return {}
     beside = (
         "ignore",
         "targets",
@@ -117,6 +126,7 @@ def described(folder: Path) -> dict:
         "observer",
         "observer_kwargs",
         "block_name_to_quantize",
+        "meta",
     )
     settings = {
         k: v for k, v in opened.quantization.items() if k not in beside and v not in ({}, None)
