@@ -19,15 +19,16 @@ With `--format`, experts are quantized (`benchmarks.vllm_quantize`; `mxfp4` is a
 with the same numbers: in the same format where vLLM's kernels of the packed copy can (FP8), and
 unquantized otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
-With `--only invariance` both engines run under VLLM_BATCH_INVARIANT, and rows of their MoE layers
-in a mixed batch are compared with those of each request alone, bit for bit
-(`benchmarks.vllm_bits`).
+With `--only invariance` rows of the MoE layers of both engines in a mixed batch are compared with
+those of each request alone, bit for bit (`benchmarks.vllm_bits`): as both are, where rows that came
+out of attention with other bits have no counterpart, and under VLLM_BATCH_INVARIANT.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -286,9 +287,11 @@ class Bench(Stages):
         models = self.quantize("tiny")
         if models is None:
             return
-        for name, model in zip(("moelora", "vllm"), models, strict=True):
-            flags, run = ("--lora", "--check", "--bits"), f"{name} invariant"
-            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT="1")
+        engines = list(zip(("moelora", "vllm"), models, strict=True))
+        for flag, (name, model) in itertools.product("01", engines):
+            run = f"{name} invariant" if flag == "1" else name
+            flags = ("--lora", "--check", "--bits")
+            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT=flag)
             self.read(run, job)
             row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
             # Another engine's rows are counted, not promised.

@@ -33,8 +33,8 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Lau
 
   template <bool THROUGH, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
-    // The epilogue's buffers take the place of a stage, where two CTAs fill an SM's memory.
-    constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
+    // The epilogue's buffers take the place of a stage where the stages fill shared memory.
+    constexpr int KEPT = THROUGH && (BLOCK_M <= 32 || BLOCK_M > 128) ? STAGES - 1 : STAGES;
     using S = TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
@@ -43,10 +43,6 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Lau
     if (g->tokens.divisor.value == 0)
       MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
                                 S::REST_BOX, &maps.x));
-    if (!THROUGH)
-      MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
-                                g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
-                                &maps.out));
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
         "back_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS,
         kSharedBytes<S>, exec, maps.w, maps.x, maps.out, maps.b, *g);
