@@ -33,8 +33,8 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Lau
 
   template <bool THROUGH, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
-    // The epilogue's buffers take the place of a stage where the stages fill shared memory.
-    constexpr int KEPT = THROUGH && (BLOCK_M <= 32 || BLOCK_M > 128) ? STAGES - 1 : STAGES;
+    // The epilogue's buffers take the place of a stage, where two CTAs fill an SM's memory.
+    constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
     using S = TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
