@@ -88,7 +88,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
-    constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
+    constexpr int MISSING = E::TRANSPOSED ? 0 : E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
       for (int i = 0; i < N; i++)
