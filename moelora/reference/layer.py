@@ -44,7 +44,8 @@ def activate(
     [-limit, limit]; `swiglustep` clamps up so. Absent: alpha 1.702, 1 for `situ`; no clamp for
     `silu`, up' = up for `situ`, 7 for the others.
 
-    Works in the dtype of `x`; the gated ones return half of the columns.
+    Works in the dtype of `x`, `situ` as its sources in float32 if that has 16 bits; the gated
+    ones return half of the columns.
     """
     if alpha is not None and activation not in ALPHAS:
         raise ValueError(f"activation_alpha is {alpha}, but {activation} takes none")
@@ -61,8 +62,10 @@ def activate(
     if limit is None:
         limit = LIMITS.get(activation)
     if activation == "situ":
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gate, up = gate.to(wide), up.to(wide)
         up = up if limit is None else limit * torch.tanh(up / limit)
-        return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * up
+        return (alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * up).to(x.dtype)
     if limit is not None:
         limit = min(limit, torch.finfo(x.dtype).max)  # torch refuses what the dtype cannot hold
         up = up.clamp(-limit, limit)
