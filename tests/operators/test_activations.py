@@ -31,9 +31,7 @@ def scaled(p: Problem) -> Problem:
     """With outputs of up to about 1/2: a small limit makes a small silu(g) * u."""
     p = replace(p, w2_bias=None)
     factor = 0.5 / fused_experts_lora_ref(**p.kwargs()).abs().max()
-    w2, b2 = (
-        None if t is None else (t.double() * factor).to(t.dtype) for t in (p.w2, p.w2_lora_b)
-    )
+    w2, b2 = (None if t is None else (t.double() * factor).to(t.dtype) for t in (p.w2, p.w2_lora_b))
     return replace(p, w2=w2, w2_lora_b=b2)
 
 
