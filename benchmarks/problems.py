@@ -30,9 +30,7 @@ MIXES = ("absent", "none", "one", "many", "all_different", "half_base", "disable
 ROUTINGS = ("random", "one_expert", "few", "out_of_range", "all_skipped")
 SHARING = ("per_expert", "outer", "expanded")
 # Keeps the layer's outputs, which square or multiply O(1) values, well inside O(1).
-W2_SCALE = dict.fromkeys(("silu", "gelu", "situ", "swiglustep"), 0.25) | dict.fromkeys(
-    ("relu2", *OAI), 0.15
-)
+W2_SCALE = dict.fromkeys(ACTIVATIONS, 0.25) | dict.fromkeys(("relu2", *OAI), 0.15)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 

@@ -166,8 +166,11 @@ def test_soft_caps_are_those_of_eager(gate_cap, up_cap):
     """Inkling-2's SwiGLU, which is the SiTU of Kimi-K3."""
     experts = clamped(
         "Inkling2",
-        **{"config": "Inkling2Text", "n_routed_experts": 4, "moe_intermediate_size": 20},
-        **{"mlp_gate_softcap": gate_cap, "mlp_up_softcap": up_cap},
+        config="Inkling2Text",
+        n_routed_experts=4,
+        moe_intermediate_size=20,
+        mlp_gate_softcap=gate_cap,
+        mlp_up_softcap=up_cap,
     )
     experts.gate_up_proj.data *= up_cap / 4  # both caps show
     wanted = call(experts, "eager")

@@ -109,9 +109,9 @@ def _identify(experts: Experts) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
-            f"{name} normalizes every expert's output before it is weighted (has_post_expert_norm), "
-            "which moelora has not: its kernels sum over experts unnormalized. Leave "
-            'experts_implementation at "eager" or "grouped_mm" for this model'
+            f"{name} normalizes every expert's output before it is weighted "
+            "(has_post_expert_norm), which moelora has not. Leave experts_implementation at "
+            '"eager" or "grouped_mm" for this model'
         )
     up, down = expert_weights(experts)
     stored = ((up_name(experts), up), ("down_proj", down))
