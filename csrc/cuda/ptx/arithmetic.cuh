@@ -56,6 +56,12 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return a;
 }
 
+/* x *= by, neither moved nor contracted: where the compiler may move products of accumulators, it
+ * keeps them beside the unscaled ones, and ptxas serializes the wgmmas for want of registers. */
+__device__ __forceinline__ void multiply_in_place(float &x, float by) {
+  asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(by));
+}
+
 /* 1 / (1 + 2^x) */
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   float y;

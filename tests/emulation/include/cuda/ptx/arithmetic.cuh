@@ -20,6 +20,9 @@ inline float min_nan(float a, float b) {
   return a != a || b != b ? NAN : a < b ? a : b;
 }
 
+inline void multiply_in_place(float &x, float by) {
+  x *= by;
+}
 inline float sigmoid_of_power(float x) {
   return 1.f / (exp2f(x) + 1.f);
 }
