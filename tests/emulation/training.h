@@ -123,7 +123,7 @@ static void test_training(uint64_t number) {
   sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const moelora_dtype of_factors = random_in(0, 3) ? dtype : MOELORA_F32;
-  const moelora_activation activation = (moelora_activation)random_in(0, 4);
+  const moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
   const bool gated = activation != MOELORA_RELU2;
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   moelora_layout layout = {0}, layout2 = {0};
@@ -165,7 +165,7 @@ static void test_training(uint64_t number) {
       .accumulate = maybe(),
   };
   moelora_experts_args *forward = &args.forward;
-  if (maybe() && (activation == MOELORA_SILU || activation == MOELORA_SWIGLUOAI))
+  if (maybe() && takes_limit(activation))
     forward->activation_limit = 0.5;
   if (random_in(0, 7) == 0)
     forward->adapters.token_lora_mapping = absent;

@@ -2,10 +2,12 @@
 
 from benchmarks.problems import (  # noqa: F401
     ACTIVATIONS,
+    ALPHAS,
     DTYPES,
     EDGE_CASES,
     INT32_MAX,
     INT32_MIN,
+    LIMITS,
     MIXES,
     OAI,
     POISON,

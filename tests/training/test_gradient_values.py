@@ -110,6 +110,8 @@ def test_reference_by_finite_differences():
             tokens=2, hidden=4, inter=3, ranks=(2,), mix="one", activation="gelu", sharing="outer"
         ),
         Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="swigluoai", alpha=1.1, limit=0.8),
+        Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="situ", alpha=0.7, limit=1.2),
+        Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="swiglustep", limit=0.3),
         Spec(tokens=3, hidden=4, inter=4, ranks=(2,), top_k=1, weight_on_input=True, limit=0.7),
         Spec(tokens=3, hidden=4, inter=4, ranks=(2,), activation="relu2", slices=1, remote=3),
     ):

@@ -208,8 +208,18 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
-  moelora_activation_gradient g = {
-      p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha), moelora_is_gated(p->kind)};
+  moelora_activation_gradient g = {};
+  g.a = p->alpha;
+  g.gate_limit = p->gate_limit;
+  g.limit = p->limit;
+  g.saturated = 88.f / p->alpha;
+  g.gated = moelora_is_gated(p->kind);
+  if (p->kind == MOELORA_SITU) {
+    g.soft_capped = true;
+    g.inverse[0] = p->inverse_alpha;
+    g.inverse[1] = p->inverse_limit;
+    g.saturated = 88.f;
+  }
   if (p->kind == MOELORA_GELU)
     g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
   if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
