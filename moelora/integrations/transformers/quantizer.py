@@ -28,7 +28,7 @@ class Quantizer(HfQuantizer):
     """Takes the experts' parameters off a model before `from_pretrained` gives them memory."""
 
     requires_calibration = False
-    is_trainable = False
+    is_trainable = True  # of adapters: Trainer asks
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return False
