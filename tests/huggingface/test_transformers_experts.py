@@ -169,7 +169,7 @@ def test_other_modules_are_refused():
     config = transformers.MixtralConfig()
     experts = experts_class()(config)
     experts.has_post_expert_norm = True
-    with pytest.raises(NotImplementedError, match="Experts normalises after every expert"):
+    with pytest.raises(NotImplementedError, match="Experts normalizes after every expert"):
         call(experts, "moelora")
     experts = experts_class()(config, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"gate_up_proj is torch.float64"):

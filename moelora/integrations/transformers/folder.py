@@ -1,4 +1,4 @@
-"""A checkpoint folder of a quantized model: its experts as `QuantizedWeights`, the rest plain."""
+"""A quantized model's folder: experts as `QuantizedWeights`, other layers dequantized."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
-# Tensors of experts, wherever they are: one for all of them, or one for each.
+# Names of experts' tensors, stacked or one per expert, at any depth.
 OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
 
 log = logging.get_logger("transformers.moelora")
 
 
 class Folder:
-    """The tensors of a folder's safetensors files, each read when it is asked for.
+    """The tensors of a folder's safetensors files, each read on first use.
 
     Attributes
     ----------
     quantization : dict
         `quantization_config` of config.json.
     linears : dict of str to frozenset of str
-        Linear layers that are quantized, experts' or not, and what their tensors are called.
+        Quantized linear layers, including those of experts, and the suffixes of their tensors.
     unread : set of str
         Names of tensors that have not been read.
     """
@@ -63,11 +63,11 @@ class Folder:
         if not isinstance(self.quantization, dict):
             got = type(self.quantization).__name__
             raise ValueError(f"{config_file}: quantization_config is a {got}, wanted an object")
-        self._files: dict[str, tuple[Path, Any]] = {}  # where each tensor is
+        self._files: dict[str, tuple[Path, Any]] = {}  # file of each tensor
         for name in self._weight_files(config.get("transformers_weights")):
             shard = self.path / name
             try:
-                file: Any = safe_open(shard, framework="pt")  # which has no types
+                file: Any = safe_open(shard, framework="pt")  # which lacks type annotations
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{shard} cannot be read: {error}") from None
             self._files.update(dict.fromkeys(file.keys(), (shard, file)))
@@ -75,9 +75,9 @@ class Folder:
         self.linears = _quantized(self._files)
 
     def _weight_files(self, named: Any) -> list[str]:
-        """The files that transformers would load; others are not looked at.
+        """The files that transformers would load; others are ignored.
 
-        What config.json names, else one file before an index; then all of an index's files, in the
+        The file named in config.json, otherwise a single file, otherwise all files of an index in
         order of their names.
         """
         if named is not None and not str(named).endswith((SINGLE_SUFFIX, INDEX_SUFFIX)):
@@ -121,28 +121,28 @@ class Folder:
         shard, file = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch has not
+        except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch lacks
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
     def shard_of(self, linear: str) -> Path:
-        """The file that a linear layer's tensors are in."""
+        """The file with a linear layer's tensors."""
         return next(self._files[f"{linear}.{part}"][0] for part in sorted(self.linears[linear]))
 
     def scheme_of(self, linear: str) -> Scheme:
-        """That of a quantized linear layer; errors have the folder's path."""
+        """Scheme of a quantized linear layer; errors name the folder."""
         try:
             return scheme_of(self.quantization, linear, self.linears[linear])
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{self.path}: {error}") from None
 
     def check(self) -> None:
-        """Refuses what cannot be loaded, by the names and dtypes of tensors, before any is read.
+        """Refuses what cannot be loaded, by names and dtypes of tensors, before reading any.
 
         Raises
         ------
         NotImplementedError
-            The folder's method, experts of a scheme that no kernel has, or rotations.
+            The folder's method, experts of a scheme without a kernel, or rotations.
         ValueError
             Settings are damaged.
         """
@@ -159,7 +159,7 @@ class Folder:
                 scheme.check(f"{self.path}: {linear}")
 
     def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All but the experts. Of quantized linear layers the numbers, rounded to `dtype`."""
+        """All tensors but those of experts. Quantized linear layers are dequantized to `dtype`."""
         tensors, stored, made = {}, 0, 0
         dense = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
         parts = {f"{linear}.{part}" for linear in dense for part in self.linears[linear]}
@@ -185,7 +185,7 @@ class Folder:
         return tensors
 
     def _dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """A layer's weight, and the bytes of the tensors that it was."""
+        """A layer's dequantized weight, and the bytes of its quantized tensors."""
         scheme, parts = self.scheme_of(linear), self.linears[linear]
         found = {
             part: self[f"{linear}.{part}"]
@@ -202,7 +202,7 @@ class Folder:
 
 
 def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str]]:
-    """Linear layers with tensors of a scheme, and what those are called behind their names."""
+    """Linear layers with tensors of a scheme, and the suffixes of these tensors."""
     parts: dict[str, set[str]] = {}
     for name in files:
         linear, _, part = name.rpartition(".")
@@ -216,7 +216,7 @@ def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str
 
 
 def _is_short(files: Mapping[str, tuple[Path, Any]], name: str) -> bool:
-    """Whether a weight is of eight bits; no tensor is read."""
+    """Whether a weight has eight bits; reads no tensor."""
     dtype = files[name][1].get_slice(name).get_dtype()
     return dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
@@ -231,14 +231,14 @@ def read_experts(
 ) -> tuple[QuantizedWeights, QuantizedWeights]:
     """Both projections of one experts module, called `layer` in the model.
 
-    Holds the tiles, one projection's tensors as the checkpoint has them (gate and up joined), and
-    one expert on its way: no weight is dequantized. `linears` are those of `expert_linears`.
+    Holds the tiles, one projection's tensors in the checkpoint's format (gate and up concatenated),
+    and one expert being packed; no weight is dequantized. `linears` come from `expert_linears`.
 
     Raises
     ------
     ValueError
-        A tensor is missing, one is there that nothing is known to do with, or one is not what the
-        model or the format wants. The message names it.
+        A tensor is missing, unknown, or does not match the model or the format. The message names
+        it.
     NotImplementedError
         A scheme that no kernel has.
     """
@@ -273,7 +273,7 @@ def _read_experts(
         of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
         rows: GateUp | None = "concatenated" if experts.has_gate else None
         first = _per_expert(folder, of_up, up, rows, dtype, activations)
-        if interleaved:  # rows of gate and of up fill tiles of their own in either order
+        if interleaved:  # gate and up each fill whole tiles, in either order
             first = replace(first, gate_up="interleaved")
         found = first, _per_expert(folder, of_down, down, None, dtype, activations)
     _refuse_others(folder, layer, experts, linears)
@@ -281,7 +281,7 @@ def _read_experts(
 
 
 def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linears) -> None:
-    """ValueError if the folder has tensors of these experts that nothing was made of."""
+    """Raises ValueError if tensors of these experts were not used."""
     places = {layer, *(linear.rsplit(".", 2)[0] for linear in linears.values())}
     biases = set(_biases(experts, linears))
     for name in sorted(folder.unread):
@@ -289,13 +289,13 @@ def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linear
         if place is None or name in biases or name.removeprefix(f"{place}.") in experts._parameters:
             continue  # a bias
         if name.endswith(".bias") and not folder[name].float().any():
-            continue  # of linear layers without one, as older GPTQ checkpoints have them
+            continue  # zero bias of linear layers without one, in older GPTQ checkpoints
         method = folder.quantization.get("quant_method")
         raise ValueError(f"{name} is no tensor that {method} has in experts like these")
 
 
 def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int]]:
-    """What biases of single experts are called in a folder, and where in the module they go."""
+    """Names of single experts' biases in a folder, and their places in the module."""
     own = (up_name(experts), "down_proj")
     has = [name for name in own if f"{name}_bias" in experts._parameters]
     return {f"{linear}.bias": key for key, linear in linears.items() if key[0] in has}
@@ -304,7 +304,7 @@ def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int
 def read_biases(
     folder: Folder, layer: str, experts: Experts, linears: Linears
 ) -> dict[str, Tensor]:
-    """Biases (E, N) that a folder has in one tensor for each expert, by their parameters' names."""
+    """Biases (E, N) stored per expert in a folder, by the names of their parameters."""
     interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     for name, (own, place, expert) in _biases(experts, linears).items():
@@ -345,7 +345,7 @@ def _stacked(
 def _names(
     folder: Folder, layer: str, own: str, places: int, count: int, linears: Linears
 ) -> list[list[str]]:
-    """Of each expert, the linear layers of one projection: gate and up, or one."""
+    """The linear layers of one projection, per expert: gate and up, or one."""
     names = []
     for expert in range(count):
         row = [linears.get((own, place, expert)) for place in range(places)]
@@ -391,7 +391,7 @@ def _per_expert(
 
 
 def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
-    """What gate and up have as two tensors as that of one weight, up's rows behind gate's."""
+    """Concatenates tensors of gate and up to those of one weight, gate's rows first."""
     tensors = [folder[name] for name in names]
     first = tensors[0]
     if len(tensors) == 1:
@@ -407,9 +407,9 @@ def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
         if (columns_of != columns_of[0]).any():
             raise ValueError(f"{names[-1]} is {tensors[-1].tolist()}, {names[0]} {first.tolist()}")
         return torch.stack([rows_of.sum(), columns_of[0]])
-    if names[0].endswith("_scale") and first.numel() == 1:  # of a whole tensor each
+    if names[0].endswith("_scale") and first.numel() == 1:  # each of a whole tensor
         return torch.stack([tensor.reshape(()) for tensor in tensors])
-    if first.dim() == 1:  # g_idx: of columns, which they share
+    if first.dim() == 1:  # g_idx: per column, hence common to both
         for name, tensor in zip(names, tensors, strict=True):
             if not torch.equal(tensor, first):
                 raise ValueError(f"{name} is in another order (desc_act), wanted {names[0]}'s")

@@ -1,9 +1,9 @@
-"""Quantization schemes: what tensors a linear layer has in a folder, and what reads them.
+"""Quantization schemes: the tensors of a linear layer in a folder, and how they are read.
 
-`scheme_of` says it of one linear layer, by the settings of config.json and the names of its
-tensors, so that layers of a folder may differ: mixed precision. A scheme turns into
-`QuantizedWeights` of experts (`pack`), or else says why not (`refusal`); layers that are no experts
-are dequantized (`numbers`).
+`scheme_of` finds the scheme of one linear layer from the settings of config.json and the names of
+its tensors, so that layers of a folder may differ (mixed precision). A scheme packs experts into
+`QuantizedWeights` (`pack`), or states why it cannot (`refusal`); other layers are dequantized
+(`numbers`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ WAY_OUT = (
     f"quantize the experts to {KEPT}, or load the model in bfloat16 and call "
     "moelora.integrations.transformers.enable(model)"
 )
-# What belongs to a quantized linear layer beside its weight, in any scheme.
+# Tensors of a quantized linear layer other than its weight, in any scheme.
 PARTS = frozenset(
     "weight qweight qzeros scales g_idx weight_packed weight_scale weight_scale_inv weight_scale_2 "
     "weight_zero_point weight_shape weight_g_idx weight_global_scale input_scale "
     "input_global_scale input_zero_point output_scale absmax quant_map".split()
 )
-# One of which a linear layer that is quantized has; or else its weight is of eight bits.
+# A quantized linear layer has one of these, or an eight-bit weight.
 MARKS = frozenset(("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv"))
-OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of a cache in FP8
+OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 
 
 class Scheme(NamedTuple):
@@ -44,19 +44,19 @@ class Scheme(NamedTuple):
     name: str  # in messages
     required: tuple[str, ...]  # tensors
     optional: tuple[str, ...]
-    numbers: Callable[..., Tensor]  # of the tensors of one layer: its weight, float32
-    settings: dict[str, Any]  # that `numbers` takes beside
-    make: Callable[..., QuantizedWeights] | None = None  # of those of experts; None: not read
-    options: dict[str, Any] = {}  # that `make` takes beside
-    rows: int = 0  # the dimension along which gate and up follow each other
-    refusal: str = ""  # why there is no `make`
+    numbers: Callable[..., Tensor]  # tensors of one layer -> its weight, float32
+    settings: dict[str, Any]  # further arguments of `numbers`
+    make: Callable[..., QuantizedWeights] | None = None  # see `pack`
+    options: dict[str, Any] = {}  # further arguments of `make`
+    rows: int = 0  # dimension in which gate and up are concatenated
+    refusal: str = ""  # why `make` is None
 
     @property
     def parts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.required, *self.optional)))
 
     def taking(self, activations: Activations | None) -> Scheme:
-        """The same with these activations; ValueError if weights are not FP8. None: as it says."""
+        """The same with other activations (None: unchanged); ValueError if weights are not FP8."""
         if activations is None:
             return self
         if "weight" not in self.required:
@@ -68,16 +68,16 @@ class Scheme(NamedTuple):
     def pack(
         self, where: str, found: Mapping[str, Any], gate_up: GateUp | None, dtype: torch.dtype
     ) -> QuantizedWeights:
-        """`found` has a tensor, or one for each expert, for every name of `required`."""
+        """Packs experts; `found` maps each name of `required` to a tensor, or to one per expert."""
         self.check(where)
         assert self.make is not None
         try:
             return self.make(**found, **self.options, gate_up=gate_up, dtype=dtype)
-        except (ValueError, TypeError) as error:  # TypeError: of a setting
+        except (ValueError, TypeError) as error:  # TypeError: a setting's type
             raise ValueError(f"{where}: {error}") from None
 
     def check(self, where: str) -> None:
-        """NotImplementedError if experts cannot be of this scheme."""
+        """Raises NotImplementedError if experts cannot have this scheme."""
         if self.make is None:
             raise NotImplementedError(f"{where}: experts are {self.name}; {self.refusal}")
 
@@ -92,14 +92,14 @@ def scheme_of(config: Mapping[str, Any], linear: str, parts: Collection[str]) ->
     linear : str
         Its name in the folder.
     parts : collection of str
-        What its tensors are called behind that.
+        Suffixes of its tensors' names.
 
     Raises
     ------
     NotImplementedError
-        The folder's method, or a setting, is none that is read.
+        The folder's method or a setting is not supported.
     ValueError
-        Settings are damaged, or say nothing about these tensors.
+        Settings are damaged, or do not cover these tensors.
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in METHODS:
@@ -126,7 +126,7 @@ OTHERS = {
 
 
 def check_transforms(config: Mapping[str, Any]) -> None:
-    """NotImplementedError of rotations that are applied to activations: numbers would be wrong."""
+    """Raises NotImplementedError for rotated activations, with which results would be wrong."""
     for key in ("transform_config", "rotation_config"):
         if _mentions(config.get(key)):
             raise NotImplementedError(
@@ -140,7 +140,7 @@ def check_transforms(config: Mapping[str, Any]) -> None:
 
 
 def _mentions(value: Any) -> bool:
-    """Whether a setting says anything: not None, nor empty through and through."""
+    """Whether a setting is neither None nor empty at all levels."""
     if isinstance(value, Mapping):
         return any(_mentions(inner) for inner in value.values())
     return bool(value)
@@ -155,7 +155,7 @@ def _wanted(method: str, settings: Mapping[str, Any], **allowed: tuple[Any, ...]
 
 
 def _group(settings: Any, key: str) -> Mapping[str, Any]:
-    """Settings within settings; empty where there are none."""
+    """Nested settings; empty if absent."""
     value = settings.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{key} is {value!r:.80}, wanted an object")
@@ -163,7 +163,7 @@ def _group(settings: Any, key: str) -> Mapping[str, Any]:
 
 
 def _size(settings: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """A number of columns; -1 is all of them."""
+    """A number of columns; -1: all."""
     size = settings.get(key)
     if size is None or (type(size) is int and (size > 0 or size == -1)):
         return size
@@ -171,7 +171,7 @@ def _size(settings: Mapping[str, Any], key: str = "group_size") -> int | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """`re.match`, for a pattern of a file that is not trusted: without backtracking."""
+    """`re.match` without backtracking, for patterns from untrusted files."""
     try:
         return _pattern(pattern).find(name, False)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _pattern(pattern: str) -> Patterns[bool]:
 
 
 def block_size(sides: Any) -> tuple[int, int]:
-    """`weight_block_size` and its like: rows and columns of a block."""
+    """Rows and columns of a block, as in `weight_block_size`."""
     if isinstance(sides, list | tuple) and len(sides) == 2:
         rows, columns = sides
         if all(type(side) is int and 0 < side < 2**31 for side in sides):
@@ -197,7 +197,7 @@ def block_size(sides: Any) -> tuple[int, int]:
 
 def _gptq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
     settings = dict(config)
-    for key, own in _group(config, "dynamic").items():  # GPTQModel's settings of some layers
+    for key, own in _group(config, "dynamic").items():  # GPTQModel's settings per layer
         if not key.startswith("-:") and _matches(key.removeprefix("+:"), linear):
             settings |= _group({key: own}, key)
             break
@@ -232,7 +232,7 @@ def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme
     options = {"group_size": _size(settings)}
     required: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ()
-    if not zeros:  # some write them, all of them 8
+    if not zeros:  # some quantizers still write them, all 8
         required, optional = required[:2], required[2:]
     name = f"INT4 of {method}"
     make = QuantizedWeights.from_awq
@@ -240,7 +240,7 @@ def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme
 
 
 def _auto_round(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
-    """AutoRound's own: the tensors of GPTQ, with zero points less 1 or not, or those of AWQ."""
+    """AutoRound's formats: tensors as GPTQ, with or without an offset of zero points, or as AWQ."""
     settings = dict(config)
     extra = _group(config, "extra_config")
     for key in extra:
@@ -274,7 +274,7 @@ def _unread(**tensors: Tensor) -> Tensor:
 
 
 def fp8(config: Mapping[str, Any]) -> Scheme:
-    """Of `quant_method` "fp8", and of experts that transformers has loaded so."""
+    """`quant_method` "fp8", and experts that transformers has loaded in it."""
     sides = config.get("weight_block_size")
     _wanted("fp8", config, fmt=("e4m3",), activation_scheme=("dynamic", "static"))
     if not sides:
@@ -338,7 +338,7 @@ def _compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collectio
     if kind == "float" and bits == 4 and strategy == "tensor_group":
         tensors = ("weight_packed", "weight_scale", "weight_global_scale"), ("input_global_scale",)
         return _nvfp4(name, *tensors, dense.nvfp4)
-    if kind == "float" and bits == 4 and size == 32:  # activations stay in `dtype`
+    if kind == "float" and bits == 4 and size == 32:  # activations are not quantized
         tensors = ("weight_packed", "weight_scale"), ()
         return Scheme(f"MXFP4 of {name}", *tensors, dense.mxfp4, {}, _mxfp4)
     raise NotImplementedError(
@@ -350,7 +350,7 @@ def _compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collectio
 def _config_group(
     config: Mapping[str, Any], linear: str, parts: Collection[str]
 ) -> Mapping[str, Any]:
-    """The group that a linear layer is of: by its tensors, and by name if several have those."""
+    """The group of a linear layer: by its tensors, and by name if several groups match."""
     groups = _group(config, "config_groups")
     found = {name: _group(groups, name) for name in groups}
     found = {name: g for name, g in found.items() if g.get("weights") is not None}
@@ -382,7 +382,7 @@ def _targets(target: str, linear: str) -> bool:
 
 
 def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Whether layers of a group have `weight_packed`: by its format, else that of all groups."""
+    """Whether a group's layers have `weight_packed`: by its format, or the common one."""
     form = group.get("format") or config.get("format")
     if form == "mixed-precision" or form is None:
         weights, inputs = (_group(group, key) for key in ("weights", "input_activations"))
