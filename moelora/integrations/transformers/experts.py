@@ -105,7 +105,9 @@ def activation_of(experts: Experts) -> Activation:
 def _identify(experts: Experts) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
-        raise NotImplementedError(f"{name} normalizes after every expert, which moelora does not support")
+        raise NotImplementedError(
+            f"{name} normalizes after every expert, which moelora does not support"
+        )
     up, down = expert_weights(experts)
     stored = ((up_name(experts), up), ("down_proj", down))
     for parameter, weight in () if is_loaded_fp8(experts) else stored:  # FP8 is not packed yet
