@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
+from dialects import DIALECTS, draw
 from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
+from small_models import config, make
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.dialects import DIALECTS, draw
-from benchmarks.small_models import config, make
 from moelora.__main__ import main
 from moelora.adapters import AdapterPool, MoELayer
 
