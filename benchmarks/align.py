@@ -19,8 +19,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import moelora
+from benchmarks.baselines import vllm
 from moelora.bench import cases, results
-from moelora.bench.baselines import vllm
 from moelora.bench.shapes import MODELS, Model
 from moelora.bench.timing import GraphTimer
 
@@ -58,29 +58,15 @@ def check_ours(batch, model, block_size, adapters):
 
 
 class Peer:
-    """vLLM's alignment for one model and number of tokens. Its layer looks only at the shapes of
-    weights and factors, which stride 0 gives without memory."""
+    """vLLM's alignment for one model and number of tokens."""
 
     def __init__(self, vk, model, tokens, adapters):
-        def shaped(*shape):
-            return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
-
-        e, k, i, rank = model.experts, model.hidden, model.intermediate, 16
         self.vk, self.adapters = vk, adapters
-        self.layer = vk.MoELayer(
-            shaped(e, 2 * i, k), shaped(e, k, i), tokens, model.top_k, torch.device("cuda")
-        )
-        self.lora = vk.Lora(
-            [shaped(adapters, e, rank, k)] * 2,
-            [shaped(adapters, e, i, rank)] * 2,
-            shaped(adapters, e, rank, i),
-            shaped(adapters, e, k, rank),
-            torch.device("cuda"),
-        )
+        self.layer = vllm.shaped_layer(vk, model, tokens)
+        self.lora = vllm.lora(vk, vllm.shaped_factors(model, adapters, 16))
 
     def token_set(self, batch):
-        mapping = batch.mapping.to(torch.int64)
-        return self.vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, self.adapters)
+        return vllm.token_set(self.vk, batch, self.adapters)
 
     def base(self, token_set):
         return self.layer.align(token_set)

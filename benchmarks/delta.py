@@ -23,8 +23,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import moelora
+from benchmarks.baselines import vllm
 from moelora.bench import cases, machine, results, shapes
-from moelora.bench.baselines import vllm as peer_vllm
 from moelora.bench.timing import GraphTimer
 
 PEAK_BYTES, PEAK_FLOPS = machine.KNOWN["NVIDIA H200"]
@@ -134,23 +134,15 @@ def draw_setting(model, tokens, adapters, factors, generator, slots=None):
 
 
 class Peer:
-    """vLLM's deltas of the same setting. Its layer looks only at the shapes of base weights."""
+    """vLLM's deltas of the same setting."""
 
     def __init__(self, vk, setting, tokens):
-        def shaped(*shape):
-            return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
-
-        model, f = setting.model, setting.factors
-        e, k, i = model.experts, model.hidden, model.intermediate
-        device = torch.device("cuda")
-        self.layer = vk.MoELayer(shaped(e, 2 * i, k), shaped(e, k, i), tokens, model.top_k, device)
+        slots = setting.factors.a2.shape[0]
+        self.layer = vllm.shaped_layer(vk, setting.model, tokens)
         self.layer.c2 = setting.h
-        self.lora = vk.Lora(f.a13, f.b13, f.a2, f.b2, device)
+        self.lora = vllm.lora(vk, setting.factors)
         self.out = setting.out
-        self.sets = [
-            vk.TokenSet(b.x, b.topk_ids, b.topk_weights, b.mapping.long(), f.a2.shape[0])
-            for b in setting.batches
-        ]
+        self.sets = [vllm.token_set(vk, batch, slots) for batch in setting.batches]
         self.meta = {}
 
     def run(self, projection, mode):
@@ -171,7 +163,7 @@ class Peer:
 
     def modes(self, rank, wanted):
         """vLLM's default path, and with `best` the others that it could take for this case."""
-        modes = peer_vllm.modes(self.sets[0].topk_ids.numel(), rank, "best" in wanted)
+        modes = vllm.modes(self.sets[0].topk_ids.numel(), rank, "best" in wanted)
         return modes if "default" in wanted else modes[1:]
 
 
@@ -402,7 +394,7 @@ def main():
     args.baselines = args.baselines.split(",")
 
     deadline = time.monotonic() + args.deadline_s
-    vk = peer_vllm.load() if args.baselines != ["none"] else None
+    vk = vllm.load() if args.baselines != ["none"] else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
     parts = {
