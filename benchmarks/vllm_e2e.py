@@ -222,8 +222,6 @@ class Bench(Stages):
         lps = self.work / f"lps-{name}.json"
         write_replies(lps, check)
         script = self.hold_against
-        if self.args.format == "mxfp4":  # that script knows Qwen3-MoE alone
-            script = ["-m", "benchmarks.vllm_gpt_oss_check"]
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
         tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
