@@ -18,7 +18,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 PAGES = (
     "README.md",
     "docs/measurements.md",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moelora
-from benchmarks import answers, engine_reference, vllm_gpt_oss, vllm_quantize
+from benchmarks.engines import answers, engine_reference, vllm_gpt_oss, vllm_quantize
 
 
 def quantized_and_dense(tmp_path, format):

@@ -1,10 +1,10 @@
 """The reference of engines' answers: transformers in float32, each adapter merged into the weights.
 
-    python -m benchmarks.engine_reference --model /tmp/tiny --lps /tmp/lps-moelora.json
+    python -m benchmarks.engines.engine_reference --model /tmp/tiny --lps /tmp/lps-moelora.json
 
-Reads a folder of `benchmarks.engine_model`, or one of `benchmarks.vllm_gpt_oss` with unquantized
-experts, and log-probabilities of prompts from an engine, for the base model and each adapter
-(`benchmarks.answers.write_replies`). Prints how far each is from the reference, and how far those
+Reads a folder of `engine_model`, or one of `vllm_gpt_oss` with unquantized experts, and
+log-probabilities of prompts from an engine, for the base model and each adapter
+(`answers.write_replies`). Prints how far each is from the reference, and how far those
 of another adapter would be. Exit status 1: a median of the former exceeds --tol, or a third of the
 median of the latter.
 """
