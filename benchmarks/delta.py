@@ -12,17 +12,14 @@ Microseconds of one projection's delta, median of CUDA-graph replays. Three part
 Every baseline is compared with a float64 reference on a few tokens before it is timed.
 """
 
-import argparse
-import math
 import time
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import moelora
+from benchmarks import options, tables
 from benchmarks.baselines import vllm
 from moelora.bench import cases, machine, results, shapes
 from moelora.bench.timing import GraphTimer
@@ -213,14 +210,13 @@ def measure(timer, setting, projection, vk_modes, peer, args, what):
 
 def grid(timer, vk, args, generator, deadline):
     """One row for each model, rank, number of tokens and projection."""
-    todo = [(name, int(r)) for name in args.models.split(",") for r in args.ranks.split(",")]
-    tokens = [int(m) for m in args.tokens.split(",")]
+    todo = [(name, rank) for name in args.models for rank in args.ranks]
     with Progress() as progress:
-        bar = progress.add_task("grid", total=len(todo) * len(tokens))
+        bar = progress.add_task("grid", total=len(todo) * len(args.tokens))
         for name, rank in todo:
             model = shapes.MODELS[name]
             factors = cases.draw_factors(model, args.adapters, rank, generator)
-            for m in tokens:
+            for m in args.tokens:
                 if time.monotonic() > deadline:
                     print("deadline: the grid ends early")
                     return
@@ -344,54 +340,20 @@ def sglang(timer, args, generator, deadline):
                 }
 
 
-def show(rows):
-    table = Table(title="microseconds of a delta")
-    for column in ("model", "M", "rank", "slots", "", "bound", "ours", "share"):
-        table.add_column(column, justify="right")
-    for column in ("vLLM default", "vLLM best", "x default", "x best"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        if r["part"] == "sglang":
-            continue
-        default = r["rivals"].get("vllm_default", math.nan)
-        best = r["rivals"].get("vllm_best", math.nan)
-        table.add_row(
-            *(r["model"], str(r["tokens"]), str(r["rank"]), str(r.get("slots", r["adapters"]))),
-            *(r["projection"], f"{r['bound_us']:.1f}", f"{r['ours_us']:.1f}", f"{r['share']:.2f}"),
-            *(f"{default:.1f}", f"{best:.1f}"),
-            *(f"{default / r['ours_us']:.2f}", f"{best / r['ours_us']:.2f}"),
-        )
-    console = Console(width=120)
-    console.print(table)
-    table = Table(title="microseconds of an adapter MLP")
-    for column in ("model", "M", "adapters", "staged", "all in one"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        if r["part"] == "sglang":
-            table.add_row(
-                *(r["model"], str(r["tokens"]), str(r["adapters"])),
-                *(f"{r['ours_staged_us']:.1f}", f"{r['ours_fused_us']:.1f}"),
-            )
-    console.print(table)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--ranks", default="16,64")
-    parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument(
-        "--baselines", "--rivals", default="default,best", help="of default, best; or none"
+def main(argv=None):
+    parser = options.parser(
+        __doc__,
+        models=["qwen3", "mixtral", "dsv2lite"],
+        tokens=TOKENS,
+        ranks=[16, 64],
+        adapters=8,
+        only=["grid", "slots", "sglang"],
+        budget_ms=12.0,
     )
-    parser.add_argument("--only", default="grid,slots,sglang", help="parts to run")
-    parser.add_argument(
-        "--budget-ms", default=12.0, type=float, help="GPU time per baseline and case"
-    )
-    parser.add_argument("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args()
-    args.baselines = args.baselines.split(",")
+    about = "of default, best; or none"
+    default = "default,best"
+    parser.add_argument("--baselines", "--rivals", default=default, type=options.words, help=about)
+    args = parser.parse_args(argv)
 
     deadline = time.monotonic() + args.deadline_s
     vk = vllm.load() if args.baselines != ["none"] else None
@@ -403,12 +365,13 @@ def main():
         "sglang": lambda: sglang(timer, args, generator, deadline),
     }
     rows = []
-    for part in args.only.split(","):
+    for part in args.only:
         for row in parts[part]():
             rows.append(row)
             if args.out:
                 results.write(args.out, rows)
-    show(rows)
+    for columns, parts in ((tables.DELTA, ("grid", "slots")), (tables.MLP, ("sglang",))):
+        print(tables.made_of(columns, [row for row in rows if row["part"] in parts]), "\n")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def cases(name):
 def cell(row, field):
     value = row
     for name in field.split("."):
-        value = value.get(name)
+        value = value.get(name) if value else None
     if field == "model" and value in MODELS:
         name, experts = MODELS[value]
         cut = row.get("experts", experts) < experts
@@ -182,13 +182,16 @@ def markdown(titles, rows):
 
 def table(name):
     topic, _, columns = TABLES[name]
+    rows = cases(name)
+    return f"{card(topic)}:\n\n{made_of(columns, rows)}" if rows else AWAITED
+
+
+def made_of(columns, rows):
+    """A table of cases; columns without a value are left out."""
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
-    rows = [[cell(row, field) for _, field in pairs] for row in cases(name)]
-    if not rows:
-        return AWAITED
-    kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
-    made = markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in rows])
-    return f"{card(topic)}:\n\n{made}"
+    cells = [[cell(row, field) for _, field in pairs] for row in rows]
+    kept = [i for i in range(len(pairs)) if any(row[i] for row in cells)]
+    return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in cells])
 
 
 def source(topic):
