@@ -3,7 +3,6 @@
 import argparse
 import math
 
-
 ABOUT = {
     "models": "of `moelora bench --list`",
     "tokens": "in a batch",
@@ -28,7 +27,7 @@ def words(text):
 
 
 def parser(doc, **defaults):
-    """A parser with an option for each default, those of ABOUT, and --deadline-s and --out. Lists are
+    """A parser with an option of ABOUT for each default, and --deadline-s and --out. Lists are
     separated by commas."""
     made = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
