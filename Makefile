@@ -214,7 +214,7 @@ bench-cpu: build
 
 bench-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
+	$(PYTHON) -m moelora bench --device cuda --out build/gpu-layer.json $(BENCH_ARGS)
 
 # The tables and pictures of README and docs, from the result files.
 tables: build
