@@ -210,17 +210,15 @@ emulate-variant:
 	  build/emulation/few/compare $$kind $(EMULATE_FROM) $(or $(EMULATE_CASES),4) $(VARIANT); done
 
 bench-cpu: build
-	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
+	$(PY) -m benchmarks.layer --device cpu --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
 
 bench-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
+	$(PYTHON) -m moelora bench --device cuda --out build/gpu-layer.json $(BENCH_ARGS)
 
 # The tables and pictures of README and docs, from the result files.
 tables: build
 	$(PY) -m benchmarks.tables --write
-	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
-	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --picture beside --out docs/h200-beside.png
 
 # The site of docs/ with the API reference, in build/site; what mkdocs warns of is an error.
 docs: build/docs/.ready

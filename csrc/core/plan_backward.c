@@ -31,19 +31,20 @@ static moelora_backward_needs find_needs(const moelora_experts_backward_problem 
 
 /* ---- CUDA ---- */
 
-/* Rows per block, from the average number of rows per expert. As in the forward, blocks have room
- * above the average to hold nearly every expert whole. */
+/* Rows per block, from the average number of rows per expert. As in the forward, blocks are larger
+ * than the average, so that nearly every expert fits in one. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
 }
 
-/* Where most experts fill more than a block, two CTAs share their weights by multicast. */
+/* If most experts have more rows than a block, the two CTAs of a cluster share weights by
+ * multicast. */
 static int32_t cluster_of(int64_t rows) {
   return rows <= 116 ? 1 : 2;
 }
 
-/* Of two kernels of one family: the nearest block, a larger one before a smaller one; of these the
- * cluster. */
+/* Whether `v` suits the rows better than `best`, of the same family: by block size, the smallest
+ * sufficient one or else the largest; then by cluster size. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int64_t rows) {
   const int32_t wanted = rows_of_block(rows), cluster = cluster_of(rows);
   if (v->block_m == best->block_m)
@@ -58,7 +59,7 @@ typedef struct back_load {
   moelora_factors lora; /* in the dtype of the call */
   const void *y;
   int64_t y_stride;
-  bool rows_are_vectors; /* whatever the epilogue reads and writes */
+  bool rows_are_vectors; /* rows that the epilogue reads and writes allow 16-byte accesses */
 } back_load;
 
 static bool is_vector_product(const back_load *load) {
@@ -66,8 +67,7 @@ static bool is_vector_product(const back_load *load) {
          moelora_is_vector_row(load->y, load->y_stride, load->w->n);
 }
 
-/* Kernel features that both products allow, and the formats of their weights, which are multiplied
- * with 16-bit gradients whatever the forward does. */
+/* Access modes that both products allow. */
 typedef struct back_access {
   bool vectors, tma;
   moelora_kernel_format w2, w13;

@@ -33,7 +33,7 @@ enum { MOELORA_MOST_TILES = 384 };
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MOST_TILES]);
-/* The selected one; NULL: no row supports the problem. */
+/* The tile that is selected; NULL: none supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);

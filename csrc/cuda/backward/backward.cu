@@ -28,7 +28,7 @@ struct BackwardLayout {
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
   void *h, *dgu;
-  void *dz; // [P, K]; the slots of gradients take its place
+  void *dz;  // [P, K]; also the slots of gradients
   float *dt; // [position, dt_parts]
   int32_t dt_parts;
   float *slots;
@@ -161,7 +161,8 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     if (has_adapters(p, &p->w2_lora) && b->a2.data)
       l.h = take((size_t)p->intermediate, 2);
   }
-  const size_t num_dz = needs->dz ? moelora_times((size_t)p->routes.num_rows, (size_t)p->hidden) : 0;
+  const size_t num_dz =
+      needs->dz ? moelora_times((size_t)p->routes.num_rows, (size_t)p->hidden) : 0;
   const size_t dz_bytes = moelora_times(num_dz, 2);
   size_t slot_bytes = 0;
   if (p->routes.token_lora_mapping.data && factors.any()) {
