@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.dialects import DIALECTS, draw, merge
 from hf_models import gpt_oss, make_model, mixtral, peft, qwen3, tokens
+from small_models import make
+from small_models import tokens as small_tokens
 from torch.nn import functional as F
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.dialects import DIALECTS, draw, merge
-from benchmarks.small_models import make
-from benchmarks.small_models import tokens as small_tokens
 from moelora.training import Tenants
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
