@@ -44,9 +44,10 @@ def in_bfloat16(model):
     return copied
 
 
-def serve(folder: Path, adapters: dict[str, Path], ids: torch.Tensor, activations=None):
+def serve(folder: Path, adapters: dict[str, Path], ids: torch.Tensor, activations=None, **options):
     """The model, its logits, and inputs and output of every experts layer."""
-    model = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)
+    options = {"attn_implementation": "eager", "activations": activations, **options}
+    model = moelora_hf.load_quantized(folder, **options)
     moelora_hf.load_adapters(model, adapters)
     calls = {}
     hooks = [

@@ -1,4 +1,4 @@
-"""Explicit backward of a layer: the forward that saves for it, and the gradients.
+"""Explicit backward of a layer: the forward that saves for it, and the gradients; and `Tenants`.
 
 Autograd runs both for `fused_experts_lora`. Call them directly without autograd, or to accumulate
 gradients into given buffers.
@@ -17,8 +17,17 @@ from torch import Tensor
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
 from moelora.ops import Weights, fused_experts_lora, layer_arguments
+from moelora.tenants import Step, Tenant, Tenants
 
-__all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
+__all__ = [
+    "Gradients",
+    "Saved",
+    "Step",
+    "Tenant",
+    "Tenants",
+    "fused_experts_lora_backward",
+    "fused_experts_lora_saving",
+]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")

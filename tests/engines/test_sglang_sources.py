@@ -64,7 +64,20 @@ READ_OF_TRITON_V2 = {
     "layers/quantization/fp8.py": (
         "block_quant use_mxfp8 weight_block_size w13_weight_scale_inv w2_weight_scale_inv"
     ),
-    "layers/moe/fused_moe_triton/layer.py": "params_dtype",
+    "layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16_moe.py": (
+        "w13_weight_packed w2_weight_packed w13_weight_scale w2_weight_scale w13_weight_g_idx "
+        "w2_weight_g_idx is_marlin_converted num_bits sym group_size gptq_marlin_moe_repack "
+        "marlin_moe_permute_scales"
+    ),
+    "layers/quantization/modelopt_quant.py": (
+        "is_lora_marlin prepare_moe_nvfp4_layer_for_marlin w13_weight_scale_2 w2_weight_scale_2"
+    ),
+    "layers/quantization/marlin_utils_fp4.py": (
+        "nvfp4_marlin_process_scales nvfp4_marlin_process_global_scale padded_intermediate_size"
+    ),
+    "layers/moe/fused_moe_triton/layer.py": (
+        "params_dtype hidden_size intermediate_size_per_partition"
+    ),
     "lora/moe/runner.py": (
         "gate_up_lora_a gate_up_lora_b down_lora_a down_lora_b token_lora_mapping "
         "routed_scaling_factor activation is_gated topk_output"
@@ -108,6 +121,17 @@ def test_names(release, file):
 def test_names_of_triton_v2(release, file):
     only_where_there_is_triton_v2(release)
     assert missing(release, file, READ_OF_TRITON_V2[file]) == []
+
+
+def test_layers_of_gptq_and_awq_refuse_the_runners_of_adapters(release):
+    """Docs say so: their runner is made where the backend is "auto" alone."""
+    only_where_there_is_triton_v2(release)
+    for name in (
+        "layers/quantization/awq/schemes/awq_moe.py",
+        "hardware_backend/gpu/quantization/gptq_kernels.py",
+    ):
+        text = (release / "sglang/srt" / name).read_text()
+        assert "assert get_moe_runner_backend().is_auto()" in text
 
 
 def test_buffers_are_laid_out_as_they_are_read(release):

@@ -38,7 +38,7 @@ def test_a_layer_is_what_the_reference_says(vllm, lines, kind, mix):
     assert lines == []
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gptq"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gptq", "nvfp4_modelopt"])
 def test_float16(vllm, kind):
     vllm.register()
     layer = QuantizedLayer(vllm, kind, spec_of(kind, dtype=torch.float16)).step()
@@ -207,6 +207,67 @@ def test_what_nobody_has_kernels_for_is_refused(vllm, kind):
     with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
         WithoutKernels(vllm, kind, spec_of(kind), changes=spoil)
     assert "has the e8m0 byte 129" in str(raised.value.__cause__)
+
+
+NVFP4 = "nvfp4_modelopt", "nvfp4_compressed"
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_gate_and_up_have_scales_of_their_own(vllm, kind):
+    """vLLM's kernels take that of gate for both, and warn of it."""
+    vllm.register()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind))
+    gate, up = layer.numbers["w13"].of_tensor.unbind(1)
+    assert not torch.isclose(gate, up).any()
+    layer.check(layer.step()())
+
+
+class TakesFp4(QuantizedLayer):
+    """What vLLM chooses where tensor cores take FP4 on both sides."""
+
+    backend = "FLASHINFER_CUTLASS"
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_activations_of_four_bits_stay_with_vllm(own, lines, kind):
+    layer = TakesFp4(own, kind, spec_of(kind))
+    theirs(layer, lines, "vLLM's FLASHINFER_CUTLASS kernels take activations in NVFP4")
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_checkpoints_that_quantize_weights_alone(vllm, lines, kind):
+    vllm.register()
+    layer = TakesFp4(vllm, kind, spec_of(kind), use_a16=True).step()
+    layer.check(layer())
+    assert lines == []
+
+
+def test_cutlass_takes_activations_in_mxfp4(own, lines):
+    place = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+    place = load(f"{place}.compressed_tensors_moe_w4a4_mxfp4")
+    cls = place.CompressedTensorsW4A4Mxfp4MoEMethod
+    init = cls.__init__
+
+    def on_blackwell(self, moe):
+        init(self, moe)
+        self.use_cutlass_mxfp4 = True
+
+    own.monkeypatch.setattr(cls, "__init__", on_blackwell)
+    layer = QuantizedLayer(own, "mxfp4_compressed", spec_of("mxfp4_compressed"))
+    theirs(layer, lines, "vLLM's kernels take activations in MXFP4")
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_scales_of_tensors_that_are_not_numbers(own, lines, kind):
+    def spoil(layer):
+        is_modelopt = hasattr(layer, "w2_weight_scale_2")
+        name = "w2_weight_scale_2" if is_modelopt else "w2_weight_global_scale"
+        getattr(layer, name).data[1] = float("nan")
+
+    layer = QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
+    (line,) = lines
+    assert "expected finite numbers above 0" in line
+    assert layer.experts is OWN
 
 
 def test_an_activation_that_is_not_there(own, lines, kind):

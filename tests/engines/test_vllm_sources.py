@@ -34,6 +34,17 @@ def test_methods_are_known_or_not_there(sources, name):
 READ = {
     "gpt_oss": "experts_cls mxfp4_backend w13_weight w13_weight_scale w2_bias",
     "mxfp4": "experts_cls mxfp4_backend w13_weight w13_weight_scale w2_bias",
+    "mxfp4_compressed_tensors": (
+        "experts_cls use_cutlass_mxfp4 w13_weight_packed w13_weight_scale w2_weight_packed"
+    ),
+    "nvfp4_modelopt": (
+        "experts_cls use_a16 nvfp4_backend w13_weight w13_weight_scale w13_weight_scale_2 "
+        "w2_weight_scale_2 w13_input_scale"
+    ),
+    "nvfp4_compressed_tensors": (
+        "experts_cls use_a16 nvfp4_backend w13_weight_packed w13_weight_scale "
+        "w13_weight_global_scale w2_weight_global_scale"
+    ),
     "gptq": "experts_cls quant_config w13_qweight w13_scales group_size weight_bits is_sym",
     "awq": "experts_cls quant_config w13_qweight w13_scales w13_qzeros group_size zero_point",
     "compressed_tensors": (
@@ -62,6 +73,12 @@ def test_what_is_read_of_a_method_is_there(sources, name):
     if name == "compressed_tensors" and "experts_cls" in absent:  # of 0.26, which is not served
         return
     assert absent == []
+
+
+def test_kernels_of_nvfp4_weights_alone(sources):
+    """Those whose activations are of 16 bits, by their names in vLLM's choice."""
+    text = sources.text("vllm.model_executor.layers.fused_moe.oracle.nvfp4")
+    assert re.search(r"MARLIN = .MARLIN.", text) and re.search(r"HUMMING = .HUMMING.", text)
 
 
 def test_how_a_release_quantizes_activations(sources):

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.files import file_in
-from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.folder import Folder
+from moelora.integrations.transformers.folder_experts import read_experts
 from moelora.integrations.transformers.names import expert_linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -487,3 +488,37 @@ def test_tensors_of_any_kind_are_taken_or_refused(originals, tmp_path_factory, d
         read_all(folder)
     except REFUSED as error:
         assert len(str(error)) > 20
+
+
+def test_a_file_of_gguf_names_the_way_that_transformers_has(folder):
+    (folder / SINGLE).rename(folder / "model-q4_k_m.gguf")
+    wanted = (
+        r"are never loaded: GGUF is not read; load the file with from_pretrained\(..., gguf_fil"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        moelora_hf.load_quantized(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        ("bitsandbytes", r"NF4 and INT8 of bitsandbytes .* model.dequantize\(\) and call .*enable"),
+        ("gguf", r"GGUF is not read; .*gguf_file=...\) and call .*enable\(model\)$"),
+        (
+            "hqq",
+            "of HQQ are not read; quantize the experts to INT4 .*NVFP4 or FP8, or load the mod",
+        ),
+        (
+            "torchao",
+            "weights of torchao are not read; quantize the experts to .*, or load the mode",
+        ),
+        (
+            "quark",
+            "folders of Quark are not read; quantize the experts to .*, or load the model in",
+        ),
+    ],
+)
+def test_other_methods_name_the_way_out(folder, method, wanted):
+    set_quantization(folder, quant_method=method)
+    with pytest.raises(NotImplementedError, match=wanted):
+        moelora_hf.load_quantized(folder)

@@ -3,15 +3,16 @@
 import json
 import re
 
+import folder_cases
 import pytest
 import torch
-from folder_cases import CASES, LOADED, REFUSED, make, quantized
-from hf_models import assert_logits
+from folder_cases import CASES, COMMON, DEQUANTIZED, LOADED, REFUSED, make, quantized
+from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
-from moelora.integrations.transformers import schemes
+from moelora.integrations.transformers import scheme
 
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 TENSORS = "model.safetensors"
@@ -24,6 +25,8 @@ def assert_weights(model, exact):
         assert torch.equal(parameter, wanted.pop(name).bfloat16()), name
     for name, (module, _) in moelora_hf.moe_layers(model).items():
         for own in ("gate_up_proj", "down_proj"):
+            if own in module._parameters:  # dequantized, compared above
+                continue
             weights, meant = getattr(module, own).weights, wanted.pop(f"{name}.{own}")
             meant = meant.transpose(1, 2) if module.is_transposed else meant
             rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
@@ -47,6 +50,8 @@ def test_all_layers_have_the_numbers_of_the_folder(tmp_path, case):
         ("gpt_oss", "ct_w4a16_asymmetric", False),  # rows in turns, biases of single experts
         ("gpt_oss", "auto_round_gptq", False),
         ("gpt_oss", "ct_mxfp4", False),
+        ("gpt_oss", "modelopt_nvfp4", False),  # scales of gate and of up, rows in turns
+        ("mixtral", "ct_nvfp4", False),
     ],
 )
 def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
@@ -56,13 +61,20 @@ def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("gpt_oss", "ct_w4a16_asymmetric"), ("mixtral", "gptq"), ("qwen3_moe", "ct_fp8_attention")],
+    [
+        ("gpt_oss", "ct_w4a16_asymmetric"),
+        ("mixtral", "gptq"),
+        ("qwen3_moe", "ct_fp8_attention"),
+        ("qwen3_moe", "modelopt_nvfp4"),
+        ("gpt_oss", "ct_nvfp4"),
+        ("gpt_oss", "gptq_act_order"),  # dequantized; stored (K, N), gate and up in turns
+    ],
 )
 @torch.no_grad()
 def test_mixed_adapters_generate_as_on_dequantized_weights(tmp_path, kind, case):
     exact = make(tmp_path, case, kind)
     adapters = quantized.make_adapters(exact, tmp_path / "adapters")
-    model, logits, calls = quantized.serve(tmp_path, adapters, IDS)
+    model, logits, calls = quantized.serve(tmp_path, adapters, IDS, dequantize=True)
     wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
     naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
     assert_logits(logits, wanted, naive)
@@ -84,6 +96,70 @@ def test_what_no_kernel_reads_is_refused_before_any_tensor_is_read(tmp_path, mon
     monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
     with pytest.raises(NotImplementedError, match=CASES[case].refusal):
         moelora_hf.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("case", DEQUANTIZED)
+def test_experts_that_no_kernel_reads_are_dequantized_if_asked_for(tmp_path, monkeypatch, case):
+    said = []
+    monkeypatch.setattr(folder_module.log, "warning", said.append)
+    exact = make(tmp_path, case)
+    model = moelora_hf.load_quantized(tmp_path, dequantize=True)
+    assert_weights(model, exact)
+    (line,) = [line for line in said if "the experts of 2 layers" in line]
+    gib = 2 * 4 * 3 * 128 * 192 * 2 / 2**30
+    assert line.endswith(f"are dequantized to bfloat16, {gib:.2f} GiB")
+    assert CASES[case].refusal.split("; ")[0].split(r" \(")[0].removeprefix("experts are ") in line
+
+
+@pytest.mark.parametrize("case", ["gptq", "ct_nvfp4", "ct_fp8_block"])
+def test_experts_that_kernels_read_stay_quantized(tmp_path, case):
+    make(tmp_path, case)
+    model = moelora_hf.load_quantized(tmp_path, dequantize=True)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        assert module.down_proj.weights.format in ("int4", "nvfp4", "fp8")
+
+
+@pytest.mark.parametrize("case", ["auto_round_mxfp4", "modelopt_nvfp4_awq"])
+def test_what_is_not_read_is_refused_either_way(tmp_path, case):
+    make(tmp_path, case)
+    with pytest.raises(NotImplementedError, match=CASES[case].refusal) as raised:
+        moelora_hf.load_quantized(tmp_path, dequantize=True)
+    assert "dequantize=True" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_said"), [("ct_nvfp4_w4a4", True), ("modelopt_nvfp4", True), ("ct_nvfp4", False)]
+)
+def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said):
+    """W4A4 runs as W4A16: once for a folder, whatever the number of experts."""
+    said = []
+    monkeypatch.setattr(folder_module.log, "warning", said.append)
+    make(tmp_path, case)
+    moelora_hf.load_quantized(tmp_path)
+    lines = [line for line in said if "stay in the model's dtype (W4A16)" in line]
+    assert len(lines) == is_said
+
+
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
+def test_activations_are_for_fp8_experts(tmp_path, case):
+    make(tmp_path, case)
+    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
+        moelora_hf.load_quantized(tmp_path, activations="fp8")
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
+    """hf_quant_config.json of older exports, whose config.json says nothing."""
+    exact = make(tmp_path, "modelopt_nvfp4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match="quant_method is None"):
+        moelora_hf.load_quantized(tmp_path)
+    settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    content = {"producer": {"name": "modelopt"}, "quantization": settings}
+    content["quantization"]["exclude_modules"] = ["lm_head"]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert_weights(moelora_hf.load_quantized(tmp_path), exact)
 
 
 def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_path, monkeypatch):
@@ -172,8 +248,86 @@ def test_patterns_of_settings():
         *(".*mlp.gate$", ".*mlp[.]gate$", r"model\.layers\.(?:[0-9]|1[0-5])\..*_proj"),
         r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj$",
     ):
-        found = [schemes._matches(pattern, name) for name in names]
+        found = [scheme.matches(pattern, name) for name in names]
         assert found == [re.match(pattern, name) is not None for name in names], pattern
     for pattern in (r"([a-z_.\d]+)*!", "(.*)*x", "(", "(?=.*x)"):
         with pytest.raises(ValueError, match="is no pattern that is read: key"):
-            schemes._matches(pattern, names[1])
+            scheme.matches(pattern, names[1])
+
+
+def make_deepseek_v4(folder, expert_dtype):
+    """As DeepSeek publishes it: `weight`, FP8 in blocks or MXFP4 in int8, and `scale`, e8m0."""
+    config = transformers.DeepseekV4Config(
+        **{name: COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+        num_attention_heads=4,
+        head_dim=32,
+        qk_rope_head_dim=16,
+        q_lora_rank=64,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=2,
+        index_head_dim=32,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe"],
+        num_nextn_predict_layers=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+    tensors, meant = {}, {}
+    for name, tensor in load_file(folder / TENSORS).items():
+        own = name.removeprefix("model.").replace("embed_tokens.", "embed.")
+        if not re.search(r"\.(w[q123]_?[ab]?|wkv|wo_[ab])\.weight$", own):
+            tensors[own] = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        elif ".experts." in own and expert_dtype == "fp4":
+            parts, meant[own] = folder_cases.mxfp4(tensor)
+            tensors[own] = parts[".weight_packed"].view(torch.int8)
+            scale = parts[".weight_scale"].view(torch.float8_e8m0fnu)
+            tensors[own.replace("weight", "scale")] = scale
+        else:
+            exponent = torch.ceil(torch.log2(tensor.abs().max() / 448))
+            tensors[own] = (tensor / exponent.exp2()).to(torch.float8_e4m3fn)
+            scale = exponent.exp2().reshape(1, 1).to(torch.float8_e8m0fnu)
+            tensors[own.replace("weight", "scale")] = scale
+            meant[own] = tensors[own].float() * exponent.exp2()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / TENSORS)
+    settings = json.loads((folder / "config.json").read_text()) | {"expert_dtype": expert_dtype}
+    settings["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return meant
+
+
+@pytest.mark.parametrize(("expert_dtype", "format"), [("fp4", "mxfp4"), ("fp8", "fp8")])
+@torch.no_grad()
+def test_deepseek_v4_by_its_own_names(tmp_path, expert_dtype, format):
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    meant = make_deepseek_v4(tmp_path, expert_dtype)
+    model = moelora_hf.load_quantized(tmp_path)
+    for layer, (module, _) in enumerate(moelora_hf.moe_layers(model).values()):
+        assert module.gate_up_proj.weights.format == module.down_proj.weights.format == format
+        up, down = (getattr(module, own).weights.unpack() for own in ("gate_up_proj", "down_proj"))
+        for expert in range(4):
+            w1, w2, w3 = (
+                meant[f"layers.{layer}.ffn.experts.{expert}.{own}.weight"].bfloat16()
+                for own in ("w1", "w2", "w3")
+            )
+            assert torch.equal(up[expert], torch.cat((w1, w3)))
+            assert torch.equal(down[expert], w2)
+    for own, theirs in (("attn.wq_a", "self_attn.q_a_proj"), ("attn.wo_b", "self_attn.o_b_proj")):
+        weight = model.get_parameter(f"model.layers.1.{theirs}.weight")
+        assert torch.equal(weight, meant[f"layers.1.{own}.weight"].bfloat16())
+    shared = model.get_parameter("model.layers.0.mlp.shared_experts.down_proj.weight")
+    assert torch.equal(shared, meant["layers.0.ffn.shared_experts.w2.weight"].bfloat16())
+    assert model(IDS).logits.isfinite().all()

@@ -9,6 +9,7 @@ and OUT/TOOL/ARCHITECTURE/SCHEME. What a tool cannot make is written as its erro
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -75,7 +76,7 @@ def plain(out: Path, name: str) -> Path:
 
 LLM_COMPRESSOR = {
     **{name: name for name in ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")},
-    **{name: name for name in ("NVFP4A16", "MXFP4A16", "MXFP8A16")},
+    **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8A16")},
     "W4A16_experts": "W4A16",  # attention stays in bfloat16
     "FP8_attention_W4A16_experts": None,
     "FP8_DYNAMIC_kv_cache": "FP8_DYNAMIC",
@@ -103,10 +104,12 @@ def llm_compressor(source: Path, target: Path, scheme: str) -> None:
     if scheme.endswith("kv_cache"):
         cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
         what["kv_cache_scheme"] = {**cache, "dynamic": False}
+    if scheme in ("NVFP4", "FP8_DYNAMIC_kv_cache"):  # scales of activations want samples
         ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
         rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
         options["dataset"] = torch.utils.data.DataLoader(rows)
         options |= {"num_calibration_samples": 4, "max_seq_length": 16}
+        options["processor"] = word_tokenizer()  # or it looks for that of the model
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     recipe = QuantizationModifier(**what, ignore=ignore)
     oneshot(model=model, recipe=recipe, **options)
@@ -166,8 +169,6 @@ GPTQMODEL = {  # of QuantizeConfig
 
 
 def gptqmodel(source: Path, target: Path, scheme: str) -> None:
-    import os
-
     cores = os.cpu_count() or 1
     os.cpu_count = lambda: max(4, cores)  # gptqmodel 7.7 fails with fewer
     from gptqmodel import GPTQModel, QuantizeConfig
@@ -191,13 +192,16 @@ TOOLS = {
 def main() -> int:
     tool, out, *only = sys.argv[1:]
     make, schemes = TOOLS[tool]
+    out = Path(out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.chdir(out)  # where gptqmodel puts its logs
     for name in ARCHITECTURES:
         for scheme in schemes:
-            target = Path(out) / tool / name / scheme
+            target = out / tool / name / scheme
             if (only and f"{name}/{scheme}" not in only) or target.is_dir():
                 continue
             try:
-                make(plain(Path(out), name), target, scheme)
+                make(plain(out, name), target, scheme)
             except Exception as error:  # of a tool, in whatever way
                 traceback.print_exc()
                 target.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,17 @@ from torch import Tensor
 POISON = float("nan")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("silu", "gelu", "swigluoai", "relu2", "swigluoai_uninterleave")
+ACTIVATIONS = (
+    *("silu", "gelu", "swigluoai", "relu2", "swigluoai_uninterleave", "situ", "swiglustep"),
+)
 OAI = ("swigluoai", "swigluoai_uninterleave")
+ALPHAS = (*OAI, "situ")  # those that take an alpha
+LIMITS = ("silu", *OAI, "situ", "swiglustep")  # and those that take a limit
 MIXES = ("absent", "none", "one", "many", "all_different", "half_base", "disabled", "out_of_range")
 ROUTINGS = ("random", "one_expert", "few", "out_of_range", "all_skipped")
 SHARING = ("per_expert", "outer", "expanded")
 # Keeps the layer's outputs, which square or multiply O(1) values, well inside O(1).
-W2_SCALE = {"silu": 0.25, "gelu": 0.25} | dict.fromkeys(("relu2", *OAI), 0.15)
+W2_SCALE = dict.fromkeys(ACTIVATIONS, 0.25) | dict.fromkeys(("relu2", *OAI), 0.15)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -362,10 +366,10 @@ def draw_spec(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Spec:
         ranks = (0, *ranks[1:])
     slices = 2 if activation != "relu2" and rng.random() < 0.6 else 1
     numbers = random.Random(-1 - seed)
-    oai, clamped = activation in OAI, activation in ("silu", *OAI)
+    has_alpha, has_limit = activation in ALPHAS, activation in LIMITS
     return Spec(
-        alpha=numbers.choice((None, None, 0.5, 1.0, 3.0)) if oai else None,
-        limit=numbers.choice((None, None, 0.25, 1.0, 10.0, 1e30)) if clamped else None,
+        alpha=numbers.choice((None, None, 0.5, 1.0, 3.0)) if has_alpha else None,
+        limit=numbers.choice((None, None, 0.25, 1.0, 10.0, 1e30)) if has_limit else None,
         tokens=rng.choice((1, 1, 2, 3, 5, 8, 17, 33)),
         top_k=min(top_k, experts),
         experts=experts,
@@ -436,6 +440,10 @@ EDGE_CASES: dict[str, Spec] = {
         activation="swigluoai_uninterleave", alpha=0.9, limit=1.25, slices=1
     ),
     "silu_with_a_limit": Spec(limit=0.5, bias=True, tokens=9),
+    "situ": Spec(activation="situ", bias=True, tokens=9),
+    "situ_of_kimi_k3": Spec(activation="situ", alpha=4, limit=25, tokens=9),
+    "situ_with_small_caps": Spec(activation="situ", alpha=0.5, limit=0.75, bias=True, slices=1),
+    "swiglustep": Spec(activation="swiglustep", limit=0.5, bias=True, tokens=9),
     "swigluoai_two_slices": Spec(activation="swigluoai", bias=True, slices=2),
     "relu2": Spec(activation="relu2", slices=1),
     "expert_map": Spec(remote=4, tokens=10, top_k=3),

@@ -94,6 +94,17 @@ def packed(w: Tensor, width: int = 4, zero: int | None = None) -> Made:
     return tensors, meant.flatten(-2)
 
 
+def packed_in_order(w: Tensor) -> Made:
+    """Groups of columns that were chosen, which lie as they were (`actorder: group`)."""
+    chosen = torch.randperm(w.size(1), generator=torch.Generator().manual_seed(1))
+    tensors, meant = packed(w[:, chosen])
+    back = chosen.argsort()
+    q = (tensors[".weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15).flatten(-2)
+    tensors[".weight_packed"] = bits(q[:, back].long(), 4)
+    tensors[".weight_g_idx"] = (torch.arange(w.size(1)) // GROUP)[back].int()
+    return tensors, meant[:, back]
+
+
 def fp8_rows(w: Tensor) -> Made:
     return quantized_folders.fp8_channel(w, 0)
 
@@ -137,7 +148,13 @@ def nvfp4(w: Tensor) -> Made:
         ".weight_scale": scales,
         ".weight_global_scale": whole.reshape(1),
     }
-    return tensors, quantized_folders.E2M1[q] * factors.repeat_interleave(16, 1)
+    numbers = quantized_folders.E2M1[q] * scales.float().repeat_interleave(16, 1)
+    return tensors, numbers * (1 / whole)
+
+
+def with_input_scale(made: Made) -> Made:
+    tensors, meant = made
+    return tensors | {".input_global_scale": torch.tensor([50.0])}, meant
 
 
 def nvfp4_of_modelopt(w: Tensor) -> Made:
@@ -195,6 +212,7 @@ class Case:
     attention: Quantize | None
     config: dict
     refusal: str = ""  # "" where it loads
+    dequantized: bool = False  # whether `dequantize` loads what is refused
     head: bool = False  # lm_head is quantized as attention is
     more: dict[str, Tensor] = field(default_factory=dict)  # tensors beside
 
@@ -206,6 +224,8 @@ def _auto_round(packing: str, **more) -> dict:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
 W4 = group("pack-quantized", ["Linear"])
+NVFP4 = "nvfp4-pack-quantized", ["Linear"]
+OF_NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
 CASES = {
     "gptq": Case(gptq, gptq, {**GPTQ, "checkpoint_format": "gptq"}),
     "gptq_v2": Case(
@@ -295,13 +315,7 @@ CASES = {
         nvfp4,
         compressed(
             group("pack-quantized", ["re:.*experts.*"]),
-            group(
-                "nvfp4-pack-quantized",
-                ["re:.*self_attn.*"],
-                type="float",
-                strategy="tensor_group",
-                group_size=16,
-            ),
+            group("nvfp4-pack-quantized", ["re:.*self_attn.*"], **OF_NVFP4),
         ),
     ),
     "modelopt_fp8": Case(
@@ -313,27 +327,41 @@ CASES = {
         nvfp4_of_modelopt,
         nvfp4_of_modelopt,
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        "experts are NVFP4 of ModelOpt; no kernel reads NVFP4: quantize the experts to INT4",
     ),
-    "ct_nvfp4": Case(
-        nvfp4,
-        nvfp4,
-        compressed(
-            group(
-                "nvfp4-pack-quantized",
-                ["Linear"],
-                type="float",
-                strategy="tensor_group",
-                group_size=16,
-            )
-        ),
-        "experts are NVFP4 of compressed-tensors; no kernel reads NVFP4: quantize the experts to",
+    "modelopt_mixed": Case(
+        nvfp4_of_modelopt,
+        fp8_whole,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}},
+        },
+    ),
+    "modelopt_mxfp8": Case(
+        mxfp8,
+        mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        "experts are MXFP8 of ModelOpt; no kernel reads FP8 with scales for 32 columns",
+        dequantized=True,
+    ),
+    "modelopt_nvfp4_awq": Case(
+        nvfp4_of_modelopt,
+        None,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        "quant_algo of .* is 'NVFP4_AWQ', wanted 'FP8', 'NVFP4', 'W4A16_NVFP4', 'MXFP8' or 'MIX",
+    ),
+    "ct_nvfp4": Case(nvfp4, nvfp4, compressed(group(*NVFP4, **OF_NVFP4))),
+    "ct_nvfp4_w4a4": Case(
+        lambda w: with_input_scale(nvfp4(w)),
+        lambda w: with_input_scale(nvfp4(w)),
+        compressed(group(*NVFP4, **OF_NVFP4, inputs={"num_bits": 4, "type": "float"})),
     ),
     "ct_w8a16": Case(
         lambda w: packed(w, 8),
         None,
         compressed(group("pack-quantized", ["Linear"], num_bits=8)),
         r"experts are INT8 \(W8A16\) of compressed-tensors; no kernel reads integers of 8 bits: ",
+        dequantized=True,
     ),
     "ct_w8a8": Case(
         int8_rows,
@@ -348,18 +376,35 @@ CASES = {
             )
         ),
         r"experts are INT8 \(W8A8\) of compressed-tensors; no kernel reads integers of 8 bits: ",
+        dequantized=True,
     ),
     "ct_mxfp8": Case(
         mxfp8,
         mxfp8,
         compressed(group("mxfp8-quantized", ["Linear"], num_bits=8, type="float", group_size=32)),
         "experts are MXFP8 of compressed-tensors; no kernel reads FP8 with scales for 32 columns",
+        dequantized=True,
     ),
     "gptq_8_bits": Case(
         lambda w: gptq(w, 128, 8),
         None,
         {**GPTQ, "bits": 8},
         "experts are INT8 of GPTQ; no kernel reads integers of 8 bits: quantize the experts to",
+        dequantized=True,
+    ),
+    "gptq_act_order": Case(
+        lambda w: gptq(w, order=True),
+        lambda w: gptq(w, order=True),
+        {**GPTQ, "desc_act": True},
+        "experts are INT4 of GPTQ; each expert has its columns in an order of its own",
+        dequantized=True,
+    ),
+    "ct_act_order": Case(
+        lambda w: packed_in_order(w),
+        None,
+        compressed(group("pack-quantized", ["Linear"], actorder="group")),
+        r"experts are INT4 \(W4A16\) of compressed-tensors; each expert has its columns in an ord",
+        dequantized=True,
     ),
     "auto_round_mxfp4": Case(
         mxfp4,
@@ -383,6 +428,7 @@ CASES = {
 }
 LOADED = [name for name, case in CASES.items() if not case.refusal]
 REFUSED = [name for name, case in CASES.items() if case.refusal]
+DEQUANTIZED = [name for name, case in CASES.items() if case.dequantized]
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON, intermediate_size=192, moe_intermediate_size=192, num_experts=4

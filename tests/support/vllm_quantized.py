@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import torch
 from cases import Spec, same_bits
 from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantize
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ class Kind:
 KINDS = {
     "gpt_oss": Kind(("gpt_oss",), Format("mxfp4", 32)),
     "mxfp4": Kind(("mxfp4",), Format("mxfp4", 32)),
+    "mxfp4_compressed": Kind(("mxfp4_compressed_tensors",), Format("mxfp4", 32)),
+    "nvfp4_modelopt": Kind(("nvfp4_modelopt",), Format("nvfp4", 16)),
+    "nvfp4_compressed": Kind(("nvfp4_compressed_tensors",), Format("nvfp4", 16)),
     "gptq": Kind(("gptq",), Format("int4", 32)),
     "gptq_channel": Kind(("gptq",), Format("int4", None)),
     "awq": Kind(("awq",), Format("int4", 32, zeros=True), symmetric=False),
@@ -40,7 +44,7 @@ KINDS = {
 
 QUANT = "vllm.model_executor.layers.quantization"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
-BACKENDS = "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
+BACKENDS = "NvFp4MoeBackend", "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
 
 
 class Routed(nn.Module):
@@ -80,10 +84,19 @@ class QuantizedLayer(Layer):
         dense = {name: n.dequantized(spec.dtype) for name, n in self.numbers.items()}
         self.moe_backend = config.pop("moe_backend", "auto")
         self.subclass = config.pop("subclass", False)
+        self.use_a16 = config.pop("use_a16", False)
         super().__init__(vllm, replace(p, **dense), device, **config)
 
     def quantize(self, weights: Tensor, name: str, seed: int):
-        return quantize(weights, self.kind.format, seed)
+        if self.kind.format.name != "nvfp4" or name == "w2":
+            return quantize(weights, self.kind.format, seed)
+        gate, up = (quantize(half, self.kind.format, seed) for half in weights.chunk(2, 1))
+        return replace(  # two tensors, each with a scale of its own
+            gate,
+            q=torch.cat((gate.q, up.q), 1),
+            scales=torch.cat((gate.scales, up.scales), 1),
+            of_tensor=torch.cat((gate.of_tensor, up.of_tensor), 1),
+        )
 
     def make_kernel(self, quant) -> None:
         p = self.p
@@ -155,8 +168,19 @@ class QuantizedLayer(Layer):
 
     def construct(self, name: str, cls: type):
         group = self.kind.format.group
-        if name in ("gpt_oss", "mxfp4"):
+        if name in ("gpt_oss", "mxfp4", "mxfp4_compressed_tensors"):
             return cls(self.moe_config)
+        if name == "nvfp4_compressed_tensors":
+            return cls(self.moe_config, use_a16=self.use_a16)
+        if name == "nvfp4_modelopt":
+            algorithm = "W4A16_NVFP4" if self.use_a16 else "NVFP4"
+            quant = SimpleNamespace(
+                quant_method=algorithm,
+                group_size=16,
+                is_checkpoint_nvfp4_serialized=True,
+                moe_activation_override=None,
+            )
+            return cls(quant, self.moe_config)
         if name in ("gptq", "awq"):
             quant = SimpleNamespace(
                 quant_type=SimpleNamespace(size_bits=4),
@@ -194,6 +218,16 @@ class QuantizedLayer(Layer):
 
     _gpt_oss = _mxfp4
 
+    def _mxfp4_compressed_tensors(self, n: Numbers) -> dict[str, Tensor]:
+        return {"weight_packed": by_bytes(n.q), "weight_scale": n.scales}
+
+    def _nvfp4_modelopt(self, n: Numbers) -> dict[str, Tensor]:
+        return {"weight": by_bytes(n.q), "weight_scale": n.scales, "weight_scale_2": scales(n)}
+
+    def _nvfp4_compressed_tensors(self, n: Numbers) -> dict[str, Tensor]:
+        found = {"weight_packed": by_bytes(n.q), "weight_scale": n.scales}
+        return found | {"weight_global_scale": 1 / scales(n)}
+
     def _gptq(self, n: Numbers) -> dict[str, Tensor]:
         return {"qweight": by_words(n.q).transpose(1, 2), "scales": n.scales.transpose(1, 2)}
 
@@ -213,6 +247,11 @@ class QuantizedLayer(Layer):
     def __call__(self, **changes) -> Tensor:
         weights = {"w1": self.routed.w13_weight, "w2": self.routed.w2_weight}
         return super().__call__(**weights | changes)
+
+
+def scales(n: Numbers) -> Tensor:
+    """Of gate and up (E, 2); of one tensor (E,)."""
+    return n.of_tensor if n.of_tensor.size(1) == 2 else n.of_tensor.squeeze(1)
 
 
 def check_base_rows(cls: type[QuantizedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:

@@ -1,8 +1,9 @@
 """Stand-ins of vLLM's methods of quantized layers: what they are made from, and which parameters
 their `create_weights` registers, in 0.26 and 0.33.
 
-Mirrors vllm/model_executor/layers/quantization/{mxfp4,auto_gptq,auto_awq,fp8}.py and quantization/
-compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_{wna16,wna16_marlin,w8a8_fp8}.py.
+Mirrors vllm/model_executor/layers/quantization/{mxfp4,modelopt,auto_gptq,auto_awq,fp8}.py and,
+in quantization/compressed_tensors/compressed_tensors_moe, compressed_tensors_moe_{wna16,
+wna16_marlin,w8a8_fp8,w4a4_nvfp4,w4a4_mxfp4}.py.
 The tests run on the real ones, too, where they can be imported.
 """
 
@@ -88,6 +89,69 @@ def select_mxfp4_moe_backend(config):
 
 def select_deepseek_v4_mxfp4_moe_backend(config):
     return Mxfp4MoeBackend.MARLIN, OtherExperts
+
+
+class CompressedTensorsW4A4Mxfp4MoEMethod(_Method):
+    use_cutlass_mxfp4 = False
+
+    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+        for name, (rows, columns) in _sizes(self, hidden_size, inter).items():
+            packed = torch.zeros(num_experts, rows, columns // 2, dtype=torch.uint8)
+            scale = torch.zeros(num_experts, rows, columns // 32, dtype=torch.uint8)
+            parts = {f"{name}_weight_packed": packed, f"{name}_weight_scale": scale}
+            self._register(layer, attributes, **parts)
+
+
+def _sizes(method, hidden_size, inter):
+    shards = 2 if method.moe.is_act_and_mul else 1
+    return {"w13": (shards * inter, hidden_size), "w2": (hidden_size, inter)}
+
+
+class NvFp4MoeBackend(Enum):
+    MARLIN = "MARLIN"
+    FLASHINFER_CUTLASS = "FLASHINFER_CUTLASS"
+
+
+def select_nvfp4_moe_backend(config, weight_key=None, activation_key=None):
+    return NvFp4MoeBackend.MARLIN, OtherExperts
+
+
+class _NvFp4Method(_Method):
+    packed, of_tensor, of_input = "weight", "weight_scale_2", "input_scale"
+
+    def select(self, use_a16):
+        self.use_a16 = use_a16
+        select = sys.modules[self.place].select_nvfp4_moe_backend  # a name of that module
+        self.nvfp4_backend, self.experts_cls = select(config=self.moe)
+
+    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+        for name, (rows, columns) in _sizes(self, hidden_size, inter).items():
+            shards = (rows // inter,) if name == "w13" else ()
+            packed = torch.zeros(num_experts, rows, columns // 2, dtype=torch.uint8)
+            scale = torch.zeros(num_experts, rows, columns // 16).to(torch.float8_e4m3fn)
+            parts = {self.packed: packed, "weight_scale": scale}
+            parts[self.of_tensor] = torch.ones(num_experts, *shards)
+            parts[self.of_input] = torch.full((num_experts, *shards), float("nan"))  # unused
+            self._register(layer, attributes, **{f"{name}_{part}": t for part, t in parts.items()})
+
+
+class ModelOptNvFp4FusedMoE(_NvFp4Method):
+    place = f"{QUANT}.modelopt"
+
+    def __init__(self, quant_config, moe_config):
+        super().__init__(moe_config)
+        self.quant_config = quant_config
+        self.select(quant_config.quant_method == "W4A16_NVFP4")
+
+
+class CompressedTensorsW4A4Nvfp4MoEMethod(_NvFp4Method):
+    place = f"{COMPRESSED}_w4a4_nvfp4"
+    packed, of_tensor = "weight_packed", "weight_global_scale"
+    of_input = "input_global_scale"
+
+    def __init__(self, moe, layer_name=None, use_a16=False):
+        super().__init__(moe)
+        self.select(use_a16)
 
 
 class AutoGPTQMoEMethod(_Method):
@@ -249,6 +313,10 @@ def places(version: str) -> dict[str, dict[str, object]]:
     gptq = type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
     marlin = CompressedTensorsWNA16MarlinMoEMethod
     wna16 = CompressedTensorsWNA16MoEMethod
+    nvfp4 = {
+        "NvFp4MoeBackend": NvFp4MoeBackend,
+        "select_nvfp4_moe_backend": select_nvfp4_moe_backend,
+    }
     found = {
         f"{QUANT}.mxfp4": {
             name: globals()[name]
@@ -259,6 +327,14 @@ def places(version: str) -> dict[str, dict[str, object]]:
                 "select_mxfp4_moe_backend",
                 "select_deepseek_v4_mxfp4_moe_backend",
             )
+        },
+        f"{QUANT}.modelopt": {"ModelOptNvFp4FusedMoE": ModelOptNvFp4FusedMoE, **nvfp4},
+        f"{COMPRESSED}_w4a4_nvfp4": {
+            "CompressedTensorsW4A4Nvfp4MoEMethod": CompressedTensorsW4A4Nvfp4MoEMethod,
+            **nvfp4,
+        },
+        f"{COMPRESSED}_w4a4_mxfp4": {
+            "CompressedTensorsW4A4Mxfp4MoEMethod": CompressedTensorsW4A4Mxfp4MoEMethod,
         },
         f"{QUANT}.auto_gptq": {"AutoGPTQMoEMethod": gptq},
         f"{QUANT}.auto_awq": {"AutoAWQMoEMethod": AutoAWQMoEMethod},

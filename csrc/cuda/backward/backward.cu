@@ -28,7 +28,7 @@ struct BackwardLayout {
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
   void *h, *dgu;
-  void *dz; // [P, K]; the slots of gradients take its place
+  void *dz;  // [P, K]; also the slots of gradients
   float *dt; // [position, dt_parts]
   int32_t dt_parts;
   float *slots;
@@ -161,7 +161,8 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     if (has_adapters(p, &p->w2_lora) && b->a2.data)
       l.h = take((size_t)p->intermediate, 2);
   }
-  const size_t num_dz = needs->dz ? moelora_times((size_t)p->routes.num_rows, (size_t)p->hidden) : 0;
+  const size_t num_dz =
+      needs->dz ? moelora_times((size_t)p->routes.num_rows, (size_t)p->hidden) : 0;
   const size_t dz_bytes = moelora_times(num_dz, 2);
   size_t slot_bytes = 0;
   if (p->routes.token_lora_mapping.data && factors.any()) {
@@ -208,8 +209,18 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
-  moelora_activation_gradient g = {
-      p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha), moelora_is_gated(p->kind)};
+  moelora_activation_gradient g = {};
+  g.a = p->alpha;
+  g.gate_limit = p->gate_limit;
+  g.limit = p->limit;
+  g.saturated = 88.f / p->alpha;
+  g.gated = moelora_is_gated(p->kind);
+  if (p->kind == MOELORA_SITU) {
+    g.soft_capped = true;
+    g.inverse[0] = p->inverse_alpha;
+    g.inverse[1] = p->inverse_limit;
+    g.saturated = 88.f;
+  }
   if (p->kind == MOELORA_GELU)
     g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
   if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)

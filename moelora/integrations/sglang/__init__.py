@@ -12,8 +12,8 @@ graphs, and the log says so. `MOELORA_SGLANG=0` in the environment disables it.
 
 If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unchanged, and the log,
 `sglang.moelora`, says so. Unsupported layers (clamped activations, biases, quantized weights other
-than FP8 of blocks under `triton_v2`; see `reason_against`) run SGLang's own path, and the log
-states each reason once.
+than FP8 of blocks, NVFP4 and symmetric INT4 of compressed-tensors under `triton_v2`; see
+`reason_against`) run SGLang's own path, and the log states each reason once.
 
 `experts_with_lora` is the layer alone, for other engines with such buffers; `MoELoRABackend` is the
 interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.
@@ -76,7 +76,7 @@ def from_layer(
         return original(cls, base_layer, *args, **kwargs)
     try:
         runner = MoeLoraRunner(base_layer)
-    except ValueError as refusal:  # of what FP8 weights hold
+    except ValueError as refusal:  # of what quantized weights hold
         _say(f"a MoE layer is not moelora's: {refusal}")
         return original(cls, base_layer, *args, **kwargs)
     _announce()

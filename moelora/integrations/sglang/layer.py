@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.integrations.sglang.quantized import PLAIN, Tiles, reason_against_weights
+from moelora.integrations.sglang.quantized import (
+    Tiles,
+    device_of,
+    kind_of,
+    reason_against_weights,
+)
 from moelora.ops import Activation, fused_experts_lora
 from moelora.quantized import QuantizedWeights
 
@@ -93,8 +98,8 @@ def experts_with_lora(
 class MoeLoraRunner:
     """One layer, with the interface of SGLang's class of this name.
 
-    Weights of FP8 go into tiles, which nobody else reads; ValueError where the format has not what
-    the layer holds.
+    Quantized weights go into tiles, which nobody else reads; ValueError where the format has not
+    what the layer holds.
     """
 
     def __init__(self, base_layer: Any) -> None:
@@ -105,7 +110,8 @@ class MoeLoraRunner:
         self.apply_router_weight_on_input = config.apply_router_weight_on_input
         fused = base_layer.should_fuse_routed_scaling_factor_in_topk
         self.routed_scaling_factor = None if fused else config.routed_scaling_factor
-        self.tiles = None if base_layer.w13_weight.dtype in PLAIN else Tiles(base_layer)
+        kind = kind_of(base_layer)
+        self.tiles = None if kind is None else Tiles(base_layer, kind)
 
     @classmethod
     def from_layer(
@@ -138,9 +144,10 @@ class MoeLoraRunner:
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         topk = dispatch_output.topk_output
-        w13, w2 = self.base_layer.w13_weight, self.base_layer.w2_weight
         if self.tiles:
             w13, w2 = self.tiles.weights()
+        else:
+            w13, w2 = self.base_layer.w13_weight, self.base_layer.w2_weight
         out = experts_with_lora(
             dispatch_output.hidden_states,
             w13,
@@ -175,7 +182,7 @@ class MoeLoraRunner:
 def reason_against(base_layer: Any) -> str | None:
     """Why moelora cannot run SGLang's `FusedMoE` layer, or None."""
     config = base_layer.moe_runner_config
-    device = base_layer.w13_weight.device
+    device = device_of(base_layer)
     dispatcher = base_layer.dispatcher
     factor = config.routed_scaling_factor
     gated = {"silu": True, "relu2": False}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moelora.integrations.sglang.layer import MoeLoraRunner, reason_against
-from moelora.integrations.sglang.quantized import PLAIN
+from moelora.integrations.sglang.quantized import kind_of
 
 
 class Adapters(NamedTuple):
@@ -78,8 +78,8 @@ def reason_against_layer(layer: Any) -> str | None:
     backend = layer._lora_runner.runner_backend
     if not backend.is_triton():
         return f"its runner is {backend.value}"
-    if layer.base_layer.w13_weight.dtype not in PLAIN:  # which run without adapters elsewhere
-        return (
-            f"its weights are {layer.base_layer.w13_weight.dtype}, and its backend is not triton_v2"
-        )
-    return reason_against(layer.base_layer)
+    if reason := reason_against(layer.base_layer):
+        return reason
+    if kind_of(layer.base_layer) is not None:  # which run without adapters elsewhere
+        return "its weights are quantized, and its backend is not triton_v2"
+    return None

@@ -1,46 +1,158 @@
-"""FP8 layers of SGLang's `triton_v2` LoRA backend, from its loader's tensors into moelora's tiles.
+"""Quantized layers of SGLang's `triton_v2` LoRA backend, into moelora's tiles.
 
-SGLang's own runner reads FP8 with scales for blocks and NVFP4 of ModelOpt, and refuses other
-schemes when a layer is made: INT4 and MXFP4 are in the order of other kernels by then.
+SGLang holds FP8 with scales for blocks as it was loaded, and four bits in the order of Marlin's
+kernels, which `marlin` takes back to rows. Its own runner of adapters reads FP8 of blocks and NVFP4
+of ModelOpt. Layers of GPTQ and AWQ refuse the `lora_*` runners themselves, when they are made, and
+those of MXFP4 have clamped activations or biases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moelora.fake import COMPUTE_DTYPES
+from moelora.integrations.sglang import marlin
 from moelora.quantized import QuantizedWeights
 from moelora.quantized_fp8 import GateUp
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def reason_against_weights(base_layer: Any) -> str | None:
-    """Why moelora cannot read the weights of SGLang's `FusedMoE` layer, or None."""
+class Kind(NamedTuple):
+    """How one format stands in a layer.
+
+    read(layer, name, gate_up): `name` is "w13" or "w2".
+    reason(layer): why weights of this kind are not read, or None.
+    weight: parameter that the tiles replace, behind "w13_" and "w2_".
+    others: parameters that nobody reads any more then.
+    """
+
+    read: Callable[[Any, str, GateUp | None], QuantizedWeights]
+    reason: Callable[[Any], str | None]
+    weight: str = "weight"
+    others: tuple[str, ...] = ()
+
+
+def _fp8(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
+    """Activations become FP8 with a scale for every group of columns, as in SGLang."""
+    rows, columns = layer.quant_method.weight_block_size
+    return QuantizedWeights.from_fp8_block(
+        getattr(layer, f"{name}_weight").data,
+        getattr(layer, f"{name}_weight_scale_inv").data,
+        block=(rows, columns),
+        gate_up=gate_up,
+        dtype=layer.params_dtype,
+    )
+
+
+def _fp8_reason(layer: Any) -> str | None:
+    scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+    if any(scale.dtype != torch.float32 for scale in scales):
+        return f"its scales are {scales[0].dtype} and {scales[1].dtype}"
+    return _dtype_reason(layer.params_dtype)
+
+
+def _dtype_reason(dtype: torch.dtype) -> str | None:
+    return None if dtype in COMPUTE_DTYPES else f"its activations are {dtype}"
+
+
+def _int4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
+    words = getattr(layer, f"{name}_weight_packed").data
+    scales = getattr(layer, f"{name}_weight_scale").data
+    single = layer.scheme.group_size == -1
+    return QuantizedWeights.from_compressed_tensors(
+        [marlin.values(expert).view(torch.int32) for expert in words],
+        [marlin.scales(expert, single) for expert in scales],
+        gate_up=gate_up,
+        dtype=scales.dtype,
+    )
+
+
+def _int4_reason(layer: Any) -> str | None:
+    scheme, scales = layer.scheme, (layer.w13_weight_scale, layer.w2_weight_scale)
+    if scheme.num_bits != 4:
+        return f"its weights are of {scheme.num_bits} bits"
+    if not scheme.sym:
+        return "its weights have zero points"
+    if layer.w13_weight_g_idx.numel() or layer.w2_weight_g_idx.numel():
+        return "its weights are in the order of their activations (actorder)"
+    if scheme.group_size != -1 and any(scale.size(1) < 2 for scale in scales):
+        return "its weights have one group of columns, whose scales Marlin may have in two orders"
+    return _dtype_reason(scales[0].dtype)
+
+
+def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
+    """As Marlin multiplies them: the scale of gate's tensor is up's, too, in 16 bits."""
+    inter = layer.intermediate_size_per_partition
+    rows, columns = layer.hidden_size, inter
+    if name == "w13":
+        rows, columns = inter * (2 if gate_up else 1), layer.hidden_size
+    words, scales = (getattr(layer, f"{name}_{own}").data for own in ("weight", "weight_scale"))
+    return QuantizedWeights.from_nvfp4(  # without what is padded where there is no gate
+        [marlin.values(expert)[:rows, : columns // 2].contiguous() for expert in words],
+        [marlin.nvfp4_scales(expert)[:rows, : columns // 16].contiguous() for expert in scales],
+        marlin.nvfp4_tensor_scale(getattr(layer, f"{name}_weight_scale_2").data.flatten()),
+        gate_up=gate_up,
+        dtype=layer.params_dtype,
+    )
+
+
+def _nvfp4_reason(layer: Any) -> str | None:
+    return _dtype_reason(layer.params_dtype)
+
+
+FP8 = Kind(_fp8, _fp8_reason)
+INT4 = Kind(_int4, _int4_reason, "weight_packed", ("weight_scale",))
+NVFP4 = Kind(_nvfp4, _nvfp4_reason, others=("weight_scale",))
+
+
+def kind_of(base_layer: Any) -> Kind | None:
+    """What a layer's weights are, None for those of 16 or 32 bits; NotImplementedError if they are
+    of no kind that is read.
+    """
+    method = getattr(base_layer, "quant_method", None)
+    if not hasattr(base_layer, "w13_weight"):
+        if getattr(base_layer, "is_marlin_converted", False):
+            return INT4
+        names = [n for n in vars(base_layer).get("_parameters", ()) if n.startswith("w13_")]
+        what = f", of {type(method).__name__}"
+        raise NotImplementedError(f"its weights are {', '.join(names) or 'unknown'}{what}")
     dtype = base_layer.w13_weight.dtype
     if dtype in PLAIN:
         return None
-    method = getattr(base_layer, "quant_method", None)
     is_block = getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False)
-    if dtype != torch.float8_e4m3fn or not is_block:
-        return f"its weights are {dtype}, of {type(method).__name__}"
-    scales = base_layer.w13_weight_scale_inv, base_layer.w2_weight_scale_inv
-    if any(scale.dtype != torch.float32 for scale in scales):
-        return f"its scales are {scales[0].dtype} and {scales[1].dtype}"
-    if base_layer.params_dtype not in COMPUTE_DTYPES:
-        return f"its activations are {base_layer.params_dtype}"
-    return None
+    if dtype == torch.float8_e4m3fn and is_block:
+        return FP8
+    if dtype == torch.int32 and hasattr(base_layer, "w13_weight_scale_2"):
+        return NVFP4
+    raise NotImplementedError(f"its weights are {dtype}, of {type(method).__name__}")
+
+
+def device_of(base_layer: Any) -> torch.device:
+    weight = getattr(base_layer, "w13_weight", None)
+    if weight is None:
+        weight = getattr(base_layer, "w13_weight_packed", None)
+    return torch.device("cpu") if weight is None else weight.device
+
+
+def reason_against_weights(base_layer: Any) -> str | None:
+    """Why moelora cannot read the weights of SGLang's `FusedMoE` layer, or None."""
+    try:
+        kind = kind_of(base_layer)
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return None if kind is None else kind.reason(base_layer)
 
 
 class Tiles:
-    """The weights of an FP8 layer, packed; they take the place of the loader's tensors.
+    """The weights of a quantized layer, packed; they take the place of what SGLang held.
 
-    Activations become FP8 with a scale for every group of columns, as in SGLang; adapters take
-    them as they are.
+    Adapters take activations as they are.
 
     Raises
     ------
@@ -48,30 +160,25 @@ class Tiles:
         The format has not what the layer holds, which it keeps then.
     """
 
-    def __init__(self, base_layer: Any) -> None:
+    def __init__(self, base_layer: Any, kind: Kind) -> None:
         of_rows: GateUp | None = None
         if base_layer.moe_runner_config.is_gated:
             of_rows = "concatenated"
-        rows, columns = base_layer.quant_method.weight_block_size
-        packed = []
-        for name, gate_up in (("w13", of_rows), ("w2", None)):
-            packed.append(
-                QuantizedWeights.from_fp8_block(
-                    getattr(base_layer, f"{name}_weight").data,
-                    getattr(base_layer, f"{name}_weight_scale_inv").data,
-                    block=(rows, columns),
-                    gate_up=gate_up,
-                    dtype=base_layer.params_dtype,
-                )
-            )
+        packed = [
+            kind.read(base_layer, name, of_row) for name, of_row in (("w13", of_rows), ("w2", None))
+        ]
         for name, weights in zip(("w13", "w2"), packed, strict=True):
             tiles = nn.Parameter(weights.data, requires_grad=False)
-            setattr(base_layer, f"{name}_weight", tiles)
-        self._base_layer = base_layer
+            setattr(base_layer, f"{name}_{kind.weight}", tiles)
+            for other in kind.others:
+                old: Tensor = getattr(base_layer, f"{name}_{other}")
+                empty = nn.Parameter(old.data.new_empty(0), requires_grad=False)
+                setattr(base_layer, f"{name}_{other}", empty)
+        self._base_layer, self._weight = base_layer, kind.weight
         # The layer's parameters hold the tiles, and may be moved or replaced.
         self._packed = [replace(weights, data=torch.empty(0)) for weights in packed]
 
     def weights(self) -> tuple[QuantizedWeights, QuantizedWeights]:
         w13, w2 = self._packed
-        layer = self._base_layer
-        return replace(w13, data=layer.w13_weight.data), replace(w2, data=layer.w2_weight.data)
+        held = (getattr(self._base_layer, f"{name}_{self._weight}").data for name in ("w13", "w2"))
+        return replace(w13, data=next(held)), replace(w2, data=next(held))

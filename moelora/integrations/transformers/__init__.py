@@ -31,6 +31,7 @@ For adapters that PEFT has loaded, see `moelora.integrations.peft`.
 from moelora.adapters.pool import BASE
 from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
+    enable_checkpointing,
     load_adapters,
     new_pool,
     unload_adapters,
@@ -46,6 +47,7 @@ __all__ = [
     "BASE",
     "IMPLEMENTATION",
     "enable",
+    "enable_checkpointing",
     "experts_forward",
     "load_adapters",
     "load_quantized",

@@ -397,6 +397,26 @@ def use_adapters(
             serving.now.rows = outer
 
 
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Activation checkpointing of a model whose rows carry adapters.
+
+    `model.gradient_checkpointing_enable` with what the repeated forward of a layer needs: the
+    adapters of its rows, after the pass that had them. Without `use_reentrant`.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that went through `load_adapters`. In training mode: others are not checkpointed.
+
+    Raises
+    ------
+    RuntimeError
+        The model has no adapters.
+    """
+    contexts = _serving(model).contexts
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
 def _serving(model: PreTrainedModel) -> Serving:
     serving = model.__dict__.get("_moelora")
     if not isinstance(serving, Serving) or serving.pool is None:

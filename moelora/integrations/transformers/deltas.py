@@ -64,7 +64,8 @@ class Delta:
         slots = tokens.of(self.layer, shape, device)
         flat, rows = _matrix(output), _matrix(x)
         if _has_kernel(rows, flat, factors):
-            if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
+            listed = tokens.is_whole(shape) and tokens.count > FEW_TOKENS
+            if listed and not _is_recorded(rows, flat, factors):
                 lists = tokens.lists(device, factors["adapter_enabled"])
                 _add_listed(flat, rows, factors, serving.routes[device], lists)
             else:
@@ -104,6 +105,12 @@ def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
     dtype = factors["lora_a"].dtype
     same = x.dtype == dtype and out.dtype == dtype and x.device == factors["lora_a"].device
     return same and (x.device.type == "cpu" or dtype != torch.float32)
+
+
+def _is_recorded(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
+    """Whether autograd needs the backward of the delta, which lists of blocks have not."""
+    tensors = x, out, factors["lora_a"], factors["lora_b"]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _add(out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, slots: Tensor) -> None:

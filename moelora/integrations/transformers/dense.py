@@ -166,10 +166,8 @@ def nvfp4(
     weight_global_scale: Tensor,
     input_global_scale: Tensor | None = None,
 ) -> Tensor:
-    """e2m1 (N, K / 2) with an e4m3 scale per 16 columns, divided by the tensor's scale."""
-    numbers = _e2m1(weight_packed)
-    _matrix("weight_scale", weight_scale, torch.float8_e4m3fn)
-    return numbers * _spread(weight_scale.float() / weight_global_scale.float(), numbers.shape)
+    """e2m1 (N, K / 2) times an e4m3 scale for 16 columns over the tensor's (compressed-tensors)."""
+    return _nvfp4(weight_packed, weight_scale, 1 / weight_global_scale.float())
 
 
 def modelopt_nvfp4(
@@ -178,8 +176,18 @@ def modelopt_nvfp4(
     weight_scale_2: Tensor,
     input_scale: Tensor | None = None,
 ) -> Tensor:
-    """ModelOpt's NVFP4: as `nvfp4`, but multiplied by the tensor's scale."""
-    return nvfp4(weight, weight_scale, 1 / weight_scale_2.float())
+    """As `nvfp4`, as ModelOpt names it, whose tensor's scale multiplies."""
+    return _nvfp4(weight, weight_scale, weight_scale_2.float())
+
+
+def _nvfp4(blocks: Tensor, scales: Tensor, of_tensor: Tensor) -> Tensor:
+    """In the order of `QuantizedWeights.unpack`: e2m1 times e4m3, exact, then the tensor's."""
+    numbers = _e2m1(blocks)
+    _matrix("weight_scale", scales, torch.float8_e4m3fn)
+    if of_tensor.numel() != 1 or not (of_tensor.isfinite() & (of_tensor > 0)).all():
+        got = f"{of_tensor.flatten()[:4].tolist()}"
+        raise ValueError(f"the scale of the tensor is {got}, wanted one number above 0")
+    return numbers * _spread(scales.float(), numbers.shape) * of_tensor.reshape(1, 1)
 
 
 def _e2m1(blocks: Tensor) -> Tensor:

@@ -85,6 +85,9 @@ Activation: TypeAlias = "tuple[ops.Activation, float | None, float | None]"
 _activations: weakref.WeakKeyDictionary[Experts, Activation] = weakref.WeakKeyDictionary()
 LIMITS = ("limit", "swiglu_limit")
 ALPHAS = ("alpha", "swiglu_alpha")
+# Those of SiTU: of Kimi-K3's config and of Inkling-2's, bounds of gate and of up.
+GATE_CAPS = ("activation_situ_beta", "mlp_gate_softcap")
+UP_CAPS = ("activation_situ_linear_beta", "mlp_up_softcap")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
@@ -106,7 +109,9 @@ def _identify(experts: Experts) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
-            f"{name} normalizes after every expert, which moelora does not support"
+            f"{name} normalizes every expert's output before it is weighted "
+            "(has_post_expert_norm), which moelora has not. Leave experts_implementation at "
+            '"eager" or "grouped_mm" for this model'
         )
     up, down = expert_weights(experts)
     stored = ((up_name(experts), up), ("down_proj", down))
@@ -116,13 +121,14 @@ def _identify(experts: Experts) -> Activation:
                 f"{name}.{parameter} is {weight.dtype}, which moelora does not support"
             )
 
-    limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
-    gate, up = (t.to(device_of(experts)) for t in _samples(limits))
-    # Tolerance for modules that compute in float32, and for cancellation in forms of gelu.
+    numbers = {names: _numbers(experts, names) for names in (LIMITS, ALPHAS, GATE_CAPS, UP_CAPS)}
+    edges = [*numbers[LIMITS], *numbers[GATE_CAPS], *numbers[UP_CAPS]]
+    gate, up = (t.to(device_of(experts)) for t in _samples(edges))
+    # What is lost where a module computes in float32 and where the forms of gelu cancel.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
     got = experts._apply_gate(w13) if experts.has_gate else experts.act_fn(w13)
-    candidates = _candidates(experts, limits, alphas)
+    candidates = _candidates(experts, *numbers.values())
     for activation in candidates:
         wanted = activate(w13, *activation)
         if got.shape == wanted.shape and ((got - wanted).abs() <= 1e-6 * wanted.abs() + loss).all():
@@ -157,8 +163,14 @@ def _samples(limits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(pairs, dtype=torch.float64).split(1, dim=-1)
 
 
-def _candidates(experts: Experts, limits: list[float], alphas: list[float]) -> list[Activation]:
-    """Activations to compare with, those with default constants first."""
+def _candidates(
+    experts: Experts,
+    limits: list[float],
+    alphas: list[float],
+    gate_caps: list[float],
+    up_caps: list[float],
+) -> list[Activation]:
+    """What moelora has for such a layout, its own numbers first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
     if not getattr(experts, "is_concatenated", True):
@@ -170,6 +182,8 @@ def _candidates(experts: Experts, limits: list[float], alphas: list[float]) -> l
             ("swigluoai_uninterleave", *numbers)
             for numbers in product((None, *alphas), (None, *limits))
         ),
+        *(("swiglustep", None, limit) for limit in (None, *limits)),
+        *(("situ", *numbers) for numbers in product((None, *gate_caps), (None, *up_caps))),
     ]
 
 

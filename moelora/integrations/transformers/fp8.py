@@ -18,6 +18,7 @@ from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.experts import activation_of, experts_forward
+from moelora.integrations.transformers.floats import fp8
 from moelora.integrations.transformers.projection import (
     is_loaded_fp8,
     is_quantized,
@@ -26,7 +27,7 @@ from moelora.integrations.transformers.projection import (
     up_name,
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
-from moelora.integrations.transformers.schemes import Scheme, fp8
+from moelora.integrations.transformers.scheme import Scheme
 from moelora.quantized_fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
 
 if TYPE_CHECKING:

@@ -116,6 +116,15 @@ def take_off(experts: Experts, dtype: torch.dtype) -> None:
     experts._moelora_quantized = True
 
 
+def put_plain(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
+    """Both projections, (E, N, K), as parameters in place of what the module has."""
+    for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
+        delattr(experts, name)
+        stored = found.transpose(1, 2).contiguous() if experts.is_transposed else found
+        setattr(experts, name, nn.Parameter(stored, requires_grad=False))
+    experts._moelora_quantized = False
+
+
 def put_on(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
     """Sets the quantized weights of both projections."""
     if not is_quantized(experts):

@@ -5,23 +5,32 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
 from moelora.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
-from moelora.integrations.transformers.folder import Folder, read_biases, read_experts
+from moelora.integrations.transformers.folder import Folder
+from moelora.integrations.transformers.folder_experts import (
+    read_biases,
+    read_experts,
+    say_dequantized,
+)
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
 from moelora.integrations.transformers.names import expert_linears
-from moelora.integrations.transformers.projection import put_on
+from moelora.integrations.transformers.projection import put_on, put_plain
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.projection import Experts
 
 GENERATION = "generation_config.json"
 # Options with which from_pretrained would load files other than those of the folder.
@@ -33,15 +42,16 @@ def load_quantized(
     *,
     dtype: torch.dtype = torch.bfloat16,
     activations: Activations | None = None,
+    dequantize: bool = False,
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a quantized checkpoint; its experts stay quantized, in four bits or FP8.
 
-    transformers loads everything except the experts, as in `from_pretrained`. Experts are never
-    dequantized; loading needs memory for their tiles and for one layer in the checkpoint's format.
-    Other quantized layers are dequantized once, to `dtype`; the log reports the memory that they
-    take.
+    transformers loads all but the experts, as it does in `from_pretrained`. No expert is
+    dequantized, unless `dequantize` asks for it: beside their tiles there is never more than one
+    layer as the folder has it. Other layers that are quantized are dequantized once, to `dtype`;
+    the log says how much memory that takes.
 
     Parameters
     ----------
@@ -52,8 +62,12 @@ def load_quantized(
     dtype : torch.dtype
         bfloat16 or float16, of the model and of its experts' activations.
     activations : {"fp8", "native", "bf16"}, optional
-        Only with FP8 experts: dtype of their activations (`QuantizedWeights.from_fp8_block`). By
-        default FP8 if the folder quantizes activations, as most do.
+        Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
+        the folder says that activations are quantized, as most do.
+    dequantize : bool
+        What happens to experts of a scheme that no kernel reads, INT8 or MXFP8 for instance: True
+        dequantizes them once, to `dtype`, and the log says how much memory they take; False raises
+        NotImplementedError. Experts that kernels read stay quantized.
     model_class : type, optional
         By default the first of `architectures` in config.json.
     **options
@@ -80,7 +94,7 @@ def load_quantized(
             got = f"{name} is {options[name]!r:.80}"
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
-    checkpoint.check()
+    checkpoint.check(dequantize)
     config = _config(checkpoint.path)
     if model_class is None:
         model_class = _model_class(config.architectures)
@@ -117,7 +131,7 @@ def load_quantized(
     _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
-    load_quantized_experts(model, checkpoint, activations=activations)
+    load_quantized_experts(model, checkpoint, activations=activations, dequantize=dequantize)
     return model
 
 
@@ -127,6 +141,7 @@ def load_quantized_experts(
     *,
     dtype: torch.dtype | None = None,
     activations: Activations | None = None,
+    dequantize: bool = False,
 ) -> None:
     """Replaces the experts of `model` by those of a quantized checkpoint, layer by layer.
 
@@ -143,7 +158,7 @@ def load_quantized_experts(
         As of `load_quantized`.
     dtype : torch.dtype, optional
         bfloat16 or float16, by default that of the experts' parameters.
-    activations : {"fp8", "native", "bf16"}, optional
+    activations, dequantize
         As of `load_quantized`.
 
     Raises
@@ -162,7 +177,7 @@ def load_quantized_experts(
     """
     if not isinstance(folder, Folder):
         folder = _checkpoint(folder)
-        folder.check()
+        folder.check(dequantize)
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     layers = moe_layers(model)
@@ -176,15 +191,24 @@ def load_quantized_experts(
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
         biases = read_biases(folder, name, module, linears[name])
-        up, down = read_experts(folder, name, module, linears[name], kind, activations)
+        found = read_experts(folder, name, module, linears[name], kind, activations, dequantize)
         device = _device(model, name)
         refuse_saving(model)
-        put_on(module, (up.to(device), down.to(device)))
+        _put(module, *(weights.to(device) for weights in found))
         for own, bias in biases.items():
             old = getattr(module, own)
             bias = bias.to(device, old.dtype)
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
+    say_dequantized(folder, [module for module, _ in layers.values()])
+
+
+def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights | Tensor) -> None:
+    if isinstance(up, QuantizedWeights) and isinstance(down, QuantizedWeights):
+        put_on(experts, (up, down))
+    else:
+        assert isinstance(up, Tensor) and isinstance(down, Tensor)
+        put_plain(experts, (up, down))
 
 
 def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:

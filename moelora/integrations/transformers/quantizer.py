@@ -28,7 +28,7 @@ class Quantizer(HfQuantizer):
     """Removes the experts' parameters before `from_pretrained` allocates them."""
 
     requires_calibration = False
-    is_trainable = False
+    is_trainable = True  # of adapters: Trainer asks
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return False

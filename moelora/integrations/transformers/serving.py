@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,22 @@ class Serving:
         try:
             self.now.tokens = tokens
             return forward(*args, **kwargs)
+        finally:
+            self.now.tokens = outer
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """`context_fn` of activation checkpointing: of a part of the pass, and of its repetition.
+
+        That happens in the backward, after the pass and maybe in another thread.
+        """
+        return nullcontext(), self._again(self.now.tokens)
+
+    @contextmanager
+    def _again(self, tokens: Tokens | None) -> Iterator[None]:
+        outer = self.now.tokens
+        try:
+            self.now.tokens = tokens
+            yield
         finally:
             self.now.tokens = outer
 

@@ -58,6 +58,47 @@ def _mxfp4(method: Any, layer: Any, name: str, options: dict[str, Any]) -> Quant
     return QuantizedWeights.from_mxfp4(blocks, scales, **options)
 
 
+def _mxfp4_compressed(
+    method: Any, layer: Any, name: str, options: dict[str, Any]
+) -> QuantizedWeights:
+    blocks, scales = _get(layer, f"{name}_weight_packed"), _get(layer, f"{name}_weight_scale")
+    return QuantizedWeights.from_mxfp4(blocks, scales, **options)
+
+
+def _mxfp4_compressed_reason(method: Any) -> str | None:
+    return "vLLM's kernels take activations in MXFP4" if method.use_cutlass_mxfp4 else None
+
+
+def _nvfp4_modelopt(
+    method: Any, layer: Any, name: str, options: dict[str, Any]
+) -> QuantizedWeights:
+    return QuantizedWeights.from_nvfp4(
+        _get(layer, f"{name}_weight"),
+        _get(layer, f"{name}_weight_scale"),
+        _get(layer, f"{name}_weight_scale_2"),
+        **options,
+    )
+
+
+def _nvfp4_compressed(
+    method: Any, layer: Any, name: str, options: dict[str, Any]
+) -> QuantizedWeights:
+    return QuantizedWeights.from_nvfp4(
+        _get(layer, f"{name}_weight_packed"),
+        _get(layer, f"{name}_weight_scale"),
+        weight_global_scale=_get(layer, f"{name}_weight_global_scale"),
+        **options,
+    )
+
+
+def _nvfp4_reason(method: Any) -> str | None:
+    """Where vLLM has kernels of FP4 for activations, W4A16 would be another model."""
+    backend = method.nvfp4_backend.name
+    if method.use_a16 or backend in ("MARLIN", "HUMMING"):  # which take them in 16 bits
+        return None
+    return f"vLLM's {backend} kernels take activations in NVFP4"
+
+
 def _gptq(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
     return QuantizedWeights.from_gptq(
         _get(layer, f"{name}_qweight"),
@@ -145,6 +186,9 @@ def _fp8_compressed(
 FORMATS = {
     "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True, chooses="select_mxfp4_moe_backend"),
     "mxfp4": Format(_mxfp4, rounds=True, chooses="select_deepseek_v4_mxfp4_moe_backend"),
+    "mxfp4_compressed_tensors": Format(_mxfp4_compressed, _mxfp4_compressed_reason),
+    "nvfp4_modelopt": Format(_nvfp4_modelopt, _nvfp4_reason),
+    "nvfp4_compressed_tensors": Format(_nvfp4_compressed, _nvfp4_reason),
     "gptq": Format(_gptq, _gptq_reason, loaded_biases=True),
     "awq": Format(_awq, _awq_reason),
     "compressed_tensors": Format(_compressed, _compressed_reason),

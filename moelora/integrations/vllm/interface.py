@@ -150,6 +150,17 @@ METHODS = {
             }
         },
     ),
+    "mxfp4_compressed_tensors": _method(
+        f"{_COMPRESSED}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", "self moe"
+    ),
+    "nvfp4_modelopt": _method(
+        f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "self quant_config moe_config"
+    ),
+    "nvfp4_compressed_tensors": _method(
+        f"{_COMPRESSED}_w4a4_nvfp4",
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+        "self moe layer_name use_a16",
+    ),
     "gptq": _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
     "awq": _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
     "compressed_tensors": _method(

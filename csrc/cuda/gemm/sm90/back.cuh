@@ -22,7 +22,8 @@ moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16
   return moelora_encode_map(map, is_bf16, 4, w->data, sizes[w->packed], strides[w->packed], box);
 }
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchBack {
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchBack {
   static constexpr bool BF16 = Element<T>::is_bf16;
 
   static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *,

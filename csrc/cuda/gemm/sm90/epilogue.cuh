@@ -136,6 +136,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
                        first, header.tile.block * S::TOKENS + c, sOut);
       }
     }
+    if (!by_position)
+      warp.sync(); // all warps have read the buffers
 
     // Store the same outputs in e4m3. Each consumer holds half of a scale group.
     if constexpr (STORES_E4M3)

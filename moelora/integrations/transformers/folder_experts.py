@@ -1,0 +1,280 @@
+"""The experts of a folder: both projections of a layer, from the tensors of its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moelora import QuantizedWeights
+from moelora.integrations.transformers.folder import Folder, log
+from moelora.integrations.transformers.names import OF_ONE, Linears
+from moelora.integrations.transformers.projection import (
+    expert_weights,
+    is_quantized,
+    sizes,
+    up_name,
+)
+from moelora.integrations.transformers.scheme import Scheme
+from moelora.quantized_fp8 import Activations, GateUp
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.projection import Experts
+
+
+def read_experts(
+    folder: Folder,
+    layer: str,
+    experts: Experts,
+    linears: Linears,
+    dtype: torch.dtype,
+    activations: Activations | None = None,
+    dequantize: bool = False,
+) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
+    """Both projections of one experts module, called `layer` in the model.
+
+    Holds the tiles, one projection's tensors as the checkpoint has them (gate and up joined), and
+    one expert on its way: no weight is dequantized. `linears` are those of `expert_linears`.
+
+    With `dequantize` a projection whose scheme no kernel reads is a tensor (E, N, K) of `dtype`,
+    with rows of gate and up as the module has them; then the other one is a tensor, too.
+
+    Raises
+    ------
+    ValueError
+        A tensor is missing, one is there that nothing is known to do with, or one is not what the
+        model or the format wants. The message names it.
+    NotImplementedError
+        A scheme that no kernel has.
+    """
+    try:
+        return _read_experts(folder, layer, experts, linears, dtype, activations, dequantize)
+    except ValueError as error:
+        at = "" if str(error).startswith(str(folder.path)) else f"{folder.path}: "
+        raise ValueError(f"{at}{error}") from None
+
+
+def _read_experts(
+    folder: Folder,
+    layer: str,
+    experts: Experts,
+    linears: Linears,
+    dtype: torch.dtype,
+    activations: Activations | None,
+    dequantize: bool,
+) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
+    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    up, down = sizes(experts)
+    method = folder.quantization.get("quant_method")
+    found: tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
+    if method == "mxfp4":
+        if activations is not None:
+            raise ValueError(f"activations is {activations!r}, wanted None: weights are MXFP4")
+        gate_up: GateUp = "interleaved" if interleaved else "concatenated"
+        found = (
+            _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
+            _stacked(folder, f"{layer}.down_proj", down, None, dtype),
+        )
+    else:
+        of_up = _names(folder, layer, up_name(experts), 1 + experts.has_gate, up[0], linears)
+        of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
+        rows: GateUp | None = "concatenated" if experts.has_gate else None
+        schemes = [_scheme(folder, names) for names in (of_up, of_down)]
+        if dequantize and any(scheme.make is None for scheme in schemes):
+            for scheme in schemes:
+                scheme.taking(activations)
+            found = (
+                _dequantized(folder, of_up, up, interleaved, dtype),
+                _dequantized(folder, of_down, down, False, dtype),
+            )
+            _refuse_others(folder, layer, experts, linears)
+            return found
+        first = _per_expert(folder, of_up, up, rows, dtype, activations)
+        if interleaved:  # rows of gate and of up fill tiles of their own in either order
+            first = replace(first, gate_up="interleaved")
+        found = first, _per_expert(folder, of_down, down, None, dtype, activations)
+    _refuse_others(folder, layer, experts, linears)
+    return found
+
+
+def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
+    """A line of the log on experts that `dequantize` has made parameters of, if there are any."""
+    modules = [module for module in modules if not is_quantized(module)]
+    if not modules:
+        return
+    schemes = (folder.scheme_of(linear) for linear in folder.linears if OF_ONE.search(linear))
+    names = dict.fromkeys(scheme.name for scheme in schemes if scheme.make is None)
+    weights = [w for module in modules for w in expert_weights(module)]
+    made = sum(w.numel() * w.itemsize for w in weights if isinstance(w, Tensor))
+    kind = str(modules[0].down_proj.dtype).removeprefix("torch.")
+    log.warning(
+        f"{folder.path}: the experts of {len(modules)} layers ({', '.join(names)}) are dequantized "
+        f"to {kind}, {made / 2**30:.2f} GiB"
+    )
+
+
+def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linears) -> None:
+    """ValueError if the folder has tensors of these experts that nothing was made of."""
+    places = {layer, *(linear.rsplit(".", 2)[0] for linear in linears.values())}
+    biases = set(_biases(experts, linears))
+    for name in sorted(folder.unread):
+        place = next((p for p in places if name.startswith(f"{p}.")), None)
+        if place is None or name in biases or name.removeprefix(f"{place}.") in experts._parameters:
+            continue  # a bias
+        if name.endswith(".bias") and not folder[name].float().any():
+            continue  # of linear layers without one, as older GPTQ checkpoints have them
+        method = folder.quantization.get("quant_method")
+        raise ValueError(f"{name} is no tensor that {method} has in experts like these")
+
+
+def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int]]:
+    """What biases of single experts are called in a folder, and where in the module they go."""
+    own = (up_name(experts), "down_proj")
+    has = [name for name in own if f"{name}_bias" in experts._parameters]
+    return {f"{linear}.bias": key for key, linear in linears.items() if key[0] in has}
+
+
+def read_biases(
+    folder: Folder, layer: str, experts: Experts, linears: Linears
+) -> dict[str, Tensor]:
+    """Biases (E, N) that a folder has in one tensor for each expert, by their parameters' names."""
+    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    parts: dict[str, dict[tuple[int, int], Tensor]] = {}
+    for name, (own, place, expert) in _biases(experts, linears).items():
+        if name in folder and f"{layer}.{own}_bias" not in folder:
+            parts.setdefault(own, {})[expert, place] = folder[name]
+    found = {}
+    for own, biases in parts.items():
+        shape = getattr(experts, f"{own}_bias").shape
+        places = 2 if own == "gate_up_proj" else 1
+        rows = []
+        for expert in range(shape[0]):
+            here = [(expert, place) for place in range(places)]
+            row = [biases[key] for key in here if key in biases]
+            if [bias.shape for bias in row] != [(shape[1] // places,)] * places:
+                wanted = f"{places} of {shape[1] // places} numbers"
+                raise ValueError(
+                    f"{folder.path}: the biases of expert {expert} of {layer}.{own} are missing or "
+                    f"of another shape, wanted {wanted}"
+                )
+            rows.append(torch.stack(row, -1).flatten() if interleaved else torch.cat(row))
+        found[f"{own}_bias"] = torch.stack(rows)
+    return found
+
+
+def _stacked(
+    folder: Folder, name: str, shape: torch.Size, gate_up: GateUp | None, dtype: torch.dtype
+) -> QuantizedWeights:
+    blocks, scales = folder[f"{name}_blocks"], folder[f"{name}_scales"]
+    wanted = (*shape[:2], shape[2] // 32, 16)
+    if tuple(blocks.shape) != wanted:
+        raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
+    try:
+        return QuantizedWeights.from_mxfp4(blocks, scales, gate_up=gate_up, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _names(
+    folder: Folder, layer: str, own: str, places: int, count: int, linears: Linears
+) -> list[list[str]]:
+    """Of each expert, the linear layers of one projection: gate and up, or one."""
+    names = []
+    for expert in range(count):
+        row = [linears.get((own, place, expert)) for place in range(places)]
+        if None in row:
+            some = next((linear for linear in folder.linears if OF_ONE.search(linear)), None)
+            has = f"experts are called {some}" if some else "none is of an expert"
+            raise ValueError(
+                f"no quantized linear layer is {own} of expert {expert} of {layer}; {has}"
+            )
+        names.append([name for name in row if name is not None])
+    return names
+
+
+def _per_expert(
+    folder: Folder,
+    names: Sequence[Sequence[str]],
+    shape: torch.Size,
+    gate_up: GateUp | None,
+    dtype: torch.dtype,
+    activations: Activations | None,
+) -> QuantizedWeights:
+    scheme = _scheme(folder, names).taking(activations)
+    experts, _, first = names[0][0].rpartition(".")
+    parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
+    where = f"{experts.rpartition('.')[0]}.*.{parts}"
+    found = {}
+    for part in scheme.parts:
+        if part in scheme.required or f"{names[0][0]}.{part}" in folder:
+            rows = ([f"{linear}.{part}" for linear in row] for row in names)
+            found[part] = [_joined(folder, row, scheme) for row in rows]
+    weights = scheme.pack(where, found, gate_up, dtype)
+    if weights.shape != shape:
+        raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
+    return weights
+
+
+def _scheme(folder: Folder, names: Sequence[Sequence[str]]) -> Scheme:
+    """That of all experts of a projection."""
+    scheme = folder.scheme_of(names[0][0])
+    for linear in (linear for row in names for linear in row):
+        other = folder.scheme_of(linear)
+        if (other.name, other.options) != (scheme.name, scheme.options):
+            raise NotImplementedError(
+                f"{folder.path}: {linear} is {other.name} {other.options}, and {names[0][0]} "
+                f"{scheme.name} {scheme.options}; experts of one layer must be of one scheme"
+            )
+    return scheme
+
+
+def _dequantized(
+    folder: Folder,
+    names: Sequence[Sequence[str]],
+    shape: torch.Size,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(E, N, K), one expert after the other."""
+    weights = torch.empty(shape, dtype=dtype)
+    for expert, row in enumerate(names):
+        found = [folder.dequantized(linear, dtype)[0] for linear in row]
+        wanted = (shape[1] // len(row), shape[2])
+        for linear, weight in zip(row, found, strict=True):
+            if tuple(weight.shape) != wanted:
+                raise ValueError(f"{linear} has shape {tuple(weight.shape)}, wanted {wanted}")
+        weights[expert] = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
+    return weights
+
+
+def _joined(folder: Folder, names: Sequence[str], scheme: Scheme) -> Tensor:
+    """What gate and up have as two tensors as that of one weight, up's rows behind gate's."""
+    tensors = [folder[name] for name in names]
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dtype != first.dtype or tensor.shape != first.shape:
+            got, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, first))
+            raise ValueError(f"{name} is {got}, wanted {wanted} as {names[0]}")
+    if names[0].endswith(".weight_shape"):
+        if tuple(first.shape) != (2,):
+            raise ValueError(f"{names[0]} has shape {tuple(first.shape)}, wanted (2,)")
+        rows_of, columns_of = torch.stack(tensors).unbind(1)
+        if (columns_of != columns_of[0]).any():
+            raise ValueError(f"{names[-1]} is {tensors[-1].tolist()}, {names[0]} {first.tolist()}")
+        return torch.stack([rows_of.sum(), columns_of[0]])
+    is_scale = "scale" in names[0].rpartition(".")[2]
+    if is_scale and first.numel() == 1 and "block" not in scheme.options:  # of a tensor each
+        return torch.stack([tensor.reshape(()) for tensor in tensors])
+    if first.dim() == 1:  # g_idx: of columns, which they share
+        for name, tensor in zip(names, tensors, strict=True):
+            if not torch.equal(tensor, first):
+                raise ValueError(f"{name} is in another order (desc_act), wanted {names[0]}'s")
+        return first
+    if first.dim() != 2:
+        raise ValueError(f"{names[0]} has shape {tuple(first.shape)}, wanted a matrix")
+    return torch.cat(tensors, dim=scheme.rows)
