@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.dialects import DIALECTS, draw, merge
+from dialects import DIALECTS, draw, merge
 from hf_models import gpt_oss, make_model, mixtral, peft, qwen3, tokens
 from small_models import make
 from small_models import tokens as small_tokens
