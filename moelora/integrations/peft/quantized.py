@@ -1,8 +1,8 @@
-"""Adapters of quantized experts: PEFT looks for parameters, which `load_quantized` has taken off.
+"""PEFT adapters of quantized experts, whose parameters `load_quantized` has removed.
 
-While PEFT injects an adapter, parameters of the right shape, without memory, stand in their place.
-PEFT reads nothing of them but shape, dtype and device. What it has wrapped is run by `attach`, which
-reads tiles; by itself PEFT would merge factors into parameters, which there are none of.
+While PEFT injects an adapter, experts have parameters of the right shape on the meta device, of
+which PEFT only reads shape, dtype and device. `attach` then runs the wrapped experts from tiles;
+PEFT by itself would merge factors into parameters that do not exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moelora.integrations.transformers.projection import (
 
 @contextmanager
 def with_parameters(model: nn.Module) -> Iterator[None]:
-    """Within the context, quantized experts of `model` have parameters by the names of theirs."""
+    """Within the context, quantized experts of `model` have placeholder parameters."""
     replaced: list[tuple[nn.Module, str, QuantizedProjection]] = []
     try:
         for module in list(model.modules()):

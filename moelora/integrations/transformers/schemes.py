@@ -28,7 +28,7 @@ from moelora.integrations.transformers.scheme import (
 )
 from moelora.quantized_readers import ZERO_OFFSETS
 
-# What belongs to a quantized linear layer beside its weight, in any scheme.
+# Tensors of a quantized linear layer other than its weight, in any scheme.
 PARTS = frozenset(
     "weight qweight qzeros scales g_idx weight_packed weight_scale weight_scale_inv weight_scale_2 "
     "weight_zero_point weight_shape weight_g_idx weight_global_scale input_scale scale "
@@ -73,7 +73,7 @@ def refuse_method(method: Any) -> NoReturn:
     raise NotImplementedError(f"quant_method is {method!r:.80}, wanted {known}; {why}")
 
 
-# Of what is not read: what it is, and what can be done instead.
+# Methods that are not supported: their names, and alternatives.
 ENABLE = "and call moelora.integrations.transformers.enable(model)"
 OTHERS = {
     "bitsandbytes": (
@@ -115,7 +115,7 @@ def _mentions(value: Any) -> bool:
 
 def _gptq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
     settings = dict(config)
-    for key, own in settings_in(config, "dynamic").items():  # GPTQModel's settings of some layers
+    for key, own in settings_in(config, "dynamic").items():  # GPTQModel's settings per layer
         if not key.startswith("-:") and matches(key.removeprefix("+:"), linear):
             settings |= settings_in({key: own}, key)
             break
