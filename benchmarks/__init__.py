@@ -1,8 +1,13 @@
-"""Commands that write benchmarks/results/, `python -m benchmarks.NAME`, or compare builds
-(`benchmarks.compare`).
+"""Commands of a checkout that write benchmarks/results/, `python -m benchmarks.NAME`, or compare
+builds (`benchmarks.compare`).
 
-They belong to a checkout. One for each thing that is measured, beside what it is compared with;
-README and docs/ quote their files (`benchmarks.tables`), tests draw their `problems`. What anyone
-with a wheel measures with is `moelora.bench`, a layer on the machine at hand; the commands here
-take cases, shapes, timers and result files from it.
+README and docs/ quote their files (`benchmarks.tables`). Users of a wheel have `moelora bench`,
+whose cases, shapes, timers and result files these commands share; problems and small models are
+those of the tests.
 """
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests/support"))

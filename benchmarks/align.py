@@ -9,18 +9,15 @@ where vLLM's copy is not there, 16 rows up to 8 routed rows per expert and 64 be
 timed, ours is compared with the CPU's result id by id, and vLLM's with the number of padded rows.
 """
 
-import argparse
-import math
 import time
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import moelora
+from benchmarks import options, tables
+from benchmarks.baselines import vllm
 from moelora.bench import cases, results
-from moelora.bench.baselines import vllm
 from moelora.bench.shapes import MODELS, Model
 from moelora.bench.timing import GraphTimer
 
@@ -58,29 +55,15 @@ def check_ours(batch, model, block_size, adapters):
 
 
 class Peer:
-    """vLLM's alignment for one model and number of tokens. Its layer looks only at the shapes of
-    weights and factors, which stride 0 gives without memory."""
+    """vLLM's alignment for one model and number of tokens."""
 
     def __init__(self, vk, model, tokens, adapters):
-        def shaped(*shape):
-            return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
-
-        e, k, i, rank = model.experts, model.hidden, model.intermediate, 16
         self.vk, self.adapters = vk, adapters
-        self.layer = vk.MoELayer(
-            shaped(e, 2 * i, k), shaped(e, k, i), tokens, model.top_k, torch.device("cuda")
-        )
-        self.lora = vk.Lora(
-            [shaped(adapters, e, rank, k)] * 2,
-            [shaped(adapters, e, i, rank)] * 2,
-            shaped(adapters, e, rank, i),
-            shaped(adapters, e, k, rank),
-            torch.device("cuda"),
-        )
+        self.layer = vllm.shaped_layer(vk, model, tokens)
+        self.lora = vllm.lora(vk, vllm.shaped_factors(model, adapters, 16))
 
     def token_set(self, batch):
-        mapping = batch.mapping.to(torch.int64)
-        return self.vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, self.adapters)
+        return vllm.token_set(self.vk, batch, self.adapters)
 
     def base(self, token_set):
         return self.layer.align(token_set)
@@ -131,41 +114,19 @@ def measure(timer, name, tokens, args, generator, vk):
     }
 
 
-def show(rows):
-    table = Table(title="microseconds per alignment")
-    for column in ("model", "M", "rows", "block", "segmented", "uniform", "base", "sorting"):
-        table.add_column(column, justify="right")
-    for column in ("vLLM base", "vLLM LoRA"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        table.add_row(
-            *(r["model"], str(r["tokens"]), str(r["tokens"] * r["top_k"]), str(r["block_size"])),
-            *(f"{r[f'{key}_us']:.2f}" for key in ("ours", "ours_uniform", "ours_base")),
-            f"{r['ours_sorting_us']:.2f}",
-            *(f"{r['rivals'].get(key, math.nan):.2f}" for key in ("vllm_base", "vllm_lora")),
-        )
-    Console(width=110).print(table)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--adapters", default=8, type=int)
+def main(argv=None):
+    parser = options.parser(
+        __doc__, models=["qwen3", "mixtral", "dsv2lite"], tokens=TOKENS, adapters=8, budget_ms=20.0
+    )
     parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
     parser.add_argument("--baselines", "--rivals", default="vllm", choices=["vllm", "none"])
-    parser.add_argument(
-        "--budget-ms", default=20.0, type=float, help="GPU time per baseline and case"
-    )
-    parser.add_argument("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     started = time.monotonic()
     vk = vllm.load() if args.baselines == "vllm" else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
-    todo = [(name, int(m)) for name in args.models.split(",") for m in args.tokens.split(",")]
+    todo = [(name, m) for name in args.models for m in args.tokens]
     rows = []
     with Progress() as progress:
         bar = progress.add_task("align", total=len(todo))
@@ -177,7 +138,7 @@ def main():
             progress.advance(bar)
             if args.out:
                 results.write(args.out, rows)
-    show(rows)
+    print(tables.made_of(tables.ALIGN, rows))
 
 
 if __name__ == "__main__":

@@ -12,19 +12,16 @@ Microseconds of one projection's delta, median of CUDA-graph replays. Three part
 Every baseline is compared with a float64 reference on a few tokens before it is timed.
 """
 
-import argparse
-import math
 import time
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import moelora
+from benchmarks import options, tables
+from benchmarks.baselines import vllm
 from moelora.bench import cases, machine, results, shapes
-from moelora.bench.baselines import vllm as peer_vllm
 from moelora.bench.timing import GraphTimer
 
 PEAK_BYTES, PEAK_FLOPS = machine.KNOWN["NVIDIA H200"]
@@ -134,23 +131,15 @@ def draw_setting(model, tokens, adapters, factors, generator, slots=None):
 
 
 class Peer:
-    """vLLM's deltas of the same setting. Its layer looks only at the shapes of base weights."""
+    """vLLM's deltas of the same setting."""
 
     def __init__(self, vk, setting, tokens):
-        def shaped(*shape):
-            return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
-
-        model, f = setting.model, setting.factors
-        e, k, i = model.experts, model.hidden, model.intermediate
-        device = torch.device("cuda")
-        self.layer = vk.MoELayer(shaped(e, 2 * i, k), shaped(e, k, i), tokens, model.top_k, device)
+        slots = setting.factors.a2.shape[0]
+        self.layer = vllm.shaped_layer(vk, setting.model, tokens)
         self.layer.c2 = setting.h
-        self.lora = vk.Lora(f.a13, f.b13, f.a2, f.b2, device)
+        self.lora = vllm.lora(vk, setting.factors)
         self.out = setting.out
-        self.sets = [
-            vk.TokenSet(b.x, b.topk_ids, b.topk_weights, b.mapping.long(), f.a2.shape[0])
-            for b in setting.batches
-        ]
+        self.sets = [vllm.token_set(vk, batch, slots) for batch in setting.batches]
         self.meta = {}
 
     def run(self, projection, mode):
@@ -171,7 +160,7 @@ class Peer:
 
     def modes(self, rank, wanted):
         """vLLM's default path, and with `best` the others that it could take for this case."""
-        modes = peer_vllm.modes(self.sets[0].topk_ids.numel(), rank, "best" in wanted)
+        modes = vllm.modes(self.sets[0].topk_ids.numel(), rank, "best" in wanted)
         return modes if "default" in wanted else modes[1:]
 
 
@@ -221,14 +210,13 @@ def measure(timer, setting, projection, vk_modes, peer, args, what):
 
 def grid(timer, vk, args, generator, deadline):
     """One row for each model, rank, number of tokens and projection."""
-    todo = [(name, int(r)) for name in args.models.split(",") for r in args.ranks.split(",")]
-    tokens = [int(m) for m in args.tokens.split(",")]
+    todo = [(name, rank) for name in args.models for rank in args.ranks]
     with Progress() as progress:
-        bar = progress.add_task("grid", total=len(todo) * len(tokens))
+        bar = progress.add_task("grid", total=len(todo) * len(args.tokens))
         for name, rank in todo:
             model = shapes.MODELS[name]
             factors = cases.draw_factors(model, args.adapters, rank, generator)
-            for m in tokens:
+            for m in args.tokens:
                 if time.monotonic() > deadline:
                     print("deadline: the grid ends early")
                     return
@@ -352,57 +340,23 @@ def sglang(timer, args, generator, deadline):
                 }
 
 
-def show(rows):
-    table = Table(title="microseconds of a delta")
-    for column in ("model", "M", "rank", "slots", "", "bound", "ours", "share"):
-        table.add_column(column, justify="right")
-    for column in ("vLLM default", "vLLM best", "x default", "x best"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        if r["part"] == "sglang":
-            continue
-        default = r["rivals"].get("vllm_default", math.nan)
-        best = r["rivals"].get("vllm_best", math.nan)
-        table.add_row(
-            *(r["model"], str(r["tokens"]), str(r["rank"]), str(r.get("slots", r["adapters"]))),
-            *(r["projection"], f"{r['bound_us']:.1f}", f"{r['ours_us']:.1f}", f"{r['share']:.2f}"),
-            *(f"{default:.1f}", f"{best:.1f}"),
-            *(f"{default / r['ours_us']:.2f}", f"{best / r['ours_us']:.2f}"),
-        )
-    console = Console(width=120)
-    console.print(table)
-    table = Table(title="microseconds of an adapter MLP")
-    for column in ("model", "M", "adapters", "staged", "all in one"):
-        table.add_column(column, justify="right")
-    for r in rows:
-        if r["part"] == "sglang":
-            table.add_row(
-                *(r["model"], str(r["tokens"]), str(r["adapters"])),
-                *(f"{r['ours_staged_us']:.1f}", f"{r['ours_fused_us']:.1f}"),
-            )
-    console.print(table)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--ranks", default="16,64")
-    parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument(
-        "--baselines", "--rivals", default="default,best", help="of default, best; or none"
+def main(argv=None):
+    parser = options.parser(
+        __doc__,
+        models=["qwen3", "mixtral", "dsv2lite"],
+        tokens=TOKENS,
+        ranks=[16, 64],
+        adapters=8,
+        only=["grid", "slots", "sglang"],
+        budget_ms=12.0,
     )
-    parser.add_argument("--only", default="grid,slots,sglang", help="parts to run")
-    parser.add_argument(
-        "--budget-ms", default=12.0, type=float, help="GPU time per baseline and case"
-    )
-    parser.add_argument("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args()
-    args.baselines = args.baselines.split(",")
+    about = "of default, best; or none"
+    default = "default,best"
+    parser.add_argument("--baselines", "--rivals", default=default, type=options.words, help=about)
+    args = parser.parse_args(argv)
 
     deadline = time.monotonic() + args.deadline_s
-    vk = peer_vllm.load() if args.baselines != ["none"] else None
+    vk = vllm.load() if args.baselines != ["none"] else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
     parts = {
@@ -411,12 +365,13 @@ def main():
         "sglang": lambda: sglang(timer, args, generator, deadline),
     }
     rows = []
-    for part in args.only.split(","):
+    for part in args.only:
         for row in parts[part]():
             rows.append(row)
             if args.out:
                 results.write(args.out, rows)
-    show(rows)
+    for columns, parts in ((tables.DELTA, ("grid", "slots")), (tables.MLP, ("sglang",))):
+        print(tables.made_of(columns, [row for row in rows if row["part"] in parts]), "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.dialect_table --out docs/adapters.md
 
-Each dialect is written for every small model (`dialects`, `small_models`) and read by
+Each dialect is written for every small model (`tests/support`) and read by
 `load_adapters`, and by PEFT with `moelora.integrations.peft.attach`; right is who has the logits of
 merged weights. What vLLM and SGLang do is read in their sources.
 """
@@ -18,11 +18,11 @@ import warnings
 import peft
 import torch
 import transformers
+from dialects import DIALECTS, merge
+from small_models import MODELS, make, tokens
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.dialects import DIALECTS, merge
-from benchmarks.small_models import MODELS, make, tokens
 
 BEGIN, END = "<!-- dialects -->", "<!-- end of dialects -->"
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from cases import Problem, Spec
 from torch import Tensor
 
 import moelora
@@ -34,7 +35,6 @@ from benchmarks.grid.adapters import TILES, factors
 from benchmarks.grid.alignment import align_lists
 from benchmarks.grid.calls import DTYPES
 from benchmarks.grid.quantized import FORMATS, FP8, KERNELS, kernels_of, packed
-from benchmarks.problems import Problem, Spec
 from moelora import _C
 from moelora.bench import results
 

@@ -1,52 +1,72 @@
-"""The whole MoE layer on a GPU beside vLLM's kernels: what h200-layer.json is written by.
+"""`moelora bench` beside a copy of vLLM's kernels (benchmarks/baselines), and the goals it misses.
 
-    python -m benchmarks.layer --out benchmarks/results/h200-layer.json
-    python -m benchmarks.layer --models qwen3 --tokens 16,1024 --ranks 16 --baselines default,base
-    python -m benchmarks.layer --max-cc 80 --out benchmarks/results/h200-sm80-layer.json
+    python -m benchmarks.layer --baselines vllm --out benchmarks/results/h200-layer.json
+    python -m benchmarks.layer --models qwen3@int4,qwen3@fp8_block --peers DIR --out FILE
+    python -m benchmarks.layer --device cpu --out benchmarks/results/cpu-layer.json
 
-A short form of `moelora bench`, which has more baselines and more of everything.
+Takes the options of `moelora bench`, and --peers, a folder instead of $MOELORA_PEERS. With --out it
+then lists the cases that miss a goal. Exit status 1: our error is larger than ALLOWED.
 """
 
 import argparse
+import os
 import sys
 
+from benchmarks import baselines
 from moelora.__main__ import main as moelora_main
+from moelora.bench import results
 
-BASELINES = ("base", "default", "best", "none")
+STREAMED = 8  # tokens; up to here a layer on a CPU is bound by reading its weights
+COMPUTED = 512  # from here on by arithmetic
+ALLOWED = 1.5  # our error over that of the same layer in bf16; of FP8 activations, over vLLM's
 
 
-def command(argv=None) -> list[str]:
-    """The words of `moelora` that measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
-    parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,16384")
-    parser.add_argument("--ranks", default="16,64")
-    parser.add_argument("--adapters", default="8")
-    parser.add_argument("--base-share", default=0.0, type=float, help="tokens without an adapter")
-    parser.add_argument("--routing", default="uniform")
-    parser.add_argument(
-        "--baselines", "--rivals", default="base,default", help=f"of {', '.join(BASELINES)}"
-    )
-    parser.add_argument("--variant", help="force this kernel variant")
-    parser.add_argument("--max-cc", help="plan as for this compute capability, e.g. 80")
-    parser.add_argument("--budget-ms", default="40", help="GPU time per baseline and case")
-    parser.add_argument("--deadline-s", default="1e9", help="stop cleanly after this")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args(argv)
-    wanted = args.baselines.split(",")
-    if not set(wanted) <= set(BASELINES):
-        parser.error(f"--baselines is {args.baselines!r}, wanted some of {', '.join(BASELINES)}")
-    words = ["bench", "--device", "cuda", "--dtypes", "bf16"]
-    words += ["--mix", f"{args.base_share:g}" if args.base_share else "many"]
-    words += ["--baselines", "none" if wanted == ["none"] else "vllm"]
-    words += ["--all-modes"] if "best" in wanted else []
-    for name in ("models", "tokens", "ranks", "adapters", "routing", "budget_ms", "deadline_s"):
-        words += [f"--{name.replace('_', '-')}", getattr(args, name)]
-    for name in ("variant", "max_cc", "out"):
-        value = getattr(args, name)
-        words += [f"--{name.replace('_', '-')}", value] if value else []
-    return words
+def cpu_goals(row, features=""):
+    """{what: goal} that a row of a CPU misses: ratio to the fastest baseline, shares of the bound,
+    and the cost of adapters."""
+    low = row["dtype"] == "bf16" and any(name in features for name in ("avx512_bf16", "amx"))
+    wanted = {"x best": (row["ratio"], 1.0)} if row["ratio"] else {}
+    if row["tokens"] <= STREAMED:
+        wanted["share"] = row["share"], 0.8
+    if row["tokens"] >= COMPUTED:
+        wanted["share"] = row["share"], 0.5 if low else 0.7
+        if row["rank"] <= 16:
+            wanted["adapters"] = -row["overhead"], -0.15
+    return {what: abs(goal) for what, (got, goal) in wanted.items() if got < goal}
+
+
+def misses(meta, rows):
+    """(lines on goals that are missed, lines on errors that are too large)."""
+    goals, errors = [], []
+    for row in rows:
+        case = f"{row['model']} {row['format']} M={row['tokens']} rank {row['rank']}"
+        features = meta.get("cpu_features")
+        if features and row["format"] == row["dtype"]:
+            goals += [
+                f"misses its goal: {case}: {what}, wanted {goal:g}"
+                for what, goal in cpu_goals(row, " ".join(features)).items()
+            ]
+        if row.get("max_err_ratio", 0.0) > ALLOWED:
+            whose = "of vLLM" if row["format"] == "fp8_block" else "in bf16"
+            errors.append(f"{case}: our error is {row['max_err_ratio']} times that {whose}")
+    return goals, errors
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--peers")
+    args, words = parser.parse_known_args(argv)
+    if args.peers:
+        os.environ["MOELORA_PEERS"] = args.peers
+    baselines.register()
+    status = moelora_main(["bench", *words])
+    parser.add_argument("--out")
+    out = parser.parse_known_args(words)[0].out
+    goals, errors = misses(*results.read(out)) if out and not status else ([], [])
+    for line in goals + errors:
+        print(line)
+    return status or int(bool(errors))
 
 
 if __name__ == "__main__":
-    sys.exit(moelora_main(command()))
+    sys.exit(main())

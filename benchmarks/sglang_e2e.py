@@ -24,9 +24,15 @@ import urllib.error
 import urllib.request
 from importlib import metadata
 
-from benchmarks.answers import compare_batches, compare_engines, judge, same_by, write_replies
-from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
-from benchmarks.serving import DECODE, check, speed, speed_row, targets
+from benchmarks.engines.answers import (
+    compare_batches,
+    compare_engines,
+    judge,
+    same_by,
+    write_replies,
+)
+from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
+from benchmarks.engines.serving import DECODE, check, speed, speed_row, targets
 from moelora.bench import results
 from moelora.integrations.sglang import SWITCH
 
@@ -52,7 +58,7 @@ TARGETS = [
 
 
 class Client:
-    """A server's adapters, as `benchmarks.serving` asks for them."""
+    """A server's adapters, as `benchmarks.engines.serving` asks for them."""
 
     def __init__(self, manifest, port, lora):
         self.url, self.vocab = f"http://127.0.0.1:{port}", manifest["vocab"]

@@ -3,7 +3,8 @@
     python -m benchmarks.tables [NAME...]  prints them, or some of them
     python -m benchmarks.tables --write    updates the pages
 
-Names are the keys of TABLES, MADE and SENTENCES, or `from FILE`: provenance and command of a file.
+Names are the keys of TABLES, MADE and SENTENCES, or `from TOPIC`: provenance and command of a file.
+A file is named <card>-<topic>.json; of several cards the newest is taken, and tables name the card.
 A page contains a table between `<!-- name -->` and `<!-- /name -->`. At `<!-- site: name, name -->`
 only the generated site does (docs/mkdocs_hooks.py), which is built without torch: this module must
 not import moelora.
@@ -17,8 +18,15 @@ import sys
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/measurements.md", "docs/batch-invariance.md", "docs/training.md")
+from benchmarks import ROOT
+
+PAGES = (
+    "README.md",
+    "docs/measurements.md",
+    "docs/batch-invariance.md",
+    "docs/training.md",
+    "docs/transformers.md",
+)
 # "column: field of a case"; a column that no case has is left out.
 CASE = "model: model, tokens: tokens, rank: rank"
 LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
@@ -57,29 +65,31 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
 TRAINING = """layer: shape, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
+WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
 RATIOS = "ratio", "share", "max_err_ratio"
-# {name: (file, which of its cases, columns)}
+# {name: (topic of a file, which of its cases, columns)}
 TABLES = {
-    "layer_all": ("h200-layer", lambda r: True, LAYER),
-    "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
-    "formats_all": ("h200-formats", lambda r: True, FORMATS),
-    "portable": ("h200-sm80-layer", lambda r: True, LAYER),
-    "kernels": ("h200-kernels", lambda r: True, KERNELS),
-    "kernels_formats": ("h200-kernels-formats", lambda r: r["us"] > 8, KERNELS),
-    "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
-    "power": ("h200-power", lambda r: True, POWER),
-    "align_all": ("h200-align", lambda r: True, ALIGN),
-    "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
-    "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
-    "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
-    "engines_12_layers": ("h200-e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_int4": ("h200-e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
-    "training": ("h100-training", lambda r: True, TRAINING),
+    "layer_all": ("layer", lambda r: True, LAYER),
+    "adapters": ("adapters", lambda r: True, "adapters: adapters, " + LAYER),
+    "formats_all": ("formats", lambda r: True, FORMATS),
+    "portable": ("sm80-layer", lambda r: True, LAYER),
+    "kernels": ("kernels", lambda r: True, KERNELS),
+    "kernels_formats": ("kernels-formats", lambda r: r["us"] > 8, KERNELS),
+    "one_launch": ("kernels-one-launch", lambda r: True, KERNELS),
+    "power": ("power", lambda r: True, POWER),
+    "align_all": ("align", lambda r: True, ALIGN),
+    "delta": ("delta", lambda r: r["part"] == "grid", DELTA),
+    "slots": ("delta", lambda r: r["part"] == "slots", DELTA),
+    "mlp": ("delta", lambda r: r["part"] == "sglang", MLP),
+    "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
+    "training": ("training", lambda r: True, TRAINING),
+    "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
 }
@@ -88,13 +98,36 @@ TABLES = {
 AWAITED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there
 
 
-def path_of(file):
-    return ROOT / f"benchmarks/results/{file}.json"
+def path_of(topic, device=None):
+    """The newest file of a topic, <card>-<topic>.json, or the one of a device; a CPU's topic begins
+    with "cpu-". None: not measured."""
+    folder = ROOT / "benchmarks/results"
+    if topic.startswith("cpu-"):
+        found = [folder / f"{topic}.json"]
+    else:
+        found = [p for p in folder.glob(f"*-{topic}.json") if is_card(p.name, topic)]
+    found = [path for path in found if path.exists()]
+    found = [path for path in found if device in (None, read(path)[0]["device"])]
+    return max(found, key=lambda path: (read(path)[0]["date"], path.name), default=None)
 
 
-def load(file):
-    content = json.loads(path_of(file).read_text())
+def is_card(name, topic):
+    card = name.removesuffix(f"-{topic}.json")
+    return "-" not in card and card != "cpu"
+
+
+def read(path):
+    content = json.loads(path.read_text())
     return content["meta"], content["cases"]
+
+
+def load(topic, device=None):
+    return read(path_of(topic, device))
+
+
+def card(topic):
+    """The GPU or CPU that a file was measured on."""
+    return load(topic)[0]["device"]
 
 
 def known_models():
@@ -113,21 +146,21 @@ def known_models():
 MODELS = known_models()
 
 
-def rows_of(file):
+def rows_of(topic):
     """Empty before it was measured."""
-    return load(file)[1] if path_of(file).exists() else []
+    return load(topic)[1] if path_of(topic) else []
 
 
 def cases(name):
     """The rows of a table of TABLES."""
-    file, wanted, _ = TABLES[name]
-    return [row for row in rows_of(file) if wanted(row)]
+    topic, wanted, _ = TABLES[name]
+    return [row for row in rows_of(topic) if wanted(row)]
 
 
 def cell(row, field):
     value = row
     for name in field.split("."):
-        value = value.get(name)
+        value = value.get(name) if value else None
     if field == "model" and value in MODELS:
         name, experts = MODELS[value]
         cut = row.get("experts", experts) < experts
@@ -148,21 +181,26 @@ def markdown(titles, rows):
 
 
 def table(name):
-    _, _, columns = TABLES[name]
+    topic, _, columns = TABLES[name]
+    rows = cases(name)
+    return f"{card(topic)}:\n\n{made_of(columns, rows)}" if rows else AWAITED
+
+
+def made_of(columns, rows):
+    """A table of cases; columns without a value are left out."""
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
-    rows = [[cell(row, field) for _, field in pairs] for row in cases(name)]
-    if not rows:
-        return AWAITED
-    kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
-    return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in rows])
+    cells = [[cell(row, field) for _, field in pairs] for row in rows]
+    kept = [i for i in range(len(pairs)) if any(row[i] for row in cells)]
+    return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in cells])
 
 
-def source(file):
-    if not path_of(file).exists():
+def source(topic):
+    path = path_of(topic)
+    if path is None:
         return AWAITED
-    meta, _ = load(file)
+    meta, _ = read(path)
     about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
-    return f"`benchmarks/results/{file}.json`, {about}:\n\n```\n{meta['command']}\n```"
+    return f"`benchmarks/results/{path.name}`, {about}:\n\n```\n{meta['command']}\n```"
 
 
 def span(values, digits=2):
@@ -171,7 +209,7 @@ def span(values, digits=2):
 
 
 def layer_ranges():
-    _, rows = load("h200-layer")
+    _, rows = load("layer")
     shares, times, ahead = [], [], []
     for rank in sorted({r["rank"] for r in rows}):
         some = [r for r in rows if r["rank"] == rank]
@@ -189,14 +227,15 @@ def layer_ranges():
         some = [r for r in rows if low <= r["tokens"] <= high]
         both = [span(r[name] for r in some) for name in ("share", "share_base")]
         shares.append(f"{tokens} tokens reach {both[0]} at all ranks, {both[1]} without adapters")
-    return f"""Over all numbers of tokens that is {", ".join(times)}. *With* adapters it is faster
-        than vLLM's layer *without* any {"; ".join(ahead)}. Of the bound {"; ".join(shares)}."""
+    return f"""On {card("layer")} that is, over all numbers of tokens, {", ".join(times)}.
+        *With* adapters it is faster than vLLM's layer *without* any {"; ".join(ahead)}.
+        Of the bound {"; ".join(shares)}."""
 
 
 def delta_ranges():
     said = []
     for at in ("w13", "w2"):
-        grid = [r for r in load("h200-delta")[1] if r["part"] == "grid" and r["projection"] == at]
+        grid = [r for r in load("delta")[1] if r["part"] == "grid" and r["projection"] == at]
         usual, best = (
             [r["rivals"][who] / r["ours_us"] for r in grid if who in r["rivals"]]
             for who in ("vllm_default", "vllm_best")
@@ -205,7 +244,8 @@ def delta_ranges():
             {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
             modes for the case, which is faster than ours in {sum(b < 1 for b in best)} of
             {len(best)} cases""")
-    return f"The adapters' part alone, added to an existing output: {'; '.join(said)}."
+    where = card("delta")
+    return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."
 
 
 def format_shares():
@@ -235,9 +275,9 @@ def format_ranges():
     faster = [r["rivals"]["vllm_lora"] / r["ours_us"] for r in rows]
     few = [r for r in rows if r["rank"] == 16 and r["tokens"] >= 4]
     won = sum(r["ours_us"] < r["rivals"]["vllm_base"] for r in few)
-    text = f"""Geometric means of both ranks and all models. With adapters the layer is
-        {span(faster)} times as fast as vLLM's with adapters; from 4 tokens on it is faster with
-        adapters of rank 16 than vLLM's without in {won} of {len(few)} cases."""
+    text = f"""{card("formats")}, geometric means of both ranks and all models. With adapters the
+        layer is {span(faster)} times as fast as vLLM's with adapters; from 4 tokens on it is faster
+        with adapters of rank 16 than vLLM's without in {won} of {len(few)} cases."""
     return f"{table}\n\n{wrapped(text)}"
 
 
@@ -252,7 +292,8 @@ def quantized_layers():
         f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"
         for what, some in found.items()
     ]
-    text = f"""A layer of quantized experts with adapters is {" and ".join(said)} as the fastest of
+    text = f"""On {card("formats")} a layer of quantized experts with adapters is
+        {" and ".join(said)} as the fastest of
         vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
         tokens. Shares of the [upper bound](docs/benchmarks.md#the-upper-bound) that it reaches, and
         vLLM's:"""
@@ -282,10 +323,11 @@ def over(a, b):
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
-    titles = ["engine", "experts", "layers", "tokens/s of", "its own without adapters"]
+    titles = ["engine", "GPU", "experts", "layers", "tokens/s of", "its own without adapters"]
 
-    def row(engine, experts, layers, phase, base, theirs, ours):
-        told = [engine, experts, str(layers), phase, *thousands(base, theirs)]
+    def row(topic, engine, experts, layers, phase, base, theirs, ours):
+        gpu = card(topic).removeprefix("NVIDIA ")
+        told = [engine, gpu, experts, str(layers), phase, *thousands(base, theirs)]
         said.append([*told, f"**{ours:,}**", over(ours, theirs)])
 
     for what, layers, name in (
@@ -298,7 +340,7 @@ def engine_ranges():
             base = rate(cases(name), phase, "vllm", False, "base")
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
-                row("vLLM 0.26", what, layers, phase, base, theirs, ours)
+                row(TABLES[name][0], "vLLM 0.26", what, layers, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():
         numbers = (
@@ -309,14 +351,14 @@ def engine_ranges():
                 ("moelora", MIXED),
             )
         )
-        release = load("h200-e2e-sglang")[0]["sglang"]
-        row(f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
+        release = load("e2e-sglang")[0]["sglang"]
+        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
     return markdown([*titles, "its own with", "moelora with", "moelora / its own with"], said)
 
 
 def engines_parallel():
     """Tokens per second of two GPUs, in each way that they share a layer."""
-    speeds = [row for row in rows_of("h100-e2e-parallel") if row["topic"] == "speed"]
+    speeds = [row for row in rows_of("e2e-parallel") if row["topic"] == "speed"]
     said = []
     for way in dict.fromkeys(row["parallel"] for row in speeds):
         rows = [row for row in speeds if row["parallel"] == way]
@@ -331,7 +373,10 @@ def engines_parallel():
             said.append([way, phase, *numbers])
     titles = ["way", "tokens/s of", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
     titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
-    return markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said) if said else AWAITED
+    if not said:
+        return AWAITED
+    made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
+    return f"Two {card('e2e-parallel')}:\n\n{made}"
 
 
 def sglang_ranges():
@@ -351,14 +396,15 @@ def sglang_ranges():
     virtual, usual, without = (
         f"{a:.2f} and {b:.2f} times" for a, b in zip(*made.values(), strict=True)
     )
-    return f"""A real SGLang server, over HTTP, with twelve bf16 layers and the same adapters: with
-        moelora prefill of {ours["prefill_tok_s"]:,} and decode of {ours["decode_tok_s"]:,}
+    return f"""A real SGLang server on {card("e2e-sglang")}, over HTTP, with twelve bf16 layers and
+        the same adapters: with moelora prefill of {ours["prefill_tok_s"]:,} and decode of
+        {ours["decode_tok_s"]:,}
         tokens/s, {virtual} SGLang's own with `--lora-use-virtual-experts`, {usual} its own without
         it, {without} SGLang's without LoRA."""
 
 
 def engine_bits():
-    rows = [r for r in load("h200-e2e-invariance")[1] if r["topic"] == "bits"]
+    rows = [r for r in load("e2e-invariance")[1] if r["topic"] == "bits"]
     ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
     text = f"""Of {ours["matched"]} different rows that came to moelora's {ours["layers"]} layers in
         both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one alone;
@@ -368,7 +414,7 @@ def engine_bits():
 
 
 def invariance_found():
-    meta, _ = load("h100-invariance")
+    meta, _ = load("invariance")
     return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
         {meta["compositions"]:,} compositions {meta["differing"]} differ."""
 
@@ -384,7 +430,7 @@ def cpu_ranges():
 
 def cpu_format_ranges():
     """Our times over those of bf16 on unpacked weights: unpacked in the call, and before."""
-    if not path_of("cpu-formats").exists():
+    if path_of("cpu-formats") is None:
         return AWAITED
     meta, rows = load("cpu-formats")
     said = []
@@ -409,9 +455,10 @@ def cpu_format_ranges():
 def decode_parts():
     """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
     memory's rate."""
-    layers = {(r["model"], r["tokens"], r["rank"]): r for r in load("h200-layer")[1]}
+    _, same_card = load("layer", card("kernels-decode"))
+    layers = {(r["model"], r["tokens"], r["rank"]): r for r in same_card}
     parts, rows = {}, []
-    for row in load("h200-kernels-decode")[1]:
+    for row in load("kernels-decode")[1]:
         kind = next((k for k in ("gemm", "shrink", "decode") if k in row["kernel"]), "rest")
         kinds = parts.setdefault((row["model"], row["tokens"], row["rank"]), {})
         us, mb = kinds.get(kind, (0.0, 0.0))
@@ -428,18 +475,22 @@ def decode_parts():
         named = (cell(layer, field) for field in ("model", "tokens", "rank"))
         rows.append([*named, *spent, cell(layer, "ours_us"), cell(layer, "bound_us")])
     titles = "model, tokens, rank, products, shrinks, sort and sum, all, in a graph, bound"
-    return markdown(titles.split(", "), rows)
+    return f"{card('kernels-decode')}:\n\n{markdown(titles.split(', '), rows)}"
 
 
-# {name: (file, its table)}
+PICTURES = {  # {file: what `moelora bench plot` takes beside the results of `layer`}
+    "docs/layer.png": [],
+    "docs/beside.png": ["--picture", "beside"],
+}
+# {name: (topic of a file, its table)}
 MADE = {
-    "decode_parts": ("h200-kernels-decode", decode_parts),
-    "format_ranges": ("h200-formats", format_ranges),
-    "quantized_layers": ("h200-formats", quantized_layers),
-    "engine_ranges": ("h200-e2e-fp8", engine_ranges),
-    "engines_parallel": ("h100-e2e-parallel", engines_parallel),
-    "engine_bits": ("h200-e2e-invariance", engine_bits),
-    "invariance_found": ("h100-invariance", lambda: wrapped(invariance_found())),
+    "decode_parts": ("kernels-decode", decode_parts),
+    "format_ranges": ("formats", format_ranges),
+    "quantized_layers": ("formats", quantized_layers),
+    "engine_ranges": ("e2e-fp8", engine_ranges),
+    "engines_parallel": ("e2e-parallel", engines_parallel),
+    "engine_bits": ("e2e-invariance", engine_bits),
+    "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
 }
 SENTENCES = {
     f.__name__: f
@@ -481,6 +532,10 @@ def main():
     if sys.argv[1:] == ["--write"]:
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
+        from moelora.__main__ import main as moelora
+
+        for picture, more in PICTURES.items():
+            moelora(["bench", "plot", str(path_of("layer")), "--out", picture, *more])
     else:
         print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *SENTENCES))))
 

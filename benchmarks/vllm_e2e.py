@@ -7,33 +7,34 @@
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
 
-One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
+One engine of vLLM 0.26 after the other, each in its own process (`engines/vllm_engine.py`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. vLLM is the
 one that is installed; on a machine without a network `--peers` is a folder with a packed one, whose
 `install_chunk.sh` unpacks it into `$SITE`. Needs one GPU and Python 3.11; with `--parallel` two
 GPUs, which share a layer's experts, or each of them, by vLLM's own exchange over NCCL.
 
-With `--format`, experts are quantized (`benchmarks.vllm_quantize`; `mxfp4` is a gpt-oss of
-`benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
+With `--format`, experts are quantized (`benchmarks.engines.vllm_quantize`; `mxfp4` is a gpt-oss of
+`benchmarks.engines.vllm_gpt_oss`) and moelora is held against vLLM
 with the same numbers: in the same format where vLLM's kernels of the packed copy can (FP8), and
 unquantized otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
-With `--only invariance` both engines run under VLLM_BATCH_INVARIANT, and rows of their MoE layers
-in a mixed batch are compared with those of each request alone, bit for bit
-(`benchmarks.vllm_bits`).
+With `--only invariance` rows of the MoE layers of both engines in a mixed batch are compared with
+those of each request alone, bit for bit (`engines/vllm_bits.py`): as both are, where rows that came
+out of attention with other bits have no counterpart, and under VLLM_BATCH_INVARIANT.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import sys
 
-from benchmarks.answers import (
+from benchmarks.engines.answers import (
     SAME,
     compare_batches,
     compare_engines,
@@ -41,9 +42,9 @@ from benchmarks.answers import (
     same_by,
     write_replies,
 )
-from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
-from benchmarks.serving import speed_row, targets
-from benchmarks.vllm_quantize import FORMATS
+from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
+from benchmarks.engines.serving import speed_row, targets
+from benchmarks.engines.vllm_quantize import FORMATS
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
@@ -138,7 +139,7 @@ class Bench(Stages):
         out = self.result_file(name)
         return self.job(
             name,
-            [sys.executable, "-m", "benchmarks.vllm_engine", "--model", self.work / model]
+            [sys.executable, "-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
             + ["--out", out, *flags],
             seconds,
             PYTHONPATH=os.pathsep.join(str(p) for p in path if str(p)),
@@ -190,7 +191,7 @@ class Bench(Stages):
     def make(self, model, *options):
         if self.args.format == "mxfp4":
             layers = options[options.index("--layers") + 1] if "--layers" in options else 4
-            command = [sys.executable, "-m", "benchmarks.vllm_gpt_oss", "--ranks", RANKS]
+            command = [sys.executable, "-m", "benchmarks.engines.vllm_gpt_oss", "--ranks", RANKS]
             command += ["--layers", layers, "--out", self.work / f"{model}-mxfp4"]
             command += self.only_quantized(model)
             return self.job(f"make {model}", command, 120)
@@ -206,7 +207,7 @@ class Bench(Stages):
         models = ours, ours if self.same_format() else f"{ours}-dense"
         if format == "mxfp4":
             return models
-        command = [sys.executable, "-m", "benchmarks.vllm_quantize", "--format", format]
+        command = [sys.executable, "-m", "benchmarks.engines.vllm_quantize", "--format", format]
         command += ["--model", self.work / model, "--out", self.work / ours]
         command += self.only_quantized(model)
         if not self.done(self.job(f"quantize {model}", command, 120)):
@@ -221,8 +222,6 @@ class Bench(Stages):
         lps = self.work / f"lps-{name}.json"
         write_replies(lps, check)
         script = self.hold_against
-        if self.args.format == "mxfp4":  # that script knows Qwen3-MoE alone
-            script = ["-m", "benchmarks.vllm_gpt_oss_check"]
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
         tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
@@ -286,9 +285,11 @@ class Bench(Stages):
         models = self.quantize("tiny")
         if models is None:
             return
-        for name, model in zip(("moelora", "vllm"), models, strict=True):
-            flags, run = ("--lora", "--check", "--bits"), f"{name} invariant"
-            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT="1")
+        engines = list(zip(("moelora", "vllm"), models, strict=True))
+        for flag, (name, model) in itertools.product("01", engines):
+            run = f"{name} invariant" if flag == "1" else name
+            flags = ("--lora", "--check", "--bits")
+            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT=flag)
             self.read(run, job)
             row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
             # Another engine's rows are counted, not promised.

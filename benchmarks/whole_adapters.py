@@ -28,7 +28,7 @@ import torch
 import transformers
 
 import moelora.integrations.transformers as mt
-from benchmarks.engine_model import PRESETS
+from benchmarks.engines.engine_model import PRESETS
 from moelora.bench import results
 
 ADAPTERS = ("a", "b", "c", "d")

@@ -329,6 +329,8 @@ typedef enum moelora_activation {
   MOELORA_SWIGLUOAI, /* g sigmoid(alpha g) (u + 1), clamped; gate and up rows alternate */
   MOELORA_RELU2,     /* relu(x)^2, not gated: w13 is [E, I, K] */
   MOELORA_SWIGLUOAI_UNINTERLEAVE, /* SWIGLUOAI with gate rows before up rows */
+  MOELORA_SITU,                   /* alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit) */
+  MOELORA_SWIGLUSTEP,             /* min(silu(g), limit) * u, clamped */
 } moelora_activation;
 
 /* What the forward of a layer saves for its backward, in addition to its arguments. Rows are flat
@@ -359,8 +361,9 @@ typedef struct moelora_experts_args {
   moelora_lora w2_lora;  /* 1 slice of K columns */
   moelora_activation activation;
   /* Positive normal float32 values; 0 selects the activation's default. swigluoai takes an alpha,
-   * 1.702 by default. swigluoai and silu take a limit, by default 7 and none: g is clamped to
-   * min(g, limit) and u to min(max(u, -limit), limit) first. */
+   * 1.702 by default, and situ, 1 by default. silu, swigluoai and swiglustep take a limit, by
+   * default none, 7 and 7: g (of swiglustep silu(g)) is clamped to min(g, limit) and u to
+   * min(max(u, -limit), limit) first. situ takes a limit, by default none: u is not transformed. */
   double activation_alpha, activation_limit;
   bool apply_router_weight_on_input; /* requires top_k == 1 */
   moelora_tensor out;                /* [M, K]; may alias hidden_states, unless saving */

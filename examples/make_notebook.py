@@ -1,4 +1,4 @@
-"""quick_start.ipynb: the page docs/quick-start.md, up to the demo, as a notebook.
+"""Pages of docs/ as notebooks: quick-start.md up to the demo, and tenants.md.
 
 python examples/make_notebook.py
 """
@@ -8,15 +8,18 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs/quick-start.md"
-NOTEBOOK = HERE / "quick_start.ipynb"
+DOCS = HERE.parent / "docs"
+NOTEBOOKS = {  # by page
+    DOCS / "quick-start.md": HERE / "quick_start.ipynb",
+    DOCS / "tenants.md": HERE / "tenants.ipynb",
+}
 # Paths in the page are of the repository's top, Jupyter starts where the notebook is.
 START = 'import os\n\nif not os.path.isdir("examples"):\n    os.chdir("..")'
 
 
 def cells(page: str) -> list[dict]:
     text = page.split("\n## The demo\n")[0]
-    text = re.sub(r" The same as a notebook:\n[^\n]*\n", "\n", text)
+    text = re.sub(r" The same as a\s+notebook:\s[^\n]*\n", "\n", text)
     text = re.sub(r"\]\((?!\.\./|http)([^)]+)\)", r"](../docs/\1)", text)
     found = []
     for i, part in enumerate(re.split(r"^```python\n(.*?)^```\n", text, flags=re.M | re.S)):
@@ -31,10 +34,10 @@ def cell(kind: str, text: str, name: int | str) -> dict:
     return content | {"source": text.splitlines(keepends=True)}
 
 
-def notebook() -> str:
+def notebook(page: Path) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     content = {
-        "cells": cells(PAGE.read_text()),
+        "cells": cells(page.read_text()),
         "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
         "nbformat": 4,
         "nbformat_minor": 5,
@@ -43,4 +46,5 @@ def notebook() -> str:
 
 
 if __name__ == "__main__":
-    NOTEBOOK.write_text(notebook())
+    for page, path in NOTEBOOKS.items():
+        path.write_text(notebook(page))

@@ -42,8 +42,18 @@ __all__ = [
     "prepack_weights",
 ]
 
-Activation: TypeAlias = Literal["silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2"]
-ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3, "swigluoai_uninterleave": 4}
+Activation: TypeAlias = Literal[
+    "silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2", "situ", "swiglustep"
+]
+ACTIVATIONS = {
+    "silu": 0,
+    "gelu": 1,
+    "swigluoai": 2,
+    "relu2": 3,
+    "swigluoai_uninterleave": 4,
+    "situ": 5,
+    "swiglustep": 6,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,14 +333,18 @@ def fused_experts_lora(
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional
         Bias of `w2`.
-    activation : {"silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2"}
+    activation : {"silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2", "situ", \
+            "swiglustep"}
         `silu(g) * u`; `gelu_tanh(g) * u`; `g sigmoid(alpha g) (u + 1)` of gpt-oss, whose rows of
-        `w13` are interleaved, and of MiniMax-M3, whose are not; `relu(g)^2` without up rows.
+        `w13` are interleaved, and of MiniMax-M3, whose are not; `relu(g)^2` without up rows;
+        `alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit)` of Kimi-K3 (SiTU) and Inkling-2,
+        which have alpha 4 and limit 25; `min(silu(g), limit) * u` of Step-3.7, `u` clamped.
     activation_alpha : float, optional
-        `alpha` of the two "swigluoai"; others take none. Absent: 1.702.
+        `alpha` of the two "swigluoai" and "situ"; others take none. Absent: 1.702, 1 for "situ".
     activation_limit : float, optional
         Clamps before "silu" or "swigluoai": `g` to at most the limit, `u` to within plus or minus
-        the limit; others take none. Absent: no clamp for "silu", 7 for the two "swigluoai".
+        the limit; "swiglustep" clamps `silu(g)` in place of `g`, and "situ" bounds `u` by tanh;
+        others take none. Absent: no clamp for "silu", `u` itself for "situ", 7 for the others.
     {expert_map?} They contribute nothing.
     apply_router_weight_on_input : bool
         Multiply the input instead of the output by the routing weight; needs `top_k == 1`.

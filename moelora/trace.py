@@ -1,20 +1,15 @@
-"""Logging, profiling and dumps of operator calls, enabled by environment variables.
+"""Logging and dumps of operator calls, enabled by environment variables.
 
 MOELORA_LOG=plan     the library prints the kernels of every gemm and layer, and why
 MOELORA_LOG=shapes   also the arguments of every call, before it is checked
-MOELORA_NVTX=1       every call is a range in Nsight's timeline
 MOELORA_DUMP=folder  a call that raises writes its arguments there: moelora replay FILE
-MOELORA_DUMP_MIB=n   limit of all dumps of a process, 4096 by default
 """
 
-import contextlib
 import itertools
 import os
 import secrets
 import sys
 import threading
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,29 +29,17 @@ class Settings:
     """Which features are enabled."""
 
     shapes: bool = False
-    nvtx: bool = False
     dump: str = ""
     dump_mib: int = DUMP_MIB
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        env = os.environ
-        limit = env.get("MOELORA_DUMP_MIB", str(DUMP_MIB))
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 10):
-            text = f"MOELORA_DUMP_MIB={limit}: wanted a number of MiB, not {DUMP_MIB}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-            limit = str(DUMP_MIB)
-        return cls(
-            shapes=_C.logs_shapes(),
-            nvtx=env.get("MOELORA_NVTX") == "1",
-            dump=env.get("MOELORA_DUMP", ""),
-            dump_mib=int(limit),
-        )
+        return cls(shapes=_C.logs_shapes(), dump=os.environ.get("MOELORA_DUMP", ""))
 
     @property
     def active(self) -> bool:
         """False: operators are called directly."""
-        return self.shapes or self.nvtx or bool(self.dump)
+        return self.shapes or bool(self.dump)
 
 
 settings = Settings.from_environment()
@@ -70,13 +53,12 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
     """Call `op(*args)` with the enabled features."""
     if settings.shapes:
         print(f"moelora: {describe(op, args)}", file=sys.stderr, flush=True)
-    with _range(op, args) if settings.nvtx else contextlib.nullcontext():
-        try:
-            return op(*args)
-        except Exception as error:
-            if settings.dump:
-                _dump(op, args, error)
-            raise
+    try:
+        return op(*args)
+    except Exception as error:
+        if settings.dump:
+            _dump(op, args, error)
+        raise
 
 
 def name_of(op: Any) -> str:
@@ -103,22 +85,6 @@ def _text(value: Any) -> str:
     return f"{dtype}{list(value.shape)}{strides}@{value.device}".replace(" ", "")
 
 
-@contextlib.contextmanager
-def _range(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    first = next((list(a.shape) for a in args if isinstance(a, Tensor)), "")
-    try:
-        torch.cuda.nvtx.range_push(f"moelora.{name_of(op)} {first}")
-    except RuntimeError:  # a torch build without CUDA
-        settings.nvtx = False
-        warnings.warn("MOELORA_NVTX=1: this torch has no NVTX", RuntimeWarning, stacklevel=2)
-        yield
-        return
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
-
-
 def _dump(op: Any, args: tuple[Any, ...], error: Exception) -> None:
     """Write the arguments; failures here must not hide `error`."""
     number = next(_dumps)
@@ -142,6 +108,6 @@ def _reserve(size: int) -> None:
         if _dumped + size > settings.dump_mib << 20:
             raise ValueError(
                 f"its {size >> 20} MiB and the {_dumped >> 20} MiB of earlier dumps are more than "
-                f"MOELORA_DUMP_MIB={settings.dump_mib}"
+                f"the {settings.dump_mib} MiB of a process"
             )
         _dumped += size

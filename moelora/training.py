@@ -1,4 +1,4 @@
-"""Explicit backward of a layer: the forward that saves for it, and the gradients.
+"""Explicit backward of a layer: the forward that saves for it, and the gradients; and `Tenants`.
 
 Autograd runs both for `fused_experts_lora`. Call them directly without autograd, or to accumulate
 gradients into given buffers.
@@ -17,8 +17,17 @@ from torch import Tensor
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
 from moelora.ops import Weights, fused_experts_lora, layer_arguments
+from moelora.tenants import Step, Tenant, Tenants
 
-__all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
+__all__ = [
+    "Gradients",
+    "Saved",
+    "Step",
+    "Tenant",
+    "Tenants",
+    "fused_experts_lora_backward",
+    "fused_experts_lora_saving",
+]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")
@@ -121,7 +130,7 @@ def fused_experts_lora_saving(
     ValueError, TypeError, RuntimeError
         As `fused_experts_lora`.
     NotImplementedError
-        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
+        The device has no kernel for it.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
@@ -196,7 +205,7 @@ def fused_experts_lora_backward(
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no double backward.
     NotImplementedError
-        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
+        The device has no kernel for it.
 
     Notes
     -----

@@ -24,8 +24,8 @@ import time
 
 import torch
 
-from benchmarks import grid
-from benchmarks.compare.processes import ROOT, Build
+from benchmarks import ROOT, grid
+from benchmarks.compare.processes import Build
 from moelora import _C
 from moelora.bench import results
 

@@ -10,7 +10,6 @@ with zeros as hidden states: the same instructions and bytes, but hardly any bit
 zeros make faster, power makes slow.
 """
 
-import argparse
 import functools
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import time
 
 import torch
 
-from benchmarks.compare.times import numbers
+from benchmarks import options
 from moelora.bench import cases, results, shapes
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.layer import Layer
@@ -122,13 +121,8 @@ def measure(args, sampler):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=lambda t: t.split(","))
-    parser.add_argument("--tokens", default="1024,4096,16384", type=numbers)
-    parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
-    parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument("--seconds", default=0.5, type=float, help="of work for each case")
-    parser.add_argument("--out", help="result file to write")
+    usual = {"models": ["qwen3", "mixtral", "dsv2lite"], "tokens": [1024, 4096, 16384]}
+    parser = options.parser(__doc__, **usual, ranks=[0, 16, 64], adapters=8, seconds=0.5)
     args = parser.parse_args(argv)
     sampler = Sampler()
     try:

@@ -14,7 +14,8 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from benchmarks import ROOT
+
 MODULE = "_C.abi3.so"
 ANSWER = "@"  # begins what a build's process says to us
 

@@ -11,7 +11,6 @@ turns, and percentages compare with the first build. The same module twice shows
 1 % on an H200. `python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
-import argparse
 import hashlib
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ import time
 
 import torch
 
+from benchmarks import options
 from benchmarks.compare.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
@@ -129,26 +129,22 @@ def show(row):
     )
 
 
-def numbers(text):
-    return [int(word) for word in text.split(",")]
-
-
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(
+        __doc__,
+        models=["qwen3", "mixtral", "dsv2lite"],
+        tokens=[16, 256, 1024, 4096],
+        ranks=[0, 16, 64],
+        adapters=8,
+        mix="many",
+        routing="uniform",
+        turns=8,
+        budget_ms=5.0,
+    )
     parser.add_argument("builds", nargs="+", help="NAME=MODULE[,VARIABLE=VALUE...]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=lambda t: t.split(","))
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
-    parser.add_argument("--tokens", default="16,256,1024,4096", type=numbers)
-    parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
-    parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument("--mix", default="many", help="as in `moelora bench`")
-    parser.add_argument("--routing", default="uniform", help="as in `moelora bench`")
-    parser.add_argument("--turns", default=8, type=int, help="of each build")
-    parser.add_argument("--budget-ms", default=5.0, type=float, help="of each turn")
-    parser.add_argument("--deadline-s", default=1e9, type=float, help="no case begins after this")
-    parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
     if args.shape:
         args.models = []

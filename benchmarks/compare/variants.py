@@ -9,13 +9,12 @@ Microseconds, and the share of the bound that the plan's reach; behind a variant
 2 % faster than the plan's stands a star.
 """
 
-import argparse
 import re
 import time
 
 import torch
 
-from benchmarks.compare.times import numbers
+from benchmarks import options
 from moelora import _C
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
@@ -25,14 +24,8 @@ FASTER = 0.98
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen3,mixtral", type=lambda t: t.split(","))
-    parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096", type=numbers)
-    parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
-    parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument("--budget-ms", default=4.0, type=float, help="of each variant and case")
-    parser.add_argument("--deadline-s", default=1e9, type=float, help="no case begins after this")
-    parser.add_argument("--out", help="result file to write")
+    usual = {"models": ["qwen3", "mixtral"], "tokens": [1, 4, 16, 64, 256, 1024, 4096]}
+    parser = options.parser(__doc__, **usual, ranks=[0, 16, 64], adapters=8, budget_ms=4.0)
     return parser.parse_args(argv)
 
 

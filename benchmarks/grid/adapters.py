@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from cases import Problem, Spec
 
 import moelora
 from benchmarks.grid.alignment import align_lists, some_loras
 from benchmarks.grid.calls import ALONE, each_dtype, filled, portable, rows, with_plans
-from benchmarks.problems import Problem, Spec
 
 TOKENS = (1, 7, 60, 700, 4096)  # a CPU has the first four
 FORCED = (7, 700)  # those that every kernel computes

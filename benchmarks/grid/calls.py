@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from cases import Spec
 
-from benchmarks.problems import Spec
 from moelora import _C
 
 Calls = Iterator[tuple[str, Callable]]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from cases import EDGE_CASES, Problem, Spec, random_specs
 
 import moelora
 from benchmarks.grid.calls import (
@@ -19,7 +20,6 @@ from benchmarks.grid.calls import (
     rows,
     with_plans,
 )
-from benchmarks.problems import EDGE_CASES, Problem, Spec, random_specs
 
 # On a GPU around the bounds of one launch for few tokens (4 and 8 of them, 18 rows), of the blocks
 # that an expert's rows choose (8, 26, 44, 80, 116), of one launch of a delta (512 rows), of shrinks

@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import cache, partial
 
 import torch
+from cases import Problem, Spec
 
 import moelora
 from benchmarks.grid.calls import DTYPES, plans, portable, present, with_plans
-from benchmarks.problems import Problem, Spec
 
 # Format: columns of a group (0: all), zero points.
 FORMATS = {

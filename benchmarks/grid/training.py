@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cases import EDGE_CASES
 
 import moelora
 from benchmarks.grid.calls import BACK, each_dtype, filled, plans, present, rows, with_plans
-from benchmarks.problems import EDGE_CASES
 
 
 def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:

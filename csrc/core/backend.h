@@ -112,8 +112,10 @@ typedef struct moelora_gemm_problem {
 /* The activation of w13, with defaults filled in. */
 typedef struct moelora_activation_problem {
   moelora_activation kind;
-  float alpha; /* gated: of sigmoid(alpha g), except for gelu; otherwise 1 */
-  float limit; /* gated: upper bound of g, and of |u|; infinity: none */
+  float alpha;      /* gated: of sigmoid(alpha g), except for gelu; otherwise 1; situ: cap of g */
+  float limit;      /* gated: upper bound of |u|, infinity: none; situ: cap of u, finite */
+  float gate_limit; /* gated: upper bound of g, infinity: none */
+  float inverse_alpha, inverse_limit; /* situ: reciprocals of the caps */
 } moelora_activation_problem;
 
 static inline bool moelora_is_gated(moelora_activation activation) {

@@ -172,7 +172,7 @@ static MOELORA_CONSTEXPR moelora_format moelora_format_of_kernel(moelora_kernel_
       MOELORA_NATIVE;
 }
 
-/* Number of formats of a kernel format. */
+/* Number of weight formats that the kernels of a kernel format read. */
 static MOELORA_CONSTEXPR int32_t moelora_formats_of(moelora_kernel_format kernel) {
   return 0
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \

@@ -15,6 +15,8 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
 /* First row with this device, role, method, dtype, family and flags; numbers that are 0 match any.
  */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
+/* Whether a row for projections also has a kernel that stores values before the activation. */
+bool moelora_variant_saves(const moelora_variant *variant);
 
 /* device.c: whether this build contains the kernels of the variant. Variants excluded by
  * MOELORA_VARIANTS are planned as usual, then rejected. */
@@ -53,10 +55,9 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_device_info *device);
 
 /* plan_gemm.c: rejects problems that exceed the limits of the kernels of a layer or a projection,
- * or of the sort, and quantized weights, whose backward GPUs do not support. */
+ * or of the sort. */
 moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
                                   const moelora_device_info *device);
-moelora_status moelora_check_native(const moelora_experts_problem *problem);
 /* plan_gemm.c: whether one tensor map covers the weights of all experts. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
 /* plan_gemm.c: layout of float32 factors once rounded to the dtype of the call: contiguous, in the

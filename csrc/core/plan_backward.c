@@ -1,7 +1,8 @@
 /* Plans the backward of a layer: which intermediate results are needed, and the kernels that
  * compute them. */
 #include "core/check.h"
-#include "core/plan.h"
+#include "core/format.h"
+#include "core/plan_tile.h"
 
 /* ---- what is needed ---- */
 
@@ -30,19 +31,20 @@ static moelora_backward_needs find_needs(const moelora_experts_backward_problem 
 
 /* ---- CUDA ---- */
 
-/* Rows per block, from the average number of rows per expert. As in the forward, blocks have room
- * above the average to hold nearly every expert whole. */
+/* Rows per block, from the average number of rows per expert. As in the forward, blocks are larger
+ * than the average, so that nearly every expert fits in one. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
 }
 
-/* Where most experts fill more than a block, two CTAs share their weights by multicast. */
+/* If most experts have more rows than a block, the two CTAs of a cluster share weights by
+ * multicast. */
 static int32_t cluster_of(int64_t rows) {
   return rows <= 116 ? 1 : 2;
 }
 
-/* Of two kernels of one family: the nearest block, a larger one before a smaller one; of these the
- * cluster. */
+/* Whether `v` suits the rows better than `best`, of the same family: by block size, the smallest
+ * sufficient one or else the largest; then by cluster size. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int64_t rows) {
   const int32_t wanted = rows_of_block(rows), cluster = cluster_of(rows);
   if (v->block_m == best->block_m)
@@ -57,7 +59,7 @@ typedef struct back_load {
   moelora_factors lora; /* in the dtype of the call */
   const void *y;
   int64_t y_stride;
-  bool rows_are_vectors; /* whatever the epilogue reads and writes */
+  bool rows_are_vectors; /* rows that the epilogue reads and writes allow 16-byte accesses */
 } back_load;
 
 static bool is_vector_product(const back_load *load) {
@@ -65,23 +67,38 @@ static bool is_vector_product(const back_load *load) {
          moelora_is_vector_row(load->y, load->y_stride, load->w->n);
 }
 
-/* Kernel features that both products allow. */
+/* Access modes that both products allow. */
 typedef struct back_access {
   bool vectors, tma;
+  moelora_kernel_format w2, w13;
 } back_access;
+
+/* Hopper kernels read tiles of gate and up rows as consecutive rows of K. */
+static bool has_consecutive_tiles(const moelora_weights *w) {
+  return w->order != MOELORA_ROWS_GATE_UP || w->n / 2 % MOELORA_PACK == 0;
+}
 
 /* Hopper kernels index the 16-byte chunks of a gathered dout with 32 bits. */
 static back_access find_access(const moelora_experts_backward_problem *problem,
                                const back_load loads[2]) {
   const moelora_routes *routes = &problem->forward.routes;
-  back_access access = {.vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1])};
+  back_access access = {
+      .vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1]),
+      .w2 = moelora_kernel_format_of(loads[0].w->format, MOELORA_X_NATIVE),
+      .w13 = moelora_kernel_format_of(loads[1].w->format, MOELORA_X_NATIVE),
+  };
   access.tma = access.vectors && routes->num_tokens * (problem->dout_stride / 8) <= UINT32_MAX;
   for (int32_t i = 0; i < 2; i++)
-    access.tma = access.tma && moelora_are_map_weights(loads[i].w, routes->num_experts);
+    access.tma = access.tma && moelora_are_map_weights(loads[i].w, routes->num_experts) &&
+                 has_consecutive_tiles(loads[i].w);
   return access;
 }
 
-static bool serves(const moelora_variant *v, const back_access *access) {
+/* v: of the product with w13. */
+static bool serves(const moelora_variant *v, const back_access *access,
+                   const moelora_device_info *device) {
+  if (v->format != access->w13 || !moelora_tile_of_format(v, access->w2, device))
+    return false;
   if (v->needs == MOELORA_SM90)
     return access->tma;
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS;
@@ -93,7 +110,7 @@ static const moelora_variant *choose(const moelora_experts_problem *p, const bac
   const int64_t rows = moelora_rows_per_expert(&p->routes);
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->role != MOELORA_ROLE_BACK || v->dtype != p->dtype ||
-        !moelora_variant_runs_on(v, device) || !serves(v, access))
+        !moelora_variant_runs_on(v, device) || !serves(v, access, device))
       continue;
     const bool newer = best && v->needs > best->needs;
     const bool nearer = best && v->needs == best->needs && is_nearer(v, best, rows);
@@ -133,7 +150,6 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
                                 const moelora_device_info *device, moelora_backward_plan *plan) {
   const moelora_experts_problem *p = &problem->forward;
   const moelora_routes *routes = &p->routes;
-  MOELORA_TRY(moelora_check_native(p));
   MOELORA_TRY(moelora_check_told());
   MOELORA_TRY(moelora_check_room(routes, &p->w13_lora, device));
   MOELORA_TRY(moelora_check_room(routes, &p->w2_lora, device));
@@ -151,18 +167,22 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
       {.w = &p->w13,
        .lora = moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts),
        .y_stride = p->w13.n,
-       .rows_are_vectors = p->hidden % 8 == 0},
+       .rows_are_vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0},
   };
   const back_access access = find_access(problem, loads);
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, p->dtype, device);
-  plan->variant = forced && serves(forced, &access) ? forced : choose(p, &access, device);
+  plan->variant = forced && serves(forced, &access, device) ? forced : choose(p, &access, device);
   if (!plan->variant)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "no %s kernel for a backward and CUDA compute capability %d.%d",
-                        moelora_dtype_name(p->dtype), device->compute_capability / 10,
-                        device->compute_capability % 10);
+    return moelora_fail(
+        MOELORA_UNSUPPORTED,
+        "no %s kernel for a backward with %s and %s weights and CUDA compute capability %d.%d",
+        moelora_dtype_name(p->dtype), moelora_kernel_name(access.w13),
+        moelora_kernel_name(access.w2), device->compute_capability / 10,
+        device->compute_capability % 10);
+  const moelora_variant *const variants[] = {
+      moelora_tile_of_format(plan->variant, access.w2, device), plan->variant};
   for (int32_t i = 0; i < 2; i++)
-    plan->product[i] = plan_product(routes, &loads[i], plan->variant, device);
+    plan->product[i] = plan_product(routes, &loads[i], variants[i], device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
                       device, NULL, &plan->align);
   plan->sum = moelora_plan_sum(

@@ -257,25 +257,13 @@ moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t d
   return to;
 }
 
-moelora_status moelora_check_native(const moelora_experts_problem *p) {
-  const moelora_weights *const weights[] = {&p->w13, &p->w2};
-  for (int32_t i = 0; i < 2; i++)
-    if (moelora_is_quantized(weights[i]->format))
-      return moelora_fail(MOELORA_UNSUPPORTED,
-                          "w%s is quantized: on cuda a layer has a backward if its weights are in "
-                          "the dtype of hidden_states",
-                          i ? "2" : "13");
-  return MOELORA_OK;
-}
-
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
   const int32_t experts = problem->routes.num_experts;
   const bool saves = problem->saved.gate_up != NULL;
-  if (saves && device->device == MOELORA_CUDA)
-    MOELORA_TRY(moelora_check_native(problem));
   moelora_access access = {.layer = true,
+                           .saves = saves,
                            .format = moelora_kernel_format_of(problem->w13.format, problem->w13.x),
                            .x_rows = problem->routes.num_tokens,
                            .x_stride = problem->apply_router_weight_on_input ? problem->hidden

@@ -121,6 +121,8 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
     return "it is for weights of another format";
   if (access->layer && !moelora_tile_of_format(v, access->second, device))
     return "no row like it is for the format of w2";
+  if (access->saves && v->role == MOELORA_ROLE_GEMM && !moelora_variant_saves(v))
+    return "it does not store what a backward needs";
   if (v->role == MOELORA_ROLE_LAYER)
     return access->decode ? NULL : "it takes a few tokens of a whole layer in rows or tiles alone";
   if (!reaches_rows(v, access))

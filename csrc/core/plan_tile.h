@@ -9,6 +9,7 @@
 typedef struct moelora_access {
   bool vectors, tma, decode;
   bool few;       /* few enough tokens and rows that a single launch is faster */
+  bool saves;     /* a layer that also stores what its backward needs */
   bool layer;     /* a whole layer, whose results have the layout of its kernels */
   int64_t x_rows; /* maximum offset of rows of x; FP8 x is in the workspace */
   int64_t x_stride, k;
@@ -32,7 +33,7 @@ enum { MOELORA_MOST_TILES = 384 };
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MOST_TILES]);
-/* The selected one; NULL: no row supports the problem. */
+/* The tile that is selected; NULL: none supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);

@@ -264,7 +264,7 @@ typedef struct moelora_backward_needs {
 /* The backward of a layer. */
 typedef struct moelora_backward_plan {
   moelora_backward_needs needs;
-  const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of both products */
+  const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product with w13 */
   /* CUDA */
   moelora_back_product_plan
       product[2]; /* with w2, fused with the gradient of the activation; with w13 */

@@ -181,20 +181,42 @@ static moelora_status check_number(const char *name, double value, const char *w
   return MOELORA_OK;
 }
 
+/* The g at which silu(g) is `limit`. silu increases for positive g, so that
+ * min(silu(g), limit) = silu(min(g, this)). */
+static float inverse_silu(float limit) {
+  double g = fmin(2.0 * limit, limit + 0.2785); /* not below: g - silu(g) <= min(g / 2, 0.2785) */
+  for (int step = 0; step < 8; step++) {        /* Newton's method */
+    const double q = 1 / (1 + exp(-g));
+    g -= (g * q - limit) / (q * (1 + g * (1 - q)));
+  }
+  return (float)fmin(g, FLT_MAX);
+}
+
 static moelora_status check_activation(const moelora_experts_args *args,
                                        moelora_activation_problem *problem) {
   const moelora_activation kind = args->activation;
-  MOELORA_REQUIRE(kind >= MOELORA_SILU && kind <= MOELORA_SWIGLUOAI_UNINTERLEAVE,
+  MOELORA_REQUIRE(kind >= MOELORA_SILU && kind <= MOELORA_SWIGLUSTEP,
                   "activation is %d, expected a moelora_activation", (int)kind);
   const bool oai = kind == MOELORA_SWIGLUOAI || kind == MOELORA_SWIGLUOAI_UNINTERLEAVE;
+  const bool situ = kind == MOELORA_SITU, step = kind == MOELORA_SWIGLUSTEP;
   problem->kind = kind;
   MOELORA_TRY(check_number("activation_alpha", args->activation_alpha,
-                           "swigluoai and swigluoai_uninterleave have one", oai, oai ? 1.702f : 1.f,
-                           &problem->alpha));
+                           "swigluoai, swigluoai_uninterleave and situ have one", oai || situ,
+                           oai ? 1.702f : 1.f, &problem->alpha));
   problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* keeps alpha * log2(e) finite in kernels */
-  return check_number("activation_limit", args->activation_limit,
-                      "silu, swigluoai and swigluoai_uninterleave have one",
-                      oai || kind == MOELORA_SILU, oai ? 7.f : INFINITY, &problem->limit);
+  MOELORA_TRY(check_number("activation_limit", args->activation_limit,
+                           "silu, swigluoai, swigluoai_uninterleave, situ and swiglustep have one",
+                           oai || situ || step || kind == MOELORA_SILU,
+                           oai || step ? 7.f : INFINITY, &problem->limit));
+  problem->gate_limit = step ? inverse_silu(problem->limit) : problem->limit;
+  if (situ) { /* caps with normal reciprocals */
+    problem->alpha = fminf(problem->alpha, 1 / FLT_MIN);
+    problem->limit = fminf(problem->limit, 1 / FLT_MIN);
+    problem->inverse_alpha = 1 / problem->alpha;
+    problem->inverse_limit = 1 / problem->limit;
+    problem->gate_limit = INFINITY;
+  }
+  return MOELORA_OK;
 }
 
 /* Weights of a layer as arguments. */

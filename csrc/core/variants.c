@@ -55,7 +55,7 @@ static const moelora_variant variants[] = {
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
 #define MOELORA_CUDA_GEMM(NAME, ...) TILE_ROW(NAME, GEMM, __VA_ARGS__)
-#define MOELORA_CUDA_BACK(NAME, DTYPE, ...) TILE_ROW(NAME, BACK, DTYPE, NATIVE, __VA_ARGS__)
+#define MOELORA_CUDA_BACK(NAME, ...) TILE_ROW(NAME, BACK, __VA_ARGS__)
 /* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
  */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
@@ -96,6 +96,16 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length) {
     if (strncmp(variants[i].name, name, length) == 0 && variants[i].name[length] == '\0')
       return &variants[i];
   return NULL;
+}
+
+/* By CUDA id, of quantized weights. */
+static const bool saving_rows[MOELORA_CUDA_ROWS] = {
+#define MOELORA_CUDA_SAVING(NAME) [CUDA_##NAME] = true,
+#include "cuda/variants.inc"
+};
+
+bool moelora_variant_saves(const moelora_variant *v) {
+  return v->device == MOELORA_CPU || moelora_is_native_kernel(v->format) || saving_rows[v->id];
 }
 
 static bool agrees(int32_t value, int32_t wanted) {

@@ -102,9 +102,9 @@ def peek(
         return _Reader(weights, lora, Modules(lora, layers, linears), layout).info()
 
 
-def hint(source: str | Path | Mapping[str, torch.Tensor]) -> str:
+def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
     """Hint for the message of a refused folder: how to get details."""
-    if isinstance(source, Mapping) or not Path(source).is_dir():
+    if isinstance(source, (Mapping, Adapter)) or not Path(source).is_dir():
         return ""
     return f"; `moelora adapters {str(source):.200}` says what the adapter is"
 

@@ -93,7 +93,7 @@ def _parts(found: _Found) -> list[_Part]:
 
 
 def _joined(found: _Found) -> list[_Part]:
-    """Rows of a layer that its parts cover."""
+    """Factors of a fused layer's parts, each with the rows of the layer that it covers."""
     linear = found.linear
     whole = linear.name.rpartition(".")[2]
     names = JOINED[whole]

@@ -179,7 +179,7 @@ class AdapterPool:
     def add(
         self,
         name: str,
-        source: str | Path | Mapping[str, torch.Tensor],
+        source: str | Path | Mapping[str, torch.Tensor] | Adapter,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
@@ -195,8 +195,9 @@ class AdapterPool:
         ----------
         name : str
             Name of the adapter.
-        source : path or state dict
-            A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
+        source : path, state dict or Adapter
+            A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors; or
+            an `Adapter` from `load`.
         config : mapping, optional
             The content of `adapter_config.json` that goes with a state dict.
         layout : {"rank_major", "grouped_by_expert"}, optional
@@ -232,6 +233,23 @@ class AdapterPool:
             self._commit(slot, staged)
             self._loaded[name] = loaded
             return slot
+
+    def read(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, torch.Tensor],
+        *,
+        config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> Adapter:
+        """Read a checkpoint whose factors all fit the pool, without adding it.
+
+        Parameters and errors are those of `add`; `name` is only for messages.
+        """
+        try:
+            return self._read(source, config, layout)
+        except ValueError as error:
+            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
     def update(
         self,
@@ -483,13 +501,15 @@ class AdapterPool:
     def _staged(
         self,
         name: str,
-        source: str | Path | Mapping[str, torch.Tensor],
+        source: str | Path | Mapping[str, torch.Tensor] | Adapter,
         config: Mapping[str, Any] | None,
         layout: Layout | None,
     ) -> _Staged:
         """An adapter, read and checked; a ValueError says whose it is."""
         try:
-            return self._stage(self._read(source, config, layout))
+            if not isinstance(source, Adapter):
+                return self._stage(self._read(source, config, layout))
+            return self._stage(source)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
@@ -501,6 +521,7 @@ class AdapterPool:
         for tables in self._tables.values():
             tables.enabled[slot] = enabled
 
+    @torch.no_grad()  # stacks that are trained require gradients
     def _commit(self, slot: int, staged: _Staged) -> None:
         # Kernels of an earlier batch may still be reading the slot on another stream.
         self._synchronize()

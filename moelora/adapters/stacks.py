@@ -210,6 +210,22 @@ def _w13_slices(
     return [_joined(layer, halves)] if halves else [None]
 
 
+def whole_pairs(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Projection, Pair]:
+    """The same adapter as pairs of whole parameters, with one scaling each: what PEFT has.
+
+    A pair of gate and one of up become one of both ranks; scalings that differ between experts, or
+    between gate and up, are folded.
+    """
+    found = {p: pair if len(pair.scalings) == 1 else _folded(pair) for p, pair in pairs.items()}
+    halves: tuple[Projection, ...] = ("gate", "up") if layer.gated else ()
+    if len({found[p].scalings[0] for p in halves if p in found}) > 1:
+        found |= {p: _folded(found[p]) for p in halves if p in found}
+    own = [(n, found.pop(p)) for n, p in enumerate(halves) if p in found]
+    if own:
+        found["gate_up"] = Pair(*_joined(layer, own), own[0][1].scalings)
+    return found
+
+
 def _joined(
     layer: MoELayer, halves: Sequence[tuple[int, Pair]]
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,6 +60,7 @@ def arguments(
         rank = max(a.shape[1] for a, _ in pairs)
         a = torch.stack([nn.functional.pad(a, (0, 0, 0, rank - a.shape[1])) for a, _ in pairs])
         b = torch.stack([nn.functional.pad(b, (0, rank - b.shape[2])) for _, b in pairs])
+        b = b.contiguous()  # compilers' stack may keep the strides of PEFT's B
         if not a.dtype == b.dtype == torch.float32:
             a, b = a.to(dtype), b.to(dtype)
         found[f"{w}_lora_a"], found[f"{w}_lora_b"] = a, b

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from moelora.ops import Activation, Weights
 
 OAI = ("swigluoai", "swigluoai_uninterleave")
-OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
+ALPHAS = dict.fromkeys(OAI, 1.702) | {"situ": 1.0}
+LIMITS = dict.fromkeys((*OAI, "swiglustep"), 7.0) | {"silu": None, "situ": None}
 
 
 def activate(
@@ -35,15 +36,20 @@ def activate(
     - `swigluoai`: even columns are gate, odd ones up; (up + 1) * gate * sigmoid(alpha * gate)
     - `swigluoai_uninterleave`: the same of x = [gate | up]
     - `relu2`:     not gated; relu(x) ** 2
+    - `situ`:      x = [gate | up];  alpha * tanh(gate / alpha) * sigmoid(gate) * up', with
+      up' = limit * tanh(up / limit): `SituAndMul` of Kimi-K3, the soft-capped SwiGLU of Inkling-2
+    - `swiglustep`: x = [gate | up]; min(silu(gate), limit) * up, of Step-3.7
 
     `silu` with a limit and the two of swigluoai first clamp gate to at most the limit and up to
-    [-limit, limit]. Absent: alpha 1.702; no clamp for `silu`, 7 for the others.
+    [-limit, limit]; `swiglustep` clamps up so. Absent: alpha 1.702, 1 for `situ`; no clamp for
+    `silu`, up' = up for `situ`, 7 for the others.
 
-    Works in the dtype of `x`; the gated ones return half of the columns.
+    Works in the dtype of `x`, `situ` as its sources in float32 if that has 16 bits; the gated
+    ones return half of the columns.
     """
-    if alpha is not None and activation not in OAI:
+    if alpha is not None and activation not in ALPHAS:
         raise ValueError(f"activation_alpha is {alpha}, but {activation} takes none")
-    if limit is not None and activation not in ("silu", *OAI):
+    if limit is not None and activation not in LIMITS:
         raise ValueError(f"activation_limit is {limit}, but {activation} takes none")
     if activation == "relu2":
         return torch.relu(x).square()
@@ -51,20 +57,30 @@ def activate(
         gate, up = x[..., 0::2], x[..., 1::2]
     else:
         gate, up = x.chunk(2, dim=-1)
-    if activation in OAI and limit is None:
-        limit = OAI_LIMIT
+    if alpha is None:
+        alpha = ALPHAS.get(activation, 1.0)
+    if limit is None:
+        limit = LIMITS.get(activation)
+    if activation == "situ":
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gate, up = gate.to(wide), up.to(wide)
+        up = up if limit is None else limit * torch.tanh(up / limit)
+        return (alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * up).to(x.dtype)
     if limit is not None:
         limit = min(limit, torch.finfo(x.dtype).max)  # torch refuses what the dtype cannot hold
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        up = up.clamp(-limit, limit)
+        if activation == "swiglustep":
+            return torch.nn.functional.silu(gate).clamp(max=limit) * up
+        gate = gate.clamp(max=limit)
     if activation in OAI:
-        return (up + 1) * gate * torch.sigmoid((OAI_ALPHA if alpha is None else alpha) * gate)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
     if activation == "gelu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
     raise ValueError(
-        f"activation is {activation!r}, wanted silu, gelu, swigluoai, swigluoai_uninterleave "
-        "or relu2"
+        f"activation is {activation!r}, wanted silu, gelu, swigluoai, swigluoai_uninterleave, "
+        "relu2, situ or swiglustep"
     )
 
 

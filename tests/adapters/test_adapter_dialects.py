@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
+from dialects import DIALECTS, draw, merge, save
 from hf_models import transformers
+from small_models import MODELS, make, make_multimodal, tokens
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.dialects import DIALECTS, draw, merge, save
-from benchmarks.small_models import MODELS, make, make_multimodal, tokens
 
 ROWS = ["a", None, "b"]
 

@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
+from dialects import DIALECTS, draw
 from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
+from small_models import config, make
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.dialects import DIALECTS, draw
-from benchmarks.small_models import config, make
 from moelora.__main__ import main
 from moelora.adapters import AdapterPool, MoELayer
 
@@ -148,7 +148,7 @@ def test_what_is_no_adapter(tmp_path, capsys):
     assert "holds no adapter_model.safetensors" in capsys.readouterr().err
     folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
     assert main(["adapters", str(folder), "--model", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no folder with a config.json" in capsys.readouterr().err
+    assert "nowhere does not exist; wanted a config.json" in capsys.readouterr().err
 
 
 def test_what_files_say_does_not_reach_the_terminal_raw(tmp_path, capsys):

@@ -232,7 +232,7 @@ static void fuzz_gemm(void) {
 /* Some with float32 factors and a 16-bit dtype. `rows` becomes the number of rows of w13. */
 static moelora_experts_args any_experts(sizes *given, moelora_dtype dtype, int64_t *rows) {
   sizes s = *given;
-  moelora_activation activation = (moelora_activation)random_in(0, 4);
+  moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
   int32_t slices = activation == MOELORA_RELU2 ? 1 : (int32_t)random_in(1, 2);
   int64_t n = activation == MOELORA_RELU2 ? s.i : 2 * s.i;
   if (one_in(4))

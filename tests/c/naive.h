@@ -131,7 +131,7 @@ static inline double naive_activation(moelora_activation activation, double alph
   if (alpha == 0)
     alpha = oai ? 1.702 : 1;
   if (limit == 0)
-    limit = oai ? 7 : INFINITY;
+    limit = oai || activation == MOELORA_SWIGLUSTEP ? 7 : INFINITY;
   switch (activation) {
   case MOELORA_SILU:
     g = g > limit ? limit : g;
@@ -144,6 +144,12 @@ static inline double naive_activation(moelora_activation activation, double alph
     g = g > limit ? limit : g;
     u = u > limit ? limit : u < -limit ? -limit : u;
     return g / (1 + exp(-alpha * g)) * (u + 1);
+  case MOELORA_SITU:
+    u = limit < INFINITY ? limit * tanh(u / limit) : u;
+    return alpha * tanh(g / alpha) / (1 + exp(-g)) * u;
+  case MOELORA_SWIGLUSTEP:
+    u = u > limit ? limit : u < -limit ? -limit : u;
+    return fmin(g / (1 + exp(-g)), limit) * u;
   default:
     return g > 0 ? g * g : 0;
   }

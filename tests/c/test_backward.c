@@ -40,6 +40,8 @@ static moelora_experts_backward_args make(moelora_activation activation, bool ea
               .w13_lora = random_lora(s, MOELORA_F32, slices, RANK, n13, HIDDEN),
               .w2_lora = random_lora(s, MOELORA_F32, 1, RANK, HIDDEN, INNER),
               .activation = activation,
+              .activation_alpha = activation == MOELORA_SITU ? 0.75 : 0,
+              .activation_limit = activation == MOELORA_SITU ? 1.5 : 0,
               .apply_router_weight_on_input = early,
               .out = new_tensor(MOELORA_F32, SIZES(TOKENS, HIDDEN)),
           },
@@ -214,7 +216,7 @@ static void test_refusals(void) {
 
 int main(void) {
   int cases = 0;
-  for (int activation = MOELORA_SILU; activation <= MOELORA_SWIGLUOAI_UNINTERLEAVE; activation++)
+  for (int activation = MOELORA_SILU; activation < NUM_ACTIVATIONS; activation++)
     for (uint64_t number = 1; number <= 6; number++, cases++)
       test_gradients((moelora_activation)activation, number % 3 == 0,
                      activation == MOELORA_RELU2 ? 1 : 1 + (int32_t)(number % 2), number);

@@ -242,11 +242,14 @@ static void test_experts_errors(void) {
   a = good, a.activation_limit = 1e39;
   INVALID("activation_limit is 1e+39, expected a normal float32 above 0");
   a = good, a.activation_alpha = 1.5;
-  INVALID("activation_alpha is 1.5, but the activation takes none: swigluoai and "
-          "swigluoai_uninterleave have one");
+  INVALID("activation_alpha is 1.5, but the activation takes none: swigluoai, "
+          "swigluoai_uninterleave and situ have one");
   a = good, a.activation = MOELORA_GELU, a.activation_limit = 7;
-  INVALID("activation_limit is 7, but the activation takes none: silu, swigluoai and "
-          "swigluoai_uninterleave have one");
+  INVALID("activation_limit is 7, but the activation takes none: silu, swigluoai, "
+          "swigluoai_uninterleave, situ and swiglustep have one");
+  a = good, a.activation = MOELORA_SWIGLUSTEP, a.activation_alpha = 4;
+  INVALID("activation_alpha is 4, but the activation takes none: swigluoai, "
+          "swigluoai_uninterleave and situ have one");
   a = good, a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY;
   INVALID("activation_alpha is inf, expected a normal float32 above 0");
   a = good, a.w13_bias.size[1] = 12;

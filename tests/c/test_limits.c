@@ -55,7 +55,7 @@ static moelora_experts_problem experts_of(int64_t tokens, int64_t x_stride) {
                                    .x_stride = x_stride,
                                    .w13 = native_of(N, K),
                                    .w2 = native_of(K, N / 2),
-                                   .activation = {MOELORA_SILU, 1, INFINITY},
+                                   .activation = {MOELORA_SILU, 1, INFINITY, INFINITY},
                                    .out = memory,
                                    .out_stride = K};
 }

@@ -86,8 +86,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   seed(number + 1000);
   bool packed = number % 4 == 3;
   sizes s = random_sizes(packed);
-  moelora_activation activation = (moelora_activation)(number % 5);
-  bool oai = activation == MOELORA_SWIGLUOAI || activation == MOELORA_SWIGLUOAI_UNINTERLEAVE;
+  moelora_activation activation = (moelora_activation)(number % NUM_ACTIVATIONS);
   bool early = number % 7 == 6;
   if (early)
     s.top_k = 1;
@@ -105,8 +104,8 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
       .w2_lora =
           random_lora(s, dtype, (int32_t)random_in(0, 1), random_in(1, 20), s.hidden, s.inner),
       .activation = activation,
-      .activation_alpha = oai && maybe() ? 0.75 : 0,
-      .activation_limit = (oai || activation == MOELORA_SILU) && maybe() ? 0.5 : 0,
+      .activation_alpha = takes_alpha(activation) && maybe() ? 0.75 : 0,
+      .activation_limit = takes_limit(activation) && maybe() ? 0.5 : 0,
       .apply_router_weight_on_input = early,
       .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
   };

@@ -205,7 +205,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
   sizes s = random_sizes(false);
   s.hidden = 32 * random_in(1, 5);
   s.inner = 32 * random_in(1, 5);
-  const moelora_activation activation = (moelora_activation)(number % 5);
+  const moelora_activation activation = (moelora_activation)(number % NUM_ACTIVATIONS);
   const bool gated = activation != MOELORA_RELU2;
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   const moelora_layout layout13 = {

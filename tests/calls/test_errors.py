@@ -171,7 +171,7 @@ LAYER = {
     "activation_alpha: silu": ({"activation_alpha": 1.5}, "activation_alpha is 1.5", "takes none"),
     "activation_limit: gelu": (
         {"activation": "gelu", "activation_limit": 7},
-        *("activation_limit is 7", "takes none", "silu, swigluoai and swigluoai_uninterleave"),
+        *("activation_limit is 7", "takes none", "silu, swigluoai, swigluoai_uninterleave, situ"),
     ),
     **{
         f"{name}: {value}": (

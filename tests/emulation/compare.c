@@ -16,7 +16,7 @@ static void test_experts(uint64_t number) {
   const bool quantized = maybe();
   sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
-  const moelora_activation activation = (moelora_activation)random_in(0, 4);
+  const moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
   const bool gated = activation != MOELORA_RELU2;
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   const moelora_x_format x = (moelora_x_format)random_in(0, 3);
@@ -54,7 +54,7 @@ static void test_experts(uint64_t number) {
       .apply_router_weight_on_input = s.top_k == 1 && maybe(),
       .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
   };
-  if (maybe() && (activation == MOELORA_SILU || activation == MOELORA_SWIGLUOAI))
+  if (maybe() && takes_limit(activation))
     args.activation_limit = 0.5;
   moelora_experts_args want = args;
   want.out = like(&args.out);

@@ -30,15 +30,16 @@ static inline moelora_exec gpu(void) {
 static inline bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
   static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4"};
   const moelora_format f = layout->format;
-  const int word = f == MOELORA_NATIVE             ? -1
-                   : f == MOELORA_MXFP4            ? 0
-                   : f == MOELORA_NVFP4            ? 4
-                   : !moelora_is_fp8(f)            ? 1
-                   : layout->x == MOELORA_X_NATIVE ? 2
-                                                   : 3;
+  const bool back = strncmp(name, "back", 4) == 0; /* gradients are never e4m3 */
+  const int word = f == MOELORA_NATIVE                     ? -1
+                   : f == MOELORA_MXFP4                    ? 0
+                   : f == MOELORA_NVFP4                    ? 4
+                   : !moelora_is_fp8(f)                    ? 1
+                   : layout->x == MOELORA_X_NATIVE || back ? 2
+                                                           : 3;
   if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
     return false;
-  if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6))
+  if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6) && !back)
     return true;
   for (int i = 0; i < 5; i++)
     if (strstr(name, words[i]))

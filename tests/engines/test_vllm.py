@@ -187,6 +187,9 @@ SPECS = {
         activation="swigluoai_uninterleave", alpha=1.3, limit=0.5, bias=True, tokens=8
     ),
     "relu2": Spec(activation="relu2", slices=1, tokens=8),
+    "situ": Spec(activation="situ", alpha=0.5, limit=0.75, tokens=8),
+    "situ_without_a_linear_beta": Spec(activation="situ", alpha=4.0, tokens=8),
+    "swiglustep": Spec(activation="swiglustep", tokens=8),
     "expert_map": Spec(remote=4, tokens=10, top_k=3),
     "weight_on_input": Spec(top_k=1, weight_on_input=True, tokens=9),
     "int64_ids": Spec(int64_ids=True),
@@ -378,9 +381,19 @@ def test_swigluoai_with_the_numbers_of_silu(vllm):
     layer.check(layer.step()())
 
 
-def test_swigluoai_takes_no_numbers_from_configs(vllm):
+@pytest.mark.parametrize("linear_beta", [0.0, -1.0])
+def test_a_linear_beta_that_is_not_positive_is_none(vllm, linear_beta):
+    """As vLLM's kernel has it."""
     vllm.register()
-    p = Spec(activation="swigluoai", slices=1).build()
+    p = Spec(activation="situ", alpha=4.0).build()
+    layer = Layer(vllm, p, activation_situ_linear_beta=linear_beta)
+    layer.check(layer.step()())
+
+
+@pytest.mark.parametrize("activation", ["swigluoai", "swiglustep"])
+def test_some_take_no_numbers_from_configs(vllm, activation):
+    vllm.register()
+    p = Spec(activation=activation, slices=1).build()
     layer = Layer(vllm, p, swiglu_limit=0.5, swiglu_alpha=1.0, swiglu_beta=0.0)
     layer.check(layer.step()())
 
@@ -389,6 +402,8 @@ def test_swigluoai_takes_no_numbers_from_configs(vllm):
     ("activation", "config", "reason"),
     [
         ("silu", {"swiglu_limit": 0.0}, "the limit of silu is 0.0"),
+        ("situ", {"activation_situ_linear_beta": 25.0}, "situ has beta None"),
+        ("situ", {"activation_situ_beta": 0.0}, "situ has beta 0.0"),
         (
             UNINTERLEAVE,
             {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},

@@ -17,9 +17,9 @@ from hf_models import (
     with_peft,
 )
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+from small_models import SIZES
 
 import moelora.integrations.peft as moelora_peft
-from benchmarks.small_models import SIZES
 from moelora.integrations.peft.experts import AttachedExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")

@@ -22,9 +22,9 @@ from hf_models import (
     with_peft,
 )
 from safetensors.torch import save_file
+from small_models import SIZES
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks.small_models import SIZES
 
 # PEFT looks for the patterns among modules, and so misses those of parameters, which do apply.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")

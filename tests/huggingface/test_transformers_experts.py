@@ -145,16 +145,65 @@ def test_a_limit_of_the_config_alone_is_read():
     assert activation_of(experts) == ("silu", None, 80.0)
 
 
-def test_a_clamp_behind_silu_is_refused():
+@pytest.mark.parametrize(("limit", "found"), [(7.0, None), (0.75, 0.75)])
+def test_a_clamp_behind_silu(limit, found):
     """As in Step-3.7: of silu(gate), where others clamp gate."""
-    experts = experts_class()(transformers.MixtralConfig(swiglu_limit=7.0))
+    experts = experts_class()(transformers.MixtralConfig(swiglu_limit=limit))
 
     def clamps(self, x):
         g, u = x.chunk(2, dim=-1)
-        return self.act_fn(g).clamp(max=7.0) * u.clamp(-7.0, 7.0)
+        return self.act_fn(g).clamp(max=limit) * u.clamp(-limit, limit)
 
     type(experts)._apply_gate = clamps
-    with pytest.raises(NotImplementedError, match="the activation of its gate of Experts"):
+    experts.gate_up_proj.data *= 4 * limit
+    wanted = call(experts, "batched_mm")
+    assert activation_of(experts) == ("swiglustep", None, found)
+    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("gate_cap", "up_cap"), [(4.0, 25.0), (0.5, 1.5), (1.0, 3.0)])
+def test_soft_caps_are_those_of_eager(gate_cap, up_cap):
+    """Inkling-2's SwiGLU, which is the SiTU of Kimi-K3."""
+    experts = clamped(
+        "Inkling2",
+        config="Inkling2Text",
+        n_routed_experts=4,
+        moe_intermediate_size=20,
+        mlp_gate_softcap=gate_cap,
+        mlp_up_softcap=up_cap,
+    )
+    experts.gate_up_proj.data *= up_cap / 4  # both caps show
+    wanted = call(experts, "eager")
+    assert activation_of(experts) == ("situ", None if gate_cap == 1 else gate_cap, up_cap)
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("up_cap", [None, 25.0])
+def test_the_betas_of_kimi_k3_are_read(up_cap):
+    """From a config that names them as Kimi-K3's does; without a linear beta, up has no cap."""
+    names = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": up_cap}
+    experts = experts_class()(transformers.MixtralConfig(**names))
+
+    def situ(self, x):
+        g, u = x.chunk(2, dim=-1)
+        u = u if up_cap is None else up_cap * torch.tanh(u / up_cap)
+        return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * u
+
+    type(experts)._apply_gate = situ
+    assert activation_of(experts) == ("situ", 4.0, up_cap)
+
+
+def test_other_soft_caps_are_refused():
+    """By numbers that nobody names."""
+    experts = experts_class()(transformers.MixtralConfig())
+
+    def situ(self, x):
+        g, u = x.chunk(2, dim=-1)
+        return 3 * torch.tanh(g / 3) * torch.sigmoid(g) * u
+
+    type(experts)._apply_gate = situ
+    with pytest.raises(NotImplementedError, match="is none of moelora's: silu, .*, situ"):
         activation_of(experts)
 
 
@@ -169,7 +218,7 @@ def test_other_modules_are_refused():
     config = transformers.MixtralConfig()
     experts = experts_class()(config)
     experts.has_post_expert_norm = True
-    with pytest.raises(NotImplementedError, match="Experts normalises after every expert"):
+    with pytest.raises(NotImplementedError, match="Experts normalizes every expert's output"):
         call(experts, "moelora")
     experts = experts_class()(config, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"gate_up_proj is torch.float64"):

@@ -223,7 +223,7 @@ EXPERTS = "model.layers.0.mlp.experts"
             "ct_w4a16",
             "qwen3_moe",
             lambda t: t | {"model.layers.1.self_attn.q_proj.bias": torch.ones(128)},
-            "self_attn.q_proj.bias is a bias, which the model has not",
+            "self_attn.q_proj.bias is a bias that the model does not have",
         ),
         (
             "gptq_attention_of_8_bits_in_order",

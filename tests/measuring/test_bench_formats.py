@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import formats, tables
+from benchmarks import baselines as peers
+from benchmarks import layer, tables
+from benchmarks.baselines import vllm_quantized
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, compare, machine, results, shapes
-from moelora.bench.baselines import Options, baselines_of, vllm_quantized
+from moelora.bench.baselines import Options, baselines_of
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
@@ -119,12 +121,24 @@ def test_the_reference_unpacks_what_it_reads():
         assert torch.equal(layer.weights_of(projection, 2), whole[2])
 
 
-def test_who_reads_no_quantized_weights_says_so():
+@pytest.fixture
+def registered(monkeypatch):
+    """Baselines of a copy of vLLM's kernels, for one test."""
+    for name in ("BASELINES", "ABOUT", "READ_QUANTIZED"):
+        monkeypatch.setattr(baselines, name, getattr(baselines, name).copy())
+    usual = {device: [*names] for device, names in baselines.DEFAULTS_OF_QUANTIZED.items()}
+    monkeypatch.setattr(baselines, "DEFAULTS_OF_QUANTIZED", usual)
+    peers.register()
+
+
+def test_who_reads_no_quantized_weights_says_so(registered):
     layer = Layer(TOY.quantized("mxfp4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
     found, absent = baselines_of(layer, ["loop", "unpacked", "marlin"], Options())
     assert [type(baseline).__name__ for baseline in found] == ["Ours", "Unpacked"]
     assert absent["loop"] == "it reads no quantized weights"
     assert absent["marlin"] == "its kernels are for GPUs"
+    assert baselines.DEFAULTS_OF_QUANTIZED["cuda"][1:] == ["marlin", "triton_kernels", "triton_fp8"]
+    assert "PEERS" in baselines.ABOUT["vllm"]
 
 
 class Halves(Ours):
@@ -231,41 +245,15 @@ def test_vllm_shares_what_needs_no_padding(monkeypatch):
 # ---- the command and the table ----
 
 
-def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
-    out = str(tmp_path / "f.json")
-    asked = []
-    monkeypatch.setattr("moelora.bench.command.measure", lambda args, _: (asked.append(args), []))
-    monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
-    monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
-    results.write(out, [case(max_err_ratio=1.5)])
-    words = ["--device", "cpu", "--peers", "there", "--deadline-s", "130", "--out", out]
-    words += ["--max-cc", "80"]
-    assert formats.main(words) == 0
-    assert os.environ["MOELORA_PEERS"] == "there"
-    (args,) = asked
-    held = [(key, model.format) for key, model in args.models]
-    assert held == [
-        ("gpt-oss-20b", "mxfp4"),
-        ("qwen3", "mxfp4"),
-        ("qwen3", "int4"),
-        ("mixtral", "int4"),
-        ("qwen3", "fp8_block"),
-        ("mixtral", "fp8_block"),
-    ]
-    assert (args.dtypes, args.ranks, args.adapters) == (["bf16"], [16, 64], [8])
-    assert (args.deadline_s, args.out, args.max_cc) == (130, out, 80)
-    assert args.baselines == ["unpacked", "unpacking"]
-    assert [model.experts for _, model in args.models] == [8, 16, 16, 4, 16, 4]
-    assert (args.tokens, args.budget_ms) == ([1, 8, 64, 512], 300)
-    assert formats.parse([]).tokens.endswith(",16384")
-    assert formats.main(["--device", "cpu", "--models", "qwen4"]) == 2
-
-
 def test_a_larger_error_than_that_of_bf16_fails_the_command(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(formats, "moelora_main", lambda words: 0)
+    asked = []
+    monkeypatch.setattr(layer, "moelora_main", lambda words: asked.append(words) or 0)
+    monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
     out = str(tmp_path / "f.json")
     results.write(out, [case(max_err_ratio=1.51), case(tokens=4, max_err_ratio=1.0)])
-    assert formats.main(["--out", out]) == 1
+    assert layer.main(["--peers", "there", "--ranks", "16", "--out", out]) == 1
+    assert asked == [["bench", "--ranks", "16", "--out", out]]
+    assert os.environ["MOELORA_PEERS"] == "there"
     said = capsys.readouterr().out
     assert said == "qwen3 int4 M=1 rank 16: our error is 1.51 times that in bf16\n"
 
@@ -290,9 +278,10 @@ def case(**more):
 
 def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.section("formats_all") == tables.section("from h200-formats") == tables.AWAITED
-    results.write(tables.path_of("h200-formats"), [case()])
-    titles, _, row = tables.section("formats_all").splitlines()
+    assert tables.section("formats_all") == tables.section("from formats") == tables.AWAITED
+    write(tmp_path, "h200-formats", [case()], device="NVIDIA H200")
+    caption, _, titles, _, row = tables.section("formats_all").splitlines()
+    assert caption == "NVIDIA H200:"
     assert titles == (
         "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
         "vLLM with | without | vLLM without | error |"
@@ -301,7 +290,11 @@ def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
         "| Qwen3-30B-A3B | 1 | 16 | int4 | 5.0 | **10.0** | 6.83 | 0.50 | 30.0 | 68.3 | 8.0 | "
         "28.9 | 1.00 |"
     )
-    assert "`benchmarks/results/h200-formats.json`" in tables.section("from h200-formats")
+    assert "`benchmarks/results/h200-formats.json`" in tables.section("from formats")
+
+
+def write(root, name, rows, **about):
+    results.write(root / f"benchmarks/results/{name}.json", rows, **about)
 
 
 def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
@@ -311,7 +304,7 @@ def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
     more = {"ours_bf16_base_us": 10.0, "ours_unpacking_us": 50.0, "ours_unpacking_base_us": 16.0}
     rows = [case(**more), case(format="fp8_block", **more | {"ours_bf16_us": 8.0})]
     about = {"cores": 2, "cpu_features": ["avx2"]}
-    results.write(tables.path_of("cpu-formats"), rows, **about)
+    write(tmp_path, "cpu-formats", rows, **about)
     assert " ".join(tables.section("cpu_format_ranges").split()) == (
         "On 2 CPU cores (avx2), with adapters and without, weights of four bits take 0.20 to 0.50 "
         "of the time of `unpack()` and the bf16 layer (more in 0 of 2 cases), 0.33 to 0.80 of that "
@@ -319,9 +312,9 @@ def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
         "`unpack()` and the bf16 layer (more in 0 of 2 cases), 0.80 to 1.25 of that of the bf16 "
         "layer alone (more in 1 of 2)."
     )
-    results.write(tables.path_of("cpu-formats"), rows[:1], **about)
+    write(tmp_path, "cpu-formats", rows[:1], **about)
     assert "FP8" not in tables.section("cpu_format_ranges")
-    results.write(tables.path_of("cpu-formats"), rows, **about)
-    titles, _, row, _ = tables.section("cpu_formats").splitlines()
+    write(tmp_path, "cpu-formats", rows, **about)
+    _, _, titles, _, row, _ = tables.section("cpu_formats").splitlines()
     assert "| in bf16 | unpacked in the call | without |" in titles
     assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import needs_gpu
 
-from benchmarks import cpu_layer, layer
+from benchmarks import layer
 from benchmarks.compare import variants
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
@@ -110,8 +110,7 @@ def test_a_limit_holds_for_one_command(monkeypatch):
     monkeypatch.setattr("moelora.bench.command.measure", lambda *_: ([limits.append("now")], []))
     monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
     monkeypatch.delenv("MOELORA_MAX_CC", raising=False)
-    words = layer.command(["--max-cc", "80"])
-    assert main(["bench", "--device", "cpu", *words[words.index("--max-cc") :]]) == 0
+    assert main(["bench", "--device", "cpu", "--max-cc", "80"]) == 0
     assert limits == [80, "now", 0]
     monkeypatch.setenv("MOELORA_MAX_CC", "86")
     assert main(["bench", "--device", "cpu"]) == 0
@@ -280,23 +279,13 @@ def test_a_recorded_histogram_is_followed(tmp_path):
 
 def test_only_known_goals_are_missed():
     row = {"dtype": "fp32", "tokens": 1, "rank": 16, "ratio": 0.9, "share": 0.7, "overhead": 0.5}
-    assert cpu_layer.goals(row) == {"x best": 1.0, "share": 0.8}
+    assert layer.cpu_goals(row) == {"x best": 1.0, "share": 0.8}
     row |= {"tokens": 512, "ratio": 2.0}
-    assert cpu_layer.goals(row) == {"adapters": 0.15}
-    args = cpu_layer.parse(["--quick", "--tokens", "8"])
-    assert ([key for key, _ in args.models], args.ranks, args.tokens) == (["qwen3"], [16], [8])
-
-
-def test_the_short_form_asks_for_the_same(monkeypatch, capsys):
-    words = "--baselines base,default --budget-ms 12 --deadline-s 130 --tokens 16 --out f.json"
-    asked = layer.command(words.split())
-    assert asked[asked.index("--baselines") + 1] == "vllm"
-    assert "--all-modes" not in asked
-    assert "--all-modes" in layer.command(["--baselines", "best"])
-    assert layer.command(["--base-share", "0.5"])[6] == "0.5"
-    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: ([], []))
-    monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
-    assert main(asked) == 0
+    assert layer.cpu_goals(row) == {"adapters": 0.15}
+    row |= {"model": "qwen3", "format": "fp32"}
+    goals, errors = layer.misses({"cpu_features": ["avx2"]}, [row])
+    assert goals == ["misses its goal: qwen3 fp32 M=512 rank 16: adapters, wanted 0.15"]
+    assert layer.misses({}, [row]) == ([], []) and not errors
 
 
 # ---- comparing and drawing ----
@@ -373,7 +362,6 @@ def test_rivals_is_another_name_of_the_option():
     parser = argparse.ArgumentParser()
     add_options(parser)
     assert parser.parse_args(["--rivals", "loop"]) == parser.parse_args(["--baselines", "loop"])
-    assert layer.command(["--rivals", "best"]) == layer.command(["--baselines", "best"])
 
 
 def test_baselines_say_what_they_need():

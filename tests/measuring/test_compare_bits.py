@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import ACTIVATIONS, EDGE_CASES, SHARING
 from glue_cases import op_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +14,6 @@ from benchmarks import grid
 from benchmarks.compare import bits
 from benchmarks.compare.processes import ROOT
 from benchmarks.grid import adapters, alignment, calls, layers
-from benchmarks.problems import ACTIVATIONS, EDGE_CASES, SHARING
 from moelora import _C
 
 MODULE = _C.__file__

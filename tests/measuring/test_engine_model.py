@@ -7,7 +7,7 @@ import pytest
 import torch
 from hf_models import transformers  # skips where there is none
 
-from benchmarks import answers, engine_model, engine_reference
+from benchmarks.engines import answers, engine_model, engine_reference
 from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
@@ -60,7 +60,7 @@ def test_the_same_words_make_the_same_model(made, tmp_path):
 
 
 def replies(made, wrong=0.0):
-    """What moelora's layers answer, as a check of `benchmarks.serving`."""
+    """What moelora's layers answer, as a check of `benchmarks.engines.serving`."""
     _, manifest = made
     model = load(manifest)
     pool = load_adapters(model, manifest["adapters"])

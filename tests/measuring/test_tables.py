@@ -1,15 +1,24 @@
 """Tables of engines, before their files are there, while rows are missing, and when all are."""
 
+import importlib.util
+
 import pytest
 
 from benchmarks import tables
+from benchmarks.compare.__main__ import COMMANDS
 from moelora.bench import results
 
 
 @pytest.fixture
 def write(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    return lambda file, *rows, **meta: results.write(tables.path_of(file), list(rows), **meta)
+    folder = tmp_path / "benchmarks/results"
+    about = {"device": "NVIDIA H200"}
+
+    def write(file, *rows, **meta):
+        results.write(folder / f"{file}.json", list(rows), **about | meta)
+
+    return write
 
 
 def speed(engine, lora, batch, prefill, decode, **more):
@@ -23,11 +32,32 @@ LORA = (
     speed("moelora", True, "base", 2500, 250),
     speed("moelora", True, "4 mixed", 2000, 150),
 )
+ENGINE = "vLLM 0.26", "H200"
 ANSWERS = {"topic": "answers", "compared": "moelora, vllm", "ok": True}
 
 
 def cells(table):
-    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
+
+
+def test_the_newest_card_is_taken_and_named(write):
+    write("h100-e2e-int4", *LORA, device="NVIDIA H100", date="2026-01-01")
+    write("cpu-e2e-int4", *LORA, device="a CPU", date="2026-03-03")
+    assert tables.section("engines_int4").startswith("NVIDIA H100:")
+    write("h200-e2e-int4", *LORA, date="2026-02-02")
+    write("h200-more-e2e-int4", *LORA, device="another topic", date="2026-03-03")
+    assert tables.section("engines_int4").startswith("NVIDIA H200:")
+    assert "results/h200-e2e-int4.json`, NVIDIA H200" in tables.section("from e2e-int4")
+    assert tables.path_of("e2e-int4", "NVIDIA H100").name == "h100-e2e-int4.json"
+
+
+def test_commands_of_result_files_are_there():
+    for path in (tables.ROOT / "benchmarks/results").glob("*.json"):
+        _, flag, module, *words = tables.read(path)[0]["command"].split()
+        assert flag == "-m" and importlib.util.find_spec(module), path.name
+        if module == "benchmarks.compare":
+            assert words[0] in COMMANDS, path.name
 
 
 def test_formats_without_speeds_are_left_out(write):
@@ -37,15 +67,15 @@ def test_formats_without_speeds_are_left_out(write):
     write("h200-e2e-int4", ANSWERS)
     assert tables.section("engines_int4") == tables.AWAITED
     fp8 = [
-        ["vLLM 0.26", "FP8, Qwen3-30B-A3B", "12", "prefill", "1,600", "1,000", "**2,000**", "2.00"],
-        ["vLLM 0.26", "FP8, Qwen3-30B-A3B", "12", "decode", "160", "100", "**150**", "1.50"],
+        [*ENGINE, "FP8, Qwen3-30B-A3B", "12", "prefill", "1,600", "1,000", "**2,000**", "2.00"],
+        [*ENGINE, "FP8, Qwen3-30B-A3B", "12", "decode", "160", "100", "**150**", "1.50"],
     ]
     assert cells(tables.section("engine_ranges")) == fp8
     write("h200-e2e-int4", ANSWERS, *LORA)
     assert cells(tables.section("engine_ranges")) == [
         *fp8,
-        ["vLLM 0.26", "INT4, Qwen3-30B-A3B", "12", "prefill", "-", "1,000", "**2,000**", "2.00"],
-        ["vLLM 0.26", "INT4, Qwen3-30B-A3B", "12", "decode", "-", "100", "**150**", "1.50"],
+        [*ENGINE, "INT4, Qwen3-30B-A3B", "12", "prefill", "-", "1,000", "**2,000**", "2.00"],
+        [*ENGINE, "INT4, Qwen3-30B-A3B", "12", "decode", "-", "100", "**150**", "1.50"],
     ]
     assert len(cells(tables.section("engines_int4"))) == 4
 
@@ -64,7 +94,7 @@ def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
     ]
     write("h200-e2e-sglang", *rows, sglang="0.5.16")
     assert cells(tables.section("engine_ranges")) == [
-        ["SGLang 0.5.16", "bf16, Qwen3-30B-A3B", "12", *more]
+        ["SGLang 0.5.16", "H200", "bf16, Qwen3-30B-A3B", "12", *more]
         for more in (
             ["prefill", "3,000", "1,000", "**2,000**", "2.00"],
             ["decode", "300", "100", "**150**", "1.50"],

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moelora
-from benchmarks import answers, vllm_gpt_oss, vllm_gpt_oss_check, vllm_quantize
+from benchmarks.engines import answers, engine_reference, vllm_gpt_oss, vllm_quantize
 
 
 def quantized_and_dense(tmp_path, format):
@@ -149,7 +149,7 @@ def test_the_reference_of_gpt_oss_is_that_of_peft(tmp_path, small_gpt_oss, capsy
         lps.write_text(json.dumps({"names": names, "prompts": prompts, "lps": lines}))
         words = ["--model", str(tmp_path / "oss-dense"), "--lps", str(lps)]
         capsys.readouterr()
-        return vllm_gpt_oss_check.main(words), capsys.readouterr().out.splitlines()
+        return engine_reference.main(words), capsys.readouterr().out.splitlines()
 
     status, said = check(exact)
     assert (status, said[-1]) == (0, "reference check OK")

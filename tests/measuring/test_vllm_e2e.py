@@ -12,7 +12,8 @@ pytest.importorskip("tomllib")
 
 from e2e import pretend, topics  # noqa: E402
 
-from benchmarks import answers, jobs, vllm_bits, vllm_e2e  # noqa: E402
+from benchmarks import vllm_e2e  # noqa: E402
+from benchmarks.engines import answers, jobs, vllm_bits  # noqa: E402
 
 INSTALL = """\
 mkdir -p $SITE/vllm/lora

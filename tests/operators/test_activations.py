@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import OAI, Problem, Spec, same_bits
+from cases import ALPHAS, LIMITS, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref
 
 import moelora
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
-CLAMPED = ("silu", *OAI)
+CLAMPED = tuple(activation for activation in LIMITS if activation != "situ")
 # A few tokens, which a GPU takes in one launch, tiles with remainders, and many blocks.
 SIZES = {
     "few": Spec(tokens=3, hidden=72, inter=40, bias=True),
@@ -31,21 +31,22 @@ def scaled(p: Problem) -> Problem:
     """With outputs of up to about 1/2: a small limit makes a small silu(g) * u."""
     p = replace(p, w2_bias=None)
     factor = 0.5 / fused_experts_lora_ref(**p.kwargs()).abs().max()
-    w2, b2 = ((t.double() * factor).to(t.dtype) for t in (p.w2, p.w2_lora_b))
+    w2, b2 = (None if t is None else (t.double() * factor).to(t.dtype) for t in (p.w2, p.w2_lora_b))
     return replace(p, w2=w2, w2_lora_b=b2)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("limit", [2.0**-4, 0.25, 1.5, 1e30])
 @pytest.mark.parametrize(
-    ("activation", "alpha"), [("silu", None), *((a, n) for a in OAI for n in (None, 2.0**-4, 3.0))]
+    ("activation", "alpha"),
+    [(a, None) for a in LIMITS] + [(a, n) for a in ALPHAS for n in (2.0**-4, 3.0)],
 )
 def test_numbers(activation, alpha, limit, size, device_and_dtype):
     device, dtype = device_and_dtype
     spec = replace(SIZES[size], activation=activation, alpha=alpha, limit=limit, dtype=dtype)
     p = scaled(spec.build())
     y = check(p, device)
-    if limit == 0.25:  # it clamps
+    if limit == 0.25:  # it clamps or caps
         assert not torch.allclose(y, other_numbers(p.to(device), activation_limit=1e30), rtol=0.1)
 
 
@@ -56,7 +57,7 @@ def other_numbers(p: Problem, **numbers) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("number", [1.1754943508222875e-38, 3.4028234663852886e38])
 @pytest.mark.parametrize(
-    ("activation", "name"), [(a, "limit") for a in CLAMPED] + [(a, "alpha") for a in OAI]
+    ("activation", "name"), [(a, "limit") for a in LIMITS] + [(a, "alpha") for a in ALPHAS]
 )
 def test_the_smallest_and_the_largest_number(activation, name, number, size, device_and_dtype):
     device, dtype = device_and_dtype
@@ -67,9 +68,10 @@ def test_the_smallest_and_the_largest_number(activation, name, number, size, dev
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_limit_beyond_every_value_changes_nothing(size, device_and_dtype):
+@pytest.mark.parametrize("activation", ["silu", "situ"])
+def test_a_limit_beyond_every_value_changes_nothing(activation, size, device_and_dtype):
     device, dtype = device_and_dtype
-    p = replace(SIZES[size], dtype=dtype).build().to(device)
+    p = replace(SIZES[size], activation=activation, dtype=dtype).build().to(device)
     plain = other_numbers(p)
     assert torch.equal(other_numbers(p, activation_limit=1e30), plain)
     assert not torch.equal(other_numbers(p, activation_limit=0.5), plain)
@@ -85,6 +87,26 @@ def test_absent_numbers_are_those_of_gpt_oss(activation, size, device_and_dtype)
     assert same_bits(other_numbers(p, activation_alpha=1.702, activation_limit=7), plain)
     assert not same_bits(other_numbers(p, activation_limit=6.5), plain)
     assert not same_bits(other_numbers(p, activation_alpha=1.5), plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("activation", "numbers", "other"),
+    [
+        ("situ", {"activation_alpha": 1}, {"activation_limit": 25}),
+        ("swiglustep", {"activation_limit": 7}, {"activation_limit": 6.5}),
+    ],
+)
+def test_absent_numbers_are_those_of_their_sources(
+    activation, numbers, other, size, device_and_dtype
+):
+    """SituAndMul has beta 1 and leaves up alone; SwigluStepAndMul has limit 7."""
+    device, dtype = device_and_dtype
+    p = replace(SIZES[size], activation=activation, dtype=dtype).build()
+    p = replace(p, hidden_states=p.hidden_states * 8).to(device)  # past the limit
+    plain = other_numbers(p)
+    assert same_bits(other_numbers(p, **numbers), plain)
+    assert not same_bits(other_numbers(p, **other), plain)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -125,6 +147,19 @@ def test_infinity_is_clamped_and_nan_is_not(activation, size, device_and_dtype):
     ref = fused_experts_lora_ref(**p.kwargs())
     naive = naive_fused_experts_lora(**p.kwargs())
     assert_close_to_ref(y[~nan], ref[~nan], naive[~nan], dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("scale", "limit"), [(2**-4, None), (2**-4, 25), (30, None), (30, 25), (1e4, 25), (1e30, 25)]
+)
+def test_soft_caps_of_small_and_large_values(scale, limit, size, device_and_dtype):
+    """Neither tanh nor its product with the sigmoid cancels, overflows or becomes NaN."""
+    device, dtype = device_and_dtype
+    spec = replace(SIZES[size], activation="situ", alpha=4, limit=limit, mix="absent")
+    p = replace(spec, dtype=dtype, bias=False).build()
+    scale = min(scale, 1e4) if dtype == torch.float16 else scale
+    check(scaled(replace(p, w13=(p.w13.double() * scale).to(dtype))), device)
 
 
 @pytest.mark.parametrize("activation", OAI)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, OAI, Problem, Spec, same_bits
+from cases import ACTIVATIONS, ALPHAS, DTYPES, LIMITS, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu, on_gpu
 from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, made
@@ -138,7 +138,8 @@ def test_activations(activation, slices, inter, form, device, dtype):
 
 @pytest.mark.parametrize("limit", [0.25, 1e30])
 @pytest.mark.parametrize(
-    ("activation", "alpha"), [("silu", None), *((a, alpha) for a in OAI for alpha in (None, 0.5))]
+    ("activation", "alpha"),
+    [(a, None) for a in LIMITS] + [(a, 0.5) for a in ALPHAS],
 )
 @native_and_not
 def test_alphas_and_limits(activation, alpha, limit, form, device, dtype):

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, MIXES, OAI, POISON, Problem, Spec, same_bits
+from cases import ACTIVATIONS, ALPHAS, LIMITS, MIXES, POISON, Problem, Spec, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu
 from delta_cases import Lists, delta_kwargs, delta_operator
@@ -163,8 +163,8 @@ def draw(seed: int) -> tuple[Spec, random.Random]:
     )
     numbers = random.Random(-1 - seed)
     spec = Spec(
-        alpha=numbers.choice((None, 0.5, 3.0)) if activation in OAI else None,
-        limit=numbers.choice((None, 0.5, 1e30)) if activation in ("silu", *OAI) else None,
+        alpha=numbers.choice((None, 0.5, 3.0)) if activation in ALPHAS else None,
+        limit=numbers.choice((None, 0.5, 1e30)) if activation in LIMITS else None,
         tokens=rng.choice((1, 2, 4, 7, 16, 30, 64, 120, 200)),
         top_k=min(experts, rng.choice((1, 2, 2, 4, 8))),
         experts=experts,

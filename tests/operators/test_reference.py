@@ -84,6 +84,19 @@ def test_activations_by_hand():
     x = torch.tensor([[9.0, -20.0, -9.0, 8.0]], dtype=torch.float64)
     expected = [(-7 + 1) * 7 * sigmoid(1.702 * 7), (7 + 1) * -9 * sigmoid(1.702 * -9)]
     torch.testing.assert_close(activate(x, "swigluoai")[0], torch.stack(expected))
+
+    # gate 2 and 0.5, up -1 and 40
+    x = torch.tensor([[2.0, 0.5, -1.0, 40.0]], dtype=torch.float64)
+    tanh = lambda t: torch.tanh(torch.tensor(t, dtype=torch.float64))  # noqa: E731
+    gates = [4 * tanh(2 / 4) * sigmoid(2.0), 4 * tanh(0.5 / 4) * sigmoid(0.5)]
+    expected = [gates[0] * 25 * tanh(-1 / 25), gates[1] * 25 * tanh(40 / 25)]
+    torch.testing.assert_close(activate(x, "situ", 4, 25)[0], torch.stack(expected))
+    torch.testing.assert_close(
+        activate(x, "situ", 4)[0], torch.stack([gates[0] * -1, gates[1] * 40])
+    )
+    expected = [torch.tensor(1.5 * -1.0), 0.5 * sigmoid(0.5) * 1.5]  # silu(2) is above 1.5
+    torch.testing.assert_close(activate(x, "swiglustep", limit=1.5)[0], torch.stack(expected))
+
     with pytest.raises(ValueError, match="activation is 'tanh'"):
         activate(x, "tanh")
 

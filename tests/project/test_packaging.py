@@ -147,7 +147,7 @@ def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch):
     page = setup_py.package_page()
     links = re.findall(r"!?\[[^\]]*\]\(([^)]*)\)", page["long_description"])
     assert f"https://example.org/moelora/blob/v{_C.version()}/docs/install.md" in links
-    assert f"https://example.org/moelora/raw/v{_C.version()}/docs/h200-beside.png" in links
+    assert f"https://example.org/moelora/raw/v{_C.version()}/docs/beside.png" in links
     assert all(link.startswith("https://example.org/moelora/") for link in links)
     assert page["project_urls"]["Repository"] == "https://example.org/moelora"
 

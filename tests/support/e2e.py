@@ -1,6 +1,6 @@
 """What the tests of both end-to-end benchmarks pretend and read."""
 
-from benchmarks import jobs
+from benchmarks.engines import jobs
 
 MAKE_MODEL = """\
 import json, pathlib, sys

@@ -107,13 +107,23 @@ def _decided(x: Tensor, own: Tensor, low: float | None, high: float) -> Tensor:
     return torch.where(beyond & ~outside, limit + (x - x.detach()), x)  # at the limit: all of it
 
 
+def _inverse_silu(limit: float) -> float:
+    """The largest g, to rounding, at which silu(g) is at most `limit`."""
+    low, high = 0.0, limit + 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle / (1 + math.exp(-middle)) <= limit else (low, middle)
+    return low * (1 - 1e-12)
+
+
 def reference_gradients(arguments: dict, grad_out: Tensor, gate_up: Tensor | None) -> dict:
     """The reference's, of a clamp with the decisions of pre-activations (P, 2 I)."""
-    limit = arguments.get("activation_limit")
-    if limit is None or gate_up is None:
+    limit, activation = arguments.get("activation_limit"), arguments.get("activation", "silu")
+    if limit is None or gate_up is None or activation == "situ":
         return flat(fused_experts_lora_backward_ref(grad_out, **arguments))
     rows = iter(_local_rows(arguments)[0])
     gate_up = gate_up.cpu().double()
+    gate_limit = _inverse_silu(limit) if activation == "swiglustep" else limit
 
     def with_decisions(x, activation, alpha, limit):
         own, interleaved = gate_up[next(rows)], activation == "swigluoai"
@@ -122,7 +132,7 @@ def reference_gradients(arguments: dict, grad_out: Tensor, gate_up: Tensor | Non
             if interleaved
             else (*x.chunk(2), *own.chunk(2))
         )
-        gate = _decided(halves[0], halves[2], None, limit)
+        gate = _decided(halves[0], halves[2], None, gate_limit)
         up = _decided(halves[1], halves[3], -limit, limit)
         x = torch.stack((gate, up), dim=1).flatten() if interleaved else torch.cat((gate, up))
         return activate(x, activation, alpha, limit)

@@ -3,10 +3,9 @@
 import copy
 
 import pytest
+import small_models
 import torch
 from conftest import on_gpu
-
-from benchmarks import small_models
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -120,19 +120,19 @@ class Layer:
         self.vllm, self.device = vllm, device
         self.p = p = p.to(device)
         s = p.spec
-        self.activation = {
-            "silu": vllm.MoEActivation.SILU,
-            "gelu": vllm.MoEActivation.GELU_TANH,
-            "swigluoai": vllm.MoEActivation.SWIGLUOAI,
-            "swigluoai_uninterleave": vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE,
-            "relu2": vllm.MoEActivation.RELU2_NO_MUL,
-        }[s.activation]
+        name = {"gelu": "gelu_tanh", "relu2": "relu2_no_mul"}.get(s.activation, s.activation)
+        self.activation = vllm.MoEActivation(name)
         quant = config.pop("quant", None)
         if quant is None:
             place = load("vllm.model_executor.layers.fused_moe.config")
             quant = place.biased_moe_quant_config(p.w13_bias, p.w2_bias)
         beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
-        numbers = {"swiglu_limit": s.limit, "swiglu_alpha": s.alpha, "swiglu_beta": beta}
+        alpha, limit = "swiglu_alpha", "swiglu_limit"
+        if s.activation == "situ":
+            alpha, limit = "activation_situ_beta", "activation_situ_linear_beta"
+        numbers = {"swiglu_alpha": None, "swiglu_limit": None, "swiglu_beta": beta}
+        numbers |= {"activation_situ_beta": None, "activation_situ_linear_beta": None}
+        numbers |= {alpha: s.alpha, limit: s.limit}
         numbers = {name: config.pop(name, number) for name, number in numbers.items()}
         place = load("vllm.model_executor.layers.fused_moe.config")
         parallel = place.FusedMoEParallelConfig.make_no_parallel()
@@ -153,8 +153,6 @@ class Layer:
             is_lora_enabled=s.mix != "absent",
             w13_num_shards=1 + (s.activation != "relu2"),
             max_capture_size=0,
-            activation_situ_beta=None,
-            activation_situ_linear_beta=None,
         )
         self.make_kernel(quant)
         self.lora = None

@@ -23,6 +23,8 @@ class MoEActivation(Enum):
     GELU_TANH = "gelu_tanh"
     SWIGLUOAI = "swigluoai"
     SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SITU = "situ"
+    SWIGLUSTEP = "swiglustep"
     RELU2_NO_MUL = "relu2_no_mul"
     SILU_NO_MUL = "silu_no_mul"
 

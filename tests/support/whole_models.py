@@ -3,13 +3,13 @@
 import copy
 import json
 
+import small_models
 import torch
 from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, qwen3
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moelora.integrations.transformers as moelora_hf
-from benchmarks import small_models
 from moelora.integrations.transformers.linears import linear_layers
 
 

@@ -48,6 +48,7 @@ def test_twice_the_error_is_refused(dtype):
 LIMITED = [
     Spec(tokens=12, limit=0.5, bias=True, dtype=torch.bfloat16),
     Spec(tokens=12, activation="swigluoai", slices=1, limit=0.25, dtype=torch.bfloat16),
+    Spec(tokens=12, activation="swiglustep", limit=0.25, bias=True, dtype=torch.bfloat16),
 ]
 
 

@@ -26,6 +26,9 @@ from moelora.reference.backward import TRAINED
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 
 
+SIXTEEN_BITS = [p for p in PLACES if p.values[0][1] != torch.float32]
+
+
 def check(spec, device="cpu"):
     """By autograd against the reference, and by the operators to the same bits."""
 
@@ -107,6 +110,8 @@ def test_reference_by_finite_differences():
             tokens=2, hidden=4, inter=3, ranks=(2,), mix="one", activation="gelu", sharing="outer"
         ),
         Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="swigluoai", alpha=1.1, limit=0.8),
+        Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="situ", alpha=0.7, limit=1.2),
+        Spec(tokens=3, hidden=4, inter=3, ranks=(2,), activation="swiglustep", limit=0.3),
         Spec(tokens=3, hidden=4, inter=4, ranks=(2,), top_k=1, weight_on_input=True, limit=0.7),
         Spec(tokens=3, hidden=4, inter=4, ranks=(2,), activation="relu2", slices=1, remote=3),
     ):
@@ -151,28 +156,40 @@ def test_finite_differences(place):
 # ---- other forms of weights ----
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def forms_of(device):
+    """Activations, and intermediate sizes: a GPU has kernels for whole tiles of gate and of up."""
+    sizes = (96,) if device == "cpu" else (96, 128)
+    return enumerate((a, i) for i in sizes for a in ("silu", "swigluoai", "relu2"))
+
+
+@pytest.mark.parametrize("place", SIXTEEN_BITS)
 @pytest.mark.parametrize("name", ALL_FORMATS)
-def test_quantized_weights(name, dtype):
+def test_quantized_weights(name, place):
     """Gradients are those of the numbers that tiles stand for, to the bit."""
-    for number, activation in enumerate(("silu", "swigluoai", "relu2")):
+    device, dtype = place
+    for number, (activation, inter) in forms_of(device):
         spec = Spec(
-            tokens=9,
+            tokens=9 if device == "cpu" else 90,
             hidden=160,
-            inter=96,
+            inter=inter,
             activation=activation,
             slices=1 if activation == "relu2" else 2,
             mix="all_different",
             seed=number,
         )
-        p = build(spec, ALL_FORMATS[name], dtype)
-        grad_out = grad_like(p.dense.hidden_states.shape, dtype)
+        p = build(spec, ALL_FORMATS[name], dtype).to(device)
+        grad_out = grad_like(p.dense.hidden_states.shape, dtype, device)
+        # On a GPU the tiles of up rows begin anew in K: the order of that sum is their own.
+        splits = device != "cpu" and activation == "silu" and inter % 64 != 0
         _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
         got = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())
         numbers = {"w13": p.w13.unpack(), "w2": p.w2.unpack()}
         want = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs() | numbers)
         for field, grad in flat(want._asdict()).items():
-            assert same_bits(flat(got._asdict())[field], grad), field
+            if splits and field == "hidden_states":
+                torch.testing.assert_close(flat(got._asdict())[field], grad, rtol=0.02, atol=0.05)
+            else:
+                assert same_bits(flat(got._asdict())[field], grad), field
         for field, grad in by_autograd(p.kwargs(), grad_out).items():
             assert same_bits(flat(got._asdict())[field], grad), field
 

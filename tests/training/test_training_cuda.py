@@ -99,14 +99,28 @@ def test_the_forward_has_the_bits_of_serving_as_planned(tokens):
         assert same_bits(saving, moelora.fused_experts_lora(**p.kwargs()))
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 600])
 @pytest.mark.parametrize("name", ALL_FORMATS)
-def test_quantized_weights_are_refused(name):
-    """By name, and they serve still."""
-    p = build(replace(SPEC, tokens=9, hidden=160, inter=96), ALL_FORMATS[name], torch.bfloat16)
-    arguments = p.to("cuda").kwargs()
-    assert moelora.fused_experts_lora(**arguments).isfinite().all()
-    with pytest.raises(NotImplementedError, match="w13 is quantized: on cuda a layer has a"):
-        moelora.fused_experts_lora_saving(**arguments)
-    x = arguments["hidden_states"].detach().requires_grad_()
-    with pytest.raises(NotImplementedError, match="w13 is quantized"):
-        moelora.fused_experts_lora(**arguments | {"hidden_states": x})
+def test_the_forward_of_quantized_weights_has_the_bits_of_serving(name, tokens):
+    """Whatever kernel serves so many tokens."""
+    for dtype in CUDA_DTYPES:
+        spec = replace(SPEC, tokens=tokens, hidden=160, inter=96)
+        arguments = build(spec, ALL_FORMATS[name], dtype).to("cuda").kwargs()
+        saving, _ = moelora.fused_experts_lora_saving(**arguments)
+        assert same_bits(saving, moelora.fused_experts_lora(**arguments))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4_g64_zp", "fp8_block_w8a8"])
+def test_a_step_of_quantized_weights_is_captured(name):
+    p = build(replace(SPEC, hidden=160, inter=96), ALL_FORMATS[name], torch.bfloat16).to("cuda")
+    arguments = p.kwargs()
+    grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        want = step(arguments, grad_out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(arguments, grad_out)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(same_bits(captured[field], grad) for field, grad in want.items())

@@ -72,7 +72,9 @@ static __global__ void __launch_bounds__(THREADS)
   const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
   const int32_t low = (int32_t)(group * s.ways);
   const uint32_t width = s.ways * ALIGN_TINY_ITEMS;
-  uint32_t counts = 0; /* within the group, one byte each: all, before this one, of smaller index */
+  /* Numbers of items in the group, one byte each: all, ordered before this one, of smaller index.
+   */
+  uint32_t counts = 0;
   for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
     const int4 four = *(const int4 *)(shared.item + i);
     const int32_t others[4] = {four.x, four.y, four.z, four.w};

@@ -5,9 +5,10 @@
  *   shrink by B13, dz = dgu W13 + yb13 A13, sum to dx, [dt], [factors], [biases]
  *
  * As in the forward, intermediate results are ordered by position in the blocks of rows: yb2,
- * yb13, h, dgu, the parts of dt, and dz. dz always has the dtype of the call, for any number of
- * rows: the result of a token does not depend on the rest of the batch. Steps whose results are
- * not needed are skipped; launches do not depend on the contents of device memory. */
+ * yb13, h, dgu and the parts of dt. dz is ordered by flat row, which takes no memory for the rows
+ * that pad blocks. It has the dtype of the call, for any number of rows: the result of a token does
+ * not depend on the rest of the batch. Steps whose results are not needed are skipped; launches do
+ * not depend on the contents of device memory. */
 #include <math.h>
 
 #include "cuda/backward/backward.h"
@@ -26,7 +27,8 @@ struct BackwardLayout {
   moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
-  void *h, *dgu, *dz;
+  void *h, *dgu;
+  void *dz;  // [P, K]; also the slots of gradients
   float *dt; // [position, dt_parts]
   int32_t dt_parts;
   float *slots;
@@ -159,14 +161,18 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     if (has_adapters(p, &p->w2_lora) && b->a2.data)
       l.h = take((size_t)p->intermediate, 2);
   }
-  if (needs->dz)
-    l.dz = take((size_t)p->hidden, 2);
+  const size_t num_dz =
+      needs->dz ? moelora_times((size_t)p->routes.num_rows, (size_t)p->hidden) : 0;
+  const size_t dz_bytes = moelora_times(num_dz, 2);
+  size_t slot_bytes = 0;
   if (p->routes.token_lora_mapping.data && factors.any()) {
     l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, factors.any_shared(p), weighted,
                                              !b->accumulate, &arena);
     const moelora_gradients_launch g = describe_gradients(b, &l);
-    l.slots = (float *)moelora_take(&arena, moelora_cuda_gradient_slot_bytes(&g, &l.rows));
+    slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }
+  l.dz = moelora_take(&arena, dz_bytes > slot_bytes ? dz_bytes : slot_bytes);
+  l.slots = (float *)l.dz;
   l.bytes = arena.used;
   return l;
 }
@@ -203,8 +209,18 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
-  moelora_activation_gradient g = {
-      p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha), moelora_is_gated(p->kind)};
+  moelora_activation_gradient g = {};
+  g.a = p->alpha;
+  g.gate_limit = p->gate_limit;
+  g.limit = p->limit;
+  g.saturated = 88.f / p->alpha;
+  g.gated = moelora_is_gated(p->kind);
+  if (p->kind == MOELORA_SITU) {
+    g.soft_capped = true;
+    g.inverse[0] = p->inverse_alpha;
+    g.inverse[1] = p->inverse_limit;
+    g.saturated = 88.f;
+  }
   if (p->kind == MOELORA_GELU)
     g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
   if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
@@ -247,9 +263,9 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
   g.tokens.x = l->dgu;
   g.tokens.stride = p->w13.n;
   g.tokens.divisor = moelora_divisor_of(0);
-  g.epilogue.out_by_position = true;
   g.epilogue.out = l->dz;
-  g.epilogue.out_stride[0] = p->hidden;
+  g.epilogue.out_stride[0] = p->routes.top_k * p->hidden;
+  g.epilogue.out_stride[1] = p->hidden;
   g.epilogue.activation.kind = MOELORA_SILU; // none, since it is not gated
   return multiply(&g, &plan->product[1], &l->alignment.routes, l->yb13, !plan->needs.dz, exec);
 }
@@ -266,6 +282,7 @@ moelora_status finish_inputs(const moelora_experts_backward_problem *b,
     s.z_stride = p->hidden;
     s.columns = (int32_t)p->hidden;
     s.positions = l->alignment.blocks.positions;
+    s.by_row = true;
     if (p->apply_router_weight_on_input) {
       s.weights = routes->topk_weights;
       s.weights_stride[0] = routes->topk_weights_stride[0];

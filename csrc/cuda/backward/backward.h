@@ -29,7 +29,7 @@ typedef struct moelora_weight_gradients {
   int64_t bias_stride_e;
   const void *dout; /* [M, K] */
   int64_t dout_stride;
-  const void *dz, *x; /* [position, K], [M, K]: for weights on the input; otherwise dz is NULL */
+  const void *dz, *x; /* [P, K], [M, K]: for weights on the input; otherwise dz is NULL */
   int64_t x_stride;
   float *out; /* [M, top_k] */
   int64_t out_stride[2];

@@ -1,22 +1,23 @@
-/* Gradients of factors: grouped products whose depth is the rows of a part.
+/* Gradients of factors: grouped GEMMs ranks^T wide, whose K is the rows of a part.
  *
  *   index of step i + 6, rows of step i + 3    cp.async
  *   products of step i                         ldmatrix.trans, mma.sync
  *
- * Both operands lie as rows in memory, so that the depth is the slow dimension of what is in
- * shared memory, and ldmatrix transposes both. ranks^T is operand A of m16n8k16, wide operand B. A
- * CTA of 4 warps has a tile of RANKS columns of ranks by 128 of wide, a warp 32 of the latter; with
- * 128 ranks it has 8 warps, each with half of the ranks. A step is 32 rows, two k16. Pitches of 16
- * bytes more than a row spread 8 rows over all banks.
+ * K is the slow dimension of both operands in global and in shared memory, so ldmatrix transposes
+ * both. ranks^T is operand A of m16n8k16, wide operand B. A CTA of 4 warps computes a tile of RANKS
+ * columns of ranks by 128 columns of wide, a warp 32 of the latter; with 128 ranks there are 8
+ * warps, each with half of the ranks. A K step is 32 rows, two k16. Rows in shared memory are
+ * padded by 16 bytes, so that ldmatrix reads 8 rows without bank conflicts.
  *
- * Rows past the end of a part are zeros in both operands. Sums go to the gradient through shared
- * memory; those of one of several parts to float32 slots, which sum_slots() adds up in order. */
+ * Rows past the end of a part are zero in both operands. Accumulators are stored to the gradient
+ * through shared memory; if a gradient has several parts, to float32 slots, which sum_slots() adds
+ * in order. */
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 namespace {
 
-/* CTAs of an SM, as registers allow; ptxas spills for one more before sm_90. */
+/* Reduces the CTAs per SM before sm_90, where ptxas would spill otherwise. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kSpared = 1;
 #else
@@ -30,8 +31,7 @@ template <int RANKS_> struct GradientShape {
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int WARP_COLUMNS = 32;
   static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16
-  /* Steps of which the index is in shared memory: from that of the products to that of the copies,
-   * and as many beyond. */
+  /* Steps whose index is in shared memory: those with a stage in flight, and as many ahead. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
@@ -49,7 +49,7 @@ template <int RANKS_> struct GradientShape {
       float sums[RANKS][kColumns + 4];
     };
     Index index[INDICES];
-    moelora_gradient_part part[2]; // of this tile and of the next one
+    moelora_gradient_part part[2]; // of the current and of the next tile
   };
 };
 
@@ -60,12 +60,12 @@ struct GradientLaunch {
   bool accumulate;
 };
 
-/* A thread's share of the rows of an operand: 8 neighboring elements, of which it has `size`, of
- * each row that the thread copies to shared memory. */
+/* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
+ * of its rows, of which `size` are valid. */
 template <class T> struct RowCopies {
   const T *from;   // in row 0
-  uint32_t stride; // bytes; of vectors
-  int size;        // elements; zeros follow
+  uint32_t stride; // in bytes; used with vectors
+  int size;        // valid elements; the rest is zero-filled
   bool vectors;
 
   __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
@@ -75,7 +75,7 @@ template <class T> struct RowCopies {
     stride = (uint32_t)(operand.stride * (int)sizeof(T));
     vectors = is_vectors;
   }
-  /* Copies zeros if the row is not `there`. */
+  /* Zero-fills unless the row is `there`. */
   __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, uint32_t to,
                                        int row, bool there) const {
     if (vectors)
@@ -86,7 +86,7 @@ template <class T> struct RowCopies {
   }
 };
 
-/* One tile of one part, as a thread sees it. */
+/* A thread's work on one tile of one part. */
 template <class T, class S> struct PartTile {
   const GradientLaunch &s;
   const GradientGroup &group;
@@ -94,7 +94,7 @@ template <class T, class S> struct PartTile {
   const moelora_gradient_part &part;
   GradientTile tile;
   const int32_t *wide_index, *ranks_index;
-  uint32_t active; // bit of each m16 tile that has ranks
+  uint32_t active; // bit mask of the m16 tiles that have ranks
   RowCopies<T> wide, ranks;
 
   static constexpr int CHUNKS = kColumns / 8, RANK_CHUNKS = S::RANKS / 8;
@@ -119,14 +119,14 @@ template <class T, class S> struct PartTile {
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
-  /* Ranks of the slice from column `own` of the tile on. */
+  /* Number of ranks of the slice from column `own` of the tile on. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = tile.rank + own, slice = at >= p.padded_rank;
     return at < p.slices * p.padded_rank ? rank() - at + slice * p.padded_rank : 0;
   }
   __device__ __forceinline__ int steps() const { return (part.count + S::ROWS - 1) / S::ROWS; }
 
-  /* Starts copies of the index of a step, by one warp. */
+  /* Issues the copies of a step's index, with one warp. */
   __device__ __forceinline__ void load_index(typename S::Index &index, int step) const {
     const int i = threadIdx.x, at = step * S::ROWS + i;
     if (i >= S::ROWS)
@@ -139,14 +139,14 @@ template <class T, class S> struct PartTile {
     if (!there)
       index.wide[i] = 0, index.ranks[i] = 0, index.weight[i] = 0.f;
   }
-  /* The same for the first stages. */
+  /* Issues the copies of the indices of the first stages. */
   __device__ __forceinline__ void load_first(typename S::SharedStorage &shared) const {
     for (int step = 0; step < S::STAGES - 1; step++)
       load_index(shared.index[step], step);
     copy_async_commit();
   }
 
-  /* Starts copies of the rows of a step. */
+  /* Issues the copies of a step's rows. */
   __device__ __forceinline__ void load_rows(typename S::Stage &stage,
                                             const typename S::Index &index, int step) const {
     const int left = part.count - step * S::ROWS;
@@ -157,7 +157,7 @@ template <class T, class S> struct PartTile {
       wide.copy(p.wide, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
     }
     const uint32_t sRanks = shared_address(stage.ranks) + threadIdx.x % RANK_CHUNKS * 16;
-    constexpr int STEP = S::THREADS / RANK_CHUNKS; // rows at a time
+    constexpr int STEP = S::THREADS / RANK_CHUNKS; // rows per iteration
     if ((STEP > S::ROWS && threadIdx.x / RANK_CHUNKS >= S::ROWS) ||
         !(active >> threadIdx.x % RANK_CHUNKS / 2 & 1))
       return;
@@ -168,20 +168,20 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* Multiplies two neighbors along the depth, rounded again. */
+  /* Scales two elements consecutive in K, and rounds them. */
   static __device__ __forceinline__ uint32_t weigh(uint32_t pair, float first, float second) {
     const T *two = (const T *)&pair;
     return pack2<T>(Element<T>::to_float(two[0]) * first, Element<T>::to_float(two[1]) * second);
   }
 
-  /* The products of a step. */
+  /* Accumulates the products of a step. */
   __device__ __forceinline__ void
   multiply(const typename S::Stage &stage, const typename S::Index &index,
            float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = warp / 4 * S::WARP_TILES;
-    // Matrices 0, 1 of wide are 16 rows of 8 columns, 2 and 3 those of the next 8 columns; of ranks
-    // matrices 0, 1 are 8 rows of 16 columns, 2 and 3 the next 8 rows.
+    // ldmatrix of wide: matrices 0 and 1 are 16 rows of 8 columns, 2 and 3 the next 8 columns; of
+    // ranks: 0 and 1 are 8 rows of 16 columns, 2 and 3 the next 8 rows.
     const uint32_t sWide = shared_address(stage.wide) + lane % 16 * S::WIDE_PITCH +
                            2 * (warp % 4 * S::WARP_COLUMNS + lane / 16 * 8);
     const uint32_t sRanks = shared_address(stage.ranks) +
@@ -217,14 +217,14 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* Leaves the sums of the part in shared memory, after load_first(). All threads call this; none
-   * uses stages or index any more when it returns. */
+  /* The K loop over the part, after load_first(). Writes the accumulators to shared.sums. Called by
+   * all threads; on return stages and index may be overwritten. */
   __device__ __forceinline__ void run(typename S::SharedStorage &shared) const {
     constexpr int STAGES = S::STAGES;
     float rAcc[S::WARP_TILES][S::WARP_COLUMNS / 8][4] = {};
     const int all = steps();
 
-    // Start the first stages, once their index has arrived.
+    // Issue the copies of the first stages, once their indices have arrived.
     copy_async_wait<0>();
     __syncthreads();
     for (int step = 0; step < STAGES - 1; step++) {
@@ -237,11 +237,11 @@ template <class T, class S> struct PartTile {
 
 #pragma unroll 1
     for (int step = 0; step < all; step++) {
-      // Wait for the stage, and until all threads have read the one before.
+      // Wait for the stage, and until all threads have read the previous one.
       copy_async_wait<STAGES - 2>();
       __syncthreads();
 
-      // Start the copies of the stage that takes its place.
+      // Refill the previous stage.
       const int next = step + STAGES - 1, ahead = next + STAGES - 1;
       if (next < all)
         load_rows(shared.stages[next % STAGES], shared.index[next % S::INDICES], next);
@@ -267,8 +267,8 @@ template <class T, class S> struct PartTile {
     __syncthreads();
   }
 
-  /* Stores the sums: in the gradient, or, if the part is one of several, in [rank columns, columns]
-   * of its slot. */
+  /* Stores the sums to the gradient, or, if it has several parts, to [rank columns, columns] of
+   * this part's slot. */
   __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
     const auto get = [&](int rank, int column) { return shared.sums[rank][column]; };
     if (part.slot < 0)
@@ -282,10 +282,10 @@ template <class T, class S> struct PartTile {
   }
 };
 
-/* Tile `work` of all parts (or splits), those of pairs first. */
+/* Tile `work` of all parts (or splits); those of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
-  int number, tile; // of the part or the split; in it
+  int number, tile; // of the part or the split; tile within it
 
   __device__ __forceinline__ GradientWork(const GradientLaunch &s, int64_t work, int64_t of_pairs) {
     group = &s.group[work >= of_pairs];
@@ -296,7 +296,7 @@ struct GradientWork {
   }
 };
 
-/* The index of the next tile is copied while one is stored. */
+/* Persistent kernel; the index of the next tile is copied while the current one is stored. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     gradients(const __grid_constant__ GradientLaunch s) {
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
       s.group[0].tiles ? (int64_t)s.group[0].parts.count[0] * s.group[0].tiles : 0;
   const int64_t all =
       of_pairs + (s.group[1].tiles ? (int64_t)s.group[1].parts.count[0] * s.group[1].tiles : 0);
-  // Starts copies of the part that a tile is of, by one warp.
+  // Issues the copies of a tile's part, with one warp.
   const auto load_part = [&](int64_t work, moelora_gradient_part &to) {
     const GradientWork found(s, work, of_pairs);
     const auto *from = (const int32_t *)&found.group->parts.part[found.number];
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   }
 }
 
-/* The gradients of several parts: their slots, in order. */
+/* Gradients with several parts: adds their slots in order. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
@@ -376,7 +376,7 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.most_parts > 0 && gradient.experts == 1;
 }
 
-/* Accesses of 4 elements of 16 or 32 bits. */
+/* Whether a gradient allows accesses of 4 elements, each of 16 or 32 bits. */
 bool allows_quads(const moelora_gradient &g) {
   return !g.data ||
          ((uintptr_t)g.data % (4 * moelora_dtype_bytes(g.dtype)) == 0 && g.columns % 4 == 0 &&
@@ -388,7 +388,7 @@ bool allows_vectors(const moelora_gradient_operand &operand, int64_t slice, int6
          columns % 8 == 0 && operand.stride < (int64_t)1 << 31;
 }
 
-/* Slices [first, first + slices) of a product. */
+/* Adds slices [first, first + slices) of a product to a group. */
 void add_product(GradientGroup *group, const moelora_gradient_product &from, int first,
                  int slices) {
   GradientProduct &p = group->product[group->count++];
@@ -402,7 +402,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   p.columns = (int32_t)from.columns;
   p.weighted = from.weighted;
   p.transposed = from.transposed;
-  // Ranks that a row has not are not read.
+  // Elements beyond the true rank are not read, so the rank need not be a multiple of 8.
   p.ranks_vectors = allows_vectors(p.ranks, p.ranks_slice, 0);
   p.wide_vectors = allows_vectors(p.wide, 0, from.columns);
   p.quads = true;
@@ -412,7 +412,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   }
 }
 
-/* What the kernels take but for the tiles, whose ranks are `*most` at most. */
+/* Arguments of the kernels except tiles; *most: largest number of rank columns of a product. */
 GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradient_rows *list,
                         int32_t *most) {
   GradientLaunch s = {};

@@ -19,11 +19,17 @@ extern "C" {
  *
  *   dg = q (1 + g' d (1 - q)) (u' + c) dh   du = g' q dh
  *
- * The gradient passes a clamp for all values that it does not change, including its bounds. */
+ * The gradient passes a clamp for all values that it does not change, including its bounds.
+ *
+ * situ, with caps a of g and `limit` of u, T(x) = cap tanh(x / cap) and q = sigmoid(g):
+ *
+ *   dg = q (T'(g) + T(g) (1 - q)) T(u) dh   du = T(g) q T'(u) dh */
 typedef struct moelora_activation_gradient {
-  float a, b, c, limit;
-  float saturated; /* |g'| from which on q is 0 or 1 in float32 */
-  bool gated;      /* otherwise relu2 */
+  float a, b, c, gate_limit, limit;
+  float saturated;  /* |g'| from which on q is 0 or 1 in float32 */
+  float inverse[2]; /* situ: reciprocals of the caps */
+  bool gated;       /* otherwise relu2 */
+  bool soft_capped; /* situ */
 } moelora_activation_gradient;
 
 /* Outputs of the gradient of the activation, for each row of v:

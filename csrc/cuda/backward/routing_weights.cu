@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t position = s.positions[p], m = p / s.top_k;
     float sum = 0.f;
     if (position >= 0 && s.dz) {
-      sum = lane_product<T>((const T *)s.dz + position * s.hidden, (const T *)s.x + m * s.x_stride,
+      sum = lane_product<T>((const T *)s.dz + p * s.hidden, (const T *)s.x + m * s.x_stride,
                             s.hidden);
     } else if (position >= 0) {
       for (int i = lane; i < s.parts; i += 32)

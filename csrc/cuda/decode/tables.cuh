@@ -21,7 +21,7 @@ constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, active experts or segments two by two");
 
-/* As many as can compare their readings with four per thread. */
+/* Limit of the grid: each thread compares the digests of up to four CTAs. */
 constexpr int kMostCtas = 4 * kThreads;
 /* Copies of all digests, so that CTAs load different lines. */
 constexpr int kCopies = 16;

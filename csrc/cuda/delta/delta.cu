@@ -156,7 +156,8 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
 
 namespace {
 
-/* A projection to `act`, and one of it that sums over top_k. The address of `act` is set later. */
+/* The projections of an adapter MLP: of x to `act`, and of `act` with the sum over top_k. The
+ * caller sets the address of `act`. */
 struct MlpProjections {
   moelora_delta_problem of[2];
 

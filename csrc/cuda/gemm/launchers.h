@@ -26,7 +26,7 @@ typedef moelora_status moelora_back_launcher(const struct moelora_back_launch *g
 #include "cuda/variants.inc"
 
 /* By variant id; NULL if the variant is not built (MOELORA_VARIANTS) or has another role. Saving
- * launchers also store values before the activation: native weights, activated projections. */
+ * launchers also store values before the activation, of activated projections. */
 extern moelora_gemm_launcher *const moelora_cuda_gemm_launchers[MOELORA_CUDA_ROWS];
 extern moelora_gemm_launcher *const moelora_cuda_saving_launchers[MOELORA_CUDA_ROWS];
 extern moelora_back_launcher *const moelora_cuda_back_launchers[MOELORA_CUDA_ROWS];

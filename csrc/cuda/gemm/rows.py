@@ -13,16 +13,17 @@ from pathlib import Path
 
 TABLE = Path(__file__).resolve().parents[1] / "variants.inc"
 ROW = re.compile(
-    r"^MOELORA_CUDA_(?P<role>GEMM|BACK)\((?P<name>\w+), (?P<dtype>\w+),(?: (?P<format>\w+),)?"
+    r"^MOELORA_CUDA_(?P<role>GEMM|BACK)\((?P<name>\w+), (?P<dtype>\w+), (?P<format>\w+),"
     r" (?P<family>SM\d+), (?P<m>\d+), (?P<n>\d+), \d+, (?P<stages>\d+), (?P<cluster>\d+)\)$",
     re.M,
 )
+SAVING = re.compile(r"^MOELORA_CUDA_SAVING\((\w+)\)$", re.M)
 TYPES = {"BF16": "__nv_bfloat16", "F16": "__half"}
 # By kind: the template of a launcher; "gemm" has one per family.
 LAUNCHERS = {
     "gemm": "Launch{family}<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
     "saving": "LaunchSaving<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
-    "back": "LaunchBack<{type}, {m}, {n}, {stages}, {cluster}>",
+    "back": "LaunchBack<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
 }
 HEADERS = {("gemm", "sm80"): "gemm", ("gemm", "sm90"): "launch"}
 ARGUMENTS = {
@@ -49,7 +50,11 @@ def rows(table: str, variants: str = "") -> list[dict[str, str]]:
         raise SystemExit(
             f"MOELORA_VARIANTS is {variants!r}, expected a regular expression: {error}"
         ) from None
+    saving = set(SAVING.findall(table))
     found = [row.groupdict() for row in ROW.finditer(table) if pattern.search(row["name"])]
+    for row in found:
+        saves = row["format"] == "NATIVE" or row["name"] in saving
+        row["saves"] = "saves" if saves else ""
     if variants and not found:
         raise SystemExit(f"MOELORA_VARIANTS is {variants!r}, which no GEMM variant matches")
     return found
@@ -59,7 +64,7 @@ def kinds(row: dict[str, str]) -> list[str]:
     """The kinds of kernels that a row has."""
     if row["role"] == "BACK":
         return ["back"]
-    return ["gemm", "saving"] if row["format"] == "NATIVE" else ["gemm"]
+    return ["gemm", "saving"] if row["saves"] else ["gemm"]
 
 
 def function(kind: str, row: dict[str, str]) -> str:
@@ -91,7 +96,7 @@ def sources(found: list[dict[str, str]]) -> dict[str, str]:
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in found:
         for kind in kinds(row):
-            key = (row["family"], kind, row["dtype"], row["format"] or "NATIVE")
+            key = (row["family"], kind, row["dtype"], row["format"])
             groups.setdefault(key, []).append(row)
     texts = {}
     for (family, kind, dtype, kernel_format), members in sorted(groups.items(), reverse=True):

@@ -168,6 +168,7 @@ typedef struct moelora_sum_launch {
   int64_t z_stride;
   /* layers: position of each row of z */
   const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: adapters alone, z is [P] */
+  bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
   /* adapters alone: flat rows that exist; tokens without any are left unchanged */

@@ -219,13 +219,15 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   return l;
 }
 
-moelora_saved_shrink saved_shrink(const moelora_factors *lora, const moelora_saved_rows *saved,
+moelora_saved_shrink saved_shrink(const moelora_weights *w, moelora_dtype dtype,
+                                  const moelora_factors *lora, const moelora_saved_rows *saved,
                                   int which, const void *xa) {
   moelora_saved_shrink s = {};
   s.slices = lora->num_slices;
   s.max_rank = lora->max_rank;
   s.xa = xa;
   s.xa_slice = moelora_padded_rank(lora->max_rank);
+  s.missing = moelora_missing_exponent(w->format, dtype == MOELORA_BF16);
   s.to = saved->shrink[which];
   s.stride[0] = saved->shrink_stride[which][0];
   s.stride[1] = saved->shrink_stride[which][1];
@@ -240,8 +242,8 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
   s.num_rows = p->routes.num_rows;
   s.gate_up = {p->saved.gate_up, p->saved.gate_up_stride};
   s.columns = p->w13.n;
-  s.projection[0] = saved_shrink(&p->w13_lora, &p->saved, 0, l->xa13);
-  s.projection[1] = saved_shrink(&p->w2_lora, &p->saved, 1, l->xa2);
+  s.projection[0] = saved_shrink(&p->w13, p->dtype, &p->w13_lora, &p->saved, 0, l->xa13);
+  s.projection[1] = saved_shrink(&p->w2, p->dtype, &p->w2_lora, &p->saved, 1, l->xa2);
   return moelora_cuda_save_rows(&s, exec);
 }
 

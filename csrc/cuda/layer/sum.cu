@@ -14,13 +14,14 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* Layer: rows by position, weighted; tokens without a row are zeroed. */
+/* Layer: rows by position or by flat row, weighted; tokens without a row are zeroed. */
 struct LayerRows {
   static constexpr bool EVERY_TOKEN = true;
 
   /* Row of z for flat row `row`; -1: skipped. */
   static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
-    return s.positions[row];
+    const int32_t position = s.positions[row];
+    return s.by_row && position >= 0 ? row : position;
   }
   static __device__ __forceinline__ float weight(const moelora_sum_launch &s, int64_t m, int j) {
     return s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;

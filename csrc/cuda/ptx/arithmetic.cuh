@@ -56,6 +56,12 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return a;
 }
 
+/* x *= by, neither moved nor contracted: where the compiler may move products of accumulators, it
+ * keeps them beside the unscaled ones, and ptxas serializes the wgmmas for want of registers. */
+__device__ __forceinline__ void multiply_in_place(float &x, float by) {
+  asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(by));
+}
+
 /* 1 / (1 + 2^x) */
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   float y;
@@ -69,15 +75,15 @@ __device__ __forceinline__ float sigmoid_of_power(float x) {
   return y;
 }
 
-/* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u'; a and b include a factor of
- * -log2(e). A single asm statement: otherwise the compiler interleaves all outputs of a thread and
- * runs out of registers. */
+/* g' sigmoid(g' (a + b g'^2)) (u' + c) of g' and u' clamped by gate_limit and limit; a and b
+ * include a factor of -log2(e). A single asm statement: otherwise the compiler interleaves all
+ * outputs of a thread and runs out of registers. */
 __device__ __forceinline__ float gated_activation(float gate, float up, float a, float b, float c,
-                                                  float limit) {
+                                                  float gate_limit, float limit) {
   float y;
   asm volatile("{\n"
                ".reg .f32 g, u, t;\n"
-               "min.NaN.f32 g, %1, %5;\n"
+               "min.NaN.f32 g, %1, %8;\n"
                "min.NaN.f32 u, %2, %5;\n"
                "max.NaN.f32 u, u, %6;\n"
                "add.f32 u, u, %7;\n"
@@ -91,7 +97,8 @@ __device__ __forceinline__ float gated_activation(float gate, float up, float a,
                "mul.f32 %0, u, t;\n"
                "}"
                : "=f"(y)
-               : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c));
+               : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c),
+                 "f"(gate_limit));
   return y;
 }
 
@@ -110,6 +117,56 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
                : "=f"(y)
                : "f"(gate), "f"(up));
   return y;
+}
+
+/* to = cap tanh(x / cap): x (1 + z^2 p(z^2)) for |z| < 1/4, with z = x / cap, and cap (1 - 2 / (1 +
+ * exp(2 |z|))) with the sign of x beyond, where that does not cancel. */
+#define MOELORA_PTX_SOFT_CAP(to, x, cap, inverse)                                                  \
+  "mul.f32 z, " x ", " inverse ";\n"                                                               \
+  "abs.f32 t, z;\n"                                                                                \
+  "setp.lt.f32 near, t, 0f3E800000;\n"                                                             \
+  "mul.f32 t, t, 0f4038AA3B;\n" /* 2 log2(e) */                                                    \
+  "ex2.approx.ftz.f32 t, t;\n"                                                                     \
+  "add.f32 t, t, 0f3F800000;\n"                                                                    \
+  "rcp.approx.ftz.f32 t, t;\n"                                                                     \
+  "fma.rn.f32 t, t, 0fC0000000, 0f3F800000;\n"                                                     \
+  "mul.f32 t, t, " cap ";\n"                                                                       \
+  "copysign.f32 t, " x ", t;\n"                                                                    \
+  "mul.f32 z, z, z;\n"                                                                             \
+  "fma.rn.f32 " to ", z, 0f3E03DC86, 0fBEAA9F3A;\n"                                                \
+  "mul.f32 z, z, " x ";\n"                                                                         \
+  "fma.rn.f32 " to ", " to ", z, " x ";\n"                                                         \
+  "selp.f32 " to ", " to ", t, near;\n"
+
+/* alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit), from both caps and their
+ * reciprocals. The sigmoid comes before up, so that 0 is not multiplied by an infinite product. */
+__device__ __forceinline__ float soft_capped_activation(float gate, float up, float alpha,
+                                                        float inverse_alpha, float limit,
+                                                        float inverse_limit) {
+  float y;
+  asm volatile("{\n"
+               ".reg .f32 g, u, z, t;\n"
+               ".reg .pred near;\n" MOELORA_PTX_SOFT_CAP("g", "%1", "%3", "%4")
+                   MOELORA_PTX_SOFT_CAP("u", "%2", "%5", "%6") //
+               "mul.f32 t, %1, 0fBFB8AA3B;\n"                  // -log2(e)
+               "ex2.approx.ftz.f32 t, t;\n"
+               "add.f32 t, t, 0f3F800000;\n"
+               "rcp.approx.ftz.f32 t, t;\n"
+               "mul.f32 g, g, t;\n"
+               "mul.f32 %0, g, u;\n"
+               "}"
+               : "=f"(y)
+               : "f"(gate), "f"(up), "f"(alpha), "f"(inverse_alpha), "f"(limit),
+                 "f"(inverse_limit));
+  return y;
+}
+
+/* cap tanh(x / cap), and in `slope` its derivative. */
+__device__ __forceinline__ float soft_cap(float x, float cap, float inverse, float &slope) {
+  const float z = x * inverse, r = sigmoid_of_power(2.8853900817779268f * fabsf(z));
+  slope = 4.f * r * (1.f - r);
+  const float near = fmaf(fmaf(z * z, 0.12877092f, -0.33324607f), z * z * x, x);
+  return fabsf(z) < 0.25f ? near : copysignf(cap * fmaf(-2.f, r, 1.f), x);
 }
 
 #endif

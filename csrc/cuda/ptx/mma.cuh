@@ -146,9 +146,9 @@ template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, b
                : "l"(from), "r"((int)there))
   static_assert(READ == Read::ALONE || READ == Read::SHARED);
   if constexpr (READ == Read::ALONE)
-    MOELORA_LOAD("global.L1::no_allocate.");
+    MOELORA_LOAD("global.L1::no_allocate.L2::128B.");
   else
-    MOELORA_LOAD("global.");
+    MOELORA_LOAD("global.L2::128B.");
 #undef MOELORA_LOAD
   return v;
 }

@@ -1,7 +1,7 @@
 """Ways to run a layer. Each is a class that takes a `Layer` and raises `Skipped` if it does not
 support it; `runs(batches)` returns {(who, rank): Run}, where rank 0 is the layer without adapters.
 
-To add one, write such a class and name it in BASELINES.
+To add one, write such a class and name it in BASELINES, with its module if it is elsewhere.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _load(name: str) -> Any:
     from importlib import import_module
 
     module, _, symbol = BASELINES[name].partition(":")
-    return getattr(import_module(f"moelora.bench.baselines.{module}"), symbol)
+    package = "" if "." in module else "moelora.bench.baselines."
+    return getattr(import_module(package + module), symbol)
 
 
 BASELINES = {
@@ -75,37 +76,28 @@ BASELINES = {
     "unpacking": "ours:Unpacking",
     "loop": "ours:Loop",
     "separate": "separate:Separate",
-    "vllm": "vllm:VLLM",
+    "vllm": "native:VLLM",
     "grouped_mm": "native:GroupedMM",
     "dense": "native:Dense",
     "transformers": "transformers:Transformers",
-    "marlin": "vllm_quantized:Marlin",
-    "triton_kernels": "vllm_quantized:TritonKernels",
-    "triton_fp8": "vllm_quantized:TritonFP8",
 }
-READ_QUANTIZED = (
-    *("ours", "unpacked", "unpacking"),
-    *("marlin", "triton_kernels", "triton_fp8"),
-)
+READ_QUANTIZED = {"ours", "unpacked", "unpacking"}
 ABOUT = {
     "unpacked": "ours on quantized weights that were unpacked before",
     "unpacking": "ours on quantized weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
-    "vllm": "vLLM's own kernels, from $MOELORA_PEERS or an installed vLLM",
+    "vllm": "an installed vLLM's layer, without adapters",
     "grouped_mm": "torch's grouped GEMM twice, without adapters",
     "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
-    "marlin": "vLLM's Marlin layer, from $MOELORA_PEERS",
-    "triton_kernels": "vLLM's other layer for gpt-oss, from $MOELORA_PEERS",
-    "triton_fp8": "vLLM's layer of FP8 blocks, from $MOELORA_PEERS",
 }
 DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
     "cpu": ["loop", "transformers"],
 }
 DEFAULTS_OF_QUANTIZED = {
-    "cuda": ["unpacked", "marlin", "triton_kernels", "triton_fp8"],
+    "cuda": ["unpacked"],
     "cpu": ["unpacked", "unpacking"],
 }
 

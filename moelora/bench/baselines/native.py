@@ -1,5 +1,6 @@
-"""torch's own products: its grouped GEMM, and dense ones with the same flops."""
+"""Layers without adapters: torch's grouped GEMM, dense products, and an installed vLLM's."""
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -59,3 +60,23 @@ class Dense:
             torch.mm(h, self.w2)
 
         return {("dense_base", 0): Run(call)}
+
+
+class VLLM:
+    """An installed vLLM's layer; its adapters cannot be called from outside of an engine."""
+
+    def __init__(self, layer: Layer, options: Options):
+        require(layer.device.type == "cuda", "its kernels are for GPUs")
+        require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
+        require(layer.model.activation == "silu", "driven here with silu only")
+        require(importlib.util.find_spec("vllm"), "vLLM is not installed")
+        from vllm.model_executor.layers.fused_moe import fused_experts
+
+        self.layer, self.run = layer, fused_experts
+
+    def runs(self, batches: Sequence[Batch]) -> Runs:
+        def call(i: int) -> Tensor:
+            b = batches[i]
+            return self.run(b.x, *self.layer.tensors, b.topk_weights, b.topk_ids)
+
+        return {("vllm_base", 0): Run(call)}

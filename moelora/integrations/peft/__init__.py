@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import (
     AttachedExperts,

@@ -1,8 +1,8 @@
-"""Four-bit weights in the order of Marlin's kernels, back in rows: what SGLang holds after loading.
+"""Convert four-bit weights from Marlin's layout, which SGLang uses after loading, to rows.
 
-Marlin repacks words in tiles of 16 columns by 64 rows, in which the lanes of a warp read them, and
-permutes scales within 64 rows; each of its steps is undone here without loss. Values come as
-(N, K / 2) uint8, the even column in the low nibble, and scales as (N, K / group).
+Marlin stores words in tiles of 16 columns by 64 rows, in the order in which lanes of a warp read
+them, and permutes scales within 64 rows. Both are inverted here without loss. Results are values
+(N, K / 2) uint8, even columns in the low nibbles, and scales (N, K / group).
 
 Source of the layout: `gptq_marlin_repack`, `marlin_permute_scales` and
 `nvfp4_marlin_process_scales` of vLLM and SGLang.
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 DEPTH, ROWS = 16, 64  # of a tile
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # which of a lane's eight values a nibble is
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # order of a lane's eight values in a word
 GROUPED = tuple(i + 8 * j for i in range(8) for j in range(8))
-# With one scale for a row, in the order in which a lane has accumulators.
+# With one scale per row: in the order of a lane's accumulators.
 SINGLE = tuple(2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25))
 TENSOR_EXPONENT = {torch.float16: 14 - 7, torch.bfloat16: 126 - 7}  # of the NVFP4 tensor's scale
 
 
 @functools.cache
 def _tile() -> Tensor:
-    """(1024,): where each nibble of a tile's 128 words is in its (columns, rows)."""
+    """(1024,): the place in a tile's (columns, rows) of each nibble of its 128 words."""
     places = []
     for word in range(DEPTH * ROWS // 8):
         lane, warp = divmod(word, 4)
@@ -36,7 +36,7 @@ def _tile() -> Tensor:
 
 
 def values(words: Tensor) -> Tensor:
-    """(K / 16, 2 N) int32 -> (N, K / 2) uint8."""
+    """Converts (K / 16, 2 N) int32 to (N, K / 2) uint8."""
     depth, rows = words.size(0), words.size(1) // 2
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     tiles = words.reshape(depth, rows // ROWS, -1, 1) >> shifts & 15
@@ -47,17 +47,17 @@ def values(words: Tensor) -> Tensor:
 
 
 def scales(permuted: Tensor, single: bool = False) -> Tensor:
-    """(groups, N) -> (N, groups); `single`: of one group for all columns."""
+    """Converts (groups, N) to (N, groups); `single`: one group for all columns."""
     order = SINGLE if single else GROUPED
     inverse = torch.tensor(order, device=permuted.device).argsort()
     return permuted.reshape(-1, len(order))[:, inverse].reshape(permuted.shape).t().contiguous()
 
 
 def nvfp4_scales(permuted: Tensor) -> Tensor:
-    """(K / 16, N) bytes -> (N, K / 16) e4m3.
+    """Converts (K / 16, N) bytes to (N, K / 16) e4m3.
 
-    Marlin has the upper byte of twice a float16's bits, which is 128 times the scale: the sign is
-    gone, and five bits of exponent stand before three of mantissa.
+    Marlin stores the upper byte of 2 x, with x the bits of 128 times the scale as float16: five
+    bits of exponent and three of mantissa, without the sign.
     """
     halves = permuted.view(torch.uint8).to(torch.int16) << 7
     inverse = torch.tensor((0, 2, 1, 3), device=permuted.device)  # its own
@@ -68,5 +68,5 @@ def nvfp4_scales(permuted: Tensor) -> Tensor:
 
 
 def nvfp4_tensor_scale(scale: Tensor) -> Tensor:
-    """Of experts, in float32; SGLang has rounded it to the dtype of the activations."""
+    """Tensor scales of experts, in float32; SGLang has rounded them to the activations' dtype."""
     return scale.float() * 2.0 ** -TENSOR_EXPONENT[scale.dtype]

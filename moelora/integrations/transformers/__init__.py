@@ -1,4 +1,4 @@
-"""moelora inside Hugging Face transformers: `"moelora"` as an experts implementation.
+"""Hugging Face transformers: the experts implementation `"moelora"`.
 
     import moelora.integrations.transformers as moelora_hf
 
@@ -6,31 +6,32 @@
     pool = moelora_hf.load_adapters(model, ["adapters/law", "adapters/code"])
     model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
-Importing this module registers the implementation. Nothing is merged into the weights: every row of
-a batch carries its own adapter, or none, through one fused operator per layer of experts, and one
-more for each other layer that adapters have factors of. Threads may call one model at the same
-time, each with adapters of its own; requests of continuous batching have theirs.
+Importing this module registers the implementation. Adapters are not merged into the weights: every
+row of a batch has its own adapter, or none. Each layer of experts runs as one fused operator; each
+other layer with factors needs one more. Threads may call a model concurrently with different
+adapters, as may requests of continuous batching.
 
-`enable` is `model.set_experts_implementation("moelora")` that raises where a model's experts would
-not come here; docs/architectures.md has which those are.
+`enable` is `model.set_experts_implementation("moelora")`, but raises if moelora cannot run a
+model's experts; docs/architectures.md lists the supported ones.
 
-Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew in place at the
-first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
-`safetensors.torch.save_file(model.state_dict(), ...)` refuses; `save_pretrained` takes care of it.
+Expert weights stored as (E, in, out), as in gpt-oss, are transposed in memory at the first call:
+parameters keep identity, shape and values, but are no longer contiguous. `save_pretrained` handles
+that; plain `safetensors.torch.save_file(model.state_dict(), ...)` refuses such tensors.
 
-Quantized experts stay so (docs/weight-formats.md has what is covered):
+Quantized experts stay quantized (docs/weight-formats.md lists the formats):
 
     model = moelora_hf.load_quantized("openai/gpt-oss-20b")
 
-Those that transformers itself has loaded in FP8 `enable` and `load_adapters` put into tiles, for
-good. Those that it has swizzled, of MXFP4, nobody else can read: both raise.
+`enable` and `load_adapters` pack experts that transformers itself has loaded in FP8; this cannot be
+undone. They raise for MXFP4 experts that transformers has swizzled, which no other code can read.
 
-Adapters that PEFT has loaded are for `moelora.integrations.peft`.
+For adapters that PEFT has loaded, see `moelora.integrations.peft`.
 """
 
 from moelora.adapters.pool import BASE
 from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
+    enable_checkpointing,
     load_adapters,
     new_pool,
     unload_adapters,
@@ -46,6 +47,7 @@ __all__ = [
     "BASE",
     "IMPLEMENTATION",
     "enable",
+    "enable_checkpointing",
     "experts_forward",
     "load_adapters",
     "load_quantized",

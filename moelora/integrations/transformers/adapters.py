@@ -1,4 +1,4 @@
-"""Adapters of a model: a pool for its layers, and who in a batch carries which."""
+"""Load adapters into a pool for a model, and select them per row of a batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from moelora.integrations.transformers.projection import Experts
 
-DEFAULT_RANKS = 512  # the largest that engines serve; one expert of a file could have any
+DEFAULT_RANKS = 512  # the largest in serving engines; a file can contain any rank
 
 Targets: TypeAlias = 'Literal["all"] | Sequence[str] | None'
 
@@ -58,9 +58,9 @@ def new_pool(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> AdapterPool:
-    """An empty pool for experts of `moe_layers` and layers of `linear_layers`, where these are.
+    """An empty pool for layers of `moe_layers` and `linear_layers`, on their devices.
 
-    `dtype` is that of experts' factors, by default that of the experts. `options` are those of
+    `dtype` is that of experts' factors, by default the experts' own. `options` are passed to
     `AdapterPool`. Raises NotImplementedError for experts that moelora cannot run.
     """
     places = {}
@@ -102,40 +102,41 @@ def load_adapters(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` and
-        `generate_batch` take `adapter_names`: one name per row of the batch, "__base__" or None for
-        the base model. Experts that transformers has loaded in FP8 are packed, as by `enable`.
+        Its experts implementation becomes `"moelora"`; calls, `generate` and `generate_batch` then
+        accept `adapter_names`: one name per row of the batch, "__base__" or None for the base
+        model. Experts that transformers has loaded in FP8 are packed, as by `enable`.
     adapters : mapping or iterable
         Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or its id on the
-        Hub ("org/name"); or these alone, whose last part becomes the adapter's name. Factors may be
-        of experts, and of linear layers and embeddings: attention, shared experts, dense MLPs,
-        routers, `lm_head`, whatever their weights are stored in.
+        Hub ("org/name"); or only folders and ids, whose last component is the name. Factors may be
+        for experts, linear layers and embeddings: attention, shared experts, dense MLPs, routers,
+        `lm_head`, with weights in any format.
     max_loras, max_rank, max_linear_rank : int, optional
-        Size of the pool, `max_rank` of factors of experts, `max_linear_rank` of all others; by
-        default just enough for `adapters`, whose ranks are at most 512 then. Give more to add
-        others later with `pool.add(name, folder)`.
+        Size of the pool; `max_rank` is for factors of experts, `max_linear_rank` for all others. By
+        default just enough for `adapters`, whose ranks must then be at most 512. Set these to add
+        more adapters later with `pool.add(name, folder)`.
     targets : "all" or sequence of str, optional
-        Which layers the pool has room for: all, or those whose names end in one of these
-        (`["experts", "q_proj"]`). By default those that `adapters` have factors of, and all if
-        there are none. Each costs memory, and a launch or two in passes with adapters.
+        Layers that the pool allocates factors for: all, or those whose names end in one of these
+        (`["experts", "q_proj"]`). By default those for which `adapters` have factors, or all
+        without `adapters`. Each needs memory, and one or two launches in passes with adapters.
     dtype : torch.dtype, optional
-        Of the factors of experts, by default that of the experts. Other layers have their own.
+        Dtype of experts' factors, by default that of the experts. Factors of other layers have the
+        dtype of their layer.
     w13_slices, shared_outer : optional
-        See `AdapterPool`; by default what suits all of `adapters`.
+        See `AdapterPool`; by default suitable for all of `adapters`.
     layout : {"rank_major", "grouped_by_expert"} or mapping, optional
-        How columns of `lora_B` of `target_parameters` lie in adapters that do not say so, or by
-        name of the adapter; see `AdapterPool.add`.
+        Order of the columns of `lora_B` of `target_parameters`, for adapters that do not state it,
+        or per adapter; see `AdapterPool.add`.
 
     Returns
     -------
     AdapterPool
-        The pool; a model has one, `unload_adapters` detaches it.
+        The model's only pool; `unload_adapters` detaches it.
 
     Raises
     ------
     ValueError
         An adapter cannot be read, or has factors of a layer that is not served; the message names
-        the key, option or layer. The model is as it was.
+        the key, option or layer. The model is unchanged.
     NotImplementedError
         moelora cannot run these experts.
     """
@@ -162,14 +163,14 @@ def load_adapters(
         raise NotImplementedError(
             f"the model is tensor parallel; adapters of {next(iter(served))} are not sharded yet"
         )
-    pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
+    pack_loaded(model, experts)  # cannot be undone, so after all checks of folders
     of_experts = [info for info in infos.values() if info.max_rank]
     if w13_slices is None:
         w13_slices = 1 if of_experts and all(i.fused for i in of_experts) else 2
     if shared_outer is None:
         shared_outer = bool(of_experts) and all(i.shared_outer for i in of_experts)
     if max_rank is None:
-        # Gate and up of a checkpoint that keeps them apart share one slice where rows interleave.
+        # With interleaved rows, separate gate and up of a checkpoint share one slice.
         joined = any(layer.interleaved for layer in specs)
         max_rank = max(
             (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
@@ -214,7 +215,7 @@ def _attach(
     take_adapter_names(model)
     if hasattr(type(model), "generate"):
         generate = functools.partial(_generate, model)
-        theirs: Any = model.generate  # for its signature
+        theirs: Any = model.generate  # keeps the signature
         model.__dict__["generate"] = functools.update_wrapper(generate, theirs, (), ())
 
 
@@ -230,7 +231,7 @@ def _refuse_peft(model: torch.nn.Module) -> None:
 def _layouts(
     layout: Layout | Mapping[str, Layout] | None, names: Iterable[str]
 ) -> dict[str, Layout]:
-    """The layout of each adapter that the caller gives one."""
+    """The layouts that the caller has given, by adapter."""
     if layout is None:
         return {}
     if isinstance(layout, str):
@@ -248,7 +249,7 @@ def _peek(
     linears: Mapping[str, Linear],
     layout: Layout | None,
 ) -> AdapterInfo:
-    """What a folder has; ValueError for factors of a layer that cannot be served."""
+    """Content of a folder; raises ValueError for factors of a layer that cannot be served."""
     try:
         info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
     except ValueError as error:
@@ -262,7 +263,7 @@ def _peek(
 def _check_ranks(
     infos: Mapping[str, AdapterInfo], max_rank: int | None, max_linear_rank: int | None
 ) -> None:
-    """Raises ValueError for ranks that size a pool only if the caller says so."""
+    """Raises ValueError for ranks too large for a pool of default size."""
     for name, info in infos.items():
         largest = max(info.linear_ranks.values(), default=0)
         for given, rank, option in (
@@ -283,7 +284,7 @@ def _served(
     experts: Mapping[str, tuple[Experts, MoELayer]],
     linears: Mapping[str, Linear],
 ) -> tuple[dict[str, tuple[Experts, MoELayer]], dict[str, Linear]]:
-    """The layers that the pool has room for."""
+    """The layers that the pool allocates factors for."""
     possible = {name: linear for name, linear in linears.items() if not linear.refusal}
     if targets == "all" or (targets is None and not infos):
         return dict(experts), possible
@@ -311,7 +312,7 @@ def _others(
     linears: Mapping[str, Linear],
     served: set[str],
 ) -> dict[MoELayer | LinearLayer, str]:
-    """The layers without room in the pool, and why."""
+    """The layers without factors in the pool, and why."""
     none = "which this pool has no room for; name it in targets= of load_adapters"
     others: dict[MoELayer | LinearLayer, str] = {}
     for name, (_, layer) in experts.items():
@@ -338,7 +339,7 @@ def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[st
 def _generate(
     model: Any, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
 ) -> Any:
-    """`generate` with the argument `adapter_names`, one per row that its caller passes."""
+    """`generate` with the argument `adapter_names`, one per row of the caller's batch."""
     generate = type(model).generate
     if adapter_names is None:
         return generate(model, *args, **kwargs)
@@ -348,13 +349,13 @@ def _generate(
         kwargs.get(name) or getattr(config, name) or 1
         for name in ("num_beams", "num_return_sequences")
     )
-    paged = kwargs.get("cache_implementation") == "paged"  # has a name for each request
+    paged = kwargs.get("cache_implementation") == "paged"  # has one name per request
     with use_adapters(model, adapter_names, expand=1 if paged else max(copies)):
         return generate(model, *args, **kwargs)
 
 
 def unload_adapters(model: PreTrainedModel) -> None:
-    """Detaches the pool from the model, which goes on as base model and refuses `adapter_names`."""
+    """Detaches the pool. The model then runs as base model, and refuses `adapter_names`."""
     serving = _serving(model)
     model.__dict__.pop("generate", None)
     uninstall(model, serving)
@@ -368,12 +369,12 @@ def unload_adapters(model: PreTrainedModel) -> None:
 def use_adapters(
     model: PreTrainedModel, names: Sequence[str | None], *, expand: int = 1
 ) -> Iterator[None]:
-    """Within the context, row i of every batch given to `model` carries adapter `names[i]`.
+    """Within the context, row i of every batch of `model` uses adapter `names[i]`.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model that went through `load_adapters`.
+        A model with adapters from `load_adapters`.
     names : sequence of str or None
         One adapter per row, None or "__base__" for the base model.
     expand : int
@@ -382,9 +383,9 @@ def use_adapters(
 
     Notes
     -----
-    The adapters stay in their slots until the context ends. The context is that of the thread that
-    enters it: other threads, those started inside it too, call the model at the same time with
-    adapters of their own or none. Tasks of one event loop share a thread: do not await inside.
+    The adapters keep their slots until the context ends. The context only affects the thread that
+    enters it: other threads, including those started within it, may call the model concurrently
+    with other adapters. Tasks of one event loop share a thread: do not await inside.
     """
     serving = _serving(model)
     with serving.hold(names, expand) as rows:
@@ -394,6 +395,26 @@ def use_adapters(
             yield
         finally:
             serving.now.rows = outer
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Activation checkpointing of a model whose rows carry adapters.
+
+    `model.gradient_checkpointing_enable` with what the repeated forward of a layer needs: the
+    adapters of its rows, after the pass that had them. Without `use_reentrant`.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that went through `load_adapters`. In training mode: others are not checkpointed.
+
+    Raises
+    ------
+    RuntimeError
+        The model has no adapters.
+    """
+    contexts = _serving(model).contexts
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
 def _serving(model: PreTrainedModel) -> Serving:

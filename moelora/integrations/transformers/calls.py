@@ -1,12 +1,12 @@
-"""Calls of a model: where `adapter_names=` is taken, or refused.
+"""`adapter_names=` in calls of a model.
 
-transformers hands keywords that it does not know down to layers that ignore them, so a model that
-runs moelora's experts takes `adapter_names` itself: `model.forward` becomes a function that asks
-`model._moelora`, what serves the model, and refuses where there is nothing. That is done when
-`"moelora"` becomes a model's experts implementation, however it does, and stays for good.
+transformers passes unknown keywords down to layers that ignore them. So a model with moelora's
+experts handles `adapter_names` itself: `model.forward` is wrapped in a function that calls
+`model._moelora`, or raises if the model has none. It is wrapped whenever `"moelora"` becomes the
+experts implementation, and stays wrapped.
 
-A function around the forward pass, not a pair of hooks: torch does not call hooks after a
-KeyboardInterrupt, and `finally` ends what a call began in the thread that began it.
+A wrapper instead of a pair of hooks, because torch does not call hooks after a KeyboardInterrupt;
+`finally` always restores the calling thread's state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moelora.integrations.transformers.projection import is_loaded_fp8, not_pack
 
 IMPLEMENTATION = "moelora"
 
-# Experts modules of older releases do not say how their rows of gate and up lie.
+# Experts modules of older releases do not state the order of gate and up rows.
 if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:
     raise ImportError(
         f"moelora.integrations.transformers needs transformers >= 5.7, this is "
@@ -34,7 +34,7 @@ if "is_concatenated" not in inspect.signature(use_experts_implementation).parame
 
 
 class Serving(Protocol):
-    """What a model has as `_moelora` while it has adapters."""
+    """Type of `model._moelora` while a model has adapters."""
 
     def call(
         self,
@@ -43,19 +43,20 @@ class Serving(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs `forward(*args, **kwargs)`, row i of the batch with adapter `adapter_names[i]`."""
+        """Runs `forward(*args, **kwargs)`, with adapter `adapter_names[i]` for row i of the
+        batch."""
 
 
 def take_adapter_names(model: nn.Module) -> None:
-    """Makes `model.forward` take `adapter_names`."""
+    """Makes `model.forward` accept `adapter_names`."""
     forward: Any = model.forward
-    while forward is not None:  # other libraries may have put theirs around ours
+    while forward is not None:  # other libraries may have wrapped our wrapper
         if getattr(forward, "func", None) is _forward:
             return
         forward = getattr(forward, "__wrapped__", None)
-    # A partial, unlike a closure, follows the model into its copies and pickles.
+    # A partial, unlike a closure, is copied and pickled with the model.
     taking = functools.partial(_forward, model, model.forward)
-    model.forward = functools.update_wrapper(taking, model.forward, (), ())  # for its signature
+    model.forward = functools.update_wrapper(taking, model.forward, (), ())  # keeps the signature
 
 
 def _forward(
@@ -78,7 +79,7 @@ def no_adapters(model: nn.Module) -> RuntimeError:
 
 
 def batch_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(rows, tokens per row) of the batch in the arguments of a model, None if there is none."""
+    """(rows, tokens per row) of the batch in a model's arguments; None without a batch."""
     inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
     shapes = [x.shape for x in inputs if x is not None]
     return (shapes[0][0], shapes[0][1]) if shapes else None
@@ -100,7 +101,7 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
         implementation = choose(self, *args, **kwargs)
         if implementation == IMPLEMENTATION:
             for name, module in self.named_modules():
-                if is_loaded_fp8(module):  # packing is for good: `enable` does it, who sets may not
+                if is_loaded_fp8(module):  # only `enable` packs: it cannot be undone
                     raise RuntimeError(not_packed(name))
             for module in self.modules():
                 if isinstance(module, PreTrainedModel):
@@ -111,7 +112,7 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` of any model, where transformers would call `adapter_names` a possible typo."""
+    """Replaces transformers' message about an unknown `adapter_names` in `generate`."""
 
     @functools.wraps(generate)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 GenerationMixin.generate = _told(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
-# What both a model's constructor and `set_experts_implementation` ask.
+# Called by both the constructor of a model and `set_experts_implementation`.
 PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
     PreTrainedModel.get_correct_experts_implementation
 )

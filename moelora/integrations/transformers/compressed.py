@@ -51,7 +51,7 @@ def compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collection
 def _config_group(
     config: Mapping[str, Any], linear: str, parts: Collection[str]
 ) -> Mapping[str, Any]:
-    """The group that a linear layer is of: by its tensors, and by name if several have those."""
+    """The group of a linear layer: by its tensors, and by name if several groups match."""
     groups = settings_in(config, "config_groups")
     found = {name: settings_in(groups, name) for name in groups}
     found = {name: g for name, g in found.items() if g.get("weights") is not None}
@@ -83,7 +83,7 @@ def _targets(target: str, linear: str) -> bool:
 
 
 def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Whether layers of a group have `weight_packed`: by its format, else that of all groups."""
+    """Whether a group's layers have `weight_packed`: by its format, or the common one."""
     form = group.get("format") or config.get("format")
     if form == "mixed-precision" or form is None:
         weights, inputs = (settings_in(group, key) for key in ("weights", "input_activations"))

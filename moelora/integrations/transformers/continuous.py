@@ -1,13 +1,12 @@
-"""Continuous batching: every request of `generate_batch`, or of a manager, with its own adapter.
+"""Continuous batching: an adapter per request of `generate_batch` or of a manager.
 
-transformers packs the tokens of many requests into one row and runs the model in a thread of its
-own, so neither rows nor the thread say whose tokens these are. What does is the request: it has
-arguments of its own for logits processors, which transformers turns into a row of int32 for every
-batch and carries to the device with the other inputs, also where batches overlap and under CUDA
-graphs. One more of these rows has the slot of each request, and the model reads it (`Serving`).
+transformers packs the tokens of many requests into one row and runs the model in another thread, so
+neither rows nor the thread identify requests. But every request has arguments for logits
+processors, which transformers copies to the device with each batch, as rows of int32, also with
+overlapping batches and under CUDA graphs. We add a row with the slot of each request, which the
+model reads (`Serving`).
 
-Blocks of the key-value cache must not be shared between requests: the same tokens have other keys
-and values under another adapter.
+Requests must not share blocks of the key-value cache: keys and values depend on the adapter.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from moelora.adapters.pool import BASE
 from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.serving import Serving
 
-ADAPTER = "adapter_name"  # the argument of a request
-SLOT = "_moelora_slot"  # what becomes of it
+ADAPTER = "adapter_name"  # argument of add_request
+SLOT = "_moelora_slot"  # key of the slot in the request's arguments
 
 
 class _Slot:
-    """The slot of a request, which `use` holds until the request is done; its copies share it."""
+    """The slot of a request. `use` holds it until the request is done; copies share it."""
 
     def __init__(self, number: int, use: object | None) -> None:
         self.number = number
@@ -41,7 +40,7 @@ class _Slot:
 
 
 class _Prompt(list[int]):
-    """The tokens of a request on their way to a manager, with their adapter."""
+    """The tokens of a request with its adapter, as passed to a manager."""
 
     def __init__(self, tokens: Iterable[int], name: str | None) -> None:
         super().__init__(tokens)
@@ -49,7 +48,7 @@ class _Prompt(list[int]):
 
 
 def missing() -> str:
-    """Why this transformers cannot serve requests with adapters; "" if it can."""
+    """Why the installed transformers cannot serve requests with adapters; "" if it can."""
     try:
         from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching import cb_logits_processors as cb
@@ -68,7 +67,7 @@ def missing() -> str:
 
 
 def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate_batch` with the argument `adapter_names`, one for each of `inputs`."""
+    """Adds the argument `adapter_names` to `generate_batch`, one name per input."""
 
     @functools.wraps(generate_batch)
     def wrapped(
@@ -103,7 +102,7 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
         prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
         with pool.hold([prompt.adapter for prompt in prompts]):
             try:
-                serving.now.rows = None  # each request has its own from here on
+                serving.now.rows = None  # requests have their own from here on
                 return generate_batch(self, prompts, *args, **kwargs)
             finally:
                 serving.now.rows = rows
@@ -112,19 +111,19 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init(init_continuous_batching: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_continuous_batching`: `add_request` of what it returns takes `adapter_name`."""
+    """Adds the argument `adapter_name` to `add_request` of the manager that is returned."""
 
     @functools.wraps(init_continuous_batching)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         serving = getattr(self, "_moelora", None)
         if not isinstance(serving, Serving) or serving.pool is None or missing():
-            return init_continuous_batching(self, *args, **kwargs)  # of the base model
+            return init_continuous_batching(self, *args, **kwargs)  # the base model's
         bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
         config = _unshared(bound.arguments.get("continuous_batching_config"))
         bound.arguments["continuous_batching_config"] = config
         manager = init_continuous_batching(*bound.args, **bound.kwargs)
         known = getattr(manager, "_moelora", None)
-        if known is serving:  # one that is kept from an earlier call
+        if known is serving:  # reused from an earlier call
             return manager
         if known is not None or getattr(manager, "batch_processor", None) is not None:
             raise RuntimeError(
@@ -147,7 +146,7 @@ def _unshared(config: Any) -> Any:
 
 
 def _carry_slots(manager: Any) -> None:
-    """Has a manager that was just made carry slots to the model."""
+    """Makes a new manager pass slots to the model."""
     processors = manager.logit_processor
     own: Any = type(processors)
     processors.__class__ = _with_slots(own)
@@ -167,7 +166,7 @@ def _carry_slots(manager: Any) -> None:
         if name not in (None, BASE):
             pool = serving.loaded()
             serving.check()
-            held = pool.keep([name])  # KeyError names what is loaded
+            held = pool.keep([name])  # KeyError lists loaded adapters
             kwargs[SLOT] = _Slot(pool.lookup(name, held=held), held)
         return add(input_ids, *args, **kwargs)
 
@@ -183,18 +182,18 @@ def _carry_slots(manager: Any) -> None:
 
 
 def _release_done(scheduler: Any) -> None:
-    """Has requests that are finished, failed or cancelled let go of their adapters.
+    """Releases the adapters of finished, failed and cancelled requests.
 
-    The last batch of a manager that is idle refers to its requests until there is another one.
+    An idle manager would otherwise keep those of its last batch.
     """
-    if "finish_request" in vars(scheduler):  # of a processor that is used again
+    if "finish_request" in vars(scheduler):  # a reused processor
         return
     finish, clear = scheduler.finish_request, scheduler.clear_cancelled_requests
 
     @functools.wraps(finish)
     def finish_request(request_id: str) -> None:
         state = scheduler.active_requests.get(request_id)
-        finish(request_id)  # also of a request that is offloaded, and goes on later
+        finish(request_id)  # also called for offloaded requests, which continue later
         if state is not None and state.status.name in ("FINISHED", "FAILED"):
             _release(state)
 
@@ -211,14 +210,14 @@ def _release_done(scheduler: Any) -> None:
 
 def _release(state: Any) -> None:
     slot = state.logit_processor_kwargs.get(SLOT)
-    if slot is not None and not state.num_children:  # which are copies of it, still to be made
+    if slot is not None and not state.num_children:  # children are copies that are created later
         released = {SLOT: _Slot(slot.number, None)}
         state.logit_processor_kwargs = state.logit_processor_kwargs | released
 
 
 @functools.cache
 def _with_slots(cls: Any) -> Any:
-    """transformers' list of logits processors with one more row of arguments: slots."""
+    """transformers' list of logits processors, with an additional row of arguments for slots."""
 
     class WithSlots(cls):  # type: ignore[misc] # a class of transformers
         def check_kwargs(self, kwargs: dict[str, Any]) -> None:

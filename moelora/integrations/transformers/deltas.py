@@ -1,11 +1,11 @@
-"""Adapters of linear layers and embeddings: what is added to the result of a module.
+"""Adapters of linear layers and embeddings: deltas that are added to a module's output.
 
-The delta of a linear layer is that of experts with one expert, added in place: rows without an
-adapter keep their bits. Where there is no kernel (float32 on a GPU, or an input in another dtype
-than the factors) torch computes it. The weight is never read, so it may be stored in any form.
+A linear layer's delta is computed as that of a layer with one expert, and added in place: rows
+without an adapter keep their bits. Without a kernel (float32 on a GPU, or inputs and factors of
+different dtypes) torch computes it. The weight is never read, so it may have any format.
 
-Layers are served by forward hooks and by functions around `forward`, both of which torch.compile
-traces; neither does anything in a pass without adapters.
+Deltas are added by forward hooks and wrappers of `forward`, both of which torch.compile can trace;
+neither does anything in a pass without adapters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, T
 if TYPE_CHECKING:
     from moelora.integrations.transformers.serving import Routes, Serving
 
-INPUTS = ("input", "hidden_states", "x", "input_ids")  # what modules call their first argument
+INPUTS = ("input", "hidden_states", "x", "input_ids")  # names of modules' first argument
 VLLM_TILES = (BLOCK, 64, 64, 8, 4, 3, 1)
 
 
@@ -58,13 +58,14 @@ class Delta:
         return self._add_embedding(tokens, module, x, output)
 
     def add(self, tokens: Tokens, x: Tensor, output: Tensor) -> Tensor:
-        """`output`, (*, out), with the deltas of the rows of `x`, (*, in)."""
+        """Adds the deltas of `x`, (*, in), to `output`, (*, out), and returns it."""
         serving, device = self.serving, self.serving.devices[self.layer]
         factors, shape = serving.linears[self.layer], x.shape[:-1]
         slots = tokens.of(self.layer, shape, device)
         flat, rows = _matrix(output), _matrix(x)
         if _has_kernel(rows, flat, factors):
-            if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
+            listed = tokens.is_whole(shape) and tokens.count > FEW_TOKENS
+            if listed and not _is_recorded(rows, flat, factors):
                 lists = tokens.lists(device, factors["adapter_enabled"])
                 _add_listed(flat, rows, factors, serving.routes[device], lists)
             else:
@@ -90,12 +91,12 @@ class Delta:
         a = factors["lora_a"][:, 0]  # (max_loras, num_embeddings, R)
         each = a[slots.clamp_min(0).long(), ids.reshape(-1)]
         shrunk = each[:, None] * _selected(slots, factors)[:, :, None]
-        scale = getattr(module, "embed_scale", None)  # of what it returns, as Gemma's
+        scale = getattr(module, "embed_scale", None)  # scales the output, as in Gemma
         return _expanded(flat, shrunk, slots, factors, scale).view(output.shape)
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """(*, n) as (rows, n), whose rows the kernels read where they lie if they are contiguous."""
+    """Views (*, n) as (rows, n) with contiguous rows; copies only if necessary."""
     rows = x.reshape(-1, x.size(-1))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -104,6 +105,12 @@ def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
     dtype = factors["lora_a"].dtype
     same = x.dtype == dtype and out.dtype == dtype and x.device == factors["lora_a"].device
     return same and (x.device.type == "cpu" or dtype != torch.float32)
+
+
+def _is_recorded(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
+    """Whether autograd needs the backward of the delta, which lists of blocks have not."""
+    tensors = x, out, factors["lora_a"], factors["lora_b"]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _add(out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, slots: Tensor) -> None:
@@ -150,14 +157,14 @@ def _add_listed(
 
 
 def _selected(slots: Tensor, factors: LinearFactors) -> Tensor:
-    """(tokens, max_loras), true for the adapter of each token."""
+    """(tokens, max_loras) bool, true at the adapter of each token."""
     enabled = factors["adapter_enabled"]
     each = torch.arange(enabled.size(0), device=slots.device, dtype=slots.dtype)
     return (slots[:, None] == each) & enabled
 
 
 def _by_slot(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
-    """x A^T in the place of each token's adapter, zero in all others, (tokens, max_loras, R)."""
+    """(tokens, max_loras, R): x A^T at the adapter of each token, zero elsewhere."""
     a = factors["lora_a"][:, 0]
     dtype = torch.promote_types(x.dtype, torch.float32)
     products = F.linear(x.to(a.device, dtype), a.flatten(0, 1).to(dtype))
@@ -168,7 +175,7 @@ def _by_slot(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
 def _expanded(
     out: Tensor, shrunk: Tensor, slots: Tensor, factors: LinearFactors, scale: Any | None
 ) -> Tensor:
-    """`out` with what `_by_slot` gave, times B^T, added; rows without an adapter as they are."""
+    """Adds `shrunk` times B^T to `out`; rows without an adapter are unchanged."""
     b = factors["lora_b"][:, 0].to(shrunk.dtype)  # (max_loras, out, R)
     delta = shrunk.flatten(1) @ b.transpose(1, 2).flatten(0, 1)
     if scale is not None:
@@ -181,7 +188,7 @@ def _expanded(
 
 
 class Products(TorchFunctionMode):
-    """Adds to every product with a weight of one shape, (out, in): `add(x, product)` gives the sum.
+    """Replaces products with a weight of shape (out, in) by `add(x, product)`, and counts them.
 
     `seen` counts the products.
     """
@@ -202,7 +209,7 @@ class Products(TorchFunctionMode):
         return result
 
     def check(self, layer: str, module: nn.Module) -> None:
-        """RuntimeError unless a pass of `module` made one such product."""
+        """Raises RuntimeError unless a pass of `module` computed exactly one such product."""
         if self.seen != 1:
             raise RuntimeError(
                 f"{layer}, a {type(module).__name__}, made {self.seen} products with its weight, "
@@ -213,7 +220,7 @@ class Products(TorchFunctionMode):
 def _forward_inside(
     module: nn.Module, delta: Delta, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of the `forward` of a module that multiplies by a weight of its own."""
+    """Replaces `forward` of a module that multiplies by its weight internally."""
     tokens = delta.serving.tokens(delta.layer)
     if tokens is None:
         return forward(*args, **kwargs)
@@ -225,7 +232,7 @@ def _forward_inside(
 
 
 def install(serving: Serving, layers: Iterable[Linear]) -> None:
-    """Has the modules of `layers` add the adapters of `serving`."""
+    """Makes the modules of `layers` add the adapters of `serving`."""
     for linear in layers:
         module = linear.module
         delta = Delta(serving, linear.layer)
@@ -247,5 +254,5 @@ def uninstall(model: nn.Module, serving: Serving) -> None:
         around: Any = module.__dict__.get("forward")
         if getattr(around, "func", None) is _forward_inside and around.args[1].serving is serving:
             del module.forward
-            if getattr(around.args[2], "__self__", None) is not module:  # another library's
+            if getattr(around.args[2], "__self__", None) is not module:  # ours was outside
                 module.forward = around.args[2]

@@ -1,8 +1,8 @@
-"""Quantized linear layers, from the tensors of a folder to the numbers that they stand for.
+"""Dequantization of linear layers, from the tensors of a checkpoint folder.
 
-Every function takes the tensors of one linear layer under the names that a checkpoint gives them,
-and returns the weight, float32 of shape (N, K). Products of a number and its scale are exact in
-float32 for scales of 16 bits.
+Every function takes the tensors of one linear layer by their names in a checkpoint, and returns the
+weight, float32 of shape (N, K). With 16-bit scales, the product of a quantized value and its scale
+is exact in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moelora.quantized_readers import AWQ_ORDER, E2M1, SCALES, nibbles
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """(..., n) int32 -> (..., 32 n / bits) int32, the lowest bits first."""
+    """Unpacks (..., n) int32 to (..., 32 n / bits) int32, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
@@ -40,8 +40,8 @@ def gptq(
 ) -> Tensor:
     """`(q - zero) scale`: qweight (K bits / 32, N), scales (groups, N), qzeros along N.
 
-    `g_idx` has the group of every column, in any order (`desc_act`). `offset` is what a stored zero
-    point lacks.
+    `g_idx` maps each column to its group, in any order (`desc_act`). `offset` is added to stored
+    zero points.
     """
     _matrix("qweight", qweight, torch.int32)
     q = unpack(qweight.t(), bits)
@@ -83,7 +83,8 @@ def packed(
 ) -> Tensor:
     """`(q - zero) scale` of compressed-tensors: weight_packed (N, K bits / 32), scale (N, groups).
 
-    Zero points are packed along N. `weight_shape` is N and K, where words are filled up.
+    Zero points are packed along N. `weight_shape` holds N and K without the padding of packed
+    words.
     """
     _matrix("weight_packed", weight_packed, torch.int32)
     q = unpack(weight_packed, bits)
@@ -104,7 +105,7 @@ def packed(
 
 
 def int8(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None = None) -> Tensor:
-    """`(q - zero) scale` of int8 weights (N, K) with scales for rows, groups or all of them."""
+    """`(q - zero) scale` of int8 weights (N, K), with scales per row, per group or per tensor."""
     _matrix("weight", weight, torch.int8)
     rows = weight.size(0)
     scales = weight_scale.expand(rows, 1) if weight_scale.numel() == 1 else weight_scale
@@ -123,9 +124,9 @@ def fp8(
     *,
     block: tuple[int, int] | None = None,
 ) -> Tensor:
-    """e4m3 (N, K) times the scale of its block, under either name; else of its row, or the one.
+    """e4m3 (N, K) with scales per block (under either name), per row, or per tensor.
 
-    `input_scale` is for activations in FP8, which a dequantized layer has not.
+    `input_scale` is unused: it scales FP8 activations, and a dequantized layer has none.
     """
     _matrix("weight", weight, torch.float8_e4m3fn)
     own = "weight_scale" if weight_scale_inv is None else "weight_scale_inv"
@@ -143,7 +144,7 @@ def fp8(
     factors = scale.float()
     if not factors.isfinite().all():
         raise ValueError(f"{own} has a scale that is NaN or infinite")
-    if block:  # of the size of the weight, whatever that of a block is
+    if block:  # expanded to the weight's size, for any block size
         device = weight.device
         factors = factors[torch.arange(rows, device=device) // high]
         factors = factors[:, torch.arange(columns, device=device) // wide]
@@ -154,13 +155,13 @@ def fp8(
 
 
 def mxfp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """e4m3 (N, K) times a power of two for 32 columns, stored as e8m0."""
+    """e4m3 (N, K) with an e8m0 scale per 32 columns."""
     _matrix("weight", weight, torch.float8_e4m3fn)
     return weight.float() * _spread(_powers(weight_scale), weight.shape)
 
 
 def mxfp4(weight_packed: Tensor, weight_scale: Tensor) -> Tensor:
-    """e2m1 (N, K / 2), the even column low, times a power of two for 32 columns, e8m0."""
+    """e2m1 (N, K / 2), even columns in the low bits, with an e8m0 scale per 32 columns."""
     numbers = _e2m1(weight_packed)
     return numbers * _spread(_powers(weight_scale), numbers.shape)
 
@@ -219,7 +220,7 @@ def _grouped(
     middle: int,
     group_size: int | None,
 ) -> Tensor:
-    """q (N, K), scales and zeros (N, groups); `groups` has the group of each column."""
+    """Dequantizes q (N, K) by scales and zeros (N, groups); `groups` maps columns to groups."""
     rows, columns = q.shape
     count = scales.size(1)
     if scales.size(0) != rows or (zeros is not None and zeros.shape != scales.shape):

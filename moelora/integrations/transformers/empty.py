@@ -1,4 +1,4 @@
-"""Models without memory, to ask for their layers."""
+"""Models on the meta device, to inspect their layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ AUTO = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM")
 
 
 def factory(config: Any) -> Any:
-    """What makes whole models of a configuration, a class of one or of `AutoModelFor`; None for
-    that of a tower or a part."""
+    """The model or `AutoModelFor...` class of a configuration; None if it is only for a part of a
+    model."""
     for name in getattr(config, "architectures", None) or ():
         if isinstance(cls := getattr(transformers, name, None), type):
             return cls
@@ -31,17 +31,17 @@ def empty_model(config: Any) -> PreTrainedModel:
     Parameters
     ----------
     config : transformers.PretrainedConfig, str or Path
-        The configuration, or the folder or file that has it.
+        The configuration, or a folder or file that contains it.
 
     Raises
     ------
     ValueError
-        transformers knows no model of it.
+        transformers has no model for it.
     """
     if isinstance(config, (str, Path)):
         path = Path(config)
         if not path.exists():
-            raise ValueError(f"{path} is no folder with a config.json, nor such a file")
+            raise ValueError(f"{path} does not exist; wanted a config.json, or a folder with one")
         config = transformers.AutoConfig.from_pretrained(path)
     cls = factory(config)
     if cls is None:

@@ -1,4 +1,4 @@
-"""`enable(model)`: moelora's experts in every layer of a model, or the reason why not."""
+"""`enable(model)`: run all experts of a model in moelora."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ if TYPE_CHECKING:
 def enable(
     model: PreTrainedModel, *, activations: Activations | None = None, training: bool = False
 ) -> None:
-    """Has moelora run all experts of a model, or raises and leaves it as it is.
+    """Makes moelora run all experts of a model, or raises and leaves the model unchanged.
 
-    `model.set_experts_implementation("moelora")` alone says nothing where a model's experts are
-    code of their own, which never asks for an implementation, and finds out about an activation in
-    the first call.
+    In contrast, `model.set_experts_implementation("moelora")` silently ignores experts that do not
+    use transformers' experts interface, and detects an unsupported activation in the first call
+    only.
 
-    Experts that transformers has loaded in FP8 become tiles, for good: beside the model there are
-    never more than the tiles of one layer and one expert.
+    Experts that transformers has loaded in FP8 are packed into tiles, which cannot be undone. That
+    needs additional memory for the tiles of one layer and for one expert.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     activations : {"fp8", "native"}, optional
-        Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`); by default FP8.
+        Only with FP8 experts: dtype of their activations (`QuantizedWeights.from_fp8_block`), by
+        default FP8.
     training : bool
-        Freeze the experts' weights, which have no gradient here: `requires_grad_(False)`. All else
-        that requires gradients gets them.
+        Freeze the experts' weights (`requires_grad_(False)`), for which moelora computes no
+        gradients. Everything else that requires gradients gets them.
 
     Raises
     ------
     NotImplementedError
-        Some experts do not go through transformers' experts interface, or compute something that
-        moelora has not; the message names them.
+        Some experts do not use transformers' experts interface, or compute something that moelora
+        does not support; the message names them.
     ValueError
-        FP8 weights are NaN or have scales that the format has not; `activations` is given and
-        there are none, or they are packed already.
+        FP8 weights are NaN or have scales out of the format's range; or `activations` is given
+        without FP8 experts, or after they were packed.
     """
     try:
         layers = moe_layers(model)
@@ -62,7 +63,7 @@ def enable(
         raise NotImplementedError(f"{name} has no experts behind transformers' experts interface")
     for name, (module, _) in layers.items():
         if is_loaded_fp8(module):
-            continue  # pack_loaded asks more of them
+            continue  # pack_loaded checks them
         try:
             activation_of(module)
         except NotImplementedError as error:
@@ -72,18 +73,18 @@ def enable(
     for name, (module, _) in layers.items():
         check_implementation(name, module.config)
         for weight in (up_name(module), "down_proj") if training else ():
-            if weight in module._parameters:  # a quantized one is no parameter
+            if weight in module._parameters:  # quantized weights are no parameters
                 getattr(module, weight).requires_grad_(False)
 
 
 def own_experts(model: nn.Module, reached: set[str]) -> list[str]:
-    """Classes of experts that are not among the layers of `reached`, nor hold or are in one."""
+    """Classes of experts modules that neither contain nor belong to a layer of `reached`."""
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         cls = type(module).__name__
         last = name.rpartition(".")[2]
         if "shared" in f"{last} {cls}".lower():
-            continue  # every token has those
+            continue  # shared experts process every token
         if not (last == "experts" or cls.endswith("Experts")) or _empty(module):
             continue
         plain = name.replace(".base_layer", "")

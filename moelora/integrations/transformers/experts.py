@@ -1,4 +1,4 @@
-"""The base model: `fused_experts_lora` as an experts function of transformers."""
+"""`fused_experts_lora` as an experts function of transformers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    """`fused_experts_lora` behind the signature of transformers' experts functions.
+    """`fused_experts_lora` with the signature of transformers' experts functions.
 
-    `self` is the experts module; `adapters` are the adapter arguments of the operator, None for
-    those of the pass under way. Ids that are no expert's, the sentinels of expert parallelism, are
-    skipped. Raises NotImplementedError for a module that computes something else.
+    `self` is the experts module; `adapters` are the adapter arguments of the operator; None: those
+    of the current pass. Ids out of range, as expert parallelism uses them for experts of other
+    ranks, are skipped. Raises NotImplementedError for a module that computes something else.
     """
     activation, alpha, limit = activation_of(self)
     transposed = self.is_transposed and not is_quantized(self)
@@ -79,21 +79,24 @@ def _refuse_gradients(experts: Experts, *weights: torch.Tensor | moelora.Quantiz
             )
 
 
-# Its name, alpha and limit, as fused_experts_lora takes them.
+# Name, alpha and limit, as arguments of fused_experts_lora.
 Activation: TypeAlias = "tuple[ops.Activation, float | None, float | None]"
 
 _activations: weakref.WeakKeyDictionary[Experts, Activation] = weakref.WeakKeyDictionary()
 LIMITS = ("limit", "swiglu_limit")
 ALPHAS = ("alpha", "swiglu_alpha")
+# Those of SiTU: of Kimi-K3's config and of Inkling-2's, bounds of gate and of up.
+GATE_CAPS = ("activation_situ_beta", "mlp_gate_softcap")
+UP_CAPS = ("activation_situ_linear_beta", "mlp_up_softcap")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
 def activation_of(experts: Experts) -> Activation:
-    """The activation of `experts` in moelora's words.
+    """The activation of `experts`, as arguments of `fused_experts_lora`.
 
-    Class and config names do not decide what `_apply_gate` computes (clamps, offsets, layout), so
-    the function itself is asked, once per module: each activation of moelora, with the numbers
-    that the module or its config have, is compared with it.
+    Names of classes and configs do not determine what `_apply_gate` computes (clamps, offsets,
+    layout). So the function is evaluated once per module, and compared with every activation of
+    moelora, using the constants of the module or its config.
     """
     known = _activations.get(experts)
     if known is None:
@@ -105,22 +108,27 @@ def activation_of(experts: Experts) -> Activation:
 def _identify(experts: Experts) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
-        raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
+        raise NotImplementedError(
+            f"{name} normalizes every expert's output before it is weighted "
+            "(has_post_expert_norm), which moelora has not. Leave experts_implementation at "
+            '"eager" or "grouped_mm" for this model'
+        )
     up, down = expert_weights(experts)
     stored = ((up_name(experts), up), ("down_proj", down))
-    for parameter, weight in () if is_loaded_fp8(experts) else stored:  # FP8 is still to be packed
+    for parameter, weight in () if is_loaded_fp8(experts) else stored:  # FP8 is not packed yet
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
-                f"{name}.{parameter} is {weight.dtype}, which moelora has not"
+                f"{name}.{parameter} is {weight.dtype}, which moelora does not support"
             )
 
-    limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
-    gate, up = (t.to(device_of(experts)) for t in _samples(limits))
+    numbers = {names: _numbers(experts, names) for names in (LIMITS, ALPHAS, GATE_CAPS, UP_CAPS)}
+    edges = [*numbers[LIMITS], *numbers[GATE_CAPS], *numbers[UP_CAPS]]
+    gate, up = (t.to(device_of(experts)) for t in _samples(edges))
     # What is lost where a module computes in float32 and where the forms of gelu cancel.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
     got = experts._apply_gate(w13) if experts.has_gate else experts.act_fn(w13)
-    candidates = _candidates(experts, limits, alphas)
+    candidates = _candidates(experts, *numbers.values())
     for activation in candidates:
         wanted = activate(w13, *activation)
         if got.shape == wanted.shape and ((got - wanted).abs() <= 1e-6 * wanted.abs() + loss).all():
@@ -135,7 +143,7 @@ def _identify(experts: Experts) -> Activation:
 
 
 def _numbers(experts: Experts, names: tuple[str, ...]) -> list[float]:
-    """What the module or its config call one of `names` and an operator would take."""
+    """Valid values of attributes `names` of the module or its config."""
     places = experts, getattr(experts, "config", None)
     found = [getattr(place, name, None) for place in places for name in names]
     numbers = [float(n) for n in found if isinstance(n, int | float)]
@@ -144,8 +152,8 @@ def _numbers(experts: Experts, names: tuple[str, ...]) -> list[float]:
 
 
 def _samples(limits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up to try, float64 (n, 1): fine where the variants of gelu differ, on both sides of
-    each limit, and so far that any clamp shows whose limit is not known."""
+    """Sample values of gate and up, float64 (n, 1): dense where variants of gelu differ, on both
+    sides of each limit, and large enough to reveal clamps with unknown limits."""
     edges = [part * limit for limit in limits for part in (-2, -1.01, -0.99, 0.99, 1.01, 2)]
     near = [n / 4 for n in range(-24, 25)] + [-50.0, -20.0, -10.0, 10.0, 20.0, 50.0]
     near += [edge for edge in edges if abs(edge) < 1e6]
@@ -155,7 +163,13 @@ def _samples(limits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(pairs, dtype=torch.float64).split(1, dim=-1)
 
 
-def _candidates(experts: Experts, limits: list[float], alphas: list[float]) -> list[Activation]:
+def _candidates(
+    experts: Experts,
+    limits: list[float],
+    alphas: list[float],
+    gate_caps: list[float],
+    up_caps: list[float],
+) -> list[Activation]:
     """What moelora has for such a layout, its own numbers first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
@@ -168,6 +182,8 @@ def _candidates(experts: Experts, limits: list[float], alphas: list[float]) -> l
             ("swigluoai_uninterleave", *numbers)
             for numbers in product((None, *alphas), (None, *limits))
         ),
+        *(("swiglustep", None, limit) for limit in (None, *limits)),
+        *(("situ", *numbers) for numbers in product((None, *gate_caps), (None, *up_caps))),
     ]
 
 
@@ -175,23 +191,22 @@ _laying = threading.Lock()
 
 
 def _rows_first(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out): views of both.
+    """Views w13 (E, 2I, K) and w2 (E, K, I) of weights that a module stores as (E, in, out).
 
-    The kernels read rows of `in` numbers, so the memory of such a parameter is laid out as
-    (E, out, in) once, one parameter at a time, and `parameter.data` becomes the transposed view of
-    it: the same values, shape and parameter in other strides, which whatever reads or writes the
-    parameter later goes through. There is no copy to become stale.
+    Kernels need contiguous rows of `in` elements. So each parameter's memory is rearranged once to
+    (E, out, in), and `parameter.data` becomes a transposed view of it. Parameter, shape and values
+    stay the same, only strides change; there is no second copy that could become stale.
     """
     if torch.compiler.is_compiling():
         _lay_out_now(experts)
         return _views(experts)
-    with _laying:  # nobody reads a parameter while its memory is exchanged
+    with _laying:  # no other thread reads a parameter while it is rearranged
         _lay_out(experts)
         return _views(experts)
 
 
 def _views(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    # What is computed for one call (PEFT's parametrisations) is no parameter: that is copied.
+    # Weights computed per call (PEFT's parametrizations) are no parameters, and are copied.
     weights = getattr(experts, up_name(experts)), experts.down_proj
     up, down = (w.transpose(1, 2).contiguous() for w in weights)
     return up, down
@@ -199,7 +214,7 @@ def _views(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
 def _lay_out_now(experts: Experts) -> bool:
-    """While a graph is traced, which then depends on the strides that it finds."""
+    """Rearranges weights before tracing continues, since the graph depends on their strides."""
     with _laying:
         _lay_out(experts)
     return True
@@ -210,7 +225,7 @@ def _lay_out(experts: Experts) -> None:
         weight = experts._parameters.get(name)
         if weight is None or weight.transpose(1, 2).is_contiguous():
             continue
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():  # data of its own kind
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():  # like the parameter
             weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 

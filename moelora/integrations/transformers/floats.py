@@ -20,7 +20,7 @@ from moelora.integrations.transformers.scheme import (
 
 
 def fp8(config: Mapping[str, Any]) -> Scheme:
-    """Of `quant_method` "fp8", and of experts that transformers has loaded so."""
+    """`quant_method` "fp8", and experts that transformers has loaded in it."""
     sides = config.get("weight_block_size")
     check_values("fp8", config, fmt=("e4m3",), activation_scheme=("dynamic", "static"))
     if not sides:
@@ -40,7 +40,7 @@ def of_fp8(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Sc
 
 
 def _deepseek_v4(config: Mapping[str, Any], linear: str) -> Scheme:
-    """`weight` and `scale`: FP8 of blocks, and experts of MXFP4, as `expert_dtype` says."""
+    """`weight` and `scale`: FP8 blocks, or MXFP4 for experts, depending on `expert_dtype`."""
     tensors = ("weight", "scale"), ()
     expert_dtype = config.get("expert_dtype", "fp8")
     check_values("fp8", {"expert_dtype": expert_dtype}, expert_dtype=("fp8", "fp4"))
@@ -62,7 +62,7 @@ def _fp4_experts(weight: Any, scale: Any, **options: Any) -> QuantizedWeights:
 
 
 def _as_bytes(weight: Tensor) -> Tensor:
-    """Two e2m1 in a byte, which DeepSeek stores as int8."""
+    """Two e2m1 per byte, stored as int8 by DeepSeek."""
     return weight.view(torch.uint8) if weight.dtype == torch.int8 else weight
 
 
@@ -82,7 +82,7 @@ def fp8_tensor(is_static: bool) -> Scheme:
 
 
 def modelopt(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
-    """By `quant_algo`; of MIXED_PRECISION by that of the layer, or else by its tensors."""
+    """By `quant_algo`; with MIXED_PRECISION by the layer's own, otherwise by its tensors."""
     inner = settings_in(config, "quantization")  # of hf_quant_config.json
     algorithm = config.get("quant_algo") or inner.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
@@ -128,5 +128,5 @@ def _nvfp4_experts(
     input_global_scale: Any = None,
     **scales: Any,
 ) -> QuantizedWeights:
-    """Under the names of ModelOpt or of compressed-tensors; scales of activations are unused."""
+    """With ModelOpt's or compressed-tensors' names; scales of activations are unused."""
     return QuantizedWeights.from_nvfp4(weight_packed if weight is None else weight, **scales)

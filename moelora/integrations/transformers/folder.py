@@ -1,4 +1,4 @@
-"""A checkpoint folder of a quantized model: its experts as `QuantizedWeights`, the rest plain."""
+"""A quantized model's folder: experts as `QuantizedWeights`, other layers dequantized."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = logging.get_logger("transformers.moelora")
 
 
 class Folder:
-    """The tensors of a folder's safetensors files, each read when it is asked for.
+    """The tensors of a folder's safetensors files, each read on first use.
 
     Attributes
     ----------
     quantization : dict
         `quantization_config` of config.json.
     linears : dict of str to frozenset of str
-        Linear layers that are quantized, experts' or not, and what their tensors are called.
+        Quantized linear layers, including those of experts, and the suffixes of their tensors.
     plain_experts : set of str
         Linear layers of single experts that are not quantized.
     unread : set of str
@@ -62,7 +62,7 @@ class Folder:
         for name in self._weight_files(config.get("transformers_weights")):
             shard = self.path / name
             try:
-                file: Any = safe_open(shard, framework="pt")  # which has no types
+                file: Any = safe_open(shard, framework="pt")  # which lacks type annotations
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{shard} cannot be read: {error}") from None
             self._files.update(dict.fromkeys(file.keys(), (shard, file)))
@@ -90,9 +90,9 @@ class Folder:
         return found
 
     def _weight_files(self, named: Any) -> list[str]:
-        """The files that transformers would load; others are not looked at.
+        """The files that transformers would load; others are ignored.
 
-        What config.json names, else one file before an index; then all of an index's files, in the
+        The file named in config.json, otherwise a single file, otherwise all files of an index in
         order of their names.
         """
         if named is not None and not str(named).endswith((SINGLE_SUFFIX, INDEX_SUFFIX)):
@@ -137,7 +137,7 @@ class Folder:
         shard, file = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch has not
+        except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch lacks
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
@@ -146,12 +146,12 @@ class Folder:
         return [*self.linears, *sorted(self.plain_experts)]
 
     def shard_of(self, linear: str) -> Path:
-        """The file that a linear layer's tensors are in."""
+        """The file with a linear layer's tensors."""
         parts = self.linears.get(linear, ("weight",))
         return next(self._files[f"{linear}.{part}"][0] for part in sorted(parts))
 
     def scheme_of(self, linear: str) -> Scheme:
-        """That of a linear layer; errors have the folder's path."""
+        """Scheme of a linear layer; errors name the folder."""
         if linear in self.plain_experts:
             return Scheme("not quantized", ("weight",), (), dense.plain, {})
         try:
@@ -167,7 +167,7 @@ class Folder:
         Raises
         ------
         NotImplementedError
-            The folder's method, experts of a scheme that no kernel has, or rotations.
+            The folder's method, experts of a scheme without a kernel, or rotations.
         ValueError
             Settings are damaged.
         """
@@ -192,7 +192,7 @@ class Folder:
             )
 
     def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All but the experts. Of quantized linear layers the numbers, rounded to `dtype`."""
+        """All tensors but those of experts. Quantized linear layers are dequantized to `dtype`."""
         tensors, stored, made = {}, 0, 0
         others = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
         parts = {f"{linear}.{part}" for linear in others for part in self.linears[linear]}
@@ -235,7 +235,7 @@ class Folder:
 
 
 def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str]]:
-    """Linear layers with tensors of a scheme, and what those are called behind their names."""
+    """Linear layers with tensors of a scheme, and the suffixes of these tensors."""
     parts: dict[str, set[str]] = {}
     for name in files:
         linear, _, part = name.rpartition(".")
@@ -249,6 +249,6 @@ def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str
 
 
 def _is_short(files: Mapping[str, tuple[Path, Any]], name: str) -> bool:
-    """Whether a weight is of eight bits; no tensor is read."""
+    """Whether a weight has eight bits; reads no tensor."""
     dtype = files[name][1].get_slice(name).get_dtype()
     return dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")

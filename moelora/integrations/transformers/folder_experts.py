@@ -1,4 +1,4 @@
-"""The experts of a folder: both projections of a layer, from the tensors of its linear layers."""
+"""Experts of a folder: both projections of a layer, from tensors of linear layers."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ def read_experts(
 ) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
     """Both projections of one experts module, called `layer` in the model.
 
-    Holds the tiles, one projection's tensors as the checkpoint has them (gate and up joined), and
-    one expert on its way: no weight is dequantized. `linears` are those of `expert_linears`.
-
-    With `dequantize` a projection whose scheme no kernel reads is a tensor (E, N, K) of `dtype`,
-    with rows of gate and up as the module has them; then the other one is a tensor, too.
+    Holds the tiles, one projection's tensors in the checkpoint's format (gate and up concatenated),
+    and one expert being packed; no weight is dequantized. `linears` come from `expert_linears`.
+    With `dequantize`, if no kernel reads the scheme of a projection, both are tensors (E, N, K) of
+    `dtype`, with rows of gate and up in the module's order.
 
     Raises
     ------
     ValueError
-        A tensor is missing, one is there that nothing is known to do with, or one is not what the
-        model or the format wants. The message names it.
+        A tensor is missing, unknown, or does not match the model or the format. The message names
+        it.
     NotImplementedError
         A scheme that no kernel has.
     """
@@ -97,7 +96,7 @@ def _read_experts(
             _refuse_others(folder, layer, experts, linears)
             return found
         first = _per_expert(folder, of_up, up, rows, dtype, activations)
-        if interleaved:  # rows of gate and of up fill tiles of their own in either order
+        if interleaved:  # gate and up each fill whole tiles, in either order
             first = replace(first, gate_up="interleaved")
         found = first, _per_expert(folder, of_down, down, None, dtype, activations)
     _refuse_others(folder, layer, experts, linears)
@@ -120,7 +119,7 @@ def _refuse_halves(folder: Folder, layer: str) -> None:
 
 
 def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
-    """A line of the log on experts that `dequantize` has made parameters of, if there are any."""
+    """Logs how many experts `dequantize` has turned into parameters, if any."""
     modules = [module for module in modules if not is_quantized(module)]
     schemes = (folder.scheme_of(linear) for linear in folder.linears if OF_ONE.search(linear))
     names = dict.fromkeys(scheme.name for scheme in schemes if scheme.make is None)
@@ -136,7 +135,7 @@ def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
 
 
 def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linears) -> None:
-    """ValueError if the folder has tensors of these experts that nothing was made of."""
+    """Raises ValueError if tensors of these experts were not used."""
     places = {layer, *(linear.rsplit(".", 2)[0] for linear in linears.values())}
     biases = set(_biases(experts, linears))
     for name in sorted(folder.unread):
@@ -144,13 +143,13 @@ def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linear
         if place is None or name in biases or name.removeprefix(f"{place}.") in experts._parameters:
             continue  # a bias
         if name.endswith(".bias") and not folder[name].float().any():
-            continue  # of linear layers without one, as older GPTQ checkpoints have them
+            continue  # zero bias of linear layers without one, in older GPTQ checkpoints
         method = folder.quantization.get("quant_method")
         raise ValueError(f"{name} is no tensor that {method} has in experts like these")
 
 
 def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int]]:
-    """What biases of single experts are called in a folder, and where in the module they go."""
+    """Names of single experts' biases in a folder, and their places in the module."""
     own = (up_name(experts), "down_proj")
     has = [name for name in own if f"{name}_bias" in experts._parameters]
     return {f"{linear}.bias": key for key, linear in linears.items() if key[0] in has}
@@ -159,7 +158,7 @@ def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int
 def read_biases(
     folder: Folder, layer: str, experts: Experts, linears: Linears
 ) -> dict[str, Tensor]:
-    """Biases (E, N) that a folder has in one tensor for each expert, by their parameters' names."""
+    """Biases (E, N) stored per expert in a folder, by the names of their parameters."""
     interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     for name, (own, place, expert) in _biases(experts, linears).items():
@@ -200,7 +199,7 @@ def _stacked(
 def _names(
     folder: Folder, layer: str, own: str, places: int, count: int, linears: Linears
 ) -> list[list[str]]:
-    """Of each expert, the linear layers of one projection: gate and up, or one."""
+    """The linear layers of one projection, per expert: gate and up, or one."""
     names = []
     for expert in range(count):
         row = [linears.get((own, place, expert)) for place in range(places)]
@@ -238,7 +237,7 @@ def _per_expert(
 
 
 def _scheme(folder: Folder, names: Sequence[Sequence[str]]) -> Scheme:
-    """That of all experts of a projection."""
+    """The common scheme of all experts of a projection."""
     scheme = folder.scheme_of(names[0][0])
     for linear in (linear for row in names for linear in row):
         other = folder.scheme_of(linear)
@@ -257,7 +256,7 @@ def _dequantized(
     interleaved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(E, N, K), one expert after the other."""
+    """Dequantizes to (E, N, K), one expert at a time."""
     weights = torch.empty(shape, dtype=dtype)
     for expert, row in enumerate(names):
         found = [folder.dequantized(linear, dtype)[0] for linear in row]
@@ -270,7 +269,7 @@ def _dequantized(
 
 
 def _joined(folder: Folder, names: Sequence[str], scheme: Scheme) -> Tensor:
-    """What gate and up have as two tensors as that of one weight, up's rows behind gate's."""
+    """Concatenates tensors of gate and up to those of one weight, gate's rows first."""
     tensors = [folder[name] for name in names]
     first = tensors[0]
     if len(tensors) == 1:
@@ -287,9 +286,9 @@ def _joined(folder: Folder, names: Sequence[str], scheme: Scheme) -> Tensor:
             raise ValueError(f"{names[-1]} is {tensors[-1].tolist()}, {names[0]} {first.tolist()}")
         return torch.stack([rows_of.sum(), columns_of[0]])
     is_scale = "scale" in names[0].rpartition(".")[2]
-    if is_scale and first.numel() == 1 and "block" not in scheme.options:  # of a tensor each
+    if is_scale and first.numel() == 1 and "block" not in scheme.options:  # each of a whole tensor
         return torch.stack([tensor.reshape(()) for tensor in tensors])
-    if first.dim() == 1:  # g_idx: of columns, which they share
+    if first.dim() == 1:  # g_idx: per column, hence common to both
         for name, tensor in zip(names, tensors, strict=True):
             if not torch.equal(tensor, first):
                 raise ValueError(f"{name} is in another order (desc_act), wanted {names[0]}'s")

@@ -1,9 +1,8 @@
-"""FP8 experts that transformers itself has loaded (`FP8Experts`), into moelora's tiles.
+"""Pack FP8 experts that transformers has loaded (`FP8Experts`).
 
-`from_pretrained` of an FP8 checkpoint on a GPU makes one tensor of e4m3 of all experts of a layer,
-with scales beside it. `pack_loaded` puts the same numbers in tiles, by the scheme that reads them
-from a folder. Such modules have an experts interface of their own, where "moelora" is registered
-here.
+`from_pretrained` of an FP8 checkpoint on a GPU creates one e4m3 tensor for all experts of a layer,
+and one of scales. `pack_loaded` packs both into tiles, by the scheme that also reads them from a
+folder. Such modules have an experts interface of their own; "moelora" is registered there, too.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from moelora.adapters import MoELayer
     from moelora.integrations.transformers.projection import Experts
 
-OTHER_LAYOUTS = ("deepgemm_megamoe",)  # of transformers; their first call rearranges the weights
+OTHER_LAYOUTS = ("deepgemm_megamoe",)  # rearranges weights on first call
 
 
 def fp8_experts_forward(
@@ -46,7 +45,7 @@ def fp8_experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """`experts_forward` of FP8 experts that are packed; RuntimeError says what to call if not."""
+    """`experts_forward` of packed FP8 experts; raises RuntimeError if they are not packed."""
     if not is_quantized(self):
         raise RuntimeError(not_packed(type(self).__name__))
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
@@ -58,20 +57,20 @@ def pack_loaded(
     layers: Mapping[str, tuple[Experts, MoELayer]],
     activations: Activations | None = None,
 ) -> None:
-    """Packs those of `layers` that are FP8 as transformers loads them, and lets moelora run them.
+    """Packs `layers` that transformers has loaded in FP8, and runs them in moelora.
 
-    Everything is checked before anything changes. Then one layer after the other gets its tiles,
-    on its device, and loses its parameters: beside the model as it was loaded there are never more
-    than the tiles of one layer and one expert. A layer is packed whole or not at all, so that a
-    call that runs out of memory may be made again.
+    Checks everything before changing anything. Then it packs one layer after the other on its
+    device and frees its parameters: additional memory is limited to the tiles of one layer and one
+    expert. A layer is packed completely or not at all, so that a call that ran out of memory can be
+    repeated.
 
     Raises
     ------
     NotImplementedError
         moelora cannot run these experts; the message names the layer and why.
     ValueError
-        A weight is NaN or a scale is beyond what the format has; or `activations` is given and no
-        layer takes it.
+        A weight is NaN, a scale is out of the format's range, or `activations` is given without an
+        FP8 layer.
     """
     loaded = {name: module for name, (module, _) in layers.items() if is_loaded_fp8(module)}
     if not loaded:
@@ -128,7 +127,7 @@ def _check(name: str, experts: Experts) -> None:
 
 
 def _check_numbers(experts: Experts, own: str) -> None:
-    """What packing would raise in the middle of a model, whose layers before are packed then."""
+    """Raises what packing would raise later, when some layers are already packed."""
     scheme, gate_up = _scheme(experts), _gate_up(experts, own)
     found = _tensors(experts, own, scheme)
     if "block" in scheme.options:
@@ -151,14 +150,14 @@ def _scheme(experts: Experts) -> Scheme:
 
 
 def _tensors(experts: Experts, own: str, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of one projection, under the names that a folder has for them."""
+    """The tensors of one projection, by their names in a folder."""
     found = {"weight": getattr(experts, own)}
     scales = getattr(experts, f"{own}_scale_inv")
     if "weight_scale_inv" in scheme.required:
         found["weight_scale_inv"] = scales
     else:
-        found["weight_scale"] = scales.flatten(1)  # (E, 1, 1); (E, 2, 1) of gate and up
-    if "input_scale" in scheme.required:  # called so without a gate, too
+        found["weight_scale"] = scales.flatten(1)  # (E, 1, 1), or (E, 2, 1) for gate and up
+    if "input_scale" in scheme.required:  # same name without a gate
         name = "down_proj" if own == "down_proj" else "gate_up_proj"
         found["input_scale"] = getattr(experts, f"{name}_activation_scale")
     return {name: tensor.detach() for name, tensor in found.items()}
@@ -169,7 +168,7 @@ def _gate_up(experts: Experts, own: str) -> GateUp | None:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of the activations: that of the model's first weights which are not FP8, embeddings."""
+    """Dtype of activations: that of the model's first weight that is not FP8."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
     dtype = next(dtypes, None)
     if dtype not in COMPUTE_DTYPES:

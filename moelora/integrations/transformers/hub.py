@@ -1,4 +1,4 @@
-"""Folders by their names on the Hub."""
+"""Folders and repositories of the Hub."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def local_folder(source: str | Path, files: list[str], **options: Any) -> Path:
-    """A folder as it is; what is none, and can be the id of a repository, from the Hub.
+    """Returns a local folder, downloaded if `source` is the id of a repository on the Hub.
 
     Parameters
     ----------
     source : str or Path
         A folder, or "org/name".
     files : list of str
-        Patterns of what is wanted of a repository.
+        Patterns of the files to download.
     **options
         For `huggingface_hub.snapshot_download`.
 

@@ -1,4 +1,4 @@
-"""The experts modules of a model, and what a pool has to know of each."""
+"""The experts modules of a model, and their sizes and layouts for a pool."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
-    """The experts modules of a model that go through transformers' experts interface, by name.
+    """Experts modules of a model that use transformers' experts interface, by name.
 
-    Modules that PEFT, compilers and others have wrapped have the name that they had before. Raises
-    ValueError if there are none, NotImplementedError for experts that cannot be reached.
+    Names omit the wrappers of PEFT, compilers and others. Raises ValueError if there are none,
+    NotImplementedError for experts that moelora cannot run.
     """
     layers = {}
     for name, module in model.named_modules():
@@ -52,9 +52,9 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate brings the parameters for each call and takes them away behind it."""
+    """Whether accelerate loads the parameters for each call, and offloads them afterwards."""
     hook = getattr(module, "_hf_hook", None)
-    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook has several
+    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook contains several
     return any(getattr(one, "offload", False) for one in hooks)
 
 

@@ -1,12 +1,12 @@
-"""The linear layers and embeddings of a model, and how adapters are added to each.
+"""The linear layers and embeddings of a model, and how adapters apply to each.
 
-A layer is served in one of three ways:
+There are three ways to serve a layer:
 
-    "output"     its module returns W x (+ bias), whatever W is stored in: plain, FP8, INT4, ...
-    "inside"     its module multiplies by a weight of its own and goes on, as routers do
-    "embedding"  its module takes token ids
+    "output"     the module returns W x (+ bias), with W in any format: plain, FP8, INT4, ...
+    "inside"     the module multiplies by its weight and processes the product, as routers do
+    "embedding"  the module takes token ids
 
-All others are here too, with the reason why an adapter that has factors of them is refused.
+Layers that cannot be served are listed with the reason; adapters with factors of them are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moelora.adapters import LinearLayer
 
 Way: TypeAlias = Literal["output", "inside", "embedding"]
 
-# What compilers, FSDP, checkpointing and PEFT put into the names of modules.
+# Name components inserted by compilers, FSDP, checkpointing and PEFT.
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
 )
@@ -37,7 +37,7 @@ _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer of a model; `refusal` says why it is not served, "" if it is."""
+    """A layer of a model; `refusal` states why it cannot be served, "" if it can."""
 
     module: nn.Module
     layer: LinearLayer
@@ -46,21 +46,21 @@ class Linear:
 
 
 def plain_name(name: str) -> str:
-    """The name of a module without the parts that wrappers have put in."""
+    """The name of a module without the components that wrappers insert."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linear]:
-    """All linear layers and embeddings of a model but for its experts, by name.
+    """All linear layers and embeddings of a model except its experts, by name.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     experts : collection of str
-        The names that `moe_layers` has: their modules take tokens by expert and are no part of
-        this. The layers of the text model are those of the model that has all of them.
+        Names from `moe_layers`. Modules within these are excluded; the innermost model that
+        contains all of them is the text model.
     """
-    every = model.named_modules()  # the innermost of those that a layer is wrapped in comes last
+    every = model.named_modules()  # the innermost of wrapped modules comes last
     modules = {plain_name(name): module for name, module in every if ".lora_" not in name}
     text = _text_model(modules, experts)
     found = {}
@@ -78,7 +78,7 @@ def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linea
 
 
 def _text_model(modules: dict[str, nn.Module], experts: Collection[str]) -> str:
-    """The name of the innermost model that has all experts; "" if it is the outermost."""
+    """The name of the innermost model with all experts; "" if that is the outermost."""
     around = [
         name
         for name, module in modules.items()
@@ -88,7 +88,7 @@ def _text_model(modules: dict[str, nn.Module], experts: Collection[str]) -> str:
 
 
 def _elsewhere(name: str, text: str) -> str:
-    """Why a layer's tokens may be others than those of the batch."""
+    """Why a layer's tokens may differ from those of the batch; "" if they do not."""
     if _EXPERT.search(name):
         return "of experts that do not go through transformers' experts interface"
     if "." not in name or not text or name.startswith(f"{text}."):
@@ -121,7 +121,7 @@ def _linear(name: str, module: nn.Module) -> Linear | None:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    """Whether a module looks like the linear layers of GPTQ, AWQ and others, no `nn.Linear`s."""
+    """Whether a module looks like a linear layer of GPTQ, AWQ etc. that is no `nn.Linear`."""
     own = module._parameters.get("weight")
     return (
         not list(module.children())
@@ -131,7 +131,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def _multiplies_once(cls: type) -> bool:
-    """Whether a forward pass has one product with a weight, that of the module."""
+    """Whether `forward` has exactly one product, with the module's weight."""
     source = _forward_source(cls)
     own = "self.weight" in source or "super().forward(" in source
     return own and len(_LINEAR_CALL.findall(source)) == 1
@@ -146,10 +146,10 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def _unread(name: str, modules: dict[str, nn.Module]) -> str:
-    """Why what a layer returns is not all that is read of it: then a delta there would be lost."""
+    """Why a delta to the layer's output may be ignored: its weight is read elsewhere."""
     parent, _, last = name.rpartition(".")
     around = modules.get(parent)
-    # Shapes and dtypes of a weight are often asked for.
+    # Reading only its shape, dtype or device is harmless, and common.
     read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
     if around is None or not read.search(_source(_class(around))):
         return ""
@@ -162,7 +162,7 @@ def _class(module: nn.Module) -> Any:
 
 @cache
 def _source(cls: Any) -> str:
-    """The source of the methods of a class that run in a forward pass."""
+    """Source of the methods of a class, except those for initialization."""
     texts = []
     for base in cls.__mro__:
         if base.__module__.startswith("torch."):
@@ -181,12 +181,12 @@ def _forward_source(cls: Any) -> str:
 def _text(function: object) -> str:
     try:
         return inspect.getsource(inspect.unwrap(function))  # type: ignore[arg-type] # callable
-    except (OSError, TypeError):  # made by a program
+    except (OSError, TypeError):  # generated code
         return ""
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: accelerate's hooks say so of one whose weights come and go."""
+    """The device of a module's computation; for offloaded modules from accelerate's hooks."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         where = getattr(one, "execution_device", None)
@@ -197,14 +197,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def plain_weight(module: nn.Module) -> torch.Tensor | None:
-    """A layer's weight, None where that is quantized or elsewhere (offloaded)."""
+    """A layer's weight; None if quantized or offloaded."""
     weight = module._parameters.get("weight")
     plain = (torch.float32, torch.bfloat16, torch.float16)
     return weight if weight is not None and weight.dtype in plain and not weight.is_meta else None
 
 
 def dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
-    """The dtype of a layer's weight; `default` where that is quantized."""
+    """The dtype of a layer's weight; `default` if quantized."""
     weight = module._parameters.get("weight")
     if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return weight.dtype

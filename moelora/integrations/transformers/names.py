@@ -1,7 +1,7 @@
-"""Which linear layer of a folder is which projection of which expert of a model.
+"""Maps linear layers of a folder to projections of a model's experts.
 
-Checkpoints call experts by other names than transformers' modules do, as Mixtral's
-`block_sparse_moe.experts.0.w1`. transformers' own conversion of names is asked first.
+Names of experts in checkpoints differ from those of transformers' modules, for instance Mixtral's
+`block_sparse_moe.experts.0.w1`. transformers' conversion mapping is tried first.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from moelora.adapters import MoELayer
     from moelora.integrations.transformers.projection import Experts
 
-# Of a projection of one expert; of a tensor that all experts share, too.
+# Name of a single expert's projection.
 OF_ONE = re.compile(r"(^|\.)experts\.(\d+)\.\w+$")
-# Projections as quantizers call them that take experts apart: gate and up by their places.
+# Names of projections used by quantizers that split experts, and the places of gate and up.
 PLACES = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1}
 DOWN = ("down_proj", "w2")
 
-# Of a layer: its linear layers by projection ("down_proj", or up_name), place and expert.
+# Linear layers of an MoE layer by projection ("down_proj", or up_name), place and expert.
 Linears: TypeAlias = "dict[tuple[str, int, int], str]"
 
 
@@ -35,7 +35,7 @@ def expert_linears(
     layers: Mapping[str, tuple[Experts, MoELayer]],
     names: Iterable[str],
 ) -> dict[str, Linears]:
-    """Of each of `layers`, the linear layers among `names` that are its experts'.
+    """Finds, for each of `layers`, the linear layers of its experts among `names`.
 
     Gate has place 0 and up place 1 of the first projection; without a gate, up has place 0.
     """
@@ -72,7 +72,7 @@ def _place(converters: list[Any], pattern: str) -> int:
 def _by_its_own_name(
     name: str, renamings: list[Any], prefix: str, known: dict[str, bool]
 ) -> tuple[str, int]:
-    """Where a projection belongs that transformers knows only in a stack of all experts."""
+    """Place of a projection for which transformers only converts stacks of all experts."""
     experts, _, projection = name.rpartition(".")
     experts = experts.rpartition(".")[0]
     is_down = projection in DOWN

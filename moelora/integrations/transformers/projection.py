@@ -1,4 +1,4 @@
-"""Where the weights of an experts module are: parameters, or quantized ones in their place."""
+"""Weights of an experts module: parameters, or quantized weights that replace them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moelora import QuantizedWeights
 if TYPE_CHECKING:
 
     class Experts(nn.Module):
-        """An experts module behind transformers' interface: what is read of it, and left on it."""
+        """An experts module of transformers, with the attributes used here."""
 
         config: Any
         has_gate: bool
         is_transposed: bool  # parameters are (E, in, out)
-        down_proj: Any  # a parameter, or a QuantizedProjection, as gate_up_proj or up_proj
+        down_proj: Any  # a parameter or QuantizedProjection, like gate_up_proj or up_proj
         down_proj_bias: Tensor
         act_fn: nn.Module
-        block_size: Sequence[int] | None  # of FP8, as the next
+        block_size: Sequence[int] | None  # only with FP8, like activation_scheme
         activation_scheme: str
         _is_hf_initialized: bool
-        _moelora: Any  # what serves the model; there while it has adapters
+        _moelora: Any  # set while the model has adapters
         _moelora_layer: str
         _moelora_quantized: bool
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 class QuantizedProjection(nn.Module):
-    """What an experts module has in place of a parameter: the same weights, quantized.
+    """Replaces a parameter of an experts module by quantized weights.
 
-    Its tiles are a buffer, so that they move between devices and are copied with the model. They
-    are in no state dict: a checkpoint of them would be none of transformers'.
+    Tiles are a buffer, so that they are moved and copied with the model. They are not in state
+    dicts: transformers could not load such a checkpoint.
 
     Parameters
     ----------
     shape : sequence of int
-        (E, N, K), rows first, of the weights to come.
+        (E, N, K) of the weights, rows first.
     dtype : torch.dtype
-        Of the activations, bfloat16 or float16.
+        Dtype of activations, bfloat16 or float16.
     """
 
     tiles: Tensor
@@ -56,7 +56,7 @@ class QuantizedProjection(nn.Module):
 
     @property
     def weights(self) -> QuantizedWeights:
-        """The weights; RuntimeError before `load_quantized_experts` has read them."""
+        """The weights; raises RuntimeError before `load_quantized_experts` has read them."""
         if self._empty is None:
             raise RuntimeError("the experts have no weights yet; call load_quantized_experts")
         return replace(self._empty, data=self.tiles)
@@ -77,7 +77,7 @@ class QuantizedProjection(nn.Module):
         return f"{self.shape}, {kind}"
 
 
-OF_FP8 = ("_scale_inv", "_activation_scale")  # what parameters beside the weights end in
+OF_FP8 = ("_scale_inv", "_activation_scale")  # suffixes of parameters other than weights
 
 
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
@@ -89,12 +89,12 @@ def up_name(experts: Experts) -> str:
 
 
 def is_quantized(experts: Experts) -> bool:
-    """Whether `take_off` has been here. Looks at no weight, which torch.compile would notice."""
+    """Whether `take_off` was called. Reads no weight, which torch.compile would guard on."""
     return getattr(experts, "_moelora_quantized", False)
 
 
 def is_loaded_fp8(module: nn.Module) -> TypeGuard[Experts]:
-    """Whether experts are FP8 as transformers loads them (`FP8Experts`)."""
+    """Whether experts are in transformers' FP8 format (`FP8Experts`)."""
     return is_experts(module) and f"{up_name(module)}_scale_inv" in module._parameters
 
 
@@ -106,7 +106,7 @@ def not_packed(name: str) -> str:
 
 
 def take_off(experts: Experts, dtype: torch.dtype) -> None:
-    """Puts places for quantized weights where the parameters are; scales of FP8 go, too."""
+    """Replaces parameters by empty `QuantizedProjection`s, and removes FP8 scales."""
     shapes = sizes(experts)
     for name, shape in zip((up_name(experts), "down_proj"), shapes, strict=True):
         delattr(experts, name)
@@ -126,7 +126,7 @@ def put_plain(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
 
 
 def put_on(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
-    """Both projections in place of what the module has."""
+    """Sets the quantized weights of both projections."""
     if not is_quantized(experts):
         take_off(experts, weights[1].dtype)
     for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
@@ -134,7 +134,7 @@ def put_on(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights])
 
 
 def sizes(experts: Experts) -> tuple[torch.Size, torch.Size]:
-    """Shapes of both projections' weights, (E, N, K), however the module stores them."""
+    """Shapes (E, N, K) of both projections' weights, independent of their storage order."""
     shapes = getattr(experts, up_name(experts)).shape, experts.down_proj.shape
     if experts.is_transposed and not is_quantized(experts):
         shapes = tuple((e, n, k) for e, k, n in shapes)
@@ -145,7 +145,7 @@ def sizes(experts: Experts) -> tuple[torch.Size, torch.Size]:
 def expert_weights(
     experts: Experts,
 ) -> tuple[Tensor, Tensor] | tuple[QuantizedWeights, QuantizedWeights]:
-    """The weights as the module stores them, (E, in, out) if it `is_transposed`; rows first if
-    they are quantized."""
+    """The weights as stored, (E, in, out) if the module `is_transposed`; quantized weights are
+    always rows first."""
     up, down = getattr(experts, up_name(experts)), experts.down_proj
     return (up.weights, down.weights) if is_quantized(experts) else (up, down)

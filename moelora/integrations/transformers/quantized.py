@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
 
 GENERATION = "generation_config.json"
-# What has from_pretrained look for other files than those that a folder is loaded from.
+# Options with which from_pretrained would load files other than those of the folder.
 OF_FILES = ("gguf_file", "revision", "subfolder", "use_safetensors", "variant")
 
 
@@ -46,7 +46,7 @@ def load_quantized(
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model from a quantized checkpoint; its experts stay as they are, in four bits or FP8.
+    """Loads a quantized checkpoint; its experts stay quantized, in four bits or FP8.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is
     dequantized, unless `dequantize` asks for it: beside their tiles there is never more than one
@@ -60,7 +60,7 @@ def load_quantized(
         `quant_method` is mxfp4, gptq, awq, auto-round, compressed-tensors, fp8 or modelopt;
         docs/weight-formats.md has the schemes of each.
     dtype : torch.dtype
-        bfloat16 or float16, of the model and of the activations that its experts take.
+        bfloat16 or float16, of the model and of its experts' activations.
     activations : {"fp8", "native", "bf16"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
         the folder says that activations are quantized, as most do.
@@ -69,7 +69,7 @@ def load_quantized(
         dequantizes them once, to `dtype`, and the log says how much memory they take; False raises
         NotImplementedError. Experts that kernels read stay quantized.
     model_class : type, optional
-        By default the one that config.json names first in `architectures`.
+        By default the first of `architectures` in config.json.
     **options
         For `model_class.from_pretrained`, for instance `device_map="cuda"`. A map that offloads
         layers to "cpu" or "disk" beside a GPU is refused.
@@ -77,13 +77,13 @@ def load_quantized(
     Returns
     -------
     PreTrainedModel
-        With the experts implementation `"moelora"`, for inference. `load_adapters` takes it.
+        For inference, with the experts implementation `"moelora"`. Can be passed to
+        `load_adapters`.
 
     Raises
     ------
     ValueError
-        As of `load_quantized_experts`, or a weight that is not an expert's is missing, damaged, or
-        of another shape.
+        As `load_quantized_experts`; or another weight is missing, damaged, or has the wrong shape.
     NotImplementedError
         As of `load_quantized_experts`.
     FileNotFoundError
@@ -143,12 +143,12 @@ def load_quantized_experts(
     activations: Activations | None = None,
     dequantize: bool = False,
 ) -> None:
-    """Puts a checkpoint's quantized experts in place of those of `model`, layer by layer.
+    """Replaces the experts of `model` by those of a quantized checkpoint, layer by layer.
 
-    For a model made in some other way than by `load_quantized`. The parameters that go may be on
-    the meta device, and only their shapes are read; biases stay what they are, but for those that
-    the folder has expert by expert. Tensors are looked for under the names that transformers'
-    conversion takes to the model's modules, or those of the modules.
+    For models that `load_quantized` did not create. The replaced parameters may be on the meta
+    device: only their shapes are read. Biases are kept, unless the folder stores them per expert.
+    Tensors may have the names of the model's modules, or names that transformers' conversion maps
+    to these.
 
     Parameters
     ----------
@@ -164,14 +164,14 @@ def load_quantized_experts(
     Raises
     ------
     ValueError
-        A tensor is missing, unknown, or of another shape, dtype or content than the model or the
-        format wants; the message names it. The layers before it have their new weights. A file is
-        damaged, links out of the folder, or is named by an index although it is not there.
+        A tensor is missing, unknown, or does not match the model or the format in shape, dtype or
+        content; the message names it. Earlier layers then have their new weights. Or a file is
+        damaged, missing, or a link to outside the folder.
     NotImplementedError
-        Another quantization method or setting, or experts of a scheme that no kernel has, before
-        any tensor is read; experts that moelora cannot run, or that accelerate has offloaded.
+        The quantization method, a setting, or the scheme of experts is not supported (raised before
+        any tensor is read); moelora cannot run the experts, or accelerate has offloaded them.
     RuntimeError
-        The model has adapters; they come after its weights.
+        The model has adapters; load these afterwards.
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
@@ -212,25 +212,25 @@ def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights
 
 
 def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:
-    """ValueError of a bias that a quantized layer has and the model has not, unless it is zero."""
+    """Raises ValueError for a non-zero bias of a quantized layer that has none in the model."""
     for name in sorted(unexpected):
         linear = name.removesuffix(".bias")
         if linear in checkpoint.linears and name in checkpoint and checkpoint[name].float().any():
-            raise ValueError(f"{checkpoint.path}: {name} is a bias, which the model has not")
+            raise ValueError(f"{checkpoint.path}: {name} is a bias that the model does not have")
 
 
 def _config(folder: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a value
+    except Exception as error:  # whatever transformers raises
         raise ValueError(f"{folder / 'config.json'} is refused by transformers: {error}") from error
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers' own ways with it
+        del config.quantization_config  # handled by transformers itself
     return config
 
 
 def _model_class(names: Any) -> type[PreTrainedModel] | None:
-    """The class of transformers that config.json names first; None if there is no such model."""
+    """The first of `architectures` in config.json; None if transformers has no such class."""
     first = names[0] if isinstance(names, list) and names else None
     found = getattr(transformers, first, None) if isinstance(first, str) else None
     is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
@@ -248,12 +248,12 @@ def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _checkpoint(source: str | Path) -> Folder:
-    # Folders within a repository have the same weights once more, for other programs: gpt-oss's.
+    # Subfolders of a repository repeat the weights in other formats, as in gpt-oss.
     return Folder(local_folder(source, ["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
 
 
 def _device(model: nn.Module, name: str) -> torch.device:
-    """Where the rest of a layer is: its router, or whatever has parameters around the experts."""
+    """Device of the rest of a layer: of its router, or of other parameters around the experts."""
     while name:
         name = name.rpartition(".")[0]
         for parameter in model.get_submodule(name).parameters():

@@ -1,4 +1,4 @@
-"""What transformers asks about a model whose experts are in moelora's tiles."""
+"""transformers' quantizer interface for models with quantized experts in moelora."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moelora.integrations.transformers.projection import take_off
 
 @register_quantization_config(IMPLEMENTATION)
 class Config(QuantizationConfigMixin):
-    """Says to `from_pretrained` that `Quantizer` prepares the model."""
+    """Makes `from_pretrained` use `Quantizer`."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.quant_method = IMPLEMENTATION  # type: ignore[assignment] # not one of theirs
@@ -25,10 +25,10 @@ class Config(QuantizationConfigMixin):
 
 @register_quantizer(IMPLEMENTATION)
 class Quantizer(HfQuantizer):
-    """Takes the experts' parameters off a model before `from_pretrained` gives them memory."""
+    """Removes the experts' parameters before `from_pretrained` allocates them."""
 
     requires_calibration = False
-    is_trainable = False
+    is_trainable = True  # of adapters: Trainer asks
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -36,9 +36,9 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for module, _ in moe_layers(model).values():
             take_off(module, module.down_proj.dtype)
-            module._is_hf_initialized = True  # nothing here is to be made up
+            module._is_hf_initialized = True  # no missing weight may be initialized randomly
 
 
 def refuse_saving(model: PreTrainedModel) -> None:
-    """Has `save_pretrained` raise, which would leave out the experts."""
+    """Makes `save_pretrained` raise, since it would omit the experts."""
     model.__dict__["hf_quantizer"] = Quantizer(Config())

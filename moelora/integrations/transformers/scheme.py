@@ -1,6 +1,6 @@
-"""One linear layer's scheme: what tensors it has in a folder, and what reads them.
+"""The scheme of a linear layer: its tensors in a folder, and how they are read.
 
-What the readers of settings share: `Scheme`, and checks of values that are not trusted.
+Common to all readers of settings: `Scheme`, and checks of untrusted values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moelora.adapters.patterns import Patterns
 from moelora.quantized_fp8 import Activations, GateUp
 
 KEPT = "INT4 (W4A16), MXFP4, NVFP4 or FP8"
-# Of groups that columns are of in an order of their own, that of the activations' sizes.
+# Refusal of groups whose columns are ordered by the sizes of activations.
 OUT_OF_ORDER = (
     "each expert has its columns in an order of its own (activation order), and no kernel reads x "
     "in several"
@@ -31,20 +31,20 @@ class Scheme(NamedTuple):
     name: str  # in messages
     required: tuple[str, ...]  # tensors
     optional: tuple[str, ...]
-    numbers: Callable[..., Tensor]  # of the tensors of one layer: its weight, float32
-    settings: dict[str, Any]  # that `numbers` takes beside
-    make: Callable[..., QuantizedWeights] | None = None  # of those of experts; None: not read
-    options: dict[str, Any] = {}  # that `make` takes beside
-    rows: int = 0  # the dimension along which gate and up follow each other
-    refusal: str = ""  # why there is no `make`
-    inputs: str = ""  # what the folder quantizes activations to, where kernels keep `dtype`
+    numbers: Callable[..., Tensor]  # tensors of one layer -> its weight, float32
+    settings: dict[str, Any]  # further arguments of `numbers`
+    make: Callable[..., QuantizedWeights] | None = None  # see `pack`
+    options: dict[str, Any] = {}  # further arguments of `make`
+    rows: int = 0  # dimension in which gate and up are concatenated
+    refusal: str = ""  # why `make` is None
+    inputs: str = ""  # the folder's dtype of activations, if kernels ignore it
 
     @property
     def parts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.required, *self.optional)))
 
     def taking(self, activations: Activations | None) -> Scheme:
-        """The same with these activations; ValueError if weights are not FP8. None: as it says."""
+        """The same with other activations (None: unchanged); ValueError if weights are not FP8."""
         if activations is None:
             return self
         if not self.name.startswith("FP8"):
@@ -56,16 +56,16 @@ class Scheme(NamedTuple):
     def pack(
         self, where: str, found: Mapping[str, Any], gate_up: GateUp | None, dtype: torch.dtype
     ) -> QuantizedWeights:
-        """`found` has a tensor, or one for each expert, for every name of `required`."""
+        """Packs experts; `found` maps each name of `required` to a tensor, or to one per expert."""
         self.check(where)
         assert self.make is not None
         try:
             return self.make(**found, **self.options, gate_up=gate_up, dtype=dtype)
-        except (ValueError, TypeError) as error:  # TypeError: of a setting
+        except (ValueError, TypeError) as error:  # TypeError: a setting's type
             raise ValueError(f"{where}: {error}") from None
 
     def check(self, where: str, dequantize: bool = False) -> None:
-        """NotImplementedError if experts cannot be of this scheme: packed, or else dequantized."""
+        """Raises NotImplementedError if experts cannot have this scheme, packed or dequantized."""
         if self.make is not None or (dequantize and self.numbers is not unread):
             return
         way_out = f"quantize the experts to {KEPT}" if self.numbers is unread else WAY_OUT
@@ -73,7 +73,7 @@ class Scheme(NamedTuple):
 
 
 def unread(**tensors: Tensor) -> Tensor:
-    """`numbers` of schemes whose tensors nothing here knows."""
+    """`numbers` of schemes with unknown tensors."""
     raise NotImplementedError("layers of this scheme are not read")
 
 
@@ -86,7 +86,7 @@ def check_values(method: str, settings: Mapping[str, Any], **allowed: tuple[Any,
 
 
 def settings_in(settings: Any, key: str) -> Mapping[str, Any]:
-    """Settings within settings; empty where there are none."""
+    """Nested settings; empty if absent."""
     value = settings.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{key} is {value!r:.80}, wanted an object")
@@ -94,7 +94,7 @@ def settings_in(settings: Any, key: str) -> Mapping[str, Any]:
 
 
 def group_columns(settings: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """A number of columns; -1 is all of them."""
+    """A number of columns; -1: all."""
     size = settings.get(key)
     if size is None or (type(size) is int and (size > 0 or size == -1)):
         return size
@@ -102,7 +102,7 @@ def group_columns(settings: Mapping[str, Any], key: str = "group_size") -> int |
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`re.match`, for a pattern of a file that is not trusted: without backtracking."""
+    """`re.match` without backtracking, for patterns from untrusted files."""
     try:
         return _pattern(pattern).find(name, False)
     except ValueError as error:
@@ -115,7 +115,7 @@ def _pattern(pattern: str) -> Patterns[bool]:
 
 
 def block_size(sides: Any) -> tuple[int, int]:
-    """`weight_block_size` and its like: rows and columns of a block."""
+    """Rows and columns of a block, as in `weight_block_size`."""
     if isinstance(sides, list | tuple) and len(sides) == 2:
         rows, columns = sides
         if all(type(side) is int and 0 < side < 2**31 for side in sides):

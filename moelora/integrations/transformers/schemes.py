@@ -1,9 +1,9 @@
 """Quantization schemes of folders, by `quant_method`.
 
-`scheme_of` says it of one linear layer, by the settings of config.json and the names of its
-tensors, so that layers of a folder may differ: mixed precision. A scheme turns into
-`QuantizedWeights` of experts (`pack`), or else says why not (`refusal`); layers that are no experts
-are dequantized (`numbers`).
+`scheme_of` finds the scheme of one linear layer from the settings of config.json and the names of
+its tensors, so that layers of a folder may differ (mixed precision). A scheme packs experts into
+`QuantizedWeights` (`pack`), or states why it cannot (`refusal`); other layers are dequantized
+(`numbers`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from moelora.integrations.transformers.scheme import (
 )
 from moelora.quantized_readers import ZERO_OFFSETS
 
-# What belongs to a quantized linear layer beside its weight, in any scheme.
+# Tensors of a quantized linear layer other than its weight, in any scheme.
 PARTS = frozenset(
     "weight qweight qzeros scales g_idx weight_packed weight_scale weight_scale_inv weight_scale_2 "
     "weight_zero_point weight_shape weight_g_idx weight_global_scale input_scale scale "
     "input_global_scale input_zero_point output_scale absmax quant_map".split()
 )
-# One of which a linear layer that is quantized has; or else its weight is of eight bits.
+# A quantized linear layer has one of these, or an eight-bit weight.
 MARKS = frozenset(("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv"))
-OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of a cache in FP8
+OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 
 
 def scheme_of(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
@@ -49,14 +49,14 @@ def scheme_of(config: Mapping[str, Any], linear: str, parts: Collection[str]) ->
     linear : str
         Its name in the folder.
     parts : collection of str
-        What its tensors are called behind that.
+        Suffixes of its tensors' names.
 
     Raises
     ------
     NotImplementedError
-        The folder's method, or a setting, is none that is read.
+        The folder's method or a setting is not supported.
     ValueError
-        Settings are damaged, or say nothing about these tensors.
+        Settings are damaged, or do not cover these tensors.
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in METHODS:
@@ -73,7 +73,7 @@ def refuse_method(method: Any) -> NoReturn:
     raise NotImplementedError(f"quant_method is {method!r:.80}, wanted {known}; {why}")
 
 
-# Of what is not read: what it is, and what can be done instead.
+# Methods that are not supported: their names, and alternatives.
 ENABLE = "and call moelora.integrations.transformers.enable(model)"
 OTHERS = {
     "bitsandbytes": (
@@ -90,7 +90,7 @@ OTHERS = {
 
 
 def check_transforms(config: Mapping[str, Any]) -> None:
-    """NotImplementedError of rotations that are applied to activations: numbers would be wrong."""
+    """Raises NotImplementedError for rotated activations, with which results would be wrong."""
     for key in ("transform_config", "rotation_config"):
         if _mentions(config.get(key)):
             raise NotImplementedError(
@@ -104,7 +104,7 @@ def check_transforms(config: Mapping[str, Any]) -> None:
 
 
 def _mentions(value: Any) -> bool:
-    """Whether a setting says anything: not None, nor empty through and through."""
+    """Whether a setting is neither None nor empty at all levels."""
     if isinstance(value, Mapping):
         return any(_mentions(inner) for inner in value.values())
     return bool(value)
@@ -115,7 +115,7 @@ def _mentions(value: Any) -> bool:
 
 def _gptq(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
     settings = dict(config)
-    for key, own in settings_in(config, "dynamic").items():  # GPTQModel's settings of some layers
+    for key, own in settings_in(config, "dynamic").items():  # GPTQModel's settings per layer
         if not key.startswith("-:") and matches(key.removeprefix("+:"), linear):
             settings |= settings_in({key: own}, key)
             break
@@ -154,7 +154,7 @@ def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme
     options = {"group_size": group_columns(settings)}
     required: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ()
-    if not zeros:  # some write them, all of them 8
+    if not zeros:  # some quantizers still write them, all 8
         required, optional = required[:2], required[2:]
     name = f"INT4 of {method}"
     make = QuantizedWeights.from_awq
@@ -162,7 +162,7 @@ def _awq_scheme(method: str, settings: Mapping[str, Any], zeros: bool) -> Scheme
 
 
 def _auto_round(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
-    """AutoRound's own: the tensors of GPTQ, with zero points less 1 or not, or those of AWQ."""
+    """AutoRound's formats: tensors as GPTQ, with or without an offset of zero points, or as AWQ."""
     settings = dict(config)
     extra = settings_in(config, "extra_config")
     for key in extra:

@@ -1,10 +1,10 @@
-"""What a model with adapters carries: its pool, and which adapter each row of a batch has."""
+"""State of a model with adapters: its pool, and the adapter of each row of a batch."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +18,15 @@ from moelora.integrations.transformers.tokens import Tokens
 
 
 class _Now(threading.local):
-    """What the calls of one thread carry; every thread finds it empty."""
+    """State of the calls of one thread; initially empty in every thread."""
 
-    def __init__(self) -> None:  # not class attributes: torch.compile would take those for constant
+    def __init__(self) -> None:  # torch.compile would treat class attributes as constant
         self.rows: Rows | None = None  # of the innermost use_adapters
-        self.tokens: Tokens | None = None  # of the pass under way
+        self.tokens: Tokens | None = None  # of the current pass
 
 
 class Rows:
-    """The adapters of the rows of every batch that a thread gives to a model."""
+    """The adapters of rows, for every batch that a thread passes to a model."""
 
     def __init__(self, names: list[str | None], slots: Mapping[torch.device, torch.Tensor]) -> None:
         self.names = names
@@ -34,7 +34,7 @@ class Rows:
 
 
 class Routes(NamedTuple):
-    """The routing of one token of a layer with one expert, which stands for all tokens."""
+    """Routing of a token in a layer with one expert, to be expanded to all tokens."""
 
     topk_ids: torch.Tensor  # (1, 1) int32
     topk_weights: torch.Tensor  # (1, 1) float32
@@ -47,7 +47,7 @@ class Routes(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where a module was when it became served, and the module."""
+    """A served module, and its original place in the model."""
 
     parent: nn.Module
     attribute: str
@@ -57,7 +57,7 @@ class Home(NamedTuple):
         return self.parent._modules.get(self.attribute)
 
     def is_there(self) -> bool:
-        """Whether the model still calls the module, or what compilers have put around it."""
+        """Whether the model still calls the module, or a compiler's wrapper around it."""
         now = self.now()
         return now is self.module or (
             now is not None and any(module is self.module for module in now.modules())
@@ -65,10 +65,10 @@ class Home(NamedTuple):
 
 
 class Serving:
-    """The pool of a model and what its modules read of it.
+    """The pool of a model, and the parts of it that modules read.
 
-    The model and its modules refer to it by plain attributes, which torch.compile can read. A copy
-    of the model, or one that was pickled, has no adapters: copies are empty.
+    The model and its modules refer to it by plain attributes, which torch.compile can read. Copies
+    and pickles of it are empty: a copied model has no adapters.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Serving:
         modules: Mapping[str, nn.Module],
         configs: dict[str, Any],
     ) -> None:
-        """Serves the adapters of a pool.
+        """Start to serve the adapters of a pool.
 
         `modules` are those of `model`, by layer; `configs` those of its experts modules.
         """
@@ -120,7 +120,7 @@ class Serving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A forward pass: takes `adapter_names` and spreads the rows over the pass's tokens."""
+        """Runs a forward pass with `adapter_names`, expanded from rows to the pass's tokens."""
         if adapter_names is not None:
             with self.hold(adapter_names) as rows:
                 return self._pass(self._tokens(rows, args, kwargs), forward, args, kwargs)
@@ -145,6 +145,22 @@ class Serving:
         finally:
             self.now.tokens = outer
 
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """`context_fn` of activation checkpointing: of a part of the pass, and of its repetition.
+
+        That happens in the backward, after the pass and maybe in another thread.
+        """
+        return nullcontext(), self._again(self.now.tokens)
+
+    @contextmanager
+    def _again(self, tokens: Tokens | None) -> Iterator[None]:
+        outer = self.now.tokens
+        try:
+            self.now.tokens = tokens
+            yield
+        finally:
+            self.now.tokens = outer
+
     def _tokens(self, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens:
         shape = batch_shape(args, kwargs)
         if shape is None:
@@ -158,8 +174,8 @@ class Serving:
         return Tokens(rows.slots, *shape)
 
     def _packed(self, slots: torch.Tensor, kwargs: dict[str, Any]) -> Tokens:
-        """Of continuous batching: one row, in which request n has the tokens from the n-th of
-        `cu_seq_lens_q` on. What is behind the last one is padding."""
+        """Tokens of continuous batching: one row, in which request n starts at the n-th of
+        `cu_seq_lens_q`. Tokens after the last request are padding."""
         length = kwargs["input_ids"].size(1)
         ends = kwargs["cu_seq_lens_q"][1:].contiguous()
         position = torch.arange(length, device=ends.device, dtype=ends.dtype)
@@ -176,7 +192,7 @@ class Serving:
 
     @contextmanager
     def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[Rows]:
-        """Keeps adapters in their slots; gives those of each row, (rows * expand,)."""
+        """Keeps adapters in their slots, and yields the slots of all rows, (rows * expand,)."""
         pool = self.loaded()
         if isinstance(names, str):
             raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
@@ -189,13 +205,13 @@ class Serving:
             yield Rows(plain, {device: slots.to(device) for device in pool.devices})
 
     def loaded(self) -> AdapterPool:
-        """The pool; RuntimeError without one."""
+        """The pool; raises RuntimeError without one."""
         if self.pool is None:
             raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
         return self.pool
 
     def check(self) -> None:
-        """RuntimeError if some layers would run without their adapters."""
+        """Raises RuntimeError if some layers would run without their adapters."""
         for layer, config in self.configs.items():
             check_implementation(layer, config)
         for layer, home in self.homes.items():
@@ -206,7 +222,7 @@ class Serving:
                 )
 
     def tokens(self, layer: str) -> Tokens | None:
-        """The tokens of the pass that `layer` is called in; None if they are the base model's."""
+        """The tokens of the current pass of `layer`; None for the base model."""
         tokens = self.now.tokens
         if tokens is None and self.now.rows is not None:
             raise RuntimeError(
@@ -225,6 +241,6 @@ class Serving:
 
 
 def slots_of_requests(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The slot of each request of a batch of continuous batching that carries adapters."""
+    """The slots of requests in continuous batching with adapters; None otherwise."""
     row = getattr(kwargs.get("cache"), "_moelora_row", None)
     return None if row is None else kwargs["logits_processor_args"][row]

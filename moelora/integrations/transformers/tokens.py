@@ -1,7 +1,7 @@
-"""Which adapter each token of a pass carries, for layers that see the tokens in other shapes.
+"""The adapter of each token of a pass, for layers with differently shaped inputs.
 
-A pass is a batch of rows, each with one adapter, and its layers take (rows, length, K), or the same
-flattened, or some tokens of each row, as `lm_head` does. In continuous batching it is one row, in
+A pass has a batch of rows, each with one adapter. Inputs of layers are (rows, length, K),
+flattened, or some tokens of each row, as for `lm_head`. In continuous batching there is one row, in
 which requests of any length are concatenated.
 """
 
@@ -14,14 +14,14 @@ import torch
 
 from moelora import moe_lora_align_block_size
 
-# Deltas of up to so many tokens are grouped where they are loaded; more are sorted, once for all
-# layers of a pass.
+# Up to this number of tokens, kernels group tokens by adapter themselves; more are sorted once for
+# all layers of a pass.
 FEW_TOKENS = 512
 BLOCK = 64
 
 
 class Lists(NamedTuple):
-    """Tokens by adapter, in blocks, as `moe_lora_align_block_size` lists them for each slot."""
+    """Tokens in blocks of one adapter: outputs of `moe_lora_align_block_size`."""
 
     sorted_token_ids: torch.Tensor
     expert_ids: torch.Tensor
@@ -41,7 +41,7 @@ class Tokens:
     packed : bool
         The batch is one row of several requests.
     kept : Tensor, optional
-        With `packed`: the tokens whose logits are wanted.
+        With `packed`: indices of tokens whose logits are computed.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Tokens:
         return self.rows * self.length
 
     def is_whole(self, shape: torch.Size) -> bool:
-        """Whether a layer that sees tokens in this shape sees all of them, in order."""
+        """Whether a layer with inputs of this shape gets all tokens, in order."""
         return tuple(shape) in ((self.rows, self.length), (self.count,))
 
     def of(self, layer: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """The slot of each token that a layer sees in `shape`, (tokens,) int32.
+        """The slot of each token of a layer with inputs of `shape`, (tokens,) int32.
 
-        Raises RuntimeError where these may be other tokens than those of the batch.
+        Raises RuntimeError if the layer may have got other tokens than those of the batch.
         """
         if self.is_whole(shape):
             return self.all[device]
@@ -89,14 +89,14 @@ class Tokens:
         )
 
     def _has_rows(self, shape: torch.Size) -> bool:
-        """Whether the first dimension is the batch: some tokens of each row, or all in parts."""
+        """Whether the first dimension is the batch, of some tokens per row or of all, divided."""
         inner = tuple(shape[1:])
         if shape[0] != self.rows or not inner:
             return False
         return len(inner) == 1 or inner[0] == self.length or inner == (1, self.length)
 
     def lists(self, device: torch.device, adapter_enabled: torch.Tensor) -> Lists:
-        """All tokens sorted by adapter, once for each device."""
+        """All tokens sorted by adapter; computed once per device."""
         if device not in self._lists:
             self._lists[device] = _sort(self.all[device], adapter_enabled)
         return self._lists[device]

@@ -25,6 +25,8 @@ ACTIVATIONS = {
     "swigluoai": "swigluoai",
     "swigluoai_uninterleave": "swigluoai_uninterleave",
     "relu2_no_mul": "relu2",
+    "situ": "situ",
+    "swiglustep": "swiglustep",
 }
 
 # vLLM classes that claim LoRA support but ignore it in apply.
@@ -81,10 +83,18 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
     def _activation(self, activation: Any) -> dict[str, Any]:
         """The activation as arguments of the operator; ValueError if it is unsupported.
 
-        vLLM's "swigluoai" always has the parameters of gpt-oss; others use the clamp of the
-        quantization config, or else of the layer.
+        vLLM's "swigluoai" always has the parameters of gpt-oss, and its "swiglustep" a limit of 7;
+        others use the clamp of the quantization config, or else of the layer. Those of "situ" are
+        the layer's; without a linear beta, or one that is not positive, up has no cap.
         """
         name, quant, moe = activation.value, self.quant_config, self.moe_config
+        if name == "situ":
+            beta = getattr(moe, "activation_situ_beta", None)
+            if beta is None or not beta > 0:
+                raise ValueError(f"situ has beta {beta}")
+            linear_beta = getattr(moe, "activation_situ_linear_beta", None)
+            limit = None if linear_beta is None or not linear_beta > 0 else linear_beta
+            return {"activation": name, "activation_alpha": beta, "activation_limit": limit}
         if name not in ("silu", "swigluoai_uninterleave"):
             return {"activation": ACTIVATIONS[name]}
         limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)

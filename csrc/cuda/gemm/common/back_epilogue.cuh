@@ -19,13 +19,22 @@ __device__ __forceinline__ float back_through(const moelora_activation_gradient 
     gate = 2.f * g * dh;
     return g * g;
   }
-  const float g = min_nan(gate, p.limit);
+  if (p.soft_capped) {
+    float slope_g, slope_u;
+    const float g = soft_cap(gate, p.a, p.inverse[0], slope_g);
+    const float u = soft_cap(up, p.limit, p.inverse[1], slope_u);
+    const float q = sigmoid_of_power(-Activation::LOG2E * gate), s = g * q;
+    gate = q * fmaf(max_nan(g, -p.saturated), 1.f - q, slope_g) * u * dh;
+    up = s * slope_u * dh;
+    return s * u;
+  }
+  const float g = min_nan(gate, p.gate_limit);
   const float u = max_nan(min_nan(up, p.limit), -p.limit) + p.c;
   const float q = sigmoid_of_power(-Activation::LOG2E * g * fmaf(p.b * g, g, p.a));
   const float r = max_nan(min_nan(g, p.saturated), -p.saturated), s = g * q;
   const float slope = r * fmaf(3.f * p.b * r, r, p.a);
   const float dg = q * fmaf(slope, 1.f - q, 1.f) * u * dh;
-  gate = gate > p.limit ? 0.f : dg;
+  gate = gate > p.gate_limit ? 0.f : dg;
   up = fabsf(up) > p.limit ? 0.f : s * dh;
   return s * u;
 }

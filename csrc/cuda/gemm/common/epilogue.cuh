@@ -21,23 +21,35 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
          row % g.epilogue.top_k * g.epilogue.out_stride[1];
 }
 
-/* All gated activations have the form g' sigmoid(g' (a + b g'^2)) (u' + c), with clamped g' and
- * u': silu has a = 1; gelu (tanh) follows from 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a =
- * alpha, c = 1. NaN propagates. Here a and b include a factor of -log2(e). */
+/* Gated activations have the form g' sigmoid(g' (a + b g'^2)) (u' + c), with clamped g' and u':
+ * silu has a = 1; gelu (tanh) follows from 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a = alpha,
+ * c = 1; swiglustep is silu with bounds of its own. NaN propagates. Here a and b include a factor
+ * of -log2(e). situ is not of this form: it replaces the clamps of its factors by tanh, and its
+ * sigmoid sees g. */
 struct Activation {
   static constexpr float LOG2E = 1.4426950408889634f;
-  float a, b = 0.f, c = 0.f, limit;
+  const moelora_activation_problem &p;
+  float a, b = 0.f, c = 0.f;
 
-  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p)
-      : a(-LOG2E * p.alpha), limit(p.limit) {
+  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p_)
+      : p(p_), a(-LOG2E * p_.alpha) {
     if (p.kind == MOELORA_GELU)
       a = -LOG2E * 1.5957691216057308f, b = -LOG2E * 0.07135481627159729f;
     if (p.kind == MOELORA_SWIGLUOAI || p.kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
       c = 1.f;
   }
 
+  __device__ __forceinline__ bool soft_capped() const { return p.kind == MOELORA_SITU; }
+
+  /* For unrolled loops, which branch on soft_capped() once. */
+  template <bool SOFT_CAPPED> __device__ __forceinline__ float apply(float gate, float up) const {
+    if constexpr (SOFT_CAPPED)
+      return soft_capped_activation(gate, up, p.alpha, p.inverse_alpha, p.limit, p.inverse_limit);
+    else
+      return gated_activation(gate, up, a, b, c, p.gate_limit, p.limit);
+  }
   __device__ __forceinline__ float operator()(float gate, float up) const {
-    return gated_activation(gate, up, a, b, c, limit);
+    return soft_capped() ? apply<true>(gate, up) : apply<false>(gate, up);
   }
 };
 
@@ -88,7 +100,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
-    constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
+    constexpr int MISSING = E::TRANSPOSED ? 0 : E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
       for (int i = 0; i < N; i++)
@@ -117,6 +129,17 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <int N>
   __device__ __forceinline__ void
   apply_activation(float (&d)[2][N / 2], const moelora_gemm_launch &g, int block, int first) const {
+    constexpr bool HAS_ACTIVATION = MODE == EpilogueMode::GATED || MODE == EpilogueMode::GENERAL;
+    if (HAS_ACTIVATION && activation.soft_capped())
+      apply_to<HAS_ACTIVATION, N>(d, g, block, first);
+    else
+      apply_to<false, N>(d, g, block, first);
+  }
+
+private:
+  template <bool SOFT_CAPPED, int N>
+  __device__ __forceinline__ void apply_to(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                           int block, int first) const {
     const int lane = threadIdx.x & 31;
     const float here =
         MODE == EpilogueMode::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;
@@ -131,7 +154,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
         if (MODE == EpilogueMode::SILU)
           v[0] = silu_and_mul(v[0], v[1]);
         else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated))
-          v[0] = activation(v[0], v[1]);
+          v[0] = activation.template apply<SOFT_CAPPED>(v[0], v[1]);
         if (MODE == EpilogueMode::GENERAL && g.epilogue.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
           v[0] *= weight, v[1] *= weight;

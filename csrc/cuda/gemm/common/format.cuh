@@ -71,6 +71,7 @@ private:
  *   load(scale, zero, format)      loads from shared memory; the addresses are those of row r
  *   value<SLAB, I>(word)           dequantizes values I of both halves of a word of k16 slab SLAB
  * with the scale of row r + 8 (I % 2), rounded once to T
+ *   select(slab)                   value<0, I> is that of k16 slab `slab` from now on
  *
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;

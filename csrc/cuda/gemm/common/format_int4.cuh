@@ -46,6 +46,12 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
     }
   }
 
+  __device__ __forceinline__ void select(int slab) {
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+      scales[row] >>= slab / 2 * 16, zeros[row] >>= slab / 2 * 16;
+  }
+
   template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     const uint32_t moved = I < 2 ? word : word >> 8;
     const uint32_t s = both_halves<SLAB / 2>(scales[I % 2]),

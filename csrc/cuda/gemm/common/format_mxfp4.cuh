@@ -17,6 +17,10 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_MXFP4, T, ZEROS
     scales[1] = __byte_perm(exponents, 0, 0x4342) << EXPONENT;
   }
 
+  __device__ __forceinline__ void select(int slab) {
+    scales[0] >>= slab / 2 * 16, scales[1] >>= slab / 2 * 16;
+  }
+
   template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     return multiply2<T>(e2m1<T, I>(word), both_halves<SLAB / 2>(scales[I % 2]));
   }

@@ -21,6 +21,12 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS
     }
   }
 
+  __device__ __forceinline__ void select(int slab) {
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+      scales[row][0] = (slab < 2 ? scales[row][0] : scales[row][1]) >> slab % 2 * 16;
+  }
+
   template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     return multiply2<T>(e2m1<T, I>(word), both_halves<SLAB % 2>(scales[I % 2][SLAB / 2]));
   }

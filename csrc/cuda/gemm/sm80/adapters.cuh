@@ -188,9 +188,11 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
       copy_async_16(w + E::W_BYTES + t * kRowBytes + ((to ^ (t & 7)) << 4), from + t * stride, 16);
     if constexpr (E::TRANSPOSED) {
       if (g.weights.factors_vectors)
-        load_factor_depth<E, T, true>(g, tile, slab, thread, w + j * kSlabBytes);
+        load_factor_depth<E, T, true>(g, tile, slab, thread, w + j * kSlabBytes,
+                                      FactorRows<E>::M64_BYTES);
       else
-        load_factor_depth<E, T, false>(g, tile, slab, thread, w + j * kSlabBytes);
+        load_factor_depth<E, T, false>(g, tile, slab, thread, w + j * kSlabBytes,
+                                       FactorRows<E>::M64_BYTES);
     }
   }
   if (thread == 0)
@@ -219,7 +221,8 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
 #pragma unroll
   for (int m64 = 0; m64 < E::TILES; m64++) {
     if constexpr (E::TRANSPOSED)
-      load_matrix_x4_trans(a[m64], w + m64 * kM64Bytes + slot * kSlabBytes + transposed_offset());
+      load_matrix_x4_trans(a[m64], w + m64 * FactorRows<E>::M64_BYTES + slot * kSlabBytes +
+                                       transposed_offset());
     else
       load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
                                  FactorRows<E>::at(row, 2 * slot + (lane >> 4)));

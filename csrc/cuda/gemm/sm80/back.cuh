@@ -1,4 +1,4 @@
-/* sm_80 and up: products of the backward, with native transposed weights. */
+/* sm_80 and up: products of the backward, with transposed weights. */
 #ifndef MOELORA_CUDA_SM80_BACK_CUH
 #define MOELORA_CUDA_SM80_BACK_CUH
 
@@ -8,11 +8,15 @@ namespace {
 
 template <class E> struct Transposed : E {
   static constexpr bool TRANSPOSED = true;
+  // With room for the scale of a second tile.
+  static constexpr int TILE_BYTES =
+      E::TILE_BYTES + (E::Format::HAS_TILE_SCALE ? MOELORA_TILE_SCALE_BYTES : 0);
 };
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchBack {
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchBack {
   static_assert(CLUSTER == 1, "portable");
-  using E = Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, MOELORA_KERNEL_NATIVE>>;
+  using E = Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>>;
 
   static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *plan,
                             const moelora_exec *exec) {

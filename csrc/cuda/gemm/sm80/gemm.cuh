@@ -60,7 +60,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` can be overwritten
     auto from = loader.source(g, step + STAGES - 1);
     F fragments;
-    fragments.template load<0>(now, a, g.weights.w.format, step % 2);
+    fragments.template load<0>(now, a, g.weights.w, step % 2);
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 2)
       fragments.template load_b<WIDTH>(j, now + b);
@@ -78,7 +78,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
           wait();
           stage = next;
         }
-        fragments.template load<AHEAD>(stage, a, g.weights.w.format, (step + (AHEAD == 0)) % 2);
+        fragments.template load<AHEAD>(stage, a, g.weights.w, (step + (AHEAD == 0)) % 2);
         fragments.template multiply<WIDTH>(partial.of(sum), K % 2, (stage + b) ^ AHEAD << 5);
       };
       multiply_slab(std::integral_constant<int, 0>());
@@ -133,7 +133,8 @@ template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
   using S = WarpTile<E>;
-  using N8Extent = Extent<8, E::TILES, E::FORMAT>;
+  // Transposed weights are dequantized to what they stand for.
+  using N8Extent = Extent<8, E::TILES, E::TRANSPOSED ? MOELORA_KERNEL_NATIVE : E::FORMAT>;
   const bool gated =
       MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated);
   const int lane = threadIdx.x & 31;
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   start_next_kernel();
   const int columns = tile_columns<E>(g), blocks = *g.schedule.blocks.num_post / E::TOKENS;
   const int tiles = blocks * columns;
-  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  const int depth_steps = TransposedDepth<E>::steps(g);
 
   // The shuffle keeps the address in a register; otherwise the compiler recomputes it per stage.
   MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
       step = end;
     }
-    if constexpr (E::Format::HAS_TILE_SCALE)
+    if constexpr (E::Format::HAS_TILE_SCALE && !E::TRANSPOSED)
       scale_accumulators<E, T>(sum, g, tile);
 #pragma unroll 1
     for (;; step++) {

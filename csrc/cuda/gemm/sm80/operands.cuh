@@ -151,11 +151,158 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
 };
 
+/* Quantized weights of a backward: a stage holds 64 rows of tiles, the first tile's rows of each
+ * m64 tile as above. If gate and up rows alternate in K, it holds 32 rows of a gate tile, then the
+ * same 32 rows of an up tile. The up tile's own scale (NVFP4) follows that of the gate tile, that
+ * of an FP8 tile without scales of rows is 128 bytes behind it. */
+template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, true, false> {
+  using W = WeightLoader<E, T, true, false>;
+  using typename W::Place;
+  using W::chunks;
+  using W::PIECES;
+  using W::SCALES_AT;
+  using W::TILE_PARTS;
+  using W::VALUES;
+  using W::weights;
+  // Bytes between the values of a tile's first 32 rows and those of the others.
+  static constexpr uint32_t NEXT_VALUES = E::Format::TILE_VALUES / 2;
+  static_assert(E::TILES * E::TILE_BYTES + (E::Format::IS_FP8 ? E::ALL_SCALES : 0) <= E::W_BYTES,
+                "a stage holds all tiles");
+
+  uint32_t next_scales; // the same for the scales that this thread copies
+
+  __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
+    const moelora_weights &w = g.weights.w;
+    const bool interleaved = is_interleaved(w);
+    const uint32_t up = interleaved ? (uint32_t)(w.half_tiles * w.stride_nt / 16) : 0;
+    weights = (const char *)w.data + tile.expert * w.stride_e;
+    const ScaleChunk scale = find_scale(w.format, interleaved);
+    next_scales = scale.next * 16;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const int m64 = i < VALUES ? W::part_of_values(i) / TILE_PARTS : W::tile_of_scales();
+      const int output = min(first_output<E>(g, tile, m64), g.weights.n_out - 1);
+      const int at = W::part_of_values(i) % TILE_PARTS * 128 + (threadIdx.x & 127);
+      const ScaleChunk from = i < VALUES ? find_values(at, m64 % 2, interleaved) : scale;
+      chunks[i] = (uint32_t)(output / E::Format::TILE_DEPTH * w.stride_kt / 16) + from.chunk +
+                  (from.is_up ? up : 0);
+    }
+  }
+
+  /* A chunk of a stage: where it is in a tile, of the first 32 rows, if interleaved of gate or up
+   * rows. */
+  struct ScaleChunk {
+    int chunk;
+    bool is_up;
+    int next; // chunks from there to those of the other rows
+  };
+
+  /* Chunk `at` of a stage's values of an m64 tile; half: of the columns of an FP8 tile. */
+  static __device__ __forceinline__ ScaleChunk find_values(int at, int half, bool interleaved) {
+    if constexpr (E::Format::IS_FP8) {
+      const int row = at / 4, chunk = ((at ^ row >> 1) & 3) + 4 * half;
+      const bool is_up = interleaved && row >= 32;
+      return {(is_up ? row - 32 : row) * 8 + (chunk ^ row & 7), is_up, 0};
+    }
+    const bool is_up = interleaved && at >= 64;
+    return {is_up ? at - 64 : at, is_up, 0};
+  }
+
+  /* The chunk of scales, or zero points, that this thread copies. */
+  static __device__ __forceinline__ ScaleChunk find_scale(moelora_format format, bool interleaved) {
+    constexpr int FIRST = SCALES_AT / 16;
+    const int chunk = threadIdx.x & 31;
+    int begin = 0, count = 16; // of the section that it belongs to
+    if (E::Format::IS_FP8 && !moelora_has_row_scales(format))
+      return {FIRST, interleaved && chunk > 0, 0};
+    if constexpr (!E::Format::IS_FP8) {
+      const int groups = E::Format::groups(format), scales = 4 * E::Format::SCALE_BYTES * groups;
+      begin = chunk < scales ? 0 : scales;
+      count = chunk < scales ? scales : 4 * groups;
+      if (E::Format::HAS_TILE_SCALE && chunk >= scales)
+        return {FIRST + scales, interleaved && chunk > scales, 0};
+    }
+    if (!interleaved)
+      return {FIRST + chunk, false, 0};
+    const int in_section = chunk - begin;
+    const bool is_up = in_section >= count / 2;
+    return {FIRST + begin + in_section - (is_up ? count / 2 : 0), is_up, count / 2};
+  }
+
+  /* The expert's first tile at a k step, or half a tile if gate and up rows alternate. */
+  struct Source {
+    const char *tile;
+    int half;
+  };
+  __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
+    if (is_interleaved(g.weights.w))
+      return {weights + step / 2 * g.weights.w.stride_nt, step % 2};
+    return {weights + step * g.weights.w.stride_nt, 0};
+  }
+  static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
+    const bool interleaved = is_interleaved(g.weights.w);
+    from.tile += !interleaved || from.half ? g.weights.w.stride_nt : 0;
+    from.half = interleaved ? 1 - from.half : 0;
+  }
+  __device__ __forceinline__ Source readable(Source from, int) const { return from; }
+
+  static __device__ __forceinline__ Place place(const moelora_gemm_launch &g) {
+    const moelora_format format = g.weights.w.format;
+    const int chunk = threadIdx.x & 31;
+    Place place = W::place(g);
+    place.has_scales = W::tile_of_scales() < E::TILES;
+    if (!E::Format::IS_FP8)
+      place.has_scales &= chunk < (int)(E::Format::tile_bytes(format) - SCALES_AT) / 16 +
+                                      (E::Format::HAS_TILE_SCALE ? 1 : 0);
+    else
+      place.has_scales &=
+          moelora_has_row_scales(format) ? chunk < 16 : chunk % 8 == 0 && chunk < 16;
+    return place;
+  }
+
+  __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage, uint32_t slot,
+                                       const Place &place, bool wanted) const {
+    const int part = piece * W::AT_ONCE;
+    const uint32_t ahead = part / TILE_PARTS * E::TILE_BYTES + part % TILE_PARTS * W::PART_BYTES;
+    const bool scales = piece == VALUES;
+    const uint32_t next = !from.half ? 0 : scales ? next_scales : NEXT_VALUES;
+    copy_async_16<256>(scales ? slot + place.scales : stage + place.values + ahead,
+                       row_address(from.tile + next, chunks[piece], 16), 16,
+                       wanted && (!scales || place.has_scales));
+  }
+};
+
+/* Weights of a backward. */
+template <class E, class T, bool VECTORS>
+using TransposedWeights = std::conditional_t<E::Format::IS_NATIVE, TransposedLoader<E, T, VECTORS>,
+                                             TransposedTileLoader<E, T>>;
+
+/* Columns of y at which K starts: that of the first up row follows the last gate row, while tiles
+ * of up rows follow whole tiles of gate rows. */
+template <class E> struct TransposedDepth {
+  static constexpr bool SPLITS = E::TRANSPOSED && !E::Format::IS_NATIVE;
+
+  static __device__ __forceinline__ bool is_split(const moelora_weights &w) {
+    return SPLITS && w.order == MOELORA_ROWS_GATE_UP;
+  }
+  static __device__ __forceinline__ int steps(const moelora_gemm_launch &g) {
+    return is_split(g.weights.w) ? 2 * (int)g.weights.w.half_tiles
+                                 : (g.tokens.k + kDepth - 1) / kDepth;
+  }
+  /* Column of y of a step's first row; `end` is past the last one that its tiles cover. */
+  static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
+    const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
+    *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;
+    return is_up ? g.tokens.k / 2 + (step - (int)g.weights.w.half_tiles) * kDepth : step * kDepth;
+  }
+};
+
 /* Copies a thread's share of a stage, weights and token rows, in PARTS parts that are interleaved
  * with MMAs. */
 template <class E, class T, bool VECTORS> struct OperandLoader {
-  using W = std::conditional_t<E::TRANSPOSED, TransposedLoader<E, T, VECTORS>,
+  using W = std::conditional_t<E::TRANSPOSED, TransposedWeights<E, T, VECTORS>,
                                WeightLoader<E, T, VECTORS>>;
+  using Depth = TransposedDepth<E>;
   static constexpr int STEP = WarpTile<E>::THREADS / 8; // distance between two rows of a thread
   static constexpr int X_ROWS = E::TOKENS / STEP;
   static_assert(E::TOKENS % STEP == 0, "all threads copy as many rows");
@@ -188,13 +335,18 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
       W::advance(w, g);
       x += kDepth, left -= kDepth, step++;
+      if (Depth::is_split(g.weights.w) && step == g.weights.w.half_tiles) {
+        const int past = step * kDepth;
+        x += g.tokens.k / 2 - past, left += past;
+      }
     }
   };
 
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     const int chunk = (threadIdx.x & 7) * 8;
-    return {weights.source(g, step), (const T *)g.tokens.x + step * kDepth + chunk,
-            g.tokens.k - step * kDepth - chunk, step};
+    int end;
+    const int column = Depth::column(g, step, &end) + chunk;
+    return {weights.source(g, step), (const T *)g.tokens.x + column, end - column, step};
   }
 
   /* This thread's destinations within a stage. */

@@ -17,7 +17,7 @@
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
-#include "cuda/gemm/common/transposed.cuh"
+#include "cuda/gemm/sm80/transposed_fragments.cuh"
 
 /* Bytes reserved for the scales of an FP8 tile. */
 constexpr int kFp8Scales = 256;
@@ -99,24 +99,11 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
 
   /* Loads k16 slab K of a stage into buffer K % 2. */
   template <int K>
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, const moelora_weights &,
+                                       int) {
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
       load_matrix_x4(a[K % 2][m64], (stage + offset ^ K << 5) + m64 * kM64Bytes);
-  }
-};
-
-/* Transposed weights: ldmatrix transposes outputs to rows. */
-template <class E, class T> struct TransposedFragments {
-  uint32_t a[2][E::TILES][4];
-
-  static __device__ __forceinline__ uint32_t offset() { return transposed_offset(); }
-
-  template <int K>
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
-#pragma unroll
-    for (int m64 = 0; m64 < E::TILES; m64++)
-      load_matrix_x4_trans(a[K % 2][m64], stage + offset + K * kSlabBytes + m64 * kM64Bytes);
   }
 };
 
@@ -128,11 +115,11 @@ template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments
   static __device__ __forceinline__ uint32_t offset() { return 0; }
 
   template <int K>
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t, moelora_format format, int) {
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t, const moelora_weights &w, int) {
     if constexpr (K == 0) {
 #pragma unroll
       for (int m64 = 0; m64 < E::TILES; m64++)
-        tiles[m64].load(stage + m64 * E::TILE_BYTES, threadIdx.x >> 5 & 3, format);
+        tiles[m64].load(stage + m64 * E::TILE_BYTES, threadIdx.x >> 5 & 3, w.format);
     }
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
@@ -162,7 +149,7 @@ template <class E, class T> struct Fp8Fragments {
   }
 
   template <int K>
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format format,
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, const moelora_weights &w,
                                        int half) {
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++) {
@@ -172,7 +159,7 @@ template <class E, class T> struct Fp8Fragments {
         scales[m64] = e4m3_scales<T>(1.f, 1.f);
       } else if constexpr (K == 0) {
         const float2 of_rows =
-            load_fp8_scales(stage + E::ALL_VALUES + m64 * kFp8Scales, format, half);
+            load_fp8_scales(stage + E::ALL_VALUES + m64 * kFp8Scales, w.format, half);
         scales[m64] = e4m3_scales<T>(of_rows.x, of_rows.y);
       }
       const uint32_t low = words[m64][K % 2 * 2], high = words[m64][K % 2 * 2 + 1];

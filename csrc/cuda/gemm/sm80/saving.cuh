@@ -1,5 +1,4 @@
-/* sm_80 and up: activated projections with native weights that also store values before the
- * activation. */
+/* sm_80 and up: activated projections that also store values before the activation. */
 #ifndef MOELORA_CUDA_SM80_SAVING_CUH
 #define MOELORA_CUDA_SM80_SAVING_CUH
 

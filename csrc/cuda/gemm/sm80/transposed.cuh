@@ -1,10 +1,12 @@
 /* Transposed weights in the portable GEMM: y W of a backward, without transposing W in memory.
  * Rows of W are K, its columns outputs:
  *
- *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7)
- *   A [TILES][4 slabs][16 ranks]     the same, in an adapter stage
+ *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7),
+ *                                    or 64 rows of quantized tiles
+ *   A [TILES][slabs][16 ranks]       rows of 64 outputs, in an adapter stage
  *
- * ldmatrix transposes on load: operand A of a product has outputs as its rows. */
+ * ldmatrix transposes on load: operand A of a product has outputs as its rows. Quantized weights
+ * are transposed in registers, see transposed_tiles.cuh. */
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_CUH
 
@@ -13,7 +15,8 @@
 
 /* Loads the weights of a tile: a thread copies its chunk of every STEP-th row. Same interface as
  * WeightLoader. */
-template <class E, class T, bool VECTORS> struct TransposedLoader {
+template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE>
+struct TransposedLoader {
   static constexpr int STEP = WarpTile<E>::THREADS / 8;
   static constexpr int PIECES = E::ROWS / STEP;
   static_assert(64 % STEP == 0, "all threads copy as many rows");
@@ -60,10 +63,12 @@ template <class E, class T, bool VECTORS> struct TransposedLoader {
   }
 };
 
-/* Rows of A of a slab, at `w`: zeros beyond the true rank and past the last output. */
+/* Rows of A of a slab, at `w`, those of m64 tiles m64_bytes apart: zeros beyond the true rank and
+ * past the last output. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
-                                                  const Slab &slab, int thread, uint32_t w) {
+                                                  const Slab &slab, int thread, uint32_t w,
+                                                  int m64_bytes) {
   const moelora_factor &a = g.adapters.lora.a[slab.slice];
   const T *factor = factor_row<T>(a, slab.packed / kRanks, tile.expert, slab.rank);
   const int chunk = thread & 7, ranks = slab.packed % kRanks - slab.rank;
@@ -72,7 +77,7 @@ __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, 
     const int m64 = i / kSlabDepth, r = i % kSlabDepth;
     const int output = first_output<E>(g, tile, m64) + chunk * 8;
     const int count = r < ranks ? g.weights.n_out - output : 0;
-    copy_chunk<VECTORS>(w + m64 * kM64Bytes + r * kRowBytes + ((chunk ^ r & 7) << 4),
+    copy_chunk<VECTORS>(w + m64 * m64_bytes + r * kRowBytes + ((chunk ^ r & 7) << 4),
                         count > 0 ? factor + r * a.stride_i + output : factor, count, true);
   }
 }

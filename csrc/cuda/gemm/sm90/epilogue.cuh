@@ -79,7 +79,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
                                                const WarpContext<S> &warp) {
     const int lane = threadIdx.x & 31;
     const bool gated = GENERAL ? g.weights.gated : IS_GATED;
-    const bool by_position = !GENERAL || g.epilogue.out_by_position;
+    const bool by_position = !(GENERAL || S::TRANSPOSED) || g.epilogue.out_by_position;
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
     // Add the bias, and apply what needs no per-token data.
@@ -136,6 +136,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
                        first, header.tile.block * S::TOKENS + c, sOut);
       }
     }
+    if (!by_position)
+      warp.sync(); // all warps have read the buffers
 
     // Store the same outputs in e4m3. Each consumer holds half of a scale group.
     if constexpr (STORES_E4M3)

@@ -52,7 +52,7 @@ __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 
                                                           m64 * S::SPANS * S::Stage::SLOT_BYTES);
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
-      rAcc[t][i] *= scale;
+      multiply_in_place(rAcc[t][i], scale);
   }
 }
 

@@ -354,11 +354,18 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
         add_bias<T>(v, g, header.tile.expert, m64, first);
       if (GATED && g.weights.w.bias)
         add_bias<T>(v + 32, g, header.tile.expert, m64 + 1, first);
-      if (GATED) {
+      if (MODE == EpilogueMode::SILU) {
 #pragma unroll
         for (int j = 0; j < 32; j++)
-          v[j] = MODE == EpilogueMode::SILU ? silu_and_mul(v[j], v[j + 32])
-                                            : activation(v[j], v[j + 32]);
+          v[j] = silu_and_mul(v[j], v[j + 32]);
+      } else if (GATED && activation.soft_capped()) {
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+          v[j] = activation.template apply<true>(v[j], v[j + 32]);
+      } else if (GATED) {
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+          v[j] = activation.template apply<false>(v[j], v[j + 32]);
       } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll
         for (int j = 0; j < 32; j++)

@@ -1,5 +1,4 @@
-/* Hopper: activated projections with native weights that also store values before the activation.
- */
+/* Hopper: activated projections that also store values before the activation. */
 #ifndef MOELORA_CUDA_SM90_SAVING_CUH
 #define MOELORA_CUDA_SM90_SAVING_CUH
 

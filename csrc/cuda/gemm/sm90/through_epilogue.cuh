@@ -2,17 +2,19 @@
  * accumulators v, eight tokens at a time.
  *
  *   load(j + 1), load(j + 2)     gate_up of eight tokens by 128 outputs to shared memory, cp.async
- *   apply(j)                     v, gate, up -> h, dgate, dup; the gradients replace gate and up
- *   store(j)                     dgu and h, whole lines of a row
+ *   apply(j)                     v, gate, up -> h, dgate, dup; the gradients overwrite gate and up
+ *   store(j)                     dgu and h, whole cache lines of a row
  *
- * Buffers of a consumer, rows of 64 columns in the swizzle of 128 bytes:
+ * Buffers of a consumer; a block has rows of 64 columns in the 128-byte swizzle:
  *
- *   sGu [2][4 blocks][8 tokens]  of gate and up in halves: gate, gate, up, up of both m64 tiles;
- *                                in turns: an m64 tile has two blocks; of one projection: two
- * blocks sH  [2][2 blocks][8 tokens]
+ *   sGu [2][4 blocks][8 tokens]  gate and up in halves: gate, gate, up, up of the two m64 tiles;
+ *                                interleaved: two blocks per m64 tile;
+ *                                ungated: one block per m64 tile, the others are unused
+ *   sH  [2][2 blocks][8 tokens]  one block per m64 tile
  *
- * A thread copies the same chunks of every eight tokens in and out, so that it alone decides when a
- * buffer is free. The first loads start before the main loop. */
+ * A thread loads and stores the same chunks of every eight tokens, so no barrier is needed between
+ * the store from a buffer and the next load to it. The first loads are issued before the main loop.
+ */
 #ifndef MOELORA_CUDA_SM90_THROUGH_EPILOGUE_CUH
 #define MOELORA_CUDA_SM90_THROUGH_EPILOGUE_CUH
 
@@ -26,7 +28,7 @@ template <class S, class T> struct ThroughEpilogue {
   static_assert(BUFFERS * (GU_BYTES + H_BYTES) <= (int)sizeof(SharedStorage<S>::sOut[0]),
                 "a consumer's epilogue buffers");
 
-  /* What a thread copies: a chunk of one of eight tokens, in blocks `block` and `block` + 2. */
+  /* The chunks that a thread copies: of one of eight tokens, in blocks `block` and `block` + 2. */
   struct Share {
     int token, chunk, block;
     uint32_t sGu, sH; // of buffer 0
@@ -45,7 +47,7 @@ template <class S, class T> struct ThroughEpilogue {
            warp.consumer * (uint32_t)sizeof(SharedStorage<S>::sOut[0]);
   }
 
-  /* Column of gate_up that a thread's chunk i (0 or 1) begins at; -1: there is none. */
+  /* First column of gate_up in a thread's chunk i (0 or 1); -1: no such chunk. */
   static __device__ __forceinline__ int column_of(GateUp form, int first, int inter,
                                                   const Share &share, int i) {
     if (form == GateUp::INTERLEAVED) {
@@ -56,7 +58,7 @@ template <class S, class T> struct ThroughEpilogue {
     return column < inter && (i == 0 || form == GateUp::HALVES) ? column + i * inter : -1;
   }
 
-  /* The flat row of a thread's token of tokens 8 j and on. */
+  /* Flat row of a thread's token among tokens 8 j to 8 j + 7. */
   static __device__ __forceinline__ int32_t row_of(const moelora_back_launch &g,
                                                    const TileHeader &header, const Share &share,
                                                    int j) {
@@ -64,7 +66,7 @@ template <class S, class T> struct ThroughEpilogue {
     return t < header.count ? block_row<S>(g, header.tile.block, t) : 0;
   }
 
-  /* Starts to load gate_up of tokens 8 j and on, zeros past the last output. */
+  /* Issues the loads of gate_up for tokens 8 j to 8 j + 7; zeros past the last output. */
   static __device__ __forceinline__ void load(const moelora_back_launch &g, GateUp form, int first,
                                               int32_t row, bool there, const Share &share, int j) {
     if (there) {
@@ -80,7 +82,7 @@ template <class S, class T> struct ThroughEpilogue {
     copy_async_commit();
   }
 
-  /* Before the main loop: starts the first loads, and brings the other rows to L2. */
+  /* Before the main loop: issues the first loads, and prefetches the other rows to L2. */
   static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
                                                        const TileHeader &header,
                                                        const WarpContext<S> &warp) {
@@ -103,7 +105,8 @@ template <class S, class T> struct ThroughEpilogue {
     }
   }
 
-  /* 16 outputs of a warp by eight tokens, of m64 tile t. */
+  /* Processes a warp's 16 outputs of m64 tile t, for eight tokens. Returns this thread's partial
+   * sums of dt. */
   static __device__ __forceinline__ float2 apply(const float (&v)[4], const moelora_back_launch &g,
                                                  GateUp form, uint32_t sGu, uint32_t sH, int t,
                                                  float2 weight) {
@@ -111,7 +114,7 @@ template <class S, class T> struct ThroughEpilogue {
     const int row = lane & 7, half = lane >> 3 & 1;
     BackOutputs<T> outputs;
     if (form == GateUp::INTERLEAVED) {
-      // As memory has them: token lane / 4, outputs 2 (lane % 4) and the next.
+      // In memory order: token lane / 4, outputs 2 (lane % 4) and the next.
       const int token = lane >> 2, pair = lane & 3;
       const uint32_t at =
           sGu + (2 * t + warp / 2) * BLOCK_BYTES + token * kRowBytes + (pair & 1) * 8;
@@ -146,7 +149,7 @@ template <class S, class T> struct ThroughEpilogue {
     return outputs.sum();
   }
 
-  /* Rows of dgu and h, from a thread's chunks. */
+  /* Stores a thread's chunks of dgu and h. */
   static __device__ __forceinline__ void store_rows(const moelora_back_launch &g, GateUp form,
                                                     int first, const Share &share, int buffer,
                                                     int64_t position) {
@@ -175,7 +178,7 @@ template <class S, class T> struct ThroughEpilogue {
     const GateUp form = gate_up_form(g.epilogue.activation);
     const Share share(warp);
     const uint32_t base = buffers(warp);
-    // Compiled once for all pairs of eight tokens, to fit the instruction cache.
+    // Not unrolled over pairs of eight tokens, to fit the instruction cache.
 #pragma unroll 1
     for (int pair = 0; 16 * pair < header.count; pair++) {
 #pragma unroll
@@ -184,7 +187,7 @@ template <class S, class T> struct ThroughEpilogue {
         if (8 * j >= header.count)
           break;
         const int64_t at = position + 8 * j;
-        const int32_t next = row_of(g, header, share, j + BUFFERS); // ahead of its use
+        const int32_t next = row_of(g, header, share, j + BUFFERS); // early, to hide its latency
         float2 weight = {1.f, 1.f};
         if (g.schedule.blocks.weights)
           weight = *(const float2 *)&g.schedule.blocks.weights[at + mine];
@@ -212,7 +215,7 @@ template <class S, class T> struct ThroughEpilogue {
             to[g.through.dt_parts] = dt.y;
         }
 
-        // Store the rows, and load the next ones to the same place.
+        // Store the rows, and load the next ones to the same buffer.
         warp.sync();
         if (8 * j + share.token < header.count)
           store_rows(g, form, first, share, p, at + share.token);

@@ -20,16 +20,33 @@ inline float min_nan(float a, float b) {
   return a != a || b != b ? NAN : a < b ? a : b;
 }
 
+inline void multiply_in_place(float &x, float by) {
+  x *= by;
+}
 inline float sigmoid_of_power(float x) {
   return 1.f / (exp2f(x) + 1.f);
 }
-inline float gated_activation(float gate, float up, float a, float b, float c, float limit) {
-  const float g = min_nan(gate, limit), u = max_nan(min_nan(up, limit), -limit) + c;
+inline float gated_activation(float gate, float up, float a, float b, float c, float gate_limit,
+                              float limit) {
+  const float g = min_nan(gate, gate_limit), u = max_nan(min_nan(up, limit), -limit) + c;
   const float t = 1.f / (exp2f(fmaf(g * g, b, a) * g) + 1.f);
   return u * g * t;
 }
 inline float silu_and_mul(float gate, float up) {
   return up * gate * (1.f / (exp2f(gate * -1.4426950408889634f) + 1.f));
+}
+
+inline float soft_cap(float x, float cap, float inverse, float &slope) {
+  const double t = tanh((double)x * inverse);
+  slope = (float)(1 - t * t);
+  return (float)(cap * t);
+}
+inline float soft_capped_activation(float gate, float up, float alpha, float inverse_alpha,
+                                    float limit, float inverse_limit) {
+  float slope;
+  const float g = soft_cap(gate, alpha, inverse_alpha, slope);
+  const float q = 1.f / (exp2f(gate * -1.4426950408889634f) + 1.f);
+  return g * q * soft_cap(up, limit, inverse_limit, slope);
 }
 
 #endif

@@ -128,7 +128,7 @@ def compare_engines(ours, theirs, checks, same=SAME):
 
 
 def write_replies(path, check):
-    """What `benchmarks.engine_reference` holds against transformers."""
+    """What `benchmarks.engines.engine_reference` holds against transformers."""
     replies = {
         "names": check["names"],
         "prompts": check["prompts"],
@@ -139,7 +139,7 @@ def write_replies(path, check):
 
 
 def distances(said):
-    """Median distances from the reference, by who, as `benchmarks.engine_reference` says them."""
+    """Median distances from the reference by adapter, as `engine_reference` prints them."""
     found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
     return {match[1]: float(match[2]) for match in found if match}
 

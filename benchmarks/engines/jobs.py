@@ -1,7 +1,6 @@
 """Commands with deadlines, and a folder by which engines find moelora's plugins."""
 
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import time
 
 import tomllib
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
 
 
 class Job:
@@ -59,8 +58,8 @@ class Stages:
     `args` has `work`, a folder that is emptied, and `budget_s`.
     """
 
-    make_model = "-m", "benchmarks.engine_model"  # words for Python
-    hold_against = "-m", "benchmarks.engine_reference"
+    make_model = "-m", "benchmarks.engines.engine_model"  # words for Python
+    hold_against = "-m", "benchmarks.engines.engine_reference"
 
     def __init__(self, args):
         self.args, self.work, self.start = args, args.work, time.monotonic()

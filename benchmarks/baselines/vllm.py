@@ -1,22 +1,21 @@
-"""vLLM's own fused-MoE and MoE-LoRA kernels.
+"""vLLM's fused-MoE and MoE-LoRA kernels, from a copy that runs without vLLM.
 
-Searched in $MOELORA_PEERS (default .peers/vllm_kernels), where `vk/` contains a copy that runs
-without vLLM: a `vk_layer` module next to a minimal `vllm` package. Without a copy, an installed
-vLLM is used; only its layer without adapters can be called from outside.
+Searched in $MOELORA_PEERS (default .peers/vllm_kernels): `vk/` has a `vk_layer` module next to a
+minimal `vllm` package.
 """
 
-import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from moelora.bench.baselines import Options, require
-from moelora.bench.cases import Batch
+from moelora.bench.cases import Batch, Factors
 from moelora.bench.layer import Layer
+from moelora.bench.shapes import Model
 from moelora.bench.timing import Run, Runs, on
 
 
@@ -46,6 +45,34 @@ def modes(rows: int, rank: int, all_modes: bool) -> list[str]:
     return found
 
 
+def token_set(vk: Any, batch: Batch, adapters: int) -> Any:
+    mapping = batch.mapping.to(torch.int64)
+    return vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, adapters)
+
+
+def shaped(*shape: int) -> torch.Tensor:
+    """A tensor with stride 0, where vLLM only reads the shape."""
+    return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
+
+
+def shaped_layer(vk: Any, model: Model, tokens: int) -> Any:
+    """A layer for calls that do not read its weights."""
+    e, k, i = model.experts, model.hidden, model.intermediate
+    weights = shaped(e, 2 * i, k), shaped(e, k, i)
+    return vk.MoELayer(*weights, tokens, model.top_k, torch.device("cuda"))
+
+
+def shaped_factors(model: Model, adapters: int, rank: int) -> Factors:
+    e, k, i = model.experts, model.hidden, model.intermediate
+    a13, b13 = shaped(adapters, e, rank, k), shaped(adapters, e, i, rank)
+    return Factors([a13] * 2, [b13] * 2, shaped(adapters, e, rank, i), shaped(adapters, e, k, rank))
+
+
+def lora(vk: Any, factors: Factors) -> Any:
+    f = factors
+    return vk.Lora(f.a13, f.b13, f.a2, f.b2, f.a2.device)
+
+
 class VLLM:
     def __init__(self, layer: Layer, options: Options):
         require(layer.device.type == "cuda", "its kernels are for GPUs")
@@ -53,38 +80,16 @@ class VLLM:
         require(layer.model.activation == "silu", "driven here with silu only")
         self.layer, self.all_modes = layer, options.all_modes
         self.vk = load()
-        self.installed: Callable[..., torch.Tensor] | None = None
-        if self.vk is None:
-            require(importlib.util.find_spec("vllm"), "neither $MOELORA_PEERS nor vLLM is there")
-            from vllm.model_executor.layers.fused_moe import fused_experts
-
-            self.installed = fused_experts
-            return
-        self.loras = {
-            rank: self.vk.Lora(f.a13, f.b13, f.a2, f.b2, layer.device)
-            for rank, f in layer.stacks.items()
-        }
+        require(self.vk, "$MOELORA_PEERS has no vk/vk_layer.py")
+        self.loras = {rank: lora(self.vk, factors) for rank, factors in layer.stacks.items()}
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         w13, w2 = self.layer.tensors
-        installed = self.installed
-        if installed:
-
-            def base(i: int) -> torch.Tensor:
-                b = batches[i]
-                return installed(b.x, w13, w2, b.topk_weights, b.topk_ids)
-
-            return {("vllm_base", 0): Run(base)}
         tokens, rows = len(batches[0].x), batches[0].topk_ids.numel()
         theirs = self.vk.MoELayer(w13, w2, tokens, self.layer.model.top_k, w13.device)
-        sets = [
-            self.vk.TokenSet(
-                b.x, b.topk_ids, b.topk_weights, b.mapping.to(torch.int64), self.layer.adapters
-            )
-            for b in batches
-        ]
+        sets = [token_set(self.vk, batch, self.layer.adapters) for batch in batches]
         runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
-        for rank, lora in self.loras.items():
+        for rank, factors in self.loras.items():
             for mode in modes(rows, rank, self.all_modes):
-                runs[f"vllm_{mode}", rank] = Run(on(sets, theirs.run, lora, mode))
+                runs[f"vllm_{mode}", rank] = Run(on(sets, theirs.run, factors, mode))
         return runs

@@ -1,6 +1,6 @@
 """One vLLM engine: who runs its MoE layers, what its requests get, how fast it is.
 
-    python -m benchmarks.vllm_engine --model /tmp/tiny --out /tmp/run.json --lora --check
+    python -m benchmarks.engines.vllm_engine --model /tmp/tiny --out /tmp/run.json --lora --check
 
 Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
 the layers is decided by its environment (`MOELORA_VLLM`), as in production. The result file is
@@ -17,8 +17,8 @@ import time
 
 import torch
 
-from benchmarks.serving import CHECK, DECODE, check, speed
-from benchmarks.vllm_bits import Rows
+from benchmarks.engines.serving import CHECK, DECODE, check, speed
+from benchmarks.engines.vllm_bits import Rows
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,11 +1,12 @@
-"""What engines are held against: transformers in float32, each adapter merged into the weights.
+"""The reference of engines' answers: transformers in float32, each adapter merged into the weights.
 
-    python -m benchmarks.engine_reference --model /tmp/tiny --lps /tmp/lps-moelora.json
+    python -m benchmarks.engines.engine_reference --model /tmp/tiny --lps /tmp/lps-moelora.json
 
-Reads a folder of `benchmarks.engine_model`, and the log-probabilities of prompts that an engine
-gave, the base model's and each adapter's (`benchmarks.answers.write_replies`). Says of each how far
-they are from the reference's, and how far another adapter's would be. Exit status 1 where the
-median of the first exceeds --tol, or a third of the median of the second.
+Reads a folder of `engine_model`, or one of `vllm_gpt_oss` with unquantized experts, and
+log-probabilities of prompts from an engine, for the base model and each adapter
+(`answers.write_replies`). Prints how far each is from the reference, and how far those
+of another adapter would be. Exit status 1: a median of the former exceeds --tol, or a third of the
+median of the latter.
 """
 
 import argparse
@@ -22,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from safetensors.torch import load_file
 
-PAIR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.")
+KEY = re.compile(r"\.layers\.(\d+)\.mlp\.experts(?:\.(\d+)\.(\w+)_proj|(\.base_layer)?)\.lora_A\.")
 
 
 def weight_of(model, layer, expert, projection):
@@ -35,21 +36,35 @@ def weight_of(model, layer, expert, projection):
     return experts.gate_up_proj.data[expert].chunk(2)[projection == "up"]
 
 
+def deltas(model, folder):
+    """(weight, what an adapter adds to it), of pairs per expert and of `target_parameters`: these
+    have A (E r, columns), B (rows, r E) and parameters (E, columns, rows)."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for key in (key for key in tensors if ".lora_A." in key):
+        found = KEY.search(key)
+        if found is None:
+            raise ValueError(f"{key} is not of an expert")
+        layer, rank = int(found[1]), config["r"]
+        a, b = (tensors[k].to(model.device).float() for k in (key, key.replace("lora_A", "lora_B")))
+        b *= config["lora_alpha"] / rank
+        if found[2]:
+            yield weight_of(model, layer, int(found[2]), found[3]), b @ a
+        else:
+            name = "gate_up_proj" if found[4] else "down_proj"
+            weight = getattr(model.model.layers[layer].mlp.experts, name).data
+            a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1))
+            yield weight, torch.einsum("erc,nre->ecn", a, b)
+
+
 @contextmanager
 @torch.no_grad()
 def merged(model, folder):
-    """The model with an adapter, which is taken out again."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
-    scaling, before = config["lora_alpha"] / config["r"], []
-    for key in (key for key in tensors if ".lora_A." in key):
-        found = PAIR.match(key)
-        if found is None:
-            raise ValueError(f"{key} is not of an expert")
-        weight = weight_of(model, int(found[1]), int(found[2]), found[3])
+    """The model with an adapter, which is removed afterwards."""
+    before = []
+    for weight, delta in deltas(model, folder):
         before.append((weight, weight.clone()))
-        a, b = (t.to(weight) for t in (tensors[key], tensors[key.replace("lora_A", "lora_B")]))
-        weight += scaling * b @ a
+        weight += delta
     try:
         yield
     finally:
@@ -85,8 +100,7 @@ def judge(name, wanted, got, other, tolerance):
     ), right
 
 
-def main(argv=None, merged=merged, **how):
-    """With `merged` of another model's adapters, and how transformers is to load it."""
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
     p.add_argument("--lps", type=pathlib.Path, required=True, help="what the engine gave")
@@ -98,8 +112,10 @@ def main(argv=None, merged=merged, **how):
     folders = {f.name: f for f in map(pathlib.Path, manifest["adapters"])}
     given = json.loads(args.lps.read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(manifest["base"], dtype=torch.float32, **how)
-    model = model.to(device).eval()
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(manifest["base"], **how).to(device).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     print(f"reference: transformers, adapters merged in float32 on {device}")
     all_right = True
     for i, name in enumerate(given["names"]):

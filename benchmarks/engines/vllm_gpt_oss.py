@@ -1,6 +1,6 @@
 """A gpt-oss checkpoint of random MXFP4 experts, the same unquantized, and adapters for it.
 
-    python -m benchmarks.vllm_gpt_oss --out /tmp/tiny-mxfp4 --layers 4 --ranks 16,64
+    python -m benchmarks.engines.vllm_gpt_oss --out /tmp/tiny-mxfp4 --layers 4 --ranks 16,64
 
 OUT and OUT-dense have the same numbers: MXFP4 is exact in bfloat16. The layers are those of
 gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_parameters`. With
@@ -14,8 +14,8 @@ import shutil
 
 import torch
 
-from benchmarks import engine_model
-from benchmarks.engine_model import COMMON, VOCAB, describe, save, save_adapter
+from benchmarks.engines import engine_model
+from benchmarks.engines.engine_model import COMMON, VOCAB, describe, save, save_adapter
 
 HIDDEN, INTER, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD = 2880, 2880, 32, 4, 64, 8, 64
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

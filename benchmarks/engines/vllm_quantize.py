@@ -1,8 +1,8 @@
 """A Qwen3-MoE checkpoint with quantized experts, and the same numbers unquantized.
 
-    python -m benchmarks.vllm_quantize --model /tmp/tiny --format int4 --out /tmp/tiny-int4
+    python -m benchmarks.engines.vllm_quantize --model /tmp/tiny --format int4 --out /tmp/tiny-int4
 
-Reads a folder of `benchmarks.engine_model` (manifest.json, base, adapters) and writes OUT, whose
+Reads a folder of `engine_model` (manifest.json, base, adapters) and writes OUT, whose
 experts are quantized and whose other weights are not, and OUT-dense, whose experts are the numbers
 that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantized
 leaves OUT-dense out.

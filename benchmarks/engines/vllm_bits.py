@@ -1,6 +1,6 @@
 """Have rows of an engine's MoE layers the same bits in a mixed batch as alone?
 
-Hooks for `benchmarks.vllm_engine --bits`: a row is known by the bits that go into a layer, its
+Hooks for `vllm_engine --bits`: a row is known by the bits that go into a layer, its
 hidden state and router logits, and so found again in another batch, unless what comes before the
 layer (attention, say) gave it other bits there. Requests with different adapters may agree in such
 a row: then it has several outputs, alone and in the mixed batch.

@@ -2,8 +2,7 @@
 
 An engine here has `adapters` and their `names`, `prompts(lengths)` that draws lists of tokens,
 `generate(prompts, adapters, new)` that waits for `new` greedy tokens of each, and `replies` with
-the same arguments that returns them as `benchmarks.answers` has them. An adapter of None is the
-base model.
+the same arguments that returns them in the form of `answers`. An adapter of None is the base model.
 """
 
 import statistics

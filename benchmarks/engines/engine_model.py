@@ -1,6 +1,6 @@
 """A Qwen3-MoE checkpoint of random weights, and PEFT adapters of its experts: what engines serve.
 
-    python -m benchmarks.engine_model --preset a3b --layers 12 --adapters 16,16,64,64 --out /tmp/a3b
+    python -m benchmarks.engines.engine_model --preset a3b --layers 12 --out /tmp/a3b
 
 Writes OUT/base, OUT/lora1-r16 and so on, and OUT/manifest.json, which names them. Nothing is
 fetched: numbers are drawn on the GPU if there is one, of such sizes that a layer keeps the size of

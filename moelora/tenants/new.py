@@ -1,0 +1,67 @@
+"""A new adapter with PEFT's initial factors: its product is zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
+from moelora.adapters.pool import AdapterPool
+
+
+def new_adapter(
+    pool: AdapterPool,
+    rank: int,
+    alpha: float | None,
+    targets: Sequence[str] | None,
+    generator: torch.Generator | None,
+) -> Adapter:
+    """A adapter of the layers of `pool` that `targets` names; arguments as of `Tenants.add`."""
+    chosen = _chosen(pool, targets)
+    for name in chosen:
+        limit = pool.max_rank if name in pool.layers else pool.max_linear_rank
+        if not 1 <= rank <= limit:
+            raise ValueError(f"rank is {rank}, wanted 1 to {limit}, the pool's for {name}")
+    scaling = 2.0 if alpha is None else alpha / rank
+
+    def uniform(*shape: int) -> Tensor:
+        bound = 1 / math.sqrt(shape[-1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    experts: dict[str, dict[Projection, Pair]] = {}
+    linears = {}
+    for name in chosen:
+        if name in pool.linears:
+            linear = pool.linears[name]
+            a, b = uniform(rank, linear.in_features), torch.zeros(linear.out_features, rank)
+            if linear.embedding:
+                a, b = a.zero_(), b.normal_(generator=generator)
+            linears[name] = LinearPair(a, b, scaling)
+            continue
+        layer = pool.layers[name]
+        e, experts[name] = layer.num_experts, {}
+        projections: tuple[Projection, ...] = ("gate_up" if layer.gated else "up", "down")
+        for projection in projections:
+            wide, tall = layer.shape(projection)
+            pair = Pair(uniform(e, rank, wide), torch.zeros(e, tall, rank), [scaling])
+            experts[name][projection] = pair
+    return Adapter(experts, linears)
+
+
+def _chosen(pool: AdapterPool, targets: Sequence[str] | None) -> list[str]:
+    every = [*pool.layers, *pool.linears]
+    if targets is None:
+        return every
+    if isinstance(targets, str):
+        raise ValueError(f"targets is {targets!r}, wanted a list of names")
+
+    def named(name: str, target: str) -> bool:
+        return name == target or name.endswith(f".{target}")
+
+    for target in targets:
+        if not any(named(name, target) for name in every):
+            raise ValueError(f"targets names {target!r}, which no layer of the pool is called")
+    return [name for name in every if any(named(name, target) for target in targets)]

@@ -1,0 +1,440 @@
+"""Several adapters that train in one step, each as if it trained alone.
+
+The factors are those of an `AdapterPool`, whose slots the operators read, so that what is trained
+is served without a copy. Autograd computes the gradients of all slots at once; the rest is torch's,
+by tenant: an optimizer of the tenant's slot, the norm of its gradients, its accumulated batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Optimizer, SparseAdam
+
+from moelora.adapters.columns import Layout
+from moelora.adapters.layers import Adapter
+from moelora.adapters.pool import AdapterPool
+from moelora.adapters.stacks import whole_pairs
+from moelora.adapters.write import write
+from moelora.tenants.new import new_adapter
+from moelora.tenants.tenant import STATE_FILE, Tenant, read_state, stacks_of
+
+__all__ = ["Step", "Tenant", "Tenants"]
+
+Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
+
+
+class Step(NamedTuple):
+    """What a call of `Tenants.step` did for one tenant.
+
+    Attributes
+    ----------
+    loss : float or None
+        Its loss; None if computing it raised.
+    norm : float or None
+        Norm of its gradients before clipping; None if they were only accumulated.
+    updated : bool
+        Whether its optimizer made a step.
+    stopped : str or None
+        Why this call stopped the tenant, None if it did not.
+    """
+
+    loss: float | None
+    norm: float | None = None
+    updated: bool = False
+    stopped: str | None = None
+
+
+class Tenants:
+    """Trains adapters of an `AdapterPool` side by side.
+
+    An adapter's trajectory is the one that it has alone: at the operators bit for bit, whoever else
+    is in the step, joins or leaves. What goes wrong for one stops that one.
+
+    Parameters
+    ----------
+    pool : AdapterPool
+        With `w13_slices=1`, as PEFT stores gate and up, and without `shared_outer`. Its other
+        adapters are served as they are. Its tensors of factors require gradients from now on.
+
+    Raises
+    ------
+    ValueError
+        The pool has another layout.
+
+    Examples
+    --------
+    >>> import torch, moelora
+    >>> from moelora.training import Tenants
+    >>> pool = moelora.AdapterPool(
+    ...     [moelora.MoELayer("moe", 4, 32, 16)], 2, 8, dtype=torch.float32, w13_slices=1)
+    >>> tenants = Tenants(pool)
+    >>> _ = tenants.add("law", lr=1e-2), tenants.add("code", lr=1e-3, accumulation=4, max_norm=1.0)
+    >>> x, w13, w2 = torch.randn(6, 32), torch.randn(4, 32, 32), torch.randn(4, 32, 16)
+    >>> topk_weights, topk_ids = torch.rand(6, 4).topk(2)
+    >>> out = moelora.fused_experts_lora(
+    ...     x, w13, w2, topk_weights, topk_ids, **pool.layer("moe"),
+    ...     token_lora_mapping=pool.mapping(["law"] * 3 + ["code"] * 3))
+    >>> steps = tenants.step({"law": out[:3].square().mean(), "code": out[3:].square().mean()})
+    >>> steps["law"].updated, steps["code"].updated
+    (True, False)
+    """
+
+    def __init__(self, pool: AdapterPool) -> None:
+        if pool.shared_outer:
+            raise ValueError("the pool has shared_outer=True: factors that experts share are tied")
+        for name in pool.layers:
+            if not isinstance(pool.layer(name)["w13_lora_a"], Tensor):
+                raise ValueError(
+                    f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
+                    "pass w13_slices=1 to AdapterPool or load_adapters"
+                )
+        self.pool = pool
+        self._tenants: dict[str, Tenant] = {}
+        self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
+        for stack in self._stacks:
+            stack.requires_grad_()
+
+    # -- tenants in and out --
+
+    def add(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, Tensor] | None = None,
+        *,
+        rank: int = 8,
+        alpha: float | None = None,
+        targets: Sequence[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+        resume: bool = False,
+        lr: float = 1e-4,
+        weight_decay: float = 0.0,
+        optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
+        sparse: bool = False,
+        accumulation: int = 1,
+        max_norm: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tenant:
+        """Begin to train an adapter, new or from a checkpoint. Others are not affected.
+
+        Parameters
+        ----------
+        name : str
+            A name that the pool does not have. The adapter is pinned in it.
+        source : path or state dict, optional
+            Where to begin, in any dialect that `AdapterPool.add` reads (`config` and `layout` as
+            there). A pair of gate and one of up become one pair of both ranks. Absent: as PEFT
+            initializes, A uniform within 1 / sqrt(in) (of an embedding 0) and B 0 (normal).
+        rank, alpha, targets, generator
+            Of a new adapter: its rank, its alpha (absent: twice the rank), the layers of the pool
+            that it has factors of, by name or the end of it (absent: all), and what draws A.
+        resume : bool
+            Restore what `save` wrote beside the adapter: the optimizer with its learning rate, and
+            accumulated gradients.
+        lr, weight_decay : float
+            Of `torch.optim.AdamW`.
+        optimizer : callable, optional
+            Makes another optimizer of the float32 parameters. It must leave alone what has no
+            gradient and is 0: the padding up to the ranks of the pool.
+        sparse : bool
+            Gradients and updates of experts alone that the batches of an update have reached, by
+            `torch.optim.SparseAdam`: others keep their factors and moments.
+        accumulation : int
+            Batches for an update.
+        max_norm : float, optional
+            Norm to clip its gradients to.
+
+        Returns
+        -------
+        Tenant
+
+        Raises
+        ------
+        ValueError, FileNotFoundError
+            A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above.
+        RuntimeError
+            The pool is full.
+        """
+        if accumulation < 1:
+            raise ValueError(f"accumulation is {accumulation}, wanted >= 1")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}, wanted > 0")
+        if sparse and (weight_decay or optimizer is not None):
+            raise ValueError("sparse=True takes neither weight_decay nor optimizer")
+        saved = None
+        if resume:
+            if not isinstance(source, (str, Path)):
+                raise ValueError("resume=True needs the folder that save wrote")
+            saved = read_state(Path(source))
+        if source is None:
+            adapter = new_adapter(self.pool, rank, alpha, targets, generator)
+        else:
+            adapter = self.pool.read(name, source, config=config, layout=layout)
+            layers = self.pool.layers
+            experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
+            adapter = Adapter(experts, adapter.linears)
+        self.pool.add(name, adapter, pin=True)
+        try:
+            tenant = Tenant(name, self.pool, adapter)
+            tenant.accumulation, tenant.max_norm = accumulation, max_norm
+            parameters = tenant.parameters()
+            if optimizer is not None:
+                tenant.optimizer = optimizer(parameters)
+            elif sparse:
+                tenant.optimizer = SparseAdam(parameters, lr=lr)
+            else:
+                fused = all(p.is_cuda for p in parameters)
+                tenant.optimizer = AdamW(
+                    parameters, lr=lr, weight_decay=weight_decay, fused=fused or None
+                )
+            tenant.clear()
+            if saved is not None:
+                tenant.restore(saved)
+        except BaseException:
+            self.pool.remove(name)
+            raise
+        self._tenants[name] = tenant
+        return tenant
+
+    def remove(self, name: str) -> None:
+        """End the training of an adapter and free its slot. Save it before. KeyError without it."""
+        tenant = self[name]
+        if tenant.is_here():
+            self.pool.remove(name)
+        tenant.clear()
+        del self._tenants[name]
+
+    def __getitem__(self, name: str) -> Tenant:
+        if name not in self._tenants:
+            raise KeyError(f"no tenant {name!r}; there are {sorted(self._tenants)}")
+        return self._tenants[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tenants
+
+    def names(self) -> list[str]:
+        """All tenants, in the order in which they came."""
+        return list(self._tenants)
+
+    def running(self) -> list[str]:
+        """Those that are not stopped."""
+        return [name for name, tenant in self._tenants.items() if tenant.stopped is None]
+
+    def close(self) -> None:
+        """End all training; the adapters stay in the pool, and are served."""
+        self._tenants.clear()
+        for stack in self._stacks:
+            stack.requires_grad_(False)
+            stack.grad = None
+
+    # -- a step --
+
+    def step(self, losses: Mapping[str, Loss]) -> dict[str, Step]:
+        """Backward of all losses at once, then an update of each tenant that is due.
+
+        Parameters
+        ----------
+        losses : mapping
+            Tenant -> the loss of its rows of the batch, a tensor of one element; or a function that
+            computes it, whose exceptions stop that tenant alone. Losses of stopped tenants are not
+            looked at, so that a loop need not know who is.
+
+        Returns
+        -------
+        dict
+            Tenant -> what happened to it. A loss or a gradient that is not finite, an exception of
+            the loss function or of the optimizer, or a slot that the pool has given to others stop
+            the tenant: its factors stay as they were before this step, its rows are those of the
+            base model from now on, and no other tenant's bits change.
+
+        Raises
+        ------
+        KeyError
+            There is no such tenant.
+        ValueError
+            A loss has more than one element, or requires no gradient.
+        RuntimeError
+            The backward of the joint graph failed. All accumulated gradients are dropped.
+
+        Notes
+        -----
+        Waits for the device twice: for the losses, and for the norms of those that are due.
+        """
+        tenants = {name: self[name] for name in losses}
+        for name, loss in losses.items():
+            if isinstance(loss, Tensor):
+                _check_loss(name, loss)
+        steps: dict[str, Step] = {}
+        values: dict[str, Tensor] = {}
+        for name, tenant in tenants.items():
+            if tenant.stopped is not None:
+                continue
+            steps[name] = Step(None)
+            if not tenant.is_here():
+                tenant.stop("the pool has removed or replaced its adapter")
+                continue
+            loss = losses[name]
+            if not isinstance(loss, Tensor):
+                try:
+                    with torch.enable_grad():
+                        loss = loss()
+                    _check_loss(name, loss)
+                except Exception as error:
+                    tenant.stop(f"its loss raised {_named(error)}", error)
+                    continue
+            values[name] = loss.reshape(())
+        for name, number in zip(values, _numbers(values.values()), strict=True):
+            steps[name] = Step(number)
+            if not math.isfinite(number):
+                tenants[name].stop(f"its loss is {number}")
+        alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
+        if alive:
+            self._backward([v / tenants[name].accumulation for name, v in alive.items()])
+        due = []
+        for name in alive:
+            tenants[name].pending += 1
+            if tenants[name].pending >= tenants[name].accumulation:
+                due.append(tenants[name])
+        for tenant, norm in zip(due, self._take_gradients(due), strict=True):
+            steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
+            if not math.isfinite(norm):
+                tenant.stop(f"the norm of its gradients is {norm}")
+            elif self._update(tenant, norm):
+                steps[tenant.name] = steps[tenant.name]._replace(updated=True)
+        self._finish(due)
+        for name, step in steps.items():
+            if tenants[name].stopped is not None:
+                steps[name] = step._replace(stopped=tenants[name].stopped)
+        return steps
+
+    def _backward(self, losses: list[Tensor]) -> None:
+        device = losses[0].device
+        try:
+            torch.stack([loss.to(device, torch.float32) for loss in losses]).sum().backward()  # type: ignore[no-untyped-call] # of torch
+        except BaseException:
+            for stack in self._stacks:
+                stack.grad = None
+            for tenant in self._tenants.values():
+                tenant.pending = 0
+            raise
+
+    def _take_gradients(self, due: Sequence[Tenant]) -> list[float]:
+        """Give parameters their gradients; returns the norm of each tenant's."""
+        norms = []
+        for tenant in due:
+            for factor in tenant.factors():
+                factor.parameter.grad = factor.gradient()
+            grads = [p.grad for p in tenant.parameters() if p.grad is not None]
+            norms.append(get_total_norm(grads) if grads else torch.zeros(()))
+        return _numbers(norms)
+
+    def _update(self, tenant: Tenant, norm: float) -> bool:
+        parameters = tenant.parameters()
+        if tenant.max_norm is not None:
+            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
+        if isinstance(tenant.optimizer, SparseAdam):
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else _touched(parameter.grad)
+        before = [p.detach().clone() for p in parameters] if _may_raise(tenant) else []
+        try:
+            tenant.optimizer.step()
+        except Exception as error:
+            for parameter, value in zip(parameters, before, strict=False):
+                parameter.detach().copy_(value)
+            tenant.stop(f"its optimizer raised {_named(error)}", error)
+            return False
+        for factor in tenant.factors():
+            factor.publish()
+        tenant.updates += 1
+        return True
+
+    def _finish(self, due: Sequence[Tenant]) -> None:
+        """Drop the gradients of those that are through; disable those that are stopped."""
+        through = [*due, *(t for t in self._tenants.values() if t.stopped is not None)]
+        for tenant in through:
+            tenant.pending = 0
+            for parameter in tenant.parameters():
+                parameter.grad = None
+            # Only now: a graph of this step has saved the table of enabled adapters.
+            if tenant.stopped is not None and tenant.is_here():
+                self.pool.disable(tenant.name)
+        if any(tenant.pending for tenant in self._tenants.values()):
+            for tenant in through:
+                tenant.clear()
+        else:  # what autograd computes next becomes .grad without an addition
+            for stack in self._stacks:
+                stack.grad = None
+
+    # -- folders --
+
+    def save(
+        self,
+        name: str,
+        folder: str | Path,
+        *,
+        optimizer: bool = True,
+        base_model: str | None = None,
+    ) -> None:
+        """Write a tenant as a PEFT folder.
+
+        Parameters
+        ----------
+        name : str
+            The tenant, running or stopped: then as it was before it went wrong.
+        folder : path
+            PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
+        optimizer : bool
+            Write `training.pt` as well, for `add(..., resume=True)`.
+        base_model : str, optional
+            `base_model_name_or_path` of the configuration.
+        """
+        tenant = self[name]
+        write(
+            tenant.adapter(),
+            folder,
+            self.pool.layers,
+            self.pool.linears,
+            base_model=base_model,
+        )
+        if optimizer:
+            torch.save(tenant.state(), Path(folder) / STATE_FILE)
+
+
+def _check_loss(name: str, loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss of {name!r} is {what}, wanted a tensor of one element")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of {name!r} requires no gradient: do its rows have its adapter?"
+        )
+
+
+def _numbers(scalars: Iterable[Tensor]) -> list[float]:
+    """Values of tensors of one element, with one transfer for each device."""
+    found = [s.detach().reshape(()).float() for s in scalars]
+    return torch.stack([s.to(found[0].device) for s in found]).tolist() if found else []
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _touched(grad: Tensor) -> Tensor:
+    """A gradient of experts, sparse: without those that are zero."""
+    experts = grad.flatten(1).any(1).nonzero().T
+    return torch.sparse_coo_tensor(
+        experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _may_raise(tenant: Tenant) -> bool:
+    """Whether the optimizer is a caller's, which may leave parameters half updated."""
+    return type(tenant.optimizer) not in (AdamW, SparseAdam)

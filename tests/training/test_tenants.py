@@ -1,0 +1,391 @@
+"""Tenants train in one step as they do alone; what goes wrong for one stops that one."""
+
+import json
+
+import pytest
+import torch
+from conftest import on_gpu
+
+import moelora
+from moelora.training import Tenants
+
+E, K, I, R = 4, 32, 16, 8  # noqa: E741
+LAYERS = [moelora.MoELayer(f"layers.{n}.experts", E, K, I) for n in range(2)]
+PLACES = [
+    pytest.param(("cpu", torch.float32, torch.float32), id="cpu-float32"),
+    pytest.param(("cpu", torch.bfloat16, torch.bfloat16), id="cpu-bfloat16"),
+    pytest.param(("cpu", torch.bfloat16, torch.float32), id="cpu-float32-factors"),
+    on_gpu(("cuda", torch.bfloat16, torch.bfloat16), id="cuda-bfloat16"),
+]
+OPTIONS = {
+    "law": {"rank": 4, "lr": 2e-2},
+    "code": {"rank": 8, "alpha": 4.0, "lr": 1e-2, "accumulation": 2, "max_norm": 1e-3},
+    "med": {"rank": 3, "lr": 5e-2, "weight_decay": 0.1},
+}
+ROWS = {"law": 5, "code": 9, "med": 6}
+
+
+def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
+
+
+class House:
+    """Two layers of experts on a pool, and tenants that learn targets of their own."""
+
+    def __init__(self, place, max_loras=4, **options):
+        self.device, self.dtype, factors = place
+        options = {"max_rank": R, "dtype": factors, "device": self.device} | options
+        self.pool = moelora.AdapterPool(LAYERS, max_loras, w13_slices=1, **options)
+        self.tenants = Tenants(self.pool)
+        shapes = ((E, 2 * I, K), (E, K, I))
+        self.weights = [
+            [draw(10 * n + m, *shape).to(self.device, self.dtype) for m, shape in enumerate(shapes)]
+            for n in range(len(LAYERS))
+        ]
+
+    def add(self, name, source=None, **changes):
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        options = OPTIONS.get(name, {}) | {"generator": generator} | changes
+        return self.tenants.add(name, source, **options)
+
+    def losses(self, names, number):
+        """Losses of a batch of rows of each name, which depends on the name and number alone."""
+        seeds = {name: 1000 * number + sum(name.encode()) for name in names}
+        x = torch.cat([K**0.5 * draw(seeds[n], ROWS[n], K) for n in names])
+        logits = torch.cat([draw(seeds[n] + 7, ROWS[n], E) for n in names])
+        topk_weights, topk_ids = logits.softmax(-1).topk(2)
+        mapping = self.pool.mapping([n for n in names for _ in range(ROWS[n])])
+        x = x.to(self.device, self.dtype)
+        for layer, (w13, w2) in zip(LAYERS, self.weights, strict=True):
+            x = x + moelora.fused_experts_lora(
+                x,
+                w13,
+                w2,
+                topk_weights.to(self.device),
+                topk_ids.to(self.device),
+                token_lora_mapping=mapping,
+                **self.pool.layer(layer.name),
+            )
+        parts = x.split([ROWS[n] for n in names])
+        return {
+            n: (p.float() - sum(n.encode()) % 3).square().mean()
+            for n, p in zip(names, parts, strict=True)
+        }
+
+    def steps(self, names, numbers):
+        return [self.tenants.step(self.losses(names, n)) for n in numbers]
+
+    def factors(self, name):
+        adapter = self.tenants[name].adapter()
+        return [t for pairs in adapter.experts.values() for p in pairs.values() for t in (p.a, p.b)]
+
+
+def same(found, wanted):
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    return request.param
+
+
+def alone(place, name, numbers):
+    house = House(place, max_loras=1)
+    house.add(name)
+    steps = [step[name] for step in house.steps([name], numbers)]
+    return house.factors(name), steps
+
+
+def test_a_trajectory_is_the_one_alone(place):
+    """Whoever shares the steps: others join, leave and are replaced in their slot meanwhile."""
+    house = House(place)
+    start = {}
+    for name in ("law", "code"):
+        house.add(name)
+        start[name] = house.factors(name)
+    steps = house.steps(["law", "code"], range(3))
+    house.add("med")
+    steps += house.steps(["med", "code", "law"], range(3, 5))
+    house.tenants.remove("code")
+    steps += house.steps(["law", "med"], range(5, 6))
+    house.add("code", rank=2)
+    steps += house.steps(["code", "law", "med"], range(6, 7))
+    for name, numbers in (("law", range(7)), ("med", range(3, 7))):
+        factors, wanted = alone(place, name, numbers)
+        assert same(house.factors(name), factors), name
+        assert [step[name] for step in steps if name in step] == wanted
+    assert not same(house.factors("law"), start["law"])
+    assert house.losses(["law"], 0)["law"] < 0.99 * steps[0]["law"].loss
+
+
+def test_accumulation_is_one_update(place):
+    """Of the mean of the batches' losses, each tenant after its own number of them."""
+    house = House(place)
+    house.add("law")
+    tenant = house.add("code", max_norm=None)
+    first, second = house.steps(["law", "code"], range(2))
+    assert first["law"].updated and second["law"].updated
+    assert not first["code"].updated and second["code"].updated and second["code"].norm > 0
+    assert (tenant.updates, tenant.pending, house.tenants["law"].updates) == (1, 0, 2)
+    if place[2] != torch.float32:
+        return
+    once = House(place)
+    once.add("code", accumulation=1, max_norm=None)
+    losses = [once.losses(["code"], n)["code"] for n in range(2)]
+    once.tenants.step({"code": torch.stack(losses).mean()})
+    for found, wanted in zip(house.factors("code"), once.factors("code"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_clipping(place):
+    house = House(place)
+    seen = {}
+    for name, limit in (("law", 1e-3), ("med", None)):
+        make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+        house.add(name, optimizer=make, weight_decay=0.0, max_norm=limit)
+        seen[name] = house.factors(name)
+    (step,) = house.steps(["law", "med"], range(1))
+    for name, limit in (("law", 1e-3), ("med", step["med"].norm)):
+        moved = [a - b for a, b in zip(house.factors(name), seen[name], strict=True)]
+        norm = torch.cat([m.flatten() for m in moved]).norm().item()
+        assert norm == pytest.approx(limit, rel=1e-2)
+    assert step["law"].norm > 1e-3
+
+
+BAD = {
+    "nan": lambda loss: loss * float("nan"),
+    "infinite": lambda loss: loss / 0.0,
+    "gradient": lambda loss: (loss * 0).sqrt(),  # 0, with an infinite gradient
+    "exception": lambda loss: 1 / 0,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_goes_wrong_stops_one_tenant(place, bad, tmp_path):
+    house = House(place)
+    for name in ("law", "code", "med"):
+        house.add(name)
+    house.steps(["law", "code", "med"], range(2))
+    before = house.factors("med")
+    losses = house.losses(["law", "code", "med"], 2)
+    step = house.tenants.step(losses | {"med": lambda: BAD[bad](losses["med"])})
+    assert step["med"].stopped and not step["med"].updated
+    assert step["law"].stopped is None and step["law"].updated
+    assert house.tenants["med"].stopped == step["med"].stopped
+    assert isinstance(house.tenants["med"].error, ZeroDivisionError) == (bad == "exception")
+    assert house.tenants.running() == ["law", "code"]
+    assert "med" not in house.steps(["law", "code", "med"], range(3, 4))[0]
+    for name in ("law", "code"):
+        assert same(house.factors(name), alone(place, name, range(4))[0])
+    assert same(house.factors("med"), before)
+    house.tenants.save("med", tmp_path)
+    house.tenants.remove("med")
+    house.add("med", tmp_path, resume=True)
+    assert house.steps(["law", "med"], range(4, 5))[0]["med"].updated
+
+
+def test_nan_in_rows_and_factors_of_one_tenant(place):
+    house = House(place)
+    for name in ("law", "code", "med"):
+        house.add(name)
+    house.steps(["law", "code", "med"], range(1))
+    for layer in LAYERS:
+        slot = house.pool.lookup("med")
+        house.pool.layer(layer.name)["w2_lora_a"].data[slot, :, 0] = float("nan")
+    step = house.steps(["code", "med", "law"], range(1, 2))[0]
+    assert "nan" in step["med"].stopped
+    house.steps(["code", "med", "law"], range(2, 4))
+    for name in ("law", "code"):
+        assert same(house.factors(name), alone(place, name, range(4))[0])
+    rows = house.losses(["med"], 0)["med"]  # now of the base model
+    assert rows.isfinite()
+
+
+@pytest.mark.parametrize("when", [2, 3], ids=["between-updates", "within-accumulation"])
+def test_resumed_from_a_folder(place, when, tmp_path):
+    """In another process, pool, slot and company: the bits of one run."""
+    house = House(place)
+    for name in ("law", "code"):
+        house.add(name)
+    house.steps(["law", "code"], range(when))
+    house.tenants["code"].optimizer.param_groups[0]["lr"] = 3e-3
+    for name in ("law", "code"):
+        house.tenants.save(name, tmp_path / name)
+    house.steps(["law", "code"], range(when, 6))
+    again = House(place)
+    again.add("med")
+    tenant = again.add("code", tmp_path / "code", resume=True)
+    again.steps(["med", "code"], range(when, 6))
+    assert tenant.optimizer.param_groups[0]["lr"] == 3e-3
+    assert tenant.updates == house.tenants["code"].updates == 3
+    assert same(again.factors("code"), house.factors("code"))
+
+
+def test_saved_folders_are_pefts(tmp_path):
+    """Of every pool that takes them, served as trained; with the ranks and scalings of each."""
+    house = House(PLACES[0].values[0])
+    for name in ("law", "code"):
+        house.add(name)
+    house.steps(["law", "code"], range(4))
+    for name in ("law", "code"):
+        house.tenants.save(name, tmp_path / name, optimizer=False, base_model="org/base")
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+    config = json.loads((tmp_path / "code/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (8, 4.0)
+    assert config["base_model_name_or_path"] == "org/base"
+    served = House(PLACES[0].values[0])
+    for name in ("law", "code"):
+        served.pool.add(name, tmp_path / name)
+    found, wanted = (h.losses(["law", "code"], 9) for h in (served, house))
+    assert found == wanted
+    with pytest.raises(FileNotFoundError, match=r"training.pt: it was saved without optimizer"):
+        served.add("other", tmp_path / "law", resume=True)
+    assert "other" not in served.pool
+
+
+def test_what_is_trained_is_served(place):
+    """The slots are the same memory; adapters beside them, that only serve, are as they were."""
+    house = House(place)
+    house.add("law")
+    house.pool.add("served", house.tenants["law"].adapter())
+    before = [t.clone() for t in house.pool._tensors()]
+    house.steps(["law"], range(2))
+    slot, other = house.pool.lookup("law"), house.pool.lookup("served")
+    for layer in LAYERS:
+        stack = house.pool.layer(layer.name)["w2_lora_b"]
+        assert stack[slot].any() and not stack[other].any()
+    assert any(not torch.equal(a, b) for a, b in zip(before, house.pool._tensors(), strict=True))
+    house.tenants.close()
+    assert not house.losses(["law"], 0)["law"].requires_grad
+    assert "law" in house.pool
+
+
+def test_sparse_updates_leave_other_experts(place):
+    """Experts that no row of the tenant has reached keep factors and moments."""
+    house = House(place)
+    house.add("law", sparse=True)
+    mapping = house.pool.mapping(["law"] * 6)
+    w13, w2 = house.weights[0]
+    for ids in ((0, 1), (0, 2), (0, 2)):
+        topk_ids = torch.tensor([ids] * 6, device=place[0])
+        x = draw(sum(ids), 6, K).to(place[0], place[1])
+        out = moelora.fused_experts_lora(
+            x,
+            w13,
+            w2,
+            torch.ones(6, 2, device=place[0]),
+            topk_ids,
+            token_lora_mapping=mapping,
+            **house.pool.layer(LAYERS[0].name),
+        )
+        before = house.factors("law")
+        assert house.tenants.step({"law": out.float().sum()})["law"].updated
+        changed = [
+            (a != b).flatten(1).any(1).tolist()
+            for a, b in zip(house.factors("law"), before, strict=True)
+        ]
+        for factor in changed[:4]:
+            assert not any(factor[e] for e in range(E) if e not in ids)
+        assert all(changed[3][e] for e in ids) and not any(map(any, changed[4:]))
+
+
+# ---- refusals ----
+
+
+def test_pools_of_other_layouts():
+    for options, why in (
+        ({"w13_slices": 2}, "two slices of w13 of layers.0.experts, wanted one"),
+        ({"w13_slices": 1, "shared_outer": True}, "shared_outer=True"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Tenants(moelora.AdapterPool(LAYERS, 2, R, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"accumulation": 0}, "accumulation is 0, wanted >= 1"),
+        ({"max_norm": 0.0}, "max_norm is 0.0, wanted > 0"),
+        ({"rank": 9}, "rank is 9, wanted 1 to 8, the pool's for layers.0.experts"),
+        ({"targets": ["q_proj"]}, "targets names 'q_proj', which no layer"),
+        ({"targets": "experts"}, "targets is 'experts', wanted a list"),
+        ({"sparse": True, "weight_decay": 0.1}, "sparse=True takes neither"),
+        ({"resume": True}, "resume=True needs the folder"),
+    ],
+)
+def test_arguments_of_add(options, why):
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    before = [t.clone() for t in house.pool._tensors()]
+    with pytest.raises(ValueError, match=why):
+        house.add("med", **options)
+    assert house.tenants.names() == ["law"] == house.pool.names()
+    assert same(house.pool._tensors(), before)
+
+
+def test_names_and_room():
+    house = House(PLACES[0].values[0], max_loras=2)
+    house.add("law")
+    house.add("code")
+    with pytest.raises(ValueError, match="'law' is already loaded"):
+        house.add("law")
+    with pytest.raises(RuntimeError, match="no slot for adapter 'med': all 2 are pinned"):
+        house.add("med")
+    with pytest.raises(KeyError, match=r"no tenant 'med'; there are \['code', 'law'\]"):
+        house.tenants.step({"med": torch.ones((), requires_grad=True)})
+
+
+def test_an_optimizer_that_raises():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            raise OSError("disk full")
+
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.add("med", optimizer=lambda p: Broken(p, lr=1.0))
+    before = house.factors("med")
+    (step,) = house.steps(["law", "med"], range(1))
+    assert step["med"].stopped == "its optimizer raised OSError: disk full"
+    assert same(house.factors("med"), before) and step["law"].updated
+
+
+def test_losses_are_checked_before_anything():
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    before = house.factors("law")
+    for loss, why in (
+        (torch.ones(2, requires_grad=True), r"loss of 'law' is \(2,\), wanted a tensor of one"),
+        (torch.ones(()), "requires no gradient: do its rows have its adapter"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            house.tenants.step({"law": loss})
+    assert same(house.factors("law"), before) and house.tenants["law"].stopped is None
+
+
+def test_an_adapter_that_the_pool_has_replaced():
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.add("med")
+    house.pool.add("med", house.tenants["law"].adapter(), replace=True)
+    before = [t.clone() for t in house.pool._tensors()]
+    (step,) = house.steps(["med"], range(1))
+    assert "removed or replaced" in step["med"].stopped
+    assert same(house.pool._tensors(), before)
+
+
+def test_a_backward_that_fails_drops_gradients():
+    house = House(PLACES[0].values[0])
+    tenant = house.add("code")
+    house.steps(["code"], range(1))
+    assert tenant.pending == 1
+    losses = house.losses(["code"], 1)
+    house.add("law")  # writes to the stacks that the graph has saved
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        house.tenants.step(losses)
+    assert tenant.pending == 0 and tenant.stopped is None
+    steps = house.steps(["code"], range(2, 4))
+    assert [s["code"].updated for s in steps] == [False, True]
