@@ -308,7 +308,7 @@ class Tenants:
                 tenant.stop(f"the norm of its gradients is {norm}")
             elif self._update(tenant, norm):
                 steps[tenant.name] = steps[tenant.name]._replace(updated=True)
-        self._finish(due)
+        self._finish([*due, *(tenants[n] for n in steps if tenants[n].stopped is not None)])
         for name, step in steps.items():
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
@@ -355,9 +355,8 @@ class Tenants:
         tenant.updates += 1
         return True
 
-    def _finish(self, due: Sequence[Tenant]) -> None:
+    def _finish(self, through: Sequence[Tenant]) -> None:
         """Drop the gradients of those that are through; disable those that are stopped."""
-        through = [*due, *(t for t in self._tenants.values() if t.stopped is not None)]
         for tenant in through:
             tenant.pending = 0
             for parameter in tenant.parameters():

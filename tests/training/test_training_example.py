@@ -1,4 +1,4 @@
-"""examples/train.py: both paths learn alike, and what it saves is served."""
+"""examples/train.py and train_qlora.py: they learn as they should, and what they save is served."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ pytest.importorskip("rich")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train  # noqa: E402
+import train_qlora  # noqa: E402
 
 ARGUMENTS = ["--adapters", "charmap", "--steps", "3", "--batch", "2", "--windows", "2"]
 
@@ -38,3 +39,12 @@ def test_other_losses_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(train.moelora_peft, "attach", attach_wrongly)
     monkeypatch.setattr(sys, "argv", ["train.py", *ARGUMENTS, "--out", str(tmp_path)])
     assert train.main() == 1
+
+
+def test_qlora_of_a_folder_made_on_the_spot(tmp_path, monkeypatch, capsys):
+    words = ["--steps", "6", "--batch", "4", "--length", "24", "--lr", "1e-2"]
+    monkeypatch.setattr(sys, "argv", ["train_qlora.py", *words, "--out", str(tmp_path)])
+    assert train_qlora.main() == 0
+    text = capsys.readouterr().out
+    assert "it learned and is served: True" in text and text.count("sampled:") == 3
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()

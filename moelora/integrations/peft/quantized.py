@@ -1,7 +1,7 @@
 """PEFT adapters of quantized experts, whose parameters `load_quantized` has removed.
 
-While PEFT injects an adapter, experts have parameters of the right shape on the meta device, of
-which PEFT only reads shape, dtype and device. `attach` then runs the wrapped experts from tiles;
+While PEFT injects an adapter, experts have parameters of the right shape that expand one element,
+of which PEFT only reads shape, dtype and device. `attach` then runs the wrapped experts from tiles;
 PEFT by itself would merge factors into parameters that do not exist.
 """
 
