@@ -13,6 +13,10 @@ dX, LoRA forward, dX, dA and dB; weights twice, LoRA three times, x, out, dout a
 pre-activations out and in. `max_err_ratio`: the largest error of a gradient over that of the same
 layer in torch, both against float64, of a small layer.
 
+`--formats` has frozen weights of other formats, those of `python -m moelora bench`, and fp8: blocks
+with activations in FP8, as they are served. Their error is that of the same weights dequantized,
+with activations in bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
+
 `--peers DIR` has bench_train.py, which measures other projects' kernels in the same way.
 """
 
@@ -29,6 +33,7 @@ import torch
 import moelora
 from moelora import _C
 from moelora.bench import results
+from moelora.bench.formats import FORMATS
 from moelora.reference import naive_fused_experts_lora_backward
 from moelora.reference.backward import TRAINED
 
@@ -39,7 +44,8 @@ SHAPES = {  # experts, experts of a token, hidden, intermediate
     "mixtral": (8, 2, 4096, 14336),
 }
 TOKENS = {"qwen3": (1024, 4096, 16384)}  # others: without the first
-CHECKED = (16, 4, 512, 352)
+KINDS = {"fp8": "fp8_block"}  # other formats have their name in FORMATS
+CHECKED = (16, 4, 512, 384)
 CHECKED_TOKENS = 384
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 REPEATS, WARM_UP = 11, 3
@@ -72,12 +78,32 @@ def draw(shape, tokens, rank, tenants, device="cuda", seed=0):
     return arguments, normal(tokens, hidden)
 
 
-def bound(shape, tokens, rank, tenants, bandwidth, flops):
-    """Least microseconds of a forward and a backward."""
+def fits(kind, shape):
+    """Whether the blocks of a format divide the sizes of a layer."""
+    return kind == "bf16" or not any(size % FORMATS[kind].multiple for size in shape[2:])
+
+
+def quantize(arguments, kind, shape, **options):
+    """The arguments with random weights of a format."""
+    if kind == "bf16":
+        return arguments
+    experts, _, hidden, inter = shape
+    make = torch.Generator(arguments["hidden_states"].device).manual_seed(1)
+    pack, draw_format = FORMATS[kind].pack, FORMATS[kind].draw
+    w13 = draw_format(experts, 2 * inter, hidden, make, torch.bfloat16)
+    w2 = draw_format(experts, hidden, inter, make, torch.bfloat16)
+    return arguments | {
+        "w13": pack(*w13, gate_up="concatenated", **options),
+        "w2": pack(*w2, **options),
+    }
+
+
+def bound(shape, tokens, rank, tenants, bandwidth, flops, bits=16):
+    """Least microseconds of a forward and a backward, with weights of `bits`."""
     experts, top_k, hidden, inter = shape
     rows = tokens * top_k
     of_rank = 2 * hidden + 3 * inter
-    weights = min(experts, rows) * 3 * hidden * inter * 2
+    weights = min(experts, rows) * 3 * hidden * inter * bits / 8
     lora = min(experts * tenants, rows) * rank * of_rank * 2
     moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
     done = 2 * rows * (2 * 3 * hidden * inter + 3 * rank * of_rank)
@@ -101,7 +127,8 @@ class Step:
 
 def measure_memory(step):
     """(peak, what autograd keeps) in MiB above what is there before."""
-    resident = {v.untyped_storage().data_ptr() for v in step.arguments.values()}
+    tensors = [getattr(v, "data", v) for v in step.arguments.values()]
+    resident = {v.untyped_storage().data_ptr() for v in tensors}
     kept = {}
 
     def pack(tensor):
@@ -137,10 +164,14 @@ def measure(call, flush):
     return statistics.median(times)
 
 
-def error_ratio(rank, tenants, device="cuda"):
+def error_ratio(rank, tenants, kind="bf16", device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
     arguments, dout = draw(CHECKED, CHECKED_TOKENS, rank, tenants, device)
-    ours = Step({n: v.clone() for n, v in arguments.items()}, dout)
+    options = {"activations": "native"} if kind == "fp8_block" else {}
+    given = {n: v.clone() for n, v in arguments.items()}
+    ours = Step(quantize(given, kind, CHECKED, **options), dout)
+    if kind != "bf16":
+        arguments |= {n: ours.arguments[n].unpack() for n in ("w13", "w2")}
     ours.run()
     found = {n: ours.arguments[n].grad for n in TRAINED if n in arguments}
     wide = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
@@ -189,6 +220,7 @@ def main(argv=None):
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="")
     parser.add_argument("--ranks", default="16,64")
+    parser.add_argument("--formats", default="bf16", help="bf16, fp8 or " + ", ".join(FORMATS))
     parser.add_argument("--tenants", default=1, type=int)
     parser.add_argument("--bandwidth", default=BANDWIDTH, type=float, help="bytes in a second")
     parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
@@ -202,18 +234,25 @@ def main(argv=None):
     ranks = [int(rank) for rank in args.ranks.split(",")]
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     rows = []
-    for rank in ranks:
-        ratio = error_ratio(rank, args.tenants)
+    cases = [(rank, name) for rank in ranks for name in args.formats.split(",")]
+    for rank, format_name in cases:
+        kind = KINDS.get(format_name, format_name)
+        bits = 16 if kind == "bf16" else FORMATS[kind].bits
+        ratio = error_ratio(rank, args.tenants, kind)
         for name in args.shapes.split(","):
             shape = SHAPES[name]
+            if not fits(kind, shape):
+                continue
             tokens_of = [int(t) for t in args.tokens.split(",")] if args.tokens else None
             for tokens in tokens_of or TOKENS.get(name, (4096, 16384)):
                 _C.force_variant(args.variant)
-                step = Step(*draw(shape, tokens, rank, args.tenants))
+                drawn, dout = draw(shape, tokens, rank, args.tenants)
+                step = Step(quantize(drawn, kind, shape), dout)
+                del drawn
                 for _ in range(WARM_UP):
                     step.run()
                 peak, saved = measure_memory(step)
-                limit = bound(shape, tokens, rank, args.tenants, args.bandwidth, args.flops)
+                limit = bound(shape, tokens, rank, args.tenants, args.bandwidth, args.flops, bits)
                 both = measure(step.run, flush)
                 plan = _C.last_plan()
                 row = {
@@ -221,7 +260,7 @@ def main(argv=None):
                     "tokens": tokens,
                     "rank": rank,
                     "tenants": args.tenants,
-                    "format": "bf16",
+                    "format": format_name,
                     "ours_us": round(both, 1),
                     "ours_fwd_us": round(measure(step.forward, flush), 1),
                     "bound_us": round(limit, 1),

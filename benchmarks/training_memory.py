@@ -1,17 +1,17 @@
 """Memory of training adapters of a whole model on one GPU: `python -m benchmarks.training_memory`.
 
-Computed, not measured; in bytes, with E experts of (2I, K) and (K, I) in each of `layers` layers, M tokens in a step, P =
-M * top_k routed rows, and adapters of rank r on every expert, one A for gate and up:
+Computed, not measured. In bytes, for E experts of (2I, K) and (K, I) in each of `layers` layers, M
+tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts:
 
     base        experts in their format, all other weights in bfloat16
-    adapters    E r (2K + 3I + K) numbers a layer: float32, with gradients and both moments of AdamW
-    saved       M K bfloat16 a layer: with activation checkpointing, the input of each layer
-    one layer   forward and backward of the largest: gate_up and its gradient, 2 * P * 2I; h and z,
-                P (I + K); attention, 8 M K; bfloat16; and a copy and gradients of its factors, 8 bytes
-                each
-    logits      M V float32 and their gradient, and once in bfloat16
+    adapters    3 E r (K + I) numbers a layer, float32, with gradients and both moments of AdamW: 16
+                each; one A for gate and up
+    saved       with activation checkpointing, the input of each layer: M K bfloat16
+    one layer   forward and backward, bfloat16: gate_up and its gradient 4 P I, h and z P (I + K),
+                attention 8 M K; and a copy of its factors and their gradients, 8 each
+    logits      M V: float32, its gradient, and bfloat16
 
-A card has room for what leaves RESERVED of it to the CUDA context, libraries and fragmentation.
+A card has room for what RESERVED leaves to the CUDA context, libraries and fragmentation.
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ def cuda_arch_flags(source):
 # quantized weights the state of a tile in producers, too, which leave registers to consumers.
 SPARED_BYTES = 16
 SPARED_BYTES_OF = {
-    r"gemm_\w+_w8a8_\d+": 600,
-    r"gemm_\w+_int4_\d+": 336,
-    r"gemm_\w+_mxfp4_\d+": 224,
+    r"(gemm|saving)_\w+_w8a8_\d+": 600,
+    r"(gemm|saving)_\w+_int4_\d+": 336,
+    r"(gemm|saving)_\w+_mxfp4_\d+": 224,
     r"blocks|windows": 128,
     r"decode_\w+": 104,
-    r"gemm_\w+_nvfp4_\d+": 160,
+    r"(gemm|saving)_\w+_nvfp4_\d+": 160,
     r"back_\w+_\d+": 64,
 }
 

@@ -130,7 +130,7 @@ def fused_experts_lora_saving(
     ValueError, TypeError, RuntimeError
         As `fused_experts_lora`.
     NotImplementedError
-        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
+        The device has no kernel for it.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
@@ -205,7 +205,7 @@ def fused_experts_lora_backward(
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no double backward.
     NotImplementedError
-        The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
+        The device has no kernel for it.
 
     Notes
     -----

@@ -29,8 +29,7 @@ typedef struct long_segment {
 
 static const long_segment long_portable = {40, 128}, /* for K below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
-    long_wide = {8, 7}; /* sm_90, twice as much where x is gathered: segments of an x by position
-                           are listed while the kernel that writes it drains */
+    long_wide = {2, 7};                              /* sm_90, more rows of A */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -104,7 +103,8 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
   const long_segment from = !sm90                    ? long_portable
                             : load->columns > NARROW ? long_wide
                                                      : long_narrow;
-  const int64_t much = sm90 && !load->by_position ? 2 : 1;
+  /* Segments of an x by position are listed while the kernel that writes it drains. */
+  const int64_t much = sm90 && load->columns <= NARROW && !load->by_position ? 2 : 1;
   return load->rows >= much * from.tokens * load->segments &&
          load->rows >= much * from.rows_of_unit * device->num_units;
 }

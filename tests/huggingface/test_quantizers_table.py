@@ -9,6 +9,7 @@ from hf_models import transformers  # noqa: F401  skips where it is not installe
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quantizers"))
 import table
 
+from moelora.integrations.transformers import scheme as schemes
 from moelora.integrations.transformers.schemes import scheme_of
 
 RESULTS = table.results()
@@ -26,7 +27,8 @@ def test_no_folder_that_loads_is_wrong():
         r for rows in RESULTS.values() for row in rows.values() for r in row["folders"].values()
     ]
     assert results
-    assert not [r for r in results if not r.startswith(("right", "refused: ", "not made: "))]
+    known = "right", "refused: ", "dequantized: ", "not made: "
+    assert not [r for r in results if not r.startswith(known)]
 
 
 @pytest.mark.parametrize(("tool", "scheme"), ROWS)
@@ -38,8 +40,9 @@ def test_a_cell_is_what_the_settings_of_that_folder_give(tool, scheme):
         return
     found = scheme_of(row["settings"], row["layer"], row["parts"])
     for result in row["folders"].values():
-        if result.startswith("refused: ") and found.make is None:
+        if result.startswith(("refused: ", "dequantized: ")) and found.make is None:
             assert f"experts are {found.name}; {found.refusal}" in result
+            assert result.startswith("dequantized: ") == (found.numbers is not schemes.unread)
         elif result == "right":
             assert found.make is not None
 

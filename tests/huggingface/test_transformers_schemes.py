@@ -6,6 +6,7 @@ import re
 import folder_cases
 import pytest
 import torch
+from conftest import needs_gpu
 from folder_cases import CASES, COMMON, DEQUANTIZED, LOADED, REFUSED, make, quantized
 from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
@@ -52,6 +53,8 @@ def test_all_layers_have_the_numbers_of_the_folder(tmp_path, case):
         ("gpt_oss", "ct_mxfp4", False),
         ("gpt_oss", "modelopt_nvfp4", False),  # scales of gate and of up, rows in turns
         ("mixtral", "ct_nvfp4", False),
+        ("minimax_m2", "gptq_of_attention", False),
+        ("gpt_oss", "gptq_of_attention", False),
     ],
 )
 def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
@@ -172,6 +175,16 @@ def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_pat
     wanted += f"{attention * 2 / 2**30:.2f} GiB from "
     assert wanted in said[0]
     assert said[1].endswith("the cache of keys and values is not quantized")
+
+
+def test_rows_of_gate_and_up_in_halves_are_refused(tmp_path):
+    """What GPTQModel calls gate_proj of gpt-oss has rows of gate and of up, in turns."""
+    make(tmp_path, "gptq", "gpt_oss")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["meta"] = {"quantizer": ["gptqmodel:7.7.0"]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(NotImplementedError, match="in turns, which GPTQModel cuts in halves"):
+        moelora_hf.load_quantized(tmp_path)
 
 
 def change(folder, tensors):
@@ -331,3 +344,22 @@ def test_deepseek_v4_by_its_own_names(tmp_path, expert_dtype, format):
     shared = model.get_parameter("model.layers.0.mlp.shared_experts.down_proj.weight")
     assert torch.equal(shared, meant["layers.0.ffn.shared_experts.w2.weight"].bfloat16())
     assert model(IDS).logits.isfinite().all()
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_nvfp4", "gptq_act_order"])
+@torch.no_grad()
+def test_adapters_on_a_gpu(tmp_path, case):
+    """Layers as on the CPU, whose numbers other tests compare: packed, or dequantized."""
+    exact = make(tmp_path, case)
+    adapters = quantized.make_adapters(exact, tmp_path / "adapters")
+    _, logits, calls = quantized.serve(tmp_path, adapters, IDS, dequantize=True)
+    ids = IDS.cuda()
+    model, there, _ = quantized.serve(tmp_path, adapters, ids, dequantize=True, device_map="cuda")
+    layers = moelora_hf.moe_layers(model)
+    assert all(p.is_cuda for module, _ in layers.values() for p in module.parameters())
+    wanted, _ = quantized.with_peft(exact, adapters, IDS, calls)
+    naive, _ = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
+    assert_logits(there.cpu(), wanted, naive)
+    assert_logits(logits, wanted, naive)

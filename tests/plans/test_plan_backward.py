@@ -76,6 +76,14 @@ def test_quantized_weights(backward, device, name, tokens, rows):
     assert variant == f"back_bf16_{kernel}_{rows}x128x64_sm80" and found == rows
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "fp8"])
+def test_quantized_weights_on_hopper(backward, name):
+    kernel = "w8a16" if name == "fp8" else name
+    assert backward(HOPPER, "formats", name, name)[0] == f"back_bf16_{kernel}_128x256x128_sm90"
+    portable = backward(HOPPER, "formats", name, name, hidden=2048 + 4)
+    assert portable[0] == f"back_bf16_{kernel}_32x128x64_sm80"
+
+
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
 def test_weights_of_two_formats(backward, device):
     """Both products take one alignment of rows; the kernel of w13 is named."""

@@ -1,4 +1,4 @@
-"""What moelora does with every folder that `make_folders.py` has made: right, or refused, and how.
+"""What moelora does with every folder that `make_folders.py` has made: right, or not, and why.
 
     python check_folders.py OUT [results.json]
 
@@ -46,10 +46,17 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def check(folder: Path, source: Path) -> str:
+    """ "right", "refused: why", or "dequantized: why" of what loads with `dequantize` alone."""
+    refused = ""
     try:
         model = moelora_hf.load_quantized(folder, attn_implementation="eager")
     except NotImplementedError as refusal:
-        return f"refused: {str(refusal).replace(f'{folder}: ', '')}"
+        refused = str(refusal).replace(f"{folder}: ", "")
+    if refused:
+        try:
+            model = moelora_hf.load_quantized(folder, attn_implementation="eager", dequantize=True)
+        except NotImplementedError:
+            return f"refused: {refused}"
     exact = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, attn_implementation="eager", device_map="cpu"
     )
@@ -60,7 +67,8 @@ def check(folder: Path, source: Path) -> str:
             return f"WRONG: {name} is {rough:.3f} away"
         weight.copy_(found[name])
     with tempfile.TemporaryDirectory() as adapters:
-        return generation(model, exact, Path(adapters))
+        result = generation(model, exact, Path(adapters))
+    return f"dequantized: {refused}" if refused and result == "right" else result
 
 
 def generation(model, exact, folder: Path) -> str:

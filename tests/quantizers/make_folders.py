@@ -69,6 +69,7 @@ def plain(out: Path, name: str) -> Path:
         elif key.endswith("bias"):
             parameter.normal_(std=0.1)
     model.bfloat16().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)  # gptqmodel loads one
     return folder
 
 

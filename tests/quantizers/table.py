@@ -24,12 +24,12 @@ VLLM = {
     "INT8 (W8A16) of compressed-tensors": "",
     "INT8 (W8A8) of compressed-tensors": "",
     "INT8 of GPTQ": "",
-    "NVFP4 of compressed-tensors": "",
-    "MXFP4 of compressed-tensors": "",
+    "NVFP4 of compressed-tensors": "CompressedTensorsW4A4Nvfp4MoEMethod",
+    "MXFP4 of compressed-tensors": "CompressedTensorsW4A4Mxfp4MoEMethod",
     "MXFP8 of compressed-tensors": "",
 }
 NOT_TRIED = "not tried"
-WHERE = re.compile(r"^refused: (?P<layer>\S+): (?P<why>experts are .*?; .*?)(:|$)")
+WHERE = re.compile(r"^(refused|dequantized): (?P<layer>\S+): (?P<why>experts are .*?; .*?)(:|$)")
 
 
 def results() -> dict:
@@ -53,22 +53,30 @@ def table() -> str:
         if "layer" in row:
             kind = scheme_of(row["settings"], row["layer"], row["parts"]).name
             if kind in VLLM:
-                engine = "moelora" if VLLM[kind] else "vLLM's own"
+                taken = VLLM[kind] and not _stays(row["settings"])
+                engine = "moelora" if taken else "vLLM's own"
         lines.append(f"| {tool} | `{scheme}` | {' | '.join(cells)} | {engine} |")
     said = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join([*lines, "", *said])
 
 
+def _stays(settings: dict) -> bool:
+    """Whether `AutoGPTQMoEMethod` keeps a layer: of zero points, or in activation order."""
+    is_gptq = settings["quant_method"] == "gptq"
+    return is_gptq and bool(settings.get("desc_act") or not settings.get("sym", True))
+
+
 def _cell(result: str | None, notes: list[str]) -> str:
     if result is None:
         return ""
-    if not result.startswith("refused"):
-        return "not made" if result.startswith("not made") else result
+    kind, _, why = result.partition(": ")
+    if not why or kind == "not made":
+        return kind
     match = WHERE.match(result)
-    note = match["why"] if match else result.removeprefix("refused: ")
+    note = match["why"] if match else why
     if note not in notes:
         notes.append(note)
-    return f"refused ({notes.index(note) + 1})"
+    return f"{kind} ({notes.index(note) + 1})"
 
 
 def filled(page: str) -> str:

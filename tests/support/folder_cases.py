@@ -44,6 +44,10 @@ def integers(w: Tensor, zero: int, width: int = 4, group: int = GROUP) -> tuple[
     return q.flatten(-2), scales.squeeze(-1), ((q - zero) * scales).flatten(-2)
 
 
+def unquantized(w: Tensor) -> Made:
+    return {".weight": w.bfloat16()}, w.bfloat16().float()
+
+
 def gptq(w: Tensor, zero: int = 8, width: int = 4, offset: int = 1, order: bool = False) -> Made:
     """With `order`, columns lie as they were, and groups have those that were chosen for them."""
     columns = torch.arange(w.size(1))
@@ -228,6 +232,7 @@ NVFP4 = "nvfp4-pack-quantized", ["Linear"]
 OF_NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
 CASES = {
     "gptq": Case(gptq, gptq, {**GPTQ, "checkpoint_format": "gptq"}),
+    "gptq_of_attention": Case(unquantized, gptq, GPTQ),
     "gptq_v2": Case(
         lambda w: gptq(w, 7, offset=0),
         lambda w: gptq(w, 7, offset=0),

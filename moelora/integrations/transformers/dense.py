@@ -22,6 +22,12 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
+def plain(weight: Tensor) -> Tensor:
+    """Of a layer that is not quantized."""
+    _matrix("weight", weight, *SCALES)
+    return weight.float()
+
+
 def gptq(
     qweight: Tensor,
     scales: Tensor,

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from moelora.files import file_in, read_json
+from moelora.integrations.transformers import dense
+from moelora.integrations.transformers.names import OF_ONE
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.integrations.transformers.schemes import (
     MARKS,
@@ -43,6 +45,8 @@ class Folder:
         `quantization_config` of config.json.
     linears : dict of str to frozenset of str
         Quantized linear layers, including those of experts, and the suffixes of their tensors.
+    plain_experts : set of str
+        Linear layers of single experts that are not quantized.
     unread : set of str
         Names of tensors that have not been read.
     """
@@ -64,6 +68,10 @@ class Folder:
             self._files.update(dict.fromkeys(file.keys(), (shard, file)))
         self.unread = set(self._files)
         self.linears = _quantized(self._files)
+        names = (name.removesuffix(".weight") for name in self._files if name.endswith(".weight"))
+        self.plain_experts = {
+            linear for linear in names if OF_ONE.search(linear) and linear not in self.linears
+        }
 
     def _quantization(self, config: dict[str, Any]) -> dict[str, Any]:
         """`quantization_config`, or ModelOpt's settings in a file of their own."""
@@ -133,12 +141,19 @@ class Folder:
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
+    def of_names(self) -> list[str]:
+        """Linear layers that experts may have."""
+        return [*self.linears, *sorted(self.plain_experts)]
+
     def shard_of(self, linear: str) -> Path:
         """The file with a linear layer's tensors."""
-        return next(self._files[f"{linear}.{part}"][0] for part in sorted(self.linears[linear]))
+        parts = self.linears.get(linear, ("weight",))
+        return next(self._files[f"{linear}.{part}"][0] for part in sorted(parts))
 
     def scheme_of(self, linear: str) -> Scheme:
-        """Scheme of a quantized linear layer; errors name the folder."""
+        """Scheme of a linear layer; errors name the folder."""
+        if linear in self.plain_experts:
+            return Scheme("not quantized", ("weight",), (), dense.plain, {})
         try:
             return scheme_of(self.quantization, linear, self.linears[linear])
         except (ValueError, NotImplementedError) as error:
@@ -179,23 +194,23 @@ class Folder:
     def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors but those of experts. Quantized linear layers are dequantized to `dtype`."""
         tensors, stored, made = {}, 0, 0
-        dense = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
-        parts = {f"{linear}.{part}" for linear in dense for part in self.linears[linear]}
+        others = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
+        parts = {f"{linear}.{part}" for linear in others for part in self.linears[linear]}
         of_cache = {name for name in self if name.endswith(OF_CACHE)}
         skipped = parts | of_cache
         self.unread -= skipped
         for name in self:
             if not OF_EXPERTS.search(name) and name not in skipped:
                 tensors[name] = self[name]
-        for linear in dense:
+        for linear in others:
             numbers, size = self.dequantized(linear, dtype)
             tensors[f"{linear}.weight"] = numbers
             stored, made = stored + size, made + numbers.nbytes
-        if dense:
-            names = dict.fromkeys(self.scheme_of(linear).name for linear in dense)
+        if others:
+            names = dict.fromkeys(self.scheme_of(linear).name for linear in others)
             kind = str(dtype).removeprefix("torch.")
             log.warning(
-                f"{self.path}: {len(dense)} linear layers beside the experts ({', '.join(names)}) "
+                f"{self.path}: {len(others)} linear layers beside the experts ({', '.join(names)}) "
                 f"are dequantized to {kind}, {made / 2**30:.2f} GiB from {stored / 2**30:.2f} GiB"
             )
         if of_cache or self.quantization.get("kv_cache_scheme"):
@@ -204,7 +219,7 @@ class Folder:
 
     def dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
         """A layer's weight, and the bytes of the tensors that it was."""
-        scheme, parts = self.scheme_of(linear), self.linears[linear]
+        scheme, parts = self.scheme_of(linear), self.linears.get(linear, frozenset())
         found = {
             part: self[f"{linear}.{part}"]
             for part in scheme.parts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moelora import QuantizedWeights
+from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
 from moelora.integrations.transformers.projection import (
@@ -66,6 +67,8 @@ def _read_experts(
     dequantize: bool,
 ) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
     interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    if interleaved:
+        _refuse_halves(folder, layer)
     up, down = sizes(experts)
     method = folder.quantization.get("quant_method")
     found: tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
@@ -82,7 +85,8 @@ def _read_experts(
         of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
         rows: GateUp | None = "concatenated" if experts.has_gate else None
         schemes = [_scheme(folder, names) for names in (of_up, of_down)]
-        if dequantize and any(scheme.make is None for scheme in schemes):
+        plain = all(scheme.numbers is dense.plain for scheme in schemes)
+        if plain or (dequantize and any(scheme.make is None for scheme in schemes)):
             for scheme in schemes:
                 scheme.taking(activations)
             found = (
@@ -99,13 +103,28 @@ def _read_experts(
     return found
 
 
+def _refuse_halves(folder: Folder, layer: str) -> None:
+    """NotImplementedError of folders whose gate_proj and up_proj are halves of rows in turns.
+
+    GPTQModel (7.7, defuser 0.0.28) cuts gpt-oss's experts so: each half has rows of both.
+    """
+    meta = folder.quantization.get("meta")
+    tools = meta.get("quantizer") if isinstance(meta, dict) else None
+    if isinstance(tools, list) and any(str(tool).startswith("gptqmodel") for tool in tools):
+        raise NotImplementedError(
+            f"{folder.path}: {layer} has rows of gate and up in turns, which GPTQModel cuts in "
+            "halves and calls gate_proj and up_proj; quantize such models with llm-compressor or "
+            "AutoRound"
+        )
+
+
 def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
     """Logs how many experts `dequantize` has turned into parameters, if any."""
     modules = [module for module in modules if not is_quantized(module)]
-    if not modules:
-        return
     schemes = (folder.scheme_of(linear) for linear in folder.linears if OF_ONE.search(linear))
     names = dict.fromkeys(scheme.name for scheme in schemes if scheme.make is None)
+    if not (modules and names):
+        return
     weights = [w for module in modules for w in expert_weights(module)]
     made = sum(w.numel() * w.itemsize for w in weights if isinstance(w, Tensor))
     kind = str(modules[0].down_proj.dtype).removeprefix("torch.")

@@ -116,7 +116,7 @@ def load_quantized(
         name, got, wanted = min(info["mismatched_keys"])
         raise ValueError(f"{folder}: {name} has shape {tuple(got)}, wanted {tuple(wanted)}")
     layers = moe_layers(model)
-    linears = expert_linears(model, layers, checkpoint.linears)
+    linears = expert_linears(model, layers, checkpoint.of_names())
     biases = {
         f"{name}.{own}": bias
         for name, (module, _) in layers.items()
@@ -185,7 +185,7 @@ def load_quantized_experts(
         block = model.get_submodule(name.rpartition(".")[0])
         if any(is_offloaded(part) for part in (module, *block.modules())):
             raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
-    linears = expert_linears(model, layers, folder.linears)
+    linears = expert_linears(model, layers, folder.of_names())
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:

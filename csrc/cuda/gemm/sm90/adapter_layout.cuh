@@ -24,6 +24,11 @@ __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launc
   return has_gate_up_slices(g) || MOST < 4 ? 2 : 4;
 }
 
+/* Backward: bytes of the rows of A of an m64 tile in an adapter stage, all slabs of it. */
+template <class S>
+constexpr int kDepthM64Bytes =
+    (sizeof(S::Stage::sW) < S::TILES * 4 * kSlabM64Bytes ? 2 : 4) * kSlabM64Bytes;
+
 /* Index of an m64 tile within a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
   return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;

@@ -145,7 +145,7 @@ __device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, 
       const int output = first_output<S>(g, tile, m64) + chunk * 8;
       const int count = r < ranks ? g.weights.n_out - output : 0;
       const T *from = count > 0 ? gA + r * a.stride_i + output : gA;
-      const uint32_t to = sA + m64 * kM64Bytes + r * kRowBytes + ((chunk ^ r & 7) << 4);
+      const uint32_t to = sA + m64 * kDepthM64Bytes<S> + r * kRowBytes + ((chunk ^ r & 7) << 4);
       if (VECTORS)
         copy_async_16(to, from, count > 0 ? 16 : 0);
       else

@@ -1,9 +1,10 @@
-/* Hopper: products of the backward, with native transposed weights. */
+/* Hopper: products of the backward, with transposed weights. */
 #ifndef MOELORA_CUDA_SM90_BACK_CUH
 #define MOELORA_CUDA_SM90_BACK_CUH
 
 #include "cuda/gemm/sm90/launch.cuh"
 #include "cuda/gemm/sm90/transposed.cuh"
+#include "cuda/gemm/sm90/transposed_tiles.cuh"
 
 namespace {
 
@@ -24,7 +25,8 @@ moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16
 
 template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchBack {
-  static constexpr bool BF16 = Element<T>::is_bf16;
+  static constexpr bool BF16 = Element<T>::is_bf16, NATIVE = FormatTraits<FORMAT>::IS_NATIVE;
+  static_assert(NATIVE || CLUSTER == 1, "CTAs share native weights");
 
   static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *,
                             const moelora_exec *exec) {
@@ -36,11 +38,14 @@ struct LaunchBack {
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
     // The epilogue's buffers take the place of a stage, where two CTAs fill an SM's memory.
     constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
-    using S = TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>;
+    using S =
+        std::conditional_t<NATIVE, TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>,
+                           TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, THROUGH>>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
     GemmMaps maps = {};
-    MOELORA_TRY(map_transposed_weights(g, BF16, &maps.w));
+    if (NATIVE)
+      MOELORA_TRY(map_transposed_weights(g, BF16, &maps.w));
     if (g->tokens.divisor.value == 0)
       MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
                                 S::REST_BOX, &maps.x));

@@ -5,7 +5,7 @@
  *   sW [TILES][64 of K]              one TMA box per m64 tile: rows of 64 outputs, 128-byte swizzle
  *   sX [TOKENS]                      rows of y, 64 elements of K
  *
- * In an adapter stage sW holds rows of factors A, [TILES][4 slabs][16 ranks] of 64 outputs, and sX
+ * In an adapter stage sW holds rows of factors A, [TILES][slabs][16 ranks] of 64 outputs, and sX
  * rows of yb. It is multiplied with mma.sync: the accumulators are complete by then, and tokens
  * that do not carry a slab's adapter are left out, whatever A holds. mma.sync and wgmma round
  * identically. */
@@ -41,7 +41,8 @@ template <class S, class T> struct TransposedAdapters {
     const int stage = warp.pipeline.stage;
     const uint32_t header = warp.smem.header(stage);
     const int slabs = SlabsHeader::read(header).slabs;
-    const uint32_t sA = warp.smem.sW(stage) + 2 * warp.consumer * kM64Bytes + transposed_offset();
+    const uint32_t sA =
+        warp.smem.sW(stage) + 2 * warp.consumer * kDepthM64Bytes<S> + transposed_offset();
     const uint32_t sYb = warp.smem.sX(stage) + token_offset();
 #pragma unroll 1
     for (int j = 0; j < slabs; j++) {
@@ -52,7 +53,7 @@ template <class S, class T> struct TransposedAdapters {
       uint32_t rA[2][4];
 #pragma unroll
       for (int t = 0; t < 2; t++)
-        load_matrix_x4_trans(rA[t], sA + t * kM64Bytes + j * kSlabBytes);
+        load_matrix_x4_trans(rA[t], sA + t * kDepthM64Bytes<S> + j * kSlabBytes);
 #pragma unroll
       for (int i = 0; i < (N + 8) / 16; i++, ahead += 16) {
         asm volatile("" : "+r"(ahead)); // opaque: what follows is not precomputed

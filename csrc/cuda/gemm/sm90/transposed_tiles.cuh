@@ -1,0 +1,170 @@
+/* Grouped products y W of a backward for Hopper with quantized weights: bulk copies, tiles
+ * dequantized and transposed in registers, wgmma with operand A in registers.
+ *
+ *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
+ *   gather warps    Y(0)  Y(1)  ...                rows of y of step i
+ *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs of an m64
+ * tile | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
+ *
+ * Rows of W are K, its columns outputs (operand A). A k step covers 128 elements of K: two tiles of
+ * rows, or one of gate and one of up rows if these alternate in K.
+ *
+ *   sW [2][tiles of columns]         the tiles as in memory, side by side
+ *   sX [2][TOKENS]                   rows of y, 64 elements of K each
+ *
+ * Each of a consumer's two m64 tiles has a register buffer for operand A: while wgmma reads one,
+ * the other is filled. See common/transposed_tiles.cuh for the transpose; adapter stages are those
+ * of transposed.cuh. */
+#ifndef MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
+#define MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
+
+#include "cuda/gemm/common/transposed_tiles.cuh"
+#include "cuda/gemm/sm90/dequantize.cuh"
+#include "cuda/gemm/sm90/transposed.cuh"
+
+template <class S, class T> struct TransposedTilesMainloop;
+
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool THROUGH_>
+struct TransposedTilesShape
+    : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
+      RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+  using Base = KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>;
+  using Format = FormatTraits<FORMAT_>;
+  static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
+  static constexpr bool ALIASES = Base::ALIASES && !THROUGH_;
+  static constexpr int OWN_BUFFERS = THROUGH_ ? 3 : Base::OWN_BUFFERS;
+  static constexpr int SPANS = 2, GATHER_LANES = 4;
+  // With more sizes of N there are too few registers for wgmmas in flight.
+  static constexpr int STEP = 32, LEAST = 96;
+  static_assert(TOKENS == 128, "sizes of N");
+  // Tiles of columns that hold the outputs.
+  static constexpr int COLUMN_TILES = Base::ROWS / Format::TILE_DEPTH;
+  static constexpr int SPAN_BYTES = COLUMN_TILES * Format::MAX_TILE_BYTES;
+
+  struct Stage {
+    uint8_t sW[(SPANS * SPAN_BYTES + 1023) / 1024 * 1024]; // weights and scales
+    SwizzledRow sX[SPANS][TOKENS];                         // rows of y
+  };
+  template <class S> using Storage = SharedStorage<S>;
+  template <class S, class T> using Mainloop = TransposedTilesMainloop<S, T>;
+};
+
+template <class S, class T> struct TransposedTilesMainloop : TransposedMainloop<S, T> {
+  /* Producer of the weights of a k step: a bulk copy for each of its two rows of tiles. Tiles of
+   * columns past the last one are left as they are; their outputs are not stored. In a row of tiles
+   * past the end of K, y is zero and weights may be anything: load the last one again. */
+  struct WeightLoads {
+    const char *gW; // the first tile of columns, in the first row of tiles
+    uint32_t share; // bytes of a row of tiles
+
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
+      const moelora_weights &w = g.weights.w;
+      gW = (const char *)w.data + tile.expert * w.stride_e +
+           first_output<S>(g, tile, 0) / S::Format::TILE_DEPTH * w.stride_kt;
+      share = bytes(g, tile) / S::SPANS;
+    }
+    static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g,
+                                                     const Tile &tile) {
+      constexpr int WIDTH = S::Format::TILE_DEPTH;
+      const int left = (g.weights.n_out - first_output<S>(g, tile, 0) + WIDTH - 1) / WIDTH;
+      return S::SPANS * min(left, S::COLUMN_TILES) * S::Format::tile_bytes(g.weights.w.format);
+    }
+    __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                         const Tile &, int step, const SharedMemory<S> &smem,
+                                         const GemmPipeline<S> &pipeline, uint64_t policy) {
+      const moelora_weights &w = g.weights.w;
+      const int last = (g.tokens.k + kDepth - 1) / kDepth - 1;
+#pragma unroll
+      for (int span = 0; span < S::SPANS; span++) {
+        const int row =
+            is_interleaved(w) ? step + span * (int)w.half_tiles : min(step * S::SPANS + span, last);
+        bulk_load(smem.sW(pipeline.stage) + span * S::SPAN_BYTES, gW + row * w.stride_nt, share,
+                  pipeline.full(), policy);
+      }
+    }
+  };
+
+  /* Elements 32 PAIR to 32 PAIR + 31 of a k step, of m64 tile t of the consumer. */
+  template <int PAIR>
+  static __device__ __forceinline__ void load(SlabPair<T> &rA, uint32_t sW, int thread,
+                                              int consumer, int t, const moelora_weights &w) {
+    const int lane = thread & 31, slab = thread >> 5 & 3, row = lane / 4;
+    const bool interleaved = is_interleaved(w);
+    const uint32_t bytes = S::Format::tile_bytes(w.format);
+    if constexpr (S::Format::IS_FP8) {
+      sW += consumer * bytes;
+      // ldmatrix takes the addresses of rows `lane`, scales are of rows lane / 4, ... of K.
+      const int from = interleaved ? 16 * PAIR + lane / 2 : PAIR % 2 * 32 + lane;
+      const int scale = interleaved ? 16 * PAIR + row / 2 : PAIR % 2 * 32 + row;
+      const bool rows = moelora_has_row_scales(w.format);
+      const uint32_t scales = sW + (interleaved ? row % 2 : PAIR / 2) * S::SPAN_BYTES +
+                              S::Format::TILE_VALUES + 4 * (rows ? scale : t);
+      rA.load_fp8(sW + (interleaved ? lane % 2 : PAIR / 2) * S::SPAN_BYTES + from * 128 +
+                      ((4 * t + slab ^ from & 7) << 4),
+                  scales,
+                  !rows         ? 0
+                  : interleaved ? 16
+                                : 32);
+    } else {
+      const uint32_t tile =
+          sW + (2 * consumer + t) * bytes + (interleaved ? row % 2 : PAIR / 2) * S::SPAN_BYTES;
+      rA.template load<S::FORMAT>(tile, tile + S::Format::TILE_SCALE_OFFSET,
+                                  interleaved ? 8 * PAIR + row / 2 : PAIR % 2 * 16 + row, slab,
+                                  interleaved, w.format);
+    }
+  }
+
+  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  template <int N>
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
+    int previous = 0;
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread)); // opaque: offsets are not kept in registers between tiles
+    SlabPair<T> rA[2];
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      pipeline.wait_full();
+      if (g.tokens.divisor.value)
+        fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
+
+      // By now TMA has stored the outputs of the previous tile.
+      if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
+        warp.release_aliased_stage();
+
+      const uint32_t sW = warp.smem.sW(pipeline.stage);
+      const uint64_t b = wgmma_descriptor(uniform(warp.smem.sX(pipeline.stage)));
+      const auto multiply_pair = [&](auto pair) __attribute__((always_inline)) {
+        constexpr int PAIR = decltype(pair)::value;
+        const uint64_t slabs = b + PAIR / 2 * (S::TOKENS * kRowBytes / 16) + PAIR % 2 * 4;
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+          // The wgmmas that last read rA[t] have completed; those of the other m64 tile are in
+          // flight while this one's operand is dequantized.
+          wgmma_wait<1>();
+          load<PAIR>(rA[t], sW, thread, warp.consumer, t, g.weights.w);
+          wgmma_fence();
+          Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t].a[0], slabs);
+          Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t].a[1], slabs + 2);
+          wgmma_commit();
+
+          // All wgmmas of the previous step have completed: release its stage.
+          if (PAIR == 0 && t == 1 && step > 0)
+            pipeline.release(previous);
+        }
+      };
+      multiply_pair(std::integral_constant<int, 0>());
+      multiply_pair(std::integral_constant<int, 1>());
+      multiply_pair(std::integral_constant<int, 2>());
+      multiply_pair(std::integral_constant<int, 3>());
+      previous = pipeline.stage;
+      pipeline.advance();
+    }
+    return previous;
+  }
+};
+
+#endif
