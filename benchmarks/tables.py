@@ -3,8 +3,9 @@
     python -m benchmarks.tables [NAME...]  prints them, or some of them
     python -m benchmarks.tables --write    updates the pages
 
-Names are the keys of TABLES, MADE and SENTENCES, or `from TOPIC`: provenance and command of a file.
-A file is named <card>-<topic>.json; of several cards the newest is taken, and tables name the card.
+Names are the keys of TABLES, MADE, COMPUTED and SENTENCES, or `from TOPIC`: provenance and command
+of a file. A file is named <card>-<topic>.json; of several cards the newest is taken, and tables
+name the card.
 A page contains a table between `<!-- name -->` and `<!-- /name -->`. At `<!-- site: name, name -->`
 only the generated site does (docs/mkdocs_hooks.py), which is built without torch: this module must
 not import moelora.
@@ -18,7 +19,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import ROOT, training_memory
 
 PAGES = (
     "README.md",
@@ -492,6 +493,7 @@ MADE = {
     "engine_bits": ("e2e-invariance", engine_bits),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
 }
+COMPUTED = {"training-memory": training_memory.table}  # not measured
 SENTENCES = {
     f.__name__: f
     for f in (
@@ -513,6 +515,8 @@ def section(name):
         return table(name)
     if name in MADE:
         return MADE[name][1]()
+    if name in COMPUTED:
+        return COMPUTED[name]()
     return wrapped(SENTENCES[name]())
 
 

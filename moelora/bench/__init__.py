@@ -13,6 +13,6 @@ PATH_MAX = 4096  # Linux
 
 
 def console() -> Console:
-    """The terminal, or lines wide enough for every table, with a path of any length in it."""
+    """A console: the terminal, or one wide enough for tables with paths of any length."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=2 * PATH_MAX)

@@ -93,7 +93,7 @@ def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
     if name == "w13":
         rows, columns = inter * (2 if gate_up else 1), layer.hidden_size
     words, scales = (getattr(layer, f"{name}_{own}").data for own in ("weight", "weight_scale"))
-    return QuantizedWeights.from_nvfp4(  # without what is padded where there is no gate
+    return QuantizedWeights.from_nvfp4(  # drop padding of ungated weights
         [marlin.values(expert)[:rows, : columns // 2].contiguous() for expert in words],
         [marlin.nvfp4_scales(expert)[:rows, : columns // 16].contiguous() for expert in scales],
         marlin.nvfp4_tensor_scale(getattr(layer, f"{name}_weight_scale_2").data.flatten()),
