@@ -324,6 +324,19 @@ def test_buffers_of_any_strides(place):
     assert (memory == 7.0).all()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_factor_of_up_alone(place):
+    """With weights on the input, the gradient of up's A has the bits that it has beside gate's."""
+    spec = Spec(tokens=9, top_k=1, weight_on_input=True, dtype=place[1])
+    arguments = spec.build().to(place[0]).kwargs()
+    grad_out = grad_like(arguments["hidden_states"].shape, place[1], place[0])
+    want = by_autograd(arguments, grad_out, ("w13_lora_a",))["w13_lora_a[1]"]
+    gate, up = arguments["w13_lora_a"]
+    up = up.detach().requires_grad_()
+    moelora.fused_experts_lora(**arguments | {"w13_lora_a": [gate, up]}).backward(grad_out)
+    assert up.grad.any() and same_bits(up.grad, want)
+
+
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_wanted(place):
     """Each gradient has the bits that it has among all, whichever others are computed."""

@@ -147,7 +147,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
   const auto take = [&](size_t columns, size_t bytes) {
     return moelora_take_array(&arena, moelora_times(rows, columns), bytes);
   };
-  if (!weighted && b->a13[0].data)
+  if (!weighted && (b->a13[0].data || b->a13[1].data))
     l.x = moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, (size_t)p->hidden),
                              2);
   if (needs->yb2)
