@@ -29,7 +29,8 @@ typedef struct long_segment {
 
 static const long_segment long_portable = {40, 128}, /* for K below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
-    long_wide = {2, 7};                              /* sm_90, more rows of A */
+    long_wide = {8, 7},                              /* sm_90, up to 64 */
+    long_widest = {2, 7};                            /* sm_90, more */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -100,11 +101,12 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
   const bool sm90 = segments_family(load) == MOELORA_SM90;
   if (!load->listed || !load->vectors || (!sm90 && load->depth >= MOELORA_LONG_DEPTH))
     return false;
-  const long_segment from = !sm90                    ? long_portable
-                            : load->columns > NARROW ? long_wide
-                                                     : long_narrow;
+  const long_segment from = !sm90                          ? long_portable
+                            : load->columns > STAGED_RANKS ? long_widest
+                            : load->columns > NARROW       ? long_wide
+                                                           : long_narrow;
   /* Segments of an x by position are listed while the kernel that writes it drains. */
-  const int64_t much = sm90 && load->columns <= NARROW && !load->by_position ? 2 : 1;
+  const int64_t much = sm90 && load->columns <= STAGED_RANKS && !load->by_position ? 2 : 1;
   return load->rows >= much * from.tokens * load->segments &&
          load->rows >= much * from.rows_of_unit * device->num_units;
 }

@@ -102,8 +102,9 @@ def test_several_answers_to_one_request(served):
     twice = options(of={"num_return_sequences": 2, "do_sample": True, "top_k": 1})  # the likeliest
     answers = len(model.generate_batch(prompts[:1], **twice))  # transformers 5.17 returns one
     got = model.generate_batch(prompts[:1], adapter_names=NAMES[:1], **twice)
-    once = texts(model.generate_batch(prompts[:1], adapter_names=NAMES[:1], **options()))
-    check(model, texts(got), once * answers)
+    assert len(got) == answers
+    if model.dtype == torch.float32:  # in bfloat16 several tokens may be the likeliest
+        check(model, texts(got), wanted[:1] * answers)
     ids = torch.tensor(prompts[:1] * 2, device=model.device)
     paged = model.generate(
         ids, adapter_names=["all", None], cache_implementation="paged", **options()

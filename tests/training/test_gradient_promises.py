@@ -7,6 +7,7 @@ import torch
 from cases import Problem, Spec, same_bits
 from conftest import on_gpu
 from gradient_cases import DEVICES, FEW_PLACES, PLACES, by_autograd, by_hand, flat, grad_like
+from quantized_cases import ALL_FORMATS, build
 
 import moelora
 from moelora import _C
@@ -260,6 +261,10 @@ def test_nothing_is_saved_without_autograd(device):
     assert not saved_bytes(lambda: moelora.fused_experts_lora(**p.kwargs()))
 
 
+# Weights of kernels with such a word in their names.
+FORMS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_g32_zp", "w8a16": "fp8_channel"}
+
+
 def kernels():
     """What a backward can be forced to: on a CPU rows that all operators share."""
     for name in _C.usable():
@@ -275,6 +280,9 @@ def test_kernels(variant, device):
     dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
     dtype = dtypes[variant.split("_")[1]]
     p, grad_out = problem(TENANTS, (device, dtype))
+    if form := FORMS.get(variant.split("_")[2]):
+        p = build(replace(TENANTS, hidden=192, inter=128), ALL_FORMATS[form], dtype).to(device)
+        grad_out = grad_like(p.kwargs()["hidden_states"].shape, dtype, device)
     _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
     want = flat(moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())._asdict())
     try:
