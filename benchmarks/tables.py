@@ -63,7 +63,7 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
 CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
     unpacked in the call: ours_unpacking_us, without: ours_base_us,
     in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
-TRAINING = """layer: shape, bound: bound_us, share: share,
+TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
@@ -337,11 +337,12 @@ def engine_ranges():
         ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
         ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
     ):
+        release = f"vLLM {load(TABLES[name][0])[0].get('vllm', '0.26')}"
         for phase in ("prefill", "decode"):
             base = rate(cases(name), phase, "vllm", False, "base")
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
-                row(TABLES[name][0], "vLLM 0.26", what, layers, phase, base, theirs, ours)
+                row(TABLES[name][0], release, what, layers, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():
         numbers = (
@@ -409,9 +410,43 @@ def engine_bits():
     ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
     text = f"""Of {ours["matched"]} different rows that came to moelora's {ours["layers"]} layers in
         both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one alone;
-        with vLLM's LoRA kernels under its flag {theirs["differing"]} of {theirs["matched"]}, and
-        {theirs["unmatched"]} came in one alone, behind layers that differed."""
+        with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
+        {theirs["unmatched"]} came in one alone, after layers that differed."""
     return wrapped(text)
+
+
+LAYERS = {
+    "qwen3": "Qwen3-30B-A3B",
+    "gptoss": "gpt-oss-20b",
+    "glm45air": "GLM-4.5-Air",
+    "mixtral": "Mixtral-8x7B",
+}
+PEERS = {"unsloth": "Unsloth", "axolotl": "axolotl", "veomni": "VeOmni", "peft": "PEFT"}
+
+
+def training_peers():
+    """A training step of ours and of other projects' kernels."""
+    rows = load("training")[1]
+    titles = ["layer", "tokens", "moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values()]
+    said = []
+    for row in rows:
+        if not row["peers"]:
+            continue
+        case = [row[key] for key in ("shape", "tokens", "rank", "tenants")]
+        quantized = next(
+            r["ours_us"]
+            for r in rows
+            if [r[key] for key in ("shape", "tokens", "rank", "tenants")] == case
+            and r["format"] == "mxfp4"
+        )
+        times = (row["peers"].get(name, {}).get("fwdbwd_us") for name in ("yard", *PEERS))
+        ours = f"**{row['ours_us']:,.0f}**"
+        said.append([LAYERS[case[0]], str(case[1]), ours, *map(whole, (quantized, *times))])
+    return f"{card('training')}:\n\n{markdown(titles, said)}"
+
+
+def whole(us):
+    return "-" if us is None else f"{us:,.0f}"
 
 
 def invariance_found():
@@ -491,6 +526,7 @@ MADE = {
     "engine_ranges": ("e2e-fp8", engine_ranges),
     "engines_parallel": ("e2e-parallel", engines_parallel),
     "engine_bits": ("e2e-invariance", engine_bits),
+    "training_peers": ("training", training_peers),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
 }
 COMPUTED = {"training-memory": training_memory.table}  # not measured

@@ -275,6 +275,8 @@ def main(argv=None):
                 if args.profile:
                     profile(step)
                 rows.append(row)
+                if args.out:
+                    results.write(args.out, rows)
                 del step
                 torch.cuda.empty_cache()
     _C.force_variant(None)
@@ -284,9 +286,9 @@ def main(argv=None):
         found = run_peers(args.peers, args)
         for row in rows:
             key = (row["shape"], row["tokens"], row["rank"], row["tenants"])
-            row["peers"] = found.get(key, {})
-    if args.out:
-        results.write(args.out, rows, command=sys.argv[1:])
+            row["peers"] = found.get(key, {}) if row["format"] == "bf16" else {}
+        if args.out:
+            results.write(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
 
-One engine of vLLM 0.26 after the other, each in its own process (`engines/vllm_engine.py`), on
+One engine of vLLM after the other, each in its own process (`engines/vllm_engine.py`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. vLLM is the
 one that is installed; on a machine without a network `--peers` is a folder with a packed one, whose
@@ -27,6 +27,7 @@ Every stage has a deadline, none starts after the budget, and the result file is
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -160,13 +161,19 @@ class Bench(Stages):
             self.checks.append(row | {"ok": served == name.startswith("moelora")})
         self.write()
 
+    def release(self):
+        """Version of vLLM, the packed or the installed one; None: there is none."""
+        path = [str(self.site)] if self.args.peers else sys.path
+        found = importlib.metadata.distributions(name="vllm", path=path)
+        return next((one.version for one in found), None)
+
     def write(self):
         rows = speeds(self.runs)
         if self.same_format():  # an engine that reads other bytes is not what is wanted
             rows += all_targets(rows, self.args.format)
         rows += answers(self.runs, same_by(self.said))
         rows += judge(self.said) + self.checks
-        results.write(self.args.out, rows, stages=self.stages)
+        results.write(self.args.out, rows, vllm=self.release(), stages=self.stages)
         write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
 

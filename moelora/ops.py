@@ -368,7 +368,7 @@ def fused_experts_lora(
 
     Notes
     -----
-    Differentiable in `hidden_states`, `topk_weights`, the factors and the biases, on a CPU; see
+    Differentiable in `hidden_states`, `topk_weights`, the factors and the biases; see
     `fused_experts_lora_backward`. Calls that autograd does not record save nothing.
 
     The exact MoE LoRA that PEFT trains: the adapters of gate and up enter before the activation.
