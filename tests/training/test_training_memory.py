@@ -22,5 +22,5 @@ def test_cards():
 
 
 def test_the_page_has_the_table():
-    found = PAGE.read_text().split("<!-- computed: memory -->\n")[1].split("\n<!-- end: memory")[0]
+    found = PAGE.read_text().split("<!-- training-memory -->\n")[1].split("\n<!-- /training-memory")[0]
     assert found == training_memory.table(), "python -m benchmarks.training_memory"
