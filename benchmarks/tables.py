@@ -337,12 +337,13 @@ def engine_ranges():
         ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
         ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
     ):
-        release = f"vLLM {load(TABLES[name][0])[0].get('vllm', '0.26')}"
         for phase in ("prefill", "decode"):
             base = rate(cases(name), phase, "vllm", False, "base")
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
-                row(TABLES[name][0], release, what, layers, phase, base, theirs, ours)
+                topic = TABLES[name][0]
+                release = f"vLLM {load(topic)[0].get('vllm', '0.26')}"
+                row(topic, release, what, layers, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():
         numbers = (
