@@ -37,6 +37,8 @@ FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio
     in bf16: ours_bf16_us, vLLM with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
     without: ours_base_us, in bf16 without: ours_bf16_base_us, vLLM without: rivals.vllm_base,
     triton_kernels without: rivals.tk_base, error: max_err_ratio"""
+NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
+    without: ours_base_us, share without: share_base"""
 ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
     vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,
     moe_sorting: ours_sorting_us"""
@@ -69,12 +71,13 @@ TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
-RATIOS = "ratio", "share", "max_err_ratio"
+RATIOS = "ratio", "share", "share_base", "max_err_ratio"
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
     "adapters": ("adapters", lambda r: True, "adapters: adapters, " + LAYER),
     "formats_all": ("formats", lambda r: True, FORMATS),
+    "nvfp4": ("nvfp4", lambda r: True, NVFP4),
     "portable": ("sm80-layer", lambda r: True, LAYER),
     "kernels": ("kernels", lambda r: True, KERNELS),
     "kernels_formats": ("kernels-formats", lambda r: r["us"] > 8, KERNELS),
