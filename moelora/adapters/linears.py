@@ -80,6 +80,8 @@ class LinearStacks:
         """Write a staged adapter to a slot; layers without factors become zero."""
         for name, layer in self.layers.items():
             a, b, ranks = self.of(name)
+            # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+            a, b = a.detach(), b.detach()
             a[slot].zero_()
             b[slot].zero_()
             if name not in staged:

@@ -521,7 +521,6 @@ class AdapterPool:
         for tables in self._tables.values():
             tables.enabled[slot] = enabled
 
-    @torch.no_grad()  # stacks that are trained require gradients
     def _commit(self, slot: int, staged: _Staged) -> None:
         # Kernels of an earlier batch may still be reading the slot on another stream.
         self._synchronize()

@@ -170,7 +170,9 @@ class ExpertStacks:
         for name, layer in self.layers.items():
             stacks = self._named(layer)
             chosen = staged.factors.get(name, [None] * len(stacks))
-            for (_, a, b), factor in zip(stacks, chosen, strict=True):
+            for (_, trained_a, trained_b), factor in zip(stacks, chosen, strict=True):
+                # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+                a, b = trained_a.detach(), trained_b.detach()
                 a[slot].zero_()
                 b[slot].zero_()
                 if factor is not None:

@@ -199,6 +199,7 @@ def test_signals_leave_the_pool_to_other_threads():
             other.start()
             other.join(30)
             assert found, "the lock was left locked"
+            assert torch.is_grad_enabled()
             assert_consistent(pool)
     finally:
         signal.signal(signal.SIGALRM, before)

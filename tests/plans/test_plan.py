@@ -259,7 +259,7 @@ def test_plans_are_logged_on_request(tmp_path):
 AROUND = {
     (1, 16): "sort_i32_64_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
     (64, 16): "sort_i32_2048_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
-    (256, 64): "sort_i32_2048_sm80 blocks_48x64x4_sm80 blocks_48x64x4_sm80",
+    (256, 64): "sort_i32_2048_sm80 segments_128x128_sm90 blocks_48x64x4_sm80",
     (2048, 16): "sort_i32_16384_sm80 blocks_48x32x4_sm80 blocks_48x16x4_sm80",
     (4096, 16): "sort_i32_any_sm80 blocks_48x32x4_sm80 segments_160x32_sm90",
     (4096, 64): "sort_i32_any_sm80 segments_128x128_sm90 segments_160x64_sm90",
@@ -284,7 +284,7 @@ def test_kernels_around_the_projections(answer, tokens, rank):
     [
         (8, 64, 128, "0 0"),  # the sort lists no segments
         (256, 16, 128, "0 0"),  # two rows of a pair
-        (256, 64, 128, "1 1"),  # enough where A is wide
+        (256, 64, 128, "0 1"),  # enough where A is wide; gate and up have whole segments
         (1024, 16, 128, "1 1"),
         (4096, 16, 128, "1 0"),  # the other's segments are long
         (4096, 16, 512, "0 0"),  # to look through all pairs takes longer
