@@ -35,8 +35,8 @@ typedef enum moelora_scale {
   MOELORA_SCALE_F32,
 } moelora_scale;
 
-/* Weight format of CUDA kernels: a single moelora_format, or all that only differ in the layout of
- * scales; with 16-bit or e4m3 x. */
+/* Weight format of CUDA kernels: one moelora_format, or several that differ only in the layout of
+ * their scales, and whether x is 16-bit or e4m3. */
 typedef enum moelora_kernel_format {
   MOELORA_KERNEL_NONE = -1,
 #define MOELORA_KERNEL(NAME, TEXT, FORMAT) MOELORA_KERNEL_##NAME,

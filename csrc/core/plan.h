@@ -65,7 +65,7 @@ bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
 moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
                                        int32_t num_experts);
 
-/* What the plan of a projection over an alignment depends on, besides its kernel. */
+/* Inputs to the plan of a projection over an alignment, besides its kernel. */
 typedef struct moelora_projection_load {
   const moelora_routes *routes;
   const moelora_weights *w;

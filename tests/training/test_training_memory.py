@@ -22,5 +22,6 @@ def test_cards():
 
 
 def test_the_page_has_the_table():
-    found = PAGE.read_text().split("<!-- training-memory -->\n")[1].split("\n<!-- /training-memory")[0]
+    found = PAGE.read_text().split("<!-- training-memory -->\n")[1]
+    found = found.split("\n<!-- /training-memory")[0]
     assert found == training_memory.table(), "python -m benchmarks.training_memory"

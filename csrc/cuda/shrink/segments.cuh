@@ -170,8 +170,8 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   sync();
 }
 
-/* Lists the CTA's items from number `listed` on, as many as fit, and counts all. Done by the first
- * warp, one segment per lane. */
+/* Writes the CTA's items from number `listed` on to the list in shared memory, as many as fit, and
+ * counts all of them. Called by the first warp, one segment per lane. */
 template <class L>
 __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
   if (threadIdx.x >= 32)
