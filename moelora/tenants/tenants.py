@@ -23,7 +23,14 @@ from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import write
 from moelora.tenants.new import new_adapter
-from moelora.tenants.tenant import STATE_FILE, Tenant, read_state, stacks_of
+from moelora.tenants.tenant import (
+    STATE_FILE,
+    Tenant,
+    check_optimizer,
+    check_state,
+    read_state,
+    stacks_of,
+)
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
@@ -180,6 +187,10 @@ class Tenants:
             layers = self.pool.layers
             experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
             adapter = Adapter(experts, adapter.linears)
+        if saved is not None:
+            check_state(saved, self.pool, adapter)
+            if optimizer is None:
+                check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
         self.pool.add(name, adapter, pin=True)
         try:
             tenant = Tenant(name, self.pool, adapter)

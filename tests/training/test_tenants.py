@@ -221,6 +221,88 @@ def test_resumed_from_a_folder(place, when, tmp_path):
     assert same(again.factors("code"), house.factors("code"))
 
 
+def mixed_pool(order=1):
+    """Twelve layers of experts, and linear layers and an embedding of several shapes."""
+    layers = [moelora.MoELayer(f"layers.{n}.experts", 2, 8, 8) for n in range(12)]
+    linears = [
+        *(moelora.LinearLayer(f"layers.{n}.q_proj", 8, 16 if n % 2 else 8) for n in range(12)),
+        moelora.LinearLayer("embed_tokens", 24, 8, embedding=True),
+    ]
+    return moelora.AdapterPool(
+        layers[::order], 2, R, dtype=torch.float32, w13_slices=1, linears=linears[::order]
+    )
+
+
+def descend(tenants, name, number):
+    """A step of gradients drawn by name and number, of all factors and without a model."""
+    target = tenants[name]
+    loss = torch.zeros(())
+    for key, factor in target._keyed().items():
+        own = factor.stack[target._slot].narrow(factor.dim, 0, factor.rank)
+        loss = loss + (own * draw(number + sum("".join(key).encode()), *own.shape)).sum()
+    return tenants.step({name: loss})[name]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["same-order", "other-order"])
+@pytest.mark.parametrize("when", [2, 3], ids=["between-updates", "within-accumulation"])
+def test_moments_are_resumed_by_key(when, order, tmp_path):
+    """A folder's factors come in another order than a new tenant's; so may the pool's layers."""
+    tenants = Tenants(mixed_pool())
+    tenants.add("law", rank=4, lr=1e-2, accumulation=2)
+    for number in range(when):
+        descend(tenants, "law", number)
+    tenants.save("law", tmp_path)
+    again = Tenants(mixed_pool(order))
+    again.add("law", tmp_path, resume=True, accumulation=2)
+    for number in range(when, 6):
+        assert [descend(t, "law", number).updated for t in (tenants, again)] == [number % 2] * 2
+    found, wanted = (t["law"]._keyed() for t in (again, tenants))
+    assert found.keys() == wanted.keys() and len(wanted) == 2 * (2 * 12 + 13)
+    for key, factor in wanted.items():
+        assert torch.equal(found[key].parameter, factor.parameter), key
+
+
+def test_states_of_others_are_refused(tmp_path):
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.steps(["law"], range(1))
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    sgd = lambda p: torch.optim.SGD(p, lr=1.0)  # noqa: E731
+    for options, name in (({"sparse": True}, "SparseAdam"), ({"optimizer": sgd}, "SGD")):
+        with pytest.raises(ValueError, match=f"of the optimizer AdamW, not of {name}"):
+            house.add("law", tmp_path, resume=True, **options)
+    saved = torch.load(tmp_path / "training.pt")
+    for changes, why in (
+        ({"format": 2}, "training.pt is of format 2, wanted 1"),
+        ({"factors": {}}, "is not of this adapter: .* is None there"),
+    ):
+        torch.save(saved | changes, tmp_path / "training.pt")
+        with pytest.raises(ValueError, match=why):
+            house.add("law", tmp_path, resume=True)
+    assert not house.pool.names()
+
+
+@pytest.mark.parametrize("content", ["empty", "garbage", "truncated", "list"])
+def test_damaged_states_are_refused(content, tmp_path):
+    """Before another adapter is evicted for the new one."""
+    house = House(PLACES[0].values[0], max_loras=1)
+    house.add("law")
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    house.pool.add("served", tmp_path)
+    path = tmp_path / "training.pt"
+    whole = path.read_bytes()
+    parts = {"empty": b"", "garbage": b"garbage" * 99, "truncated": whole[: len(whole) // 2]}
+    if content == "list":
+        torch.save([1], path)
+    else:
+        path.write_bytes(parts[content])
+    with pytest.raises(ValueError, match=r"training\.pt is (damaged|of format None)"):
+        house.add("law", tmp_path, resume=True)
+    assert house.pool.names() == ["served"]
+
+
 def test_saved_folders_are_pefts(tmp_path):
     """Of every pool that takes them, served as trained; with the ranks and scalings of each."""
     house = House(PLACES[0].values[0])
