@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import write
+from moelora.adapters.write import replacing, write
+from moelora.tenants.arguments import check_arguments
 from moelora.tenants.new import new_adapter
 from moelora.tenants.tenant import (
     STATE_FILE,
@@ -35,6 +37,9 @@ from moelora.tenants.tenant import (
 __all__ = ["Step", "Tenant", "Tenants"]
 
 Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
+
+# Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
+_TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
 
 
 class Step(NamedTuple):
@@ -73,7 +78,7 @@ class Tenants:
     Raises
     ------
     ValueError
-        The pool has another layout.
+        The pool has another layout, or other `Tenants` that are not closed.
 
     Examples
     --------
@@ -102,6 +107,9 @@ class Tenants:
                     f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
                     "pass w13_slices=1 to AdapterPool or load_adapters"
                 )
+        if id(pool) in _TRAINED:
+            raise ValueError("the pool has other Tenants already: use those, or close them before")
+        _TRAINED[id(pool)] = self
         self.pool = pool
         self._tenants: dict[str, Tenant] = {}
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
@@ -167,14 +175,25 @@ class Tenants:
         ValueError, FileNotFoundError
             A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above.
         RuntimeError
-            The pool is full.
+            The pool is full, or `close` has been called.
+
+        Notes
+        -----
+        What is refused leaves the pool as it was, unless `optimizer` itself raises: its parameters
+        are in the slot, for which another adapter may have been evicted.
         """
-        if accumulation < 1:
-            raise ValueError(f"accumulation is {accumulation}, wanted >= 1")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}, wanted > 0")
-        if sparse and (weight_decay or optimizer is not None):
-            raise ValueError("sparse=True takes neither weight_decay nor optimizer")
+        self._check_open(name)
+        check_arguments(
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            lr=lr,
+            weight_decay=weight_decay,
+            optimizer=optimizer,
+            sparse=sparse,
+            accumulation=accumulation,
+            max_norm=max_norm,
+        )
         saved = None
         if resume:
             if not isinstance(source, (str, Path)):
@@ -198,6 +217,9 @@ class Tenants:
             parameters = tenant.parameters()
             if optimizer is not None:
                 tenant.optimizer = optimizer(parameters)
+                if not isinstance(tenant.optimizer, Optimizer):
+                    kind = type(tenant.optimizer).__name__
+                    raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
             elif sparse:
                 tenant.optimizer = SparseAdam(parameters, lr=lr)
             else:
@@ -214,12 +236,16 @@ class Tenants:
         self._tenants[name] = tenant
         return tenant
 
+    def _check_open(self, name: str) -> None:
+        if _TRAINED.get(id(self.pool)) is not self:
+            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
+
     def remove(self, name: str) -> None:
         """End the training of an adapter and free its slot. Save it before. KeyError without it."""
         tenant = self[name]
         if tenant.is_here():
             self.pool.remove(name)
-        tenant.clear()
+            tenant.clear()
         del self._tenants[name]
 
     def __getitem__(self, name: str) -> Tenant:
@@ -241,6 +267,9 @@ class Tenants:
     def close(self) -> None:
         """End all training; the adapters stay in the pool, and are served."""
         self._tenants.clear()
+        if _TRAINED.get(id(self.pool)) is not self:
+            return  # closed before; the pool may have other Tenants by now
+        del _TRAINED[id(self.pool)]
         for stack in self._stacks:
             stack.requires_grad_(False)
             stack.grad = None
@@ -377,7 +406,8 @@ class Tenants:
                 self.pool.disable(tenant.name)
         if any(tenant.pending for tenant in self._tenants.values()):
             for tenant in through:
-                tenant.clear()
+                if tenant.is_here():
+                    tenant.clear()
         else:  # what autograd computes next becomes .grad without an addition
             for stack in self._stacks:
                 stack.grad = None
@@ -401,20 +431,31 @@ class Tenants:
         folder : path
             PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
         optimizer : bool
-            Write `training.pt` as well, for `add(..., resume=True)`.
+            Write `training.pt` as well, for `add(..., resume=True)`; without it, an old one is
+            removed.
         base_model : str, optional
             `base_model_name_or_path` of the configuration.
+
+        Raises
+        ------
+        KeyError
+            There is no such tenant.
+        RuntimeError
+            The pool has removed or replaced the adapter: its factors are gone.
+
+        Notes
+        -----
+        Files are written beside those of the folder and then replace them, each at once: one that
+        cannot be written leaves the folder as it was.
         """
         tenant = self[name]
-        write(
-            tenant.adapter(),
-            folder,
-            self.pool.layers,
-            self.pool.linears,
-            base_model=base_model,
-        )
-        if optimizer:
-            torch.save(tenant.state(), Path(folder) / STATE_FILE)
+        adapter, state = tenant.adapter(), tenant.state() if optimizer else None
+        with replacing(folder) as new:
+            write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
+            if state is not None:
+                torch.save(state, new / STATE_FILE)
+            # Moments of other factors are worse than none, if the process ends meanwhile.
+            (Path(folder) / STATE_FILE).unlink(missing_ok=True)
 
 
 def _check_loss(name: str, loss: object) -> None:

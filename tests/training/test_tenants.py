@@ -390,22 +390,34 @@ def test_pools_of_other_layouts():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"accumulation": 0}, "accumulation is 0, wanted >= 1"),
-        ({"max_norm": 0.0}, "max_norm is 0.0, wanted > 0"),
+        ({"accumulation": 0}, "accumulation is 0, wanted an integer >= 1"),
+        ({"accumulation": 1.5}, "accumulation is 1.5, wanted an integer >= 1"),
+        ({"max_norm": 0.0}, "max_norm is 0.0, wanted a finite number > 0"),
+        ({"max_norm": "1"}, "max_norm is '1', wanted a finite number > 0"),
+        ({"lr": -1.0}, "lr is -1.0, wanted a finite number >= 0"),
+        ({"lr": float("nan")}, "lr is nan, wanted a finite number >= 0"),
+        ({"lr": 0, "sparse": True}, "lr is 0, wanted a finite number > 0"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf, wanted a finite number >= 0"),
+        ({"alpha": 0}, "alpha is 0, wanted a finite number > 0"),
+        ({"alpha": 1e300}, "alpha is 1e.300, wanted a finite number > 0"),
+        ({"rank": 4.0}, "rank is 4.0, wanted an integer >= 1"),
         ({"rank": 9}, "rank is 9, wanted 1 to 8, the pool's for layers.0.experts"),
         ({"targets": ["q_proj"]}, "targets names 'q_proj', which no layer"),
         ({"targets": "experts"}, "targets is 'experts', wanted a list"),
+        ({"targets": []}, r"targets is \[\], wanted a list"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', wanted a function"),
         ({"sparse": True, "weight_decay": 0.1}, "sparse=True takes neither"),
         ({"resume": True}, "resume=True needs the folder"),
     ],
 )
 def test_arguments_of_add(options, why):
-    house = House(PLACES[0].values[0])
+    house = House(PLACES[0].values[0], max_loras=2)
     house.add("law")
+    house.pool.add("served", house.tenants["law"].adapter())
     before = [t.clone() for t in house.pool._tensors()]
     with pytest.raises(ValueError, match=why):
         house.add("med", **options)
-    assert house.tenants.names() == ["law"] == house.pool.names()
+    assert house.tenants.names() == ["law"] and house.pool.names() == ["law", "served"]
     assert same(house.pool._tensors(), before)
 
 
@@ -458,6 +470,63 @@ def test_an_adapter_that_the_pool_has_replaced():
     (step,) = house.steps(["med"], range(1))
     assert "removed or replaced" in step["med"].stopped
     assert same(house.pool._tensors(), before)
+
+
+def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
+    """What is in its slot by now belongs to another adapter, which trains."""
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.tenants["law"].accumulation = 2
+    house.steps(["law"], range(1))
+    house.pool.remove("law")
+    house.add("code")
+    house.steps(["code"], range(1))
+    grads = [f.gradient().clone() for f in house.tenants["code"].factors()]
+    house.tenants.step({"law": torch.ones((), requires_grad=True)})
+    for call in (
+        lambda: house.tenants.save("law", tmp_path / "law"),
+        house.tenants["law"].state,
+    ):
+        with pytest.raises(RuntimeError, match="adapter 'law' has left the pool: nothing to save"):
+            call()
+    assert not (tmp_path / "law").exists()
+    house.tenants.remove("law")
+    assert same([f.gradient() for f in house.tenants["code"].factors()], grads)
+
+
+def test_a_pool_has_one_tenants():
+    house = House(PLACES[0].values[0])
+    tenant = house.add("code")
+    house.steps(["code"], range(1))
+    with pytest.raises(ValueError, match="has other Tenants already"):
+        Tenants(house.pool)
+    assert tenant.pending == 1 and tenant.factors()[0].gradient() is not None
+    house.tenants.close()
+    with pytest.raises(RuntimeError, match="'law' cannot be added: these Tenants are closed"):
+        house.add("law")
+    second = Tenants(house.pool)
+    house.tenants.close()  # once more, which is nothing to the second
+    second.add("law")
+    assert house.losses(["law"], 0)["law"].requires_grad
+
+
+def test_a_save_that_fails_leaves_the_folder(tmp_path, monkeypatch):
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.tenants.save("law", tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    house.steps(["law"], range(1))
+
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(torch, "save", full)
+        house.tenants.save("law", tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    house.tenants.save("law", tmp_path, optimizer=False)
+    assert {path.name for path in tmp_path.iterdir()} == files.keys() - {"training.pt"}
 
 
 def test_a_backward_that_fails_drops_gradients():
