@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,6 +141,11 @@ class Tenant:
             for stack in pair:
                 if stack.grad is not None:
                     stack.grad[self._slot].zero_()
+
+    def undo(self, before: Sequence[Tensor]) -> None:
+        """Have the parameters be those of `before` again."""
+        for parameter, value in zip(self.parameters(), before, strict=True):
+            parameter.detach().copy_(value)
 
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""

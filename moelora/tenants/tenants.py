@@ -182,7 +182,8 @@ class Tenants:
         What is refused leaves the pool as it was, unless `optimizer` itself raises: its parameters
         are in the slot, for which another adapter may have been evicted.
         """
-        self._check_open(name)
+        if _TRAINED.get(id(self.pool)) is not self:
+            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
         check_arguments(
             rank=rank,
             alpha=alpha,
@@ -236,10 +237,6 @@ class Tenants:
         self._tenants[name] = tenant
         return tenant
 
-    def _check_open(self, name: str) -> None:
-        if _TRAINED.get(id(self.pool)) is not self:
-            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
-
     def remove(self, name: str) -> None:
         """End the training of an adapter and free its slot. Save it before. KeyError without it."""
         tenant = self[name]
@@ -289,10 +286,11 @@ class Tenants:
         Returns
         -------
         dict
-            Tenant -> what happened to it. A loss or a gradient that is not finite, an exception of
-            the loss function or of the optimizer, or a slot that the pool has given to others stop
-            the tenant: its factors stay as they were before this step, its rows are those of the
-            base model from now on, and no other tenant's bits change.
+            Tenant -> what happened to it. A loss, a gradient or an update that is not finite (in
+            the dtype of the pool), an exception of the loss function or of the optimizer, or a
+            slot that the pool has given to others stop the tenant: its factors stay as they were
+            before this step, its rows are those of the base model from now on, and no other
+            tenant's bits change.
 
         Raises
         ------
@@ -305,7 +303,9 @@ class Tenants:
 
         Notes
         -----
-        Waits for the device twice: for the losses, and for the norms of those that are due.
+        Waits for the device three times: for the losses, and of those that are due for the norms
+        and for whether their updates are finite. Works under `torch.no_grad`, with losses that
+        require gradients.
         """
         tenants = {name: self[name] for name in losses}
         for name, loss in losses.items():
@@ -329,40 +329,46 @@ class Tenants:
                 except Exception as error:
                     tenant.stop(f"its loss raised {_named(error)}", error)
                     continue
-            values[name] = loss.reshape(())
+            values[name] = loss
         for name, number in zip(values, _numbers(values.values()), strict=True):
             steps[name] = Step(number)
             if not math.isfinite(number):
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
-            self._backward([v / tenants[name].accumulation for name, v in alive.items()])
+            self._backward([(v, tenants[name].accumulation) for name, v in alive.items()])
         due = []
         for name in alive:
             tenants[name].pending += 1
             if tenants[name].pending >= tenants[name].accumulation:
                 due.append(tenants[name])
+        before: dict[str, list[Tensor]] = {}
         for tenant, norm in zip(due, self._take_gradients(due), strict=True):
             steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
             if not math.isfinite(norm):
                 tenant.stop(f"the norm of its gradients is {norm}")
-            elif self._update(tenant, norm):
-                steps[tenant.name] = steps[tenant.name]._replace(updated=True)
+            else:
+                before[tenant.name] = [p.detach().clone() for p in tenant.parameters()]
+                self._update(tenant, norm)
+        for name in self._publish([tenants[name] for name in before], before):
+            steps[name] = steps[name]._replace(updated=True)
         self._finish([*due, *(tenants[n] for n in steps if tenants[n].stopped is not None)])
         for name, step in steps.items():
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
 
-    def _backward(self, losses: list[Tensor]) -> None:
-        device = losses[0].device
+    def _backward(self, losses: list[tuple[Tensor, int]]) -> None:
+        """Of the sum of losses, each divided by its number."""
+        device = losses[0][0].device
         try:
-            torch.stack([loss.to(device, torch.float32) for loss in losses]).sum().backward()  # type: ignore[no-untyped-call] # of torch
+            with torch.enable_grad():  # the caller may be under no_grad
+                each = [x.reshape(()).to(device, torch.float32) / n for x, n in losses]
+                torch.stack(each).sum().backward()  # type: ignore[no-untyped-call] # of torch
         except BaseException:
-            for stack in self._stacks:
-                stack.grad = None
             for tenant in self._tenants.values():
                 tenant.pending = 0
+            self._finish([t for t in self._tenants.values() if t.stopped is not None])
             raise
 
     def _take_gradients(self, due: Sequence[Tenant]) -> list[float]:
@@ -375,25 +381,36 @@ class Tenants:
             norms.append(get_total_norm(grads) if grads else torch.zeros(()))
         return _numbers(norms)
 
-    def _update(self, tenant: Tenant, norm: float) -> bool:
+    def _update(self, tenant: Tenant, norm: float) -> None:
         parameters = tenant.parameters()
         if tenant.max_norm is not None:
             clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
         if isinstance(tenant.optimizer, SparseAdam):
             for parameter in parameters:
                 parameter.grad = None if parameter.grad is None else _touched(parameter.grad)
-        before = [p.detach().clone() for p in parameters] if _may_raise(tenant) else []
         try:
             tenant.optimizer.step()
         except Exception as error:
-            for parameter, value in zip(parameters, before, strict=False):
-                parameter.detach().copy_(value)
             tenant.stop(f"its optimizer raised {_named(error)}", error)
-            return False
-        for factor in tenant.factors():
-            factor.publish()
-        tenant.updates += 1
-        return True
+
+    def _publish(
+        self, tenants: Sequence[Tenant], before: Mapping[str, Sequence[Tensor]]
+    ) -> list[str]:
+        """Write updates that are finite to the slots, undo all others; returns whose they are."""
+        flags = iter(_numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
+        published = []
+        for tenant in tenants:
+            bad = sum(not next(flags) for _ in tenant.factors())
+            if bad and tenant.stopped is None:
+                tenant.stop("its update is not finite in the dtype of the pool")
+            if tenant.stopped is not None:
+                tenant.undo(before[tenant.name])
+                continue
+            for factor in tenant.factors():
+                factor.publish()
+            tenant.updates += 1
+            published.append(tenant.name)
+        return published
 
     def _finish(self, through: Sequence[Tenant]) -> None:
         """Drop the gradients of those that are through; disable those that are stopped."""
@@ -484,8 +501,3 @@ def _touched(grad: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(
         experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def _may_raise(tenant: Tenant) -> bool:
-    """Whether the optimizer is a caller's, which may leave parameters half updated."""
-    return type(tenant.optimizer) not in (AdamW, SparseAdam)

@@ -448,6 +448,46 @@ def test_an_optimizer_that_raises():
     assert same(house.factors("med"), before) and step["law"].updated
 
 
+def test_an_update_that_overflows(place):
+    """The slot keeps what it served, and so do others."""
+
+    class Leap(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.detach().add_(float("inf"))
+
+    house = House(place)
+    house.add("law")
+    house.add("med", optimizer=lambda p: Leap(p, lr=1.0))
+    before, served = house.factors("med"), [s[1].clone() for s in house.tenants._stacks]
+    step = house.steps(["law", "med"], range(1))[0]
+    assert step["med"].stopped == "its update is not finite in the dtype of the pool"
+    assert not step["med"].updated and house.tenants["med"].updates == 0
+    assert same(house.factors("med"), before)
+    assert same([s[1] for s in house.tenants._stacks], served)
+    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+
+
+def test_an_update_that_overflows_the_dtype_of_the_pool():
+    house = House(("cpu", torch.float16, torch.float16))
+    house.add("med", optimizer=lambda p: torch.optim.Adam(p, lr=1e5))  # a step of about 1e5
+    before = house.factors("med")
+    (step,) = house.steps(["med"], range(1))
+    assert step["med"].stopped == "its update is not finite in the dtype of the pool"
+    assert same(house.factors("med"), before)
+
+
+def test_a_step_under_no_grad(place):
+    house = House(place)
+    for name in ("law", "med"):
+        house.add(name)
+    losses = house.losses(["law", "med"], 0)
+    with torch.no_grad():
+        steps = house.tenants.step(losses | {"med": lambda: losses["med"]})
+    assert steps["law"].updated and steps["med"].updated
+    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+
+
 def test_losses_are_checked_before_anything():
     house = House(PLACES[0].values[0])
     house.add("law")
@@ -534,10 +574,13 @@ def test_a_backward_that_fails_drops_gradients():
     tenant = house.add("code")
     house.steps(["code"], range(1))
     assert tenant.pending == 1
-    losses = house.losses(["code"], 1)
+    house.add("med")
+    losses = house.losses(["code", "med"], 1)
     house.add("law")  # writes to the stacks that the graph has saved
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        house.tenants.step(losses)
+        house.tenants.step(losses | {"med": lambda: 1 / 0})
+    assert house.tenants["med"].stopped
+    assert not house.pool.adapter_enabled[house.pool.lookup("med")]
     assert tenant.pending == 0 and tenant.stopped is None
     steps = house.steps(["code"], range(2, 4))
     assert [s["code"].updated for s in steps] == [False, True]
