@@ -48,7 +48,7 @@ def _count(name: str, value: object) -> None:
 
 
 def _number(name: str, value: object, positive: bool = False) -> None:
-    good = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    good = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= LARGEST
     if not good or (positive and value == 0):
         raise ValueError(
             f"{name} is {value!r}, wanted a finite number {'>' if positive else '>='} 0"
