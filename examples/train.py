@@ -65,7 +65,8 @@ class Curve:
     def rate(self) -> float:
         """CPU seconds a step, without the first two, which warm up."""
         warm = min(2, len(self.seconds) - 1)
-        return (self.seconds[-1] - self.seconds[warm - 1]) / max(1, len(self.seconds) - warm)
+        began = self.seconds[warm - 1] if warm else 0.0
+        return (self.seconds[-1] - began) / (len(self.seconds) - warm)
 
 
 class Watch(TrainerCallback):
@@ -206,15 +207,24 @@ def plot(curves: dict[str, dict[str, Curve]], path: Path):
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}, wanted >= 1")
+    return number
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument(
         "--adapters", nargs="+", choices=ADAPTER_DOMAINS, default=["charmap", "gui"]
     )
-    parser.add_argument("--steps", type=int, default=40, help="of each adapter")
-    parser.add_argument("--batch", type=int, default=8, help="windows of 256 bytes a step")
+    parser.add_argument("--steps", type=positive, default=40, help="of each adapter")
+    parser.add_argument("--batch", type=positive, default=8, help="windows of 256 bytes a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--windows", type=int, default=12, help="held-out windows of an adapter")
+    parser.add_argument(
+        "--windows", type=positive, default=12, help="held-out windows of an adapter"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/train"), metavar="FOLDER")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)

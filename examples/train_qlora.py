@@ -65,13 +65,20 @@ def data(model: str | None, length: int, count: int) -> torch.Tensor:
     return torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}, wanted >= 1")
+    return number
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", help="a folder or an id on the Hub, instead of a small one")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=8, help="rows of a step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
-    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=positive, default=30)
+    parser.add_argument("--batch", type=positive, default=8, help="rows of a step")
+    parser.add_argument("--length", type=positive, default=64, help="tokens of a row")
+    parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--out", type=Path, default=Path("out/train_qlora"), metavar="FOLDER")
     args = parser.parse_args()
@@ -142,7 +149,7 @@ def main() -> int:
     served = load()
     moelora_hf.load_adapters(served, {"trained": args.out / "adapter"})
     with torch.no_grad():
-        ids = rows[:2]
+        ids = rows[:1].repeat(2, 1)
         model.eval()
         ours = served(ids, adapter_names=["trained", "__base__"]).logits.float()
         one = model(ids[:1]).logits.float()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +26,20 @@ PREFIX = "base_model.model."
 PEFT_VERSION = "0.19.1"  # the first with these shapes for every experts module
 
 Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """A new folder within `folder`, whose files replace those of `folder` at the end.
+
+    If the body raises, `folder` is as before, but is made if there is none.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".saving-", dir=folder) as new:
+        yield Path(new)
+        for path in sorted(Path(new).iterdir()):
+            path.replace(folder / path.name)
 
 
 def write(

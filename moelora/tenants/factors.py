@@ -50,6 +50,10 @@ class Factor:
             self.stack.grad = torch.zeros_like(self.stack)
         self.stack.grad[self.slot].copy_(padded(own, self.parameter.shape) / self.scale)
 
+    def is_finite(self) -> Tensor:
+        """Whether `publish` writes finite numbers; of one element."""
+        return (self.parameter.detach() * self.scale).to(self.stack.dtype).isfinite().all()
+
     def publish(self) -> None:
         """Write the parameter to its slot, unless it is there."""
         view = self.stack.detach()[self.slot]

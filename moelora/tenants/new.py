@@ -19,7 +19,7 @@ def new_adapter(
     targets: Sequence[str] | None,
     generator: torch.Generator | None,
 ) -> Adapter:
-    """A adapter of the layers of `pool` that `targets` names; arguments as of `Tenants.add`."""
+    """An adapter of the layers of `pool` that `targets` names; arguments as of `Tenants.add`."""
     chosen = _chosen(pool, targets)
     for name in chosen:
         limit = pool.max_rank if name in pool.layers else pool.max_linear_rank
@@ -55,8 +55,6 @@ def _chosen(pool: AdapterPool, targets: Sequence[str] | None) -> list[str]:
     every = [*pool.layers, *pool.linears]
     if targets is None:
         return every
-    if isinstance(targets, str):
-        raise ValueError(f"targets is {targets!r}, wanted a list of names")
 
     def named(name: str, target: str) -> bool:
         return name == target or name.endswith(f".{target}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,8 @@ STATE_FILE = "training.pt"  # beside a saved adapter, what is not in PEFT's file
 
 # Stacks or factors (A, B) by layer and projection; "" is that of linear layers and embeddings.
 Place: TypeAlias = "tuple[str, Projection | str]"
+Key: TypeAlias = "tuple[str, Projection | str, str]"  # a place, and "A" or "B"
+FORMAT = 1  # of STATE_FILE
 
 
 def stacks_of(pool: AdapterPool) -> dict[Place, tuple[Tensor, Tensor]]:
@@ -32,6 +35,24 @@ def stacks_of(pool: AdapterPool) -> dict[Place, tuple[Tensor, Tensor]]:
     for name in pool.linears:
         linear = pool.linear(name)
         found[name, ""] = linear["lora_a"], linear["lora_b"]
+    return found
+
+
+def own_factors(pool: AdapterPool, adapter: Adapter) -> dict[Place, tuple[Tensor, Tensor, float]]:
+    """(A, B, scaling) of an adapter of whole pairs as its stacks have them, without padding.
+
+    In the order of the stacks, whatever that of the adapter is.
+    """
+    found: dict[Place, tuple[Tensor, Tensor, float]] = {}
+    for layer, projection in stacks_of(pool):
+        if projection == "":
+            if (linear := adapter.linears.get(layer)) is not None:
+                a = linear.a.T if pool.linears[layer].embedding else linear.a
+                found[layer, ""] = a[None], linear.b[None], linear.scaling
+        elif (pair := adapter.experts.get(layer, {}).get(projection)) is not None:  # type: ignore[call-overload] # not ""
+            e = pool.layers[layer].num_experts
+            a, b = pair.a.expand(e, -1, -1), pair.b.expand(e, -1, -1)
+            found[layer, projection] = a, b, pair.scalings[0]
     return found
 
 
@@ -71,31 +92,33 @@ class Tenant:
         self._loaded = pool._entry(name)
         self._scalings: dict[Place, float] = {}
         self._pairs: dict[Place, tuple[Factor, Factor]] = {}
-        pairs = [pair for found in adapter.experts.values() for pair in found.values()]
-        folded = len({pair.scalings[0] for pair in pairs}) > 1  # into B, by the pool
-        for layer, found in adapter.experts.items():
-            for projection, pair in found.items():
-                e = pool.layers[layer].num_experts
-                a, b = pair.a.expand(e, -1, -1), pair.b.expand(e, -1, -1)
-                self._take((layer, projection), a, 1, b, pair.scalings[0], folded)
-        for layer, linear in adapter.linears.items():
-            embedding = pool.linears[layer].embedding
-            a = (linear.a.T if embedding else linear.a)[None]
-            dim = 2 if embedding else 1
-            self._take((layer, ""), a, dim, linear.b[None], linear.scaling, True)
-
-    def _take(
-        self, place: Place, a: Tensor, dim: int, b: Tensor, scaling: float, folded: bool
-    ) -> None:
-        stack_a, stack_b = stacks_of(self._pool)[place]
-        self._scalings[place] = scaling
-        self._pairs[place] = (
-            Factor.of(stack_a, self._slot, a, dim, 1.0),
-            Factor.of(stack_b, self._slot, b, 2, scaling if folded else 1.0),
-        )
+        own, stacks = own_factors(pool, adapter), stacks_of(pool)
+        folded = len({own[place][2] for place in own if place[1]}) > 1  # into B, by the pool
+        for place, (a, b, scaling) in own.items():
+            layer, projection = place
+            dim = 2 if projection == "" and pool.linears[layer].embedding else 1
+            scale = scaling if folded or projection == "" else 1.0
+            stack_a, stack_b = stacks[place]
+            self._scalings[place] = scaling
+            self._pairs[place] = (
+                Factor.of(stack_a, self._slot, a, dim, 1.0),
+                Factor.of(stack_b, self._slot, b, 2, scale),
+            )
 
     def factors(self) -> list[Factor]:
         return [factor for pair in self._pairs.values() for factor in pair]
+
+    def _keyed(self) -> dict[Key, Factor]:
+        return {
+            (*place, side): factor
+            for place, pair in self._pairs.items()
+            for side, factor in zip("AB", pair, strict=True)
+        }
+
+    def _groups(self) -> list[list[Key]]:
+        """The factors that each group of the optimizer has."""
+        keys = {id(factor.parameter): key for key, factor in self._keyed().items()}
+        return [[keys[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def parameters(self) -> list[Tensor]:
         """What the optimizer has, A and B in turns, padded to the ranks of the pool."""
@@ -104,6 +127,10 @@ class Tenant:
     def is_here(self) -> bool:
         """Whether the pool still has the adapter that was added."""
         return self.name in self._pool and self._pool._entry(self.name) is self._loaded
+
+    def _check_here(self) -> None:
+        if not self.is_here():
+            raise RuntimeError(f"adapter {self.name!r} has left the pool: nothing to save")
 
     def stop(self, why: str, error: Exception | None = None) -> None:
         self.stopped, self.error = why, error
@@ -115,8 +142,14 @@ class Tenant:
                 if stack.grad is not None:
                     stack.grad[self._slot].zero_()
 
+    def undo(self, before: Sequence[Tensor]) -> None:
+        """Have the parameters be those of `before` again."""
+        for parameter, value in zip(self.parameters(), before, strict=True):
+            parameter.detach().copy_(value)
+
     def adapter(self) -> Adapter:
-        """The factors as they are now, float32 on the CPU."""
+        """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
+        self._check_here()
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
@@ -130,41 +163,63 @@ class Tenant:
         return Adapter(experts, linears)
 
     def state(self) -> dict[str, Any]:
-        """What continues the training beside the factors, without padding."""
-        factors, state = self.factors(), self.optimizer.state_dict()
-        state["state"] = {
-            n: {
-                key: factors[n].own(value).clone() if _is_like(value, factors[n]) else value
-                for key, value in values.items()
+        """What continues the training beside the factors, by key and without padding."""
+        self._check_here()
+        state, groups = self.optimizer.state_dict(), self._groups()
+        numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
+        factors = {}
+        for key, factor in self._keyed().items():
+            grad = factor.gradient() if self.pending else None
+            values = state["state"].get(numbers.get(key), {})
+            factors[key] = {
+                "shape": tuple(factor.own(factor.parameter).shape),
+                "gradient": None if grad is None else factor.own(grad).clone(),
+                "state": {
+                    name: factor.own(value).clone() if _is_like(value, factor) else value
+                    for name, value in values.items()
+                },
             }
-            for n, values in state["state"].items()
-        }
-        grads = [factor.gradient() if self.pending else None for factor in factors]
         return {
-            "optimizer": state,
+            "format": FORMAT,
+            "optimizer": type(self.optimizer).__name__,
+            "groups": [
+                group | {"params": keys}
+                for group, keys in zip(state["param_groups"], groups, strict=True)
+            ],
             "updates": self.updates,
             "pending": self.pending,
-            "shapes": [tuple(factor.own(factor.parameter).shape) for factor in factors],
-            "gradients": [
-                None if grad is None else factor.own(grad).clone()
-                for factor, grad in zip(factors, grads, strict=True)
-            ],
+            "factors": factors,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Undo `state`."""
-        factors = self.factors()
-        shapes = [tuple(factor.own(factor.parameter).shape) for factor in factors]
-        if saved["shapes"] != shapes:
-            raise ValueError(f"{STATE_FILE} is of factors of other shapes than the folder's")
-        for n, values in saved["optimizer"]["state"].items():
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.shape == shapes[n]:
-                    values[key] = padded(value, factors[n].parameter.shape)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        """Undo `state`. `check_state` is to be called before, for `saved`."""
+        check_optimizer(saved, type(self.optimizer).__name__)
+        groups, factors = self._groups(), self._keyed()
+        theirs = [group["params"] for group in saved["groups"]]
+        if [set(keys) for keys in theirs] != [set(keys) for keys in groups]:
+            raise ValueError(f"{STATE_FILE} has other groups of parameters than the optimizer")
+        numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
+        states = {}
+        for key, n in numbers.items():
+            factor, of = factors[key], saved["factors"][key]
+            states[n] = {
+                name: padded(value, factor.parameter.shape)
+                if isinstance(value, Tensor) and tuple(value.shape) == of["shape"]
+                else value
+                for name, value in of["state"].items()
+            }
+        self.optimizer.load_state_dict(
+            {
+                "state": {n: values for n, values in states.items() if values},
+                "param_groups": [
+                    group | {"params": [numbers[key] for key in keys]}
+                    for group, keys in zip(saved["groups"], groups, strict=True)
+                ],
+            }
+        )
         self.updates, self.pending = saved["updates"], saved["pending"]
-        for factor, grad in zip(factors, saved["gradients"], strict=True):
-            if grad is not None:
+        for key, factor in factors.items():
+            if (grad := saved["factors"][key]["gradient"]) is not None:
                 factor.put_gradient(grad)
 
 
@@ -173,8 +228,45 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = file_in(folder, STATE_FILE)
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {STATE_FILE}: it was saved without optimizer")
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of the archive, of pickle, or of what it calls
+        raise ValueError(f"{path} is damaged, or not by Tenants.save: {_line(error)}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        version = found.get("format") if isinstance(found, dict) else None
+        raise ValueError(
+            f"{path} is of format {version}, wanted {FORMAT}: add the adapter without resume=True"
+        )
+    if missing := {"optimizer", "groups", "updates", "pending", "factors"} - found.keys():
+        raise ValueError(f"{path} is damaged: it has no {sorted(missing)}")
     return found
+
+
+def check_state(saved: Mapping[str, Any], pool: AdapterPool, adapter: Adapter) -> None:
+    """ValueError unless what `read_state` found is of the factors of an adapter of whole pairs."""
+    shapes = {
+        (*place, side): tuple(tensor.shape)
+        for place, (a, b, _) in own_factors(pool, adapter).items()
+        for side, tensor in (("A", a), ("B", b))
+    }
+    theirs = {key: factor["shape"] for key, factor in saved["factors"].items()}
+    for key in shapes.keys() | theirs.keys():
+        if shapes.get(key) != theirs.get(key):
+            raise ValueError(
+                f"{STATE_FILE} is not of this adapter: {key} is {theirs.get(key)} there, and "
+                f"{shapes.get(key)} in the adapter"
+            )
+
+
+def check_optimizer(saved: Mapping[str, Any], name: str) -> None:
+    if saved["optimizer"] != name:
+        raise ValueError(f"{STATE_FILE} is of the optimizer {saved['optimizer']}, not of {name}")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
 def _is_like(value: object, factor: Factor) -> bool:

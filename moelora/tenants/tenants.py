@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,13 +22,24 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import write
+from moelora.adapters.write import replacing, write
+from moelora.tenants.arguments import check_arguments
 from moelora.tenants.new import new_adapter
-from moelora.tenants.tenant import STATE_FILE, Tenant, read_state, stacks_of
+from moelora.tenants.tenant import (
+    STATE_FILE,
+    Tenant,
+    check_optimizer,
+    check_state,
+    read_state,
+    stacks_of,
+)
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
 Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
+
+# Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
+_TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
 
 
 class Step(NamedTuple):
@@ -66,7 +78,7 @@ class Tenants:
     Raises
     ------
     ValueError
-        The pool has another layout.
+        The pool has another layout, or other `Tenants` that are not closed.
 
     Examples
     --------
@@ -95,6 +107,9 @@ class Tenants:
                     f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
                     "pass w13_slices=1 to AdapterPool or load_adapters"
                 )
+        if id(pool) in _TRAINED:
+            raise ValueError("the pool has other Tenants already: use those, or close them before")
+        _TRAINED[id(pool)] = self
         self.pool = pool
         self._tenants: dict[str, Tenant] = {}
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
@@ -160,14 +175,26 @@ class Tenants:
         ValueError, FileNotFoundError
             A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above.
         RuntimeError
-            The pool is full.
+            The pool is full, or `close` has been called.
+
+        Notes
+        -----
+        What is refused leaves the pool as it was, unless `optimizer` itself raises: its parameters
+        are in the slot, for which another adapter may have been evicted.
         """
-        if accumulation < 1:
-            raise ValueError(f"accumulation is {accumulation}, wanted >= 1")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}, wanted > 0")
-        if sparse and (weight_decay or optimizer is not None):
-            raise ValueError("sparse=True takes neither weight_decay nor optimizer")
+        if _TRAINED.get(id(self.pool)) is not self:
+            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
+        check_arguments(
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            lr=lr,
+            weight_decay=weight_decay,
+            optimizer=optimizer,
+            sparse=sparse,
+            accumulation=accumulation,
+            max_norm=max_norm,
+        )
         saved = None
         if resume:
             if not isinstance(source, (str, Path)):
@@ -180,6 +207,10 @@ class Tenants:
             layers = self.pool.layers
             experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
             adapter = Adapter(experts, adapter.linears)
+        if saved is not None:
+            check_state(saved, self.pool, adapter)
+            if optimizer is None:
+                check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
         self.pool.add(name, adapter, pin=True)
         try:
             tenant = Tenant(name, self.pool, adapter)
@@ -187,6 +218,9 @@ class Tenants:
             parameters = tenant.parameters()
             if optimizer is not None:
                 tenant.optimizer = optimizer(parameters)
+                if not isinstance(tenant.optimizer, Optimizer):
+                    kind = type(tenant.optimizer).__name__
+                    raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
             elif sparse:
                 tenant.optimizer = SparseAdam(parameters, lr=lr)
             else:
@@ -208,7 +242,7 @@ class Tenants:
         tenant = self[name]
         if tenant.is_here():
             self.pool.remove(name)
-        tenant.clear()
+            tenant.clear()
         del self._tenants[name]
 
     def __getitem__(self, name: str) -> Tenant:
@@ -230,6 +264,9 @@ class Tenants:
     def close(self) -> None:
         """End all training; the adapters stay in the pool, and are served."""
         self._tenants.clear()
+        if _TRAINED.get(id(self.pool)) is not self:
+            return  # closed before; the pool may have other Tenants by now
+        del _TRAINED[id(self.pool)]
         for stack in self._stacks:
             stack.requires_grad_(False)
             stack.grad = None
@@ -249,10 +286,11 @@ class Tenants:
         Returns
         -------
         dict
-            Tenant -> what happened to it. A loss or a gradient that is not finite, an exception of
-            the loss function or of the optimizer, or a slot that the pool has given to others stop
-            the tenant: its factors stay as they were before this step, its rows are those of the
-            base model from now on, and no other tenant's bits change.
+            Tenant -> what happened to it. A loss, a gradient or an update that is not finite (in
+            the dtype of the pool), an exception of the loss function or of the optimizer, or a
+            slot that the pool has given to others stop the tenant: its factors stay as they were
+            before this step, its rows are those of the base model from now on, and no other
+            tenant's bits change.
 
         Raises
         ------
@@ -265,7 +303,9 @@ class Tenants:
 
         Notes
         -----
-        Waits for the device twice: for the losses, and for the norms of those that are due.
+        Waits for the device three times: for the losses, and of those that are due for the norms
+        and for whether their updates are finite. Works under `torch.no_grad`, with losses that
+        require gradients.
         """
         tenants = {name: self[name] for name in losses}
         for name, loss in losses.items():
@@ -289,40 +329,46 @@ class Tenants:
                 except Exception as error:
                     tenant.stop(f"its loss raised {_named(error)}", error)
                     continue
-            values[name] = loss.reshape(())
+            values[name] = loss
         for name, number in zip(values, _numbers(values.values()), strict=True):
             steps[name] = Step(number)
             if not math.isfinite(number):
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
-            self._backward([v / tenants[name].accumulation for name, v in alive.items()])
+            self._backward([(v, tenants[name].accumulation) for name, v in alive.items()])
         due = []
         for name in alive:
             tenants[name].pending += 1
             if tenants[name].pending >= tenants[name].accumulation:
                 due.append(tenants[name])
+        before: dict[str, list[Tensor]] = {}
         for tenant, norm in zip(due, self._take_gradients(due), strict=True):
             steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
             if not math.isfinite(norm):
                 tenant.stop(f"the norm of its gradients is {norm}")
-            elif self._update(tenant, norm):
-                steps[tenant.name] = steps[tenant.name]._replace(updated=True)
+            else:
+                before[tenant.name] = [p.detach().clone() for p in tenant.parameters()]
+                self._update(tenant, norm)
+        for name in self._publish([tenants[name] for name in before], before):
+            steps[name] = steps[name]._replace(updated=True)
         self._finish([*due, *(tenants[n] for n in steps if tenants[n].stopped is not None)])
         for name, step in steps.items():
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
 
-    def _backward(self, losses: list[Tensor]) -> None:
-        device = losses[0].device
+    def _backward(self, losses: list[tuple[Tensor, int]]) -> None:
+        """Of the sum of losses, each divided by its number."""
+        device = losses[0][0].device
         try:
-            torch.stack([loss.to(device, torch.float32) for loss in losses]).sum().backward()  # type: ignore[no-untyped-call] # of torch
+            with torch.enable_grad():  # the caller may be under no_grad
+                each = [x.reshape(()).to(device, torch.float32) / n for x, n in losses]
+                torch.stack(each).sum().backward()  # type: ignore[no-untyped-call] # of torch
         except BaseException:
-            for stack in self._stacks:
-                stack.grad = None
             for tenant in self._tenants.values():
                 tenant.pending = 0
+            self._finish([t for t in self._tenants.values() if t.stopped is not None])
             raise
 
     def _take_gradients(self, due: Sequence[Tenant]) -> list[float]:
@@ -335,25 +381,36 @@ class Tenants:
             norms.append(get_total_norm(grads) if grads else torch.zeros(()))
         return _numbers(norms)
 
-    def _update(self, tenant: Tenant, norm: float) -> bool:
+    def _update(self, tenant: Tenant, norm: float) -> None:
         parameters = tenant.parameters()
         if tenant.max_norm is not None:
             clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
         if isinstance(tenant.optimizer, SparseAdam):
             for parameter in parameters:
                 parameter.grad = None if parameter.grad is None else _touched(parameter.grad)
-        before = [p.detach().clone() for p in parameters] if _may_raise(tenant) else []
         try:
             tenant.optimizer.step()
         except Exception as error:
-            for parameter, value in zip(parameters, before, strict=False):
-                parameter.detach().copy_(value)
             tenant.stop(f"its optimizer raised {_named(error)}", error)
-            return False
-        for factor in tenant.factors():
-            factor.publish()
-        tenant.updates += 1
-        return True
+
+    def _publish(
+        self, tenants: Sequence[Tenant], before: Mapping[str, Sequence[Tensor]]
+    ) -> list[str]:
+        """Write updates that are finite to the slots, undo all others; returns whose they are."""
+        flags = iter(_numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
+        published = []
+        for tenant in tenants:
+            bad = sum(not next(flags) for _ in tenant.factors())
+            if bad and tenant.stopped is None:
+                tenant.stop("its update is not finite in the dtype of the pool")
+            if tenant.stopped is not None:
+                tenant.undo(before[tenant.name])
+                continue
+            for factor in tenant.factors():
+                factor.publish()
+            tenant.updates += 1
+            published.append(tenant.name)
+        return published
 
     def _finish(self, through: Sequence[Tenant]) -> None:
         """Drop the gradients of those that are through; disable those that are stopped."""
@@ -366,7 +423,8 @@ class Tenants:
                 self.pool.disable(tenant.name)
         if any(tenant.pending for tenant in self._tenants.values()):
             for tenant in through:
-                tenant.clear()
+                if tenant.is_here():
+                    tenant.clear()
         else:  # what autograd computes next becomes .grad without an addition
             for stack in self._stacks:
                 stack.grad = None
@@ -390,20 +448,31 @@ class Tenants:
         folder : path
             PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
         optimizer : bool
-            Write `training.pt` as well, for `add(..., resume=True)`.
+            Write `training.pt` as well, for `add(..., resume=True)`; without it, an old one is
+            removed.
         base_model : str, optional
             `base_model_name_or_path` of the configuration.
+
+        Raises
+        ------
+        KeyError
+            There is no such tenant.
+        RuntimeError
+            The pool has removed or replaced the adapter: its factors are gone.
+
+        Notes
+        -----
+        Files are written beside those of the folder and then replace them, each at once: one that
+        cannot be written leaves the folder as it was.
         """
         tenant = self[name]
-        write(
-            tenant.adapter(),
-            folder,
-            self.pool.layers,
-            self.pool.linears,
-            base_model=base_model,
-        )
-        if optimizer:
-            torch.save(tenant.state(), Path(folder) / STATE_FILE)
+        adapter, state = tenant.adapter(), tenant.state() if optimizer else None
+        with replacing(folder) as new:
+            write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
+            if state is not None:
+                torch.save(state, new / STATE_FILE)
+            # Moments of other factors are worse than none, if the process ends meanwhile.
+            (Path(folder) / STATE_FILE).unlink(missing_ok=True)
 
 
 def _check_loss(name: str, loss: object) -> None:
@@ -432,8 +501,3 @@ def _touched(grad: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(
         experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def _may_raise(tenant: Tenant) -> bool:
-    """Whether the optimizer is a caller's, which may leave parameters half updated."""
-    return type(tenant.optimizer) not in (AdamW, SparseAdam)

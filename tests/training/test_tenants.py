@@ -221,6 +221,88 @@ def test_resumed_from_a_folder(place, when, tmp_path):
     assert same(again.factors("code"), house.factors("code"))
 
 
+def mixed_pool(order=1):
+    """Twelve layers of experts, and linear layers and an embedding of several shapes."""
+    layers = [moelora.MoELayer(f"layers.{n}.experts", 2, 8, 8) for n in range(12)]
+    linears = [
+        *(moelora.LinearLayer(f"layers.{n}.q_proj", 8, 16 if n % 2 else 8) for n in range(12)),
+        moelora.LinearLayer("embed_tokens", 24, 8, embedding=True),
+    ]
+    return moelora.AdapterPool(
+        layers[::order], 2, R, dtype=torch.float32, w13_slices=1, linears=linears[::order]
+    )
+
+
+def descend(tenants, name, number):
+    """A step of gradients drawn by name and number, of all factors and without a model."""
+    target = tenants[name]
+    loss = torch.zeros(())
+    for key, factor in target._keyed().items():
+        own = factor.stack[target._slot].narrow(factor.dim, 0, factor.rank)
+        loss = loss + (own * draw(number + sum("".join(key).encode()), *own.shape)).sum()
+    return tenants.step({name: loss})[name]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["same-order", "other-order"])
+@pytest.mark.parametrize("when", [2, 3], ids=["between-updates", "within-accumulation"])
+def test_moments_are_resumed_by_key(when, order, tmp_path):
+    """A folder's factors come in another order than a new tenant's; so may the pool's layers."""
+    tenants = Tenants(mixed_pool())
+    tenants.add("law", rank=4, lr=1e-2, accumulation=2)
+    for number in range(when):
+        descend(tenants, "law", number)
+    tenants.save("law", tmp_path)
+    again = Tenants(mixed_pool(order))
+    again.add("law", tmp_path, resume=True, accumulation=2)
+    for number in range(when, 6):
+        assert [descend(t, "law", number).updated for t in (tenants, again)] == [number % 2] * 2
+    found, wanted = (t["law"]._keyed() for t in (again, tenants))
+    assert found.keys() == wanted.keys() and len(wanted) == 2 * (2 * 12 + 13)
+    for key, factor in wanted.items():
+        assert torch.equal(found[key].parameter, factor.parameter), key
+
+
+def test_states_of_others_are_refused(tmp_path):
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.steps(["law"], range(1))
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    sgd = lambda p: torch.optim.SGD(p, lr=1.0)  # noqa: E731
+    for options, name in (({"sparse": True}, "SparseAdam"), ({"optimizer": sgd}, "SGD")):
+        with pytest.raises(ValueError, match=f"of the optimizer AdamW, not of {name}"):
+            house.add("law", tmp_path, resume=True, **options)
+    saved = torch.load(tmp_path / "training.pt")
+    for changes, why in (
+        ({"format": 2}, "training.pt is of format 2, wanted 1"),
+        ({"factors": {}}, "is not of this adapter: .* is None there"),
+    ):
+        torch.save(saved | changes, tmp_path / "training.pt")
+        with pytest.raises(ValueError, match=why):
+            house.add("law", tmp_path, resume=True)
+    assert not house.pool.names()
+
+
+@pytest.mark.parametrize("content", ["empty", "garbage", "truncated", "list"])
+def test_damaged_states_are_refused(content, tmp_path):
+    """Before another adapter is evicted for the new one."""
+    house = House(PLACES[0].values[0], max_loras=1)
+    house.add("law")
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    house.pool.add("served", tmp_path)
+    path = tmp_path / "training.pt"
+    whole = path.read_bytes()
+    parts = {"empty": b"", "garbage": b"garbage" * 99, "truncated": whole[: len(whole) // 2]}
+    if content == "list":
+        torch.save([1], path)
+    else:
+        path.write_bytes(parts[content])
+    with pytest.raises(ValueError, match=r"training\.pt is (damaged|of format None)"):
+        house.add("law", tmp_path, resume=True)
+    assert house.pool.names() == ["served"]
+
+
 def test_saved_folders_are_pefts(tmp_path):
     """Of every pool that takes them, served as trained; with the ranks and scalings of each."""
     house = House(PLACES[0].values[0])
@@ -308,22 +390,34 @@ def test_pools_of_other_layouts():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"accumulation": 0}, "accumulation is 0, wanted >= 1"),
-        ({"max_norm": 0.0}, "max_norm is 0.0, wanted > 0"),
+        ({"accumulation": 0}, "accumulation is 0, wanted an integer >= 1"),
+        ({"accumulation": 1.5}, "accumulation is 1.5, wanted an integer >= 1"),
+        ({"max_norm": 0.0}, "max_norm is 0.0, wanted a finite number > 0"),
+        ({"max_norm": "1"}, "max_norm is '1', wanted a finite number > 0"),
+        ({"lr": -1.0}, "lr is -1.0, wanted a finite number >= 0"),
+        ({"lr": float("nan")}, "lr is nan, wanted a finite number >= 0"),
+        ({"lr": 0, "sparse": True}, "lr is 0, wanted a finite number > 0"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf, wanted a finite number >= 0"),
+        ({"alpha": 0}, "alpha is 0, wanted a finite number > 0"),
+        ({"alpha": 1e300}, "alpha is 1e.300, wanted a finite number > 0"),
+        ({"rank": 4.0}, "rank is 4.0, wanted an integer >= 1"),
         ({"rank": 9}, "rank is 9, wanted 1 to 8, the pool's for layers.0.experts"),
         ({"targets": ["q_proj"]}, "targets names 'q_proj', which no layer"),
         ({"targets": "experts"}, "targets is 'experts', wanted a list"),
+        ({"targets": []}, r"targets is \[\], wanted a list"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', wanted a function"),
         ({"sparse": True, "weight_decay": 0.1}, "sparse=True takes neither"),
         ({"resume": True}, "resume=True needs the folder"),
     ],
 )
 def test_arguments_of_add(options, why):
-    house = House(PLACES[0].values[0])
+    house = House(PLACES[0].values[0], max_loras=2)
     house.add("law")
+    house.pool.add("served", house.tenants["law"].adapter())
     before = [t.clone() for t in house.pool._tensors()]
     with pytest.raises(ValueError, match=why):
         house.add("med", **options)
-    assert house.tenants.names() == ["law"] == house.pool.names()
+    assert house.tenants.names() == ["law"] and house.pool.names() == ["law", "served"]
     assert same(house.pool._tensors(), before)
 
 
@@ -354,6 +448,46 @@ def test_an_optimizer_that_raises():
     assert same(house.factors("med"), before) and step["law"].updated
 
 
+def test_an_update_that_overflows(place):
+    """The slot keeps what it served, and so do others."""
+
+    class Leap(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.detach().add_(float("inf"))
+
+    house = House(place)
+    house.add("law")
+    house.add("med", optimizer=lambda p: Leap(p, lr=1.0))
+    before, served = house.factors("med"), [s[1].clone() for s in house.tenants._stacks]
+    step = house.steps(["law", "med"], range(1))[0]
+    assert step["med"].stopped == "its update is not finite in the dtype of the pool"
+    assert not step["med"].updated and house.tenants["med"].updates == 0
+    assert same(house.factors("med"), before)
+    assert same([s[1] for s in house.tenants._stacks], served)
+    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+
+
+def test_an_update_that_overflows_the_dtype_of_the_pool():
+    house = House(("cpu", torch.float16, torch.float16))
+    house.add("med", optimizer=lambda p: torch.optim.Adam(p, lr=1e5))  # a step of about 1e5
+    before = house.factors("med")
+    (step,) = house.steps(["med"], range(1))
+    assert step["med"].stopped == "its update is not finite in the dtype of the pool"
+    assert same(house.factors("med"), before)
+
+
+def test_a_step_under_no_grad(place):
+    house = House(place)
+    for name in ("law", "med"):
+        house.add(name)
+    losses = house.losses(["law", "med"], 0)
+    with torch.no_grad():
+        steps = house.tenants.step(losses | {"med": lambda: losses["med"]})
+    assert steps["law"].updated and steps["med"].updated
+    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+
+
 def test_losses_are_checked_before_anything():
     house = House(PLACES[0].values[0])
     house.add("law")
@@ -378,15 +512,75 @@ def test_an_adapter_that_the_pool_has_replaced():
     assert same(house.pool._tensors(), before)
 
 
+def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
+    """What is in its slot by now belongs to another adapter, which trains."""
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.tenants["law"].accumulation = 2
+    house.steps(["law"], range(1))
+    house.pool.remove("law")
+    house.add("code")
+    house.steps(["code"], range(1))
+    grads = [f.gradient().clone() for f in house.tenants["code"].factors()]
+    house.tenants.step({"law": torch.ones((), requires_grad=True)})
+    for call in (
+        lambda: house.tenants.save("law", tmp_path / "law"),
+        house.tenants["law"].state,
+    ):
+        with pytest.raises(RuntimeError, match="adapter 'law' has left the pool: nothing to save"):
+            call()
+    assert not (tmp_path / "law").exists()
+    house.tenants.remove("law")
+    assert same([f.gradient() for f in house.tenants["code"].factors()], grads)
+
+
+def test_a_pool_has_one_tenants():
+    house = House(PLACES[0].values[0])
+    tenant = house.add("code")
+    house.steps(["code"], range(1))
+    with pytest.raises(ValueError, match="has other Tenants already"):
+        Tenants(house.pool)
+    assert tenant.pending == 1 and tenant.factors()[0].gradient() is not None
+    house.tenants.close()
+    with pytest.raises(RuntimeError, match="'law' cannot be added: these Tenants are closed"):
+        house.add("law")
+    second = Tenants(house.pool)
+    house.tenants.close()  # once more, which is nothing to the second
+    second.add("law")
+    assert house.losses(["law"], 0)["law"].requires_grad
+
+
+def test_a_save_that_fails_leaves_the_folder(tmp_path, monkeypatch):
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.tenants.save("law", tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    house.steps(["law"], range(1))
+
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(torch, "save", full)
+        house.tenants.save("law", tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    house.tenants.save("law", tmp_path, optimizer=False)
+    assert {path.name for path in tmp_path.iterdir()} == files.keys() - {"training.pt"}
+
+
 def test_a_backward_that_fails_drops_gradients():
     house = House(PLACES[0].values[0])
     tenant = house.add("code")
     house.steps(["code"], range(1))
     assert tenant.pending == 1
-    losses = house.losses(["code"], 1)
+    house.add("med")
+    losses = house.losses(["code", "med"], 1)
     house.add("law")  # writes to the stacks that the graph has saved
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        house.tenants.step(losses)
+        house.tenants.step(losses | {"med": lambda: 1 / 0})
+    assert house.tenants["med"].stopped
+    assert not house.pool.adapter_enabled[house.pool.lookup("med")]
     assert tenant.pending == 0 and tenant.stopped is None
     steps = house.steps(["code"], range(2, 4))
     assert [s["code"].updated for s in steps] == [False, True]
