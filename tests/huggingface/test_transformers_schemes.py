@@ -143,6 +143,18 @@ def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said
     assert len(lines) == is_said
 
 
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_nvfp4_w4a4"])
+@pytest.mark.parametrize("lacking", [".experts.0.", ".experts.3.up_proj.", ".q_proj."])
+def test_layers_without_scales_of_activations(tmp_path, case, lacking):
+    """Calibration reaches some experts only; W4A16 needs no scale of activations."""
+    exact = make(tmp_path, case)
+    change(
+        tmp_path,
+        lambda t: {n: v for n, v in t.items() if lacking not in n or ".input_" not in n},
+    )
+    assert_weights(moelora_hf.load_quantized(tmp_path), exact)
+
+
 @pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
 def test_activations_are_for_fp8_experts(tmp_path, case):
     make(tmp_path, case)
@@ -193,7 +205,15 @@ def change(folder, tensors):
     save_file({name: t.contiguous() for name, t in changed.items()}, folder / TENSORS)
 
 
+def spoilt(state, byte):
+    """Scales of attention, the last of which is another e4m3."""
+    bits = state[f"{ATTENTION}.weight_scale"].view(torch.uint8).clone()
+    bits[-1, -1] = byte
+    return bits.view(torch.float8_e4m3fn)
+
+
 EXPERTS = "model.layers.0.mlp.experts"
+ATTENTION = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +232,42 @@ EXPERTS = "model.layers.0.mlp.experts"
             "qwen3_moe",
             lambda t: {n: v for n, v in t.items() if f"{EXPERTS}.2.up_proj" not in n},
             f"no quantized linear layer is gate_up_proj of expert 2 of {EXPERTS}; experts are call",
+        ),
+        (
+            "modelopt_fp8",
+            "qwen3_moe",
+            lambda t: {n: v for n, v in t.items() if n != f"{EXPERTS}.0.gate_proj.input_scale"},
+            "1 of 8 linear layers have no input_scale, wanted all or none: .*experts.0.gate_proj$",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale_2": torch.tensor(0.0)},
+            f"{ATTENTION}.weight_scale_2 is 0, wanted a finite number above 0$",
+        ),
+        (
+            "ct_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_global_scale": torch.tensor([1e-39])},
+            f"{ATTENTION}.weight_global_scale is 1e-39, wanted .* with a finite reciprocal",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x7F)},
+            f"{ATTENTION}.weight_scale has the e4m3 byte 127, NaN, wanted 0 to 448",
+        ),
+        (
+            "ct_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x90)},
+            f"{ATTENTION}.weight_scale has the e4m3 byte 144, negative, wanted 0 to 448",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight": t[f"{ATTENTION}.weight"].view(torch.int8)},
+            f"{ATTENTION}.weight has dtype torch.int8, wanted torch.uint8",
         ),
         (
             "ct_w4a16",

@@ -141,6 +141,10 @@ class Folder:
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
+    def skip(self, linear: str, scheme: Scheme) -> None:
+        """Counts a layer's tensors that the scheme does not use as read."""
+        self.unread -= {f"{linear}.{part}" for part in scheme.unused}
+
     def of_names(self) -> list[str]:
         """Linear layers that experts may have."""
         return [*self.linears, *sorted(self.plain_experts)]
@@ -220,6 +224,7 @@ class Folder:
     def dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
         """A layer's weight, and the bytes of the tensors that it was."""
         scheme, parts = self.scheme_of(linear), self.linears.get(linear, frozenset())
+        self.skip(linear, scheme)
         found = {
             part: self[f"{linear}.{part}"]
             for part in scheme.parts
