@@ -162,6 +162,49 @@ def test_activations_are_for_fp8_experts(tmp_path, case):
         moelora_hf.load_quantized(tmp_path, activations="fp8")
 
 
+def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
+    make(tmp_path, "modelopt_nvfp4")
+
+    def stack(state):
+        own = {n: v for n, v in state.items() if n.startswith(f"{EXPERTS}.")}
+        stacked = {n: v for n, v in state.items() if n not in own}
+        for part, suffix in (
+            ("weight", ""),
+            *((p, f"_{p}") for p in ("weight_scale", "weight_scale_2")),
+        ):
+            rows = [own[f"{EXPERTS}.{e}.down_proj.{part}"] for e in range(4)]
+            stacked[f"{EXPERTS}.down_proj{suffix}"] = torch.stack(rows)
+        return stacked
+
+    change(tmp_path, stack)
+    with pytest.raises(
+        NotImplementedError, match="down_proj_weight_scale.* stacked tensors are re"
+    ):
+        moelora_hf.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "auto"}, "dtype is 'auto', wanted torch.bfloat16 or torch.float16"),
+        ({"dtype": "float16"}, "dtype is 'float16', wanted torch.bfloat16 or torch.float16"),
+        ({"dtype": torch.float32}, "dtype is torch.float32, wanted torch.bfloat16 or torch.fl"),
+        ({"torch_dtype": torch.float16}, "torch_dtype is torch.float16, wanted none; use dtype"),
+    ],
+)
+def test_dtypes_that_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        moelora_hf.load_quantized(tmp_path, **options)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_gguf_files_are_refused_with_what_to_do(tmp_path, is_file):
+    path = tmp_path / "model-Q4_K_M.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"no config.json, .*: GGUF is not read; load the file"):
+        moelora_hf.load_quantized(path if is_file else tmp_path)
+
+
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
     """hf_quant_config.json of older exports, whose config.json says nothing."""
     exact = make(tmp_path, "modelopt_nvfp4")

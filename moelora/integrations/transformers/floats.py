@@ -12,6 +12,7 @@ from torch import Tensor
 from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.scheme import (
+    KEPT,
     Scheme,
     block_size,
     check_values,
@@ -100,7 +101,8 @@ def modelopt(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> 
         return mxfp8("ModelOpt")
     known = "'FP8', 'NVFP4', 'W4A16_NVFP4', 'MXFP8' or 'MIXED_PRECISION' of these"
     raise NotImplementedError(
-        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known}"
+        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known}; quantize the "
+        f"experts with one of these, or to {KEPT} with another tool"
     )
 
 

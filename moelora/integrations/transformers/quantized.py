@@ -89,6 +89,9 @@ def load_quantized(
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
+    if "torch_dtype" in options:
+        raise ValueError(f"torch_dtype is {options['torch_dtype']!r:.80}, wanted none; use dtype")
+    _check_dtype("dtype", dtype)
     for name in OF_FILES:
         if options.get(name) not in (None, True, ""):
             got = f"{name} is {options[name]!r:.80}"
@@ -188,8 +191,7 @@ def load_quantized_experts(
     linears = expert_linears(model, layers, folder.of_names())
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
-        if kind not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
+        _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
         biases = read_biases(folder, name, module, linears[name])
         found = read_experts(folder, name, module, linears[name], kind, activations, dequantize)
         device = _device(model, name)
@@ -201,6 +203,11 @@ def load_quantized_experts(
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
     say_dequantized(folder, [module for module, _ in layers.values()])
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"{name} is {dtype!r:.80}, wanted torch.bfloat16 or torch.float16")
 
 
 def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights | Tensor) -> None:
