@@ -162,6 +162,23 @@ def test_activations_are_for_fp8_experts(tmp_path, case):
         moelora_hf.load_quantized(tmp_path, activations="fp8")
 
 
+def test_biases_of_single_experts_are_not_reported_missing(tmp_path, monkeypatch):
+    made = make(tmp_path, "ct_w4a16", "gpt_oss")
+    reports = []
+    kind = type(made)
+    load = kind.from_pretrained.__func__
+
+    def from_pretrained(cls, *arguments, **options):
+        model, info = load(cls, *arguments, **options)
+        reports.append(info["missing_keys"])
+        return model, info
+
+    monkeypatch.setattr(kind, "from_pretrained", classmethod(from_pretrained))
+    model = moelora_hf.load_quantized(tmp_path)
+    assert [set(report) for report in reports] == [set()]
+    assert_weights(model, made)
+
+
 def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
     make(tmp_path, "modelopt_nvfp4")
 
