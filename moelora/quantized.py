@@ -168,7 +168,9 @@ class QuantizedWeights(FromFP8):
             x_format=X_FORMATS[x_format],
             x_scale=struct.unpack("<f", struct.pack("<i", bits))[0],
         )
-        if weights.layout[0] != code:
+        if weights.layout[0] != code or (
+            weights.format == "nvfp4" and group_size != readers.NVFP4_BLOCK
+        ):
             raise ValueError(f"{prefix}layout has format {code} and group_size {group_size}")
         if (weights.x_format == "static") != (weights.x_scale > 0):
             raise ValueError(f"{prefix}layout has x_format {x_format}, x_scale {weights.x_scale}")
@@ -243,9 +245,9 @@ class QuantizedWeights(FromFP8):
         cls,
         weight: PerExpert,
         weight_scale: PerExpert,
+        *,
         weight_scale_2: PerExpert | None = None,
         weight_global_scale: PerExpert | None = None,
-        *,
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:

@@ -181,9 +181,13 @@ def nvfp4(
         got = "both are there" if there else "neither is there"
         raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
     ((name, of_tensors),) = there.items()
-    tensor_scales = _tensor_scales(Stack(name, of_tensors), values, 2 if gate_up else 1)
+    stack = Stack(name, of_tensors)
+    tensor_scales = _tensor_scales(stack, values, 2 if gate_up else 1)
     if name == "weight_global_scale":
         tensor_scales = 1 / tensor_scales
+        for expert in (~tensor_scales.isfinite()).any(1).nonzero().flatten().tolist():
+            got = f"is {stack[expert].flatten().tolist()}"
+            stack.fail(expert, got, "numbers with a finite reciprocal")
 
     def read(expert: int) -> Numbers:
         bits = scales[expert].view(torch.uint8)

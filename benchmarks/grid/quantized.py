@@ -62,7 +62,8 @@ def packed(w: torch.Tensor, name: str, gate_up: str | None, seed: int):
         values = draw(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
         scales = draw(40, 64, experts, rows, groups, dtype=torch.uint8)
         of_tensor = (torch.rand(experts, generator=make) * 0.02 + 0.01).to(w.device)
-        return moelora.QuantizedWeights.from_nvfp4(values, scales, of_tensor, **options)
+        make_weights = moelora.QuantizedWeights.from_nvfp4
+        return make_weights(values, scales, weight_scale_2=of_tensor, **options)
     words = draw(-(2**31), 2**31, experts, rows, columns // 8)
     scales = torch.rand(experts, rows, groups, generator=make).to(w) * 0.02
     points = draw(-(2**31), 2**31, experts, -(-rows // 8), groups) if zeros else None

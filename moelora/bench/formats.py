@@ -66,6 +66,12 @@ def _integers(
     return torch.randint(low, high, shape, generator=generator, **options)
 
 
+def _pack_nvfp4(
+    values: torch.Tensor, scales: torch.Tensor, of_tensor: torch.Tensor, **options: Any
+) -> QuantizedWeights:
+    return QuantizedWeights.from_nvfp4(values, scales, weight_scale_2=of_tensor, **options)
+
+
 @dataclass(frozen=True)
 class Format:
     """A checkpoint layout of quantized weights."""
@@ -84,9 +90,7 @@ FORMATS = {
     "mxfp4": Format(
         "MXFP4, a scale of 8 bits for 32", 4.25, 32, draw_mxfp4, QuantizedWeights.from_mxfp4
     ),
-    "nvfp4": Format(
-        "NVFP4, a scale of 8 bits for 16", 4.5, NVFP4_BLOCK, draw_nvfp4, QuantizedWeights.from_nvfp4
-    ),
+    "nvfp4": Format("NVFP4, a scale of 8 bits for 16", 4.5, NVFP4_BLOCK, draw_nvfp4, _pack_nvfp4),
     "int4": Format(
         f"INT4 as of GPTQ, a scale of 16 bits for {INT4_GROUP}",
         4 + 16 / INT4_GROUP,

@@ -137,7 +137,10 @@ def test_every_scale_of_nvfp4(device, dtype):
     q = torch.arange(16).view(1, 1, 16).expand(1, 127, 16)
     given = Numbers(q, scales, None, FORMATS["nvfp4"], torch.tensor([[0.0123]]))
     weights = QuantizedWeights.from_nvfp4(
-        by_bytes(q).to(device), scales.to(device), given.of_tensor.to(device), dtype=dtype
+        by_bytes(q).to(device),
+        scales.to(device),
+        weight_scale_2=given.of_tensor.to(device),
+        dtype=dtype,
     )
     unpacked = weights.unpack().cpu()
     assert same_bits(unpacked[:, 1:], given.dequantized(dtype)[:, 1:])
@@ -152,7 +155,8 @@ def test_scales_of_gate_and_of_up(device, dtype, gate_up):
     halves = torch.tensor([[1.0, 0.5], [2.0, 8.0]])
     blocks, scales = by_bytes(given.q).to(device), given.scales.to(device)
     options = {"gate_up": gate_up, "dtype": dtype}
-    one = QuantizedWeights.from_nvfp4(blocks, scales, torch.ones(2).to(device), **options).unpack()
+    ones = torch.ones(2).to(device)
+    one = QuantizedWeights.from_nvfp4(blocks, scales, weight_scale_2=ones, **options).unpack()
     is_up = torch.arange(72) % 2 if gate_up == "interleaved" else torch.arange(72) // 36
     want = one.cpu() * halves[:, is_up][..., None].to(dtype)
     for names in ({"weight_scale_2": halves}, {"weight_global_scale": 1 / halves}):
@@ -502,6 +506,11 @@ BAD = [
     ("from_nvfp4", {"weight_scale_2": torch.ones(2, 2)}, "weight_scale_2 has shape"),
     ("from_nvfp4", {"weight_scale_2": torch.tensor([1, INF])}, r"weight_scale_2 is \[inf\], exp"),
     ("from_nvfp4", {"weight_scale_2": torch.tensor([1.0, 0.0])}, "expected finite numbers above 0"),
+    (
+        "from_nvfp4",
+        {"weight_scale_2": None, "weight_global_scale": torch.tensor([1, 2e-39])},
+        r"weight_global_scale is \[2\.0+\d*e-39\], expected numbers with a finite reciprocal",
+    ),
     ("from_gptq", {"bits": 8}, "bits is 8, expected 4"),
     ("from_gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected"),
     ("from_gptq", {"qweight": words(2, K)}, "qweight has shape"),
@@ -532,6 +541,20 @@ BAD = [
     test_what_the_refused_are_made_from_is_right,
     test_bad_checkpoints_name_their_tensor,
 ) = refusal_tests(GOOD, BAD, (2, N, K))
+
+
+def test_the_scale_of_a_tensor_has_a_name():
+    """ModelOpt's multiplies, compressed-tensors' divides: neither is meant by its place."""
+    good = GOOD["from_nvfp4"]
+    with pytest.raises(TypeError, match="positional"):
+        QuantizedWeights.from_nvfp4(*good.values())
+
+
+def test_a_state_of_nvfp4_has_groups_of_16():
+    state = QuantizedWeights.from_nvfp4(**GOOD["from_nvfp4"]).state_dict()
+    state["layout"][4] = 32
+    with pytest.raises(ValueError, match="layout has format 9 and group_size 32"):
+        QuantizedWeights.from_state_dict(state)
 
 
 def test_arguments_of_other_types():

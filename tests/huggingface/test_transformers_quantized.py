@@ -243,7 +243,7 @@ MXFP4_FOLDERS = {
 }
 GPTQ_FOLDERS = {
     "expert": (drop(f"{UP}.qweight"), f"no tensor {UP}.qweight, which the model wants"),
-    "zeros": (drop(f"{UP}.qzeros"), f"no tensor {UP}.qzeros"),
+    "zeros": (drop(f"{UP}.qzeros"), f"have no qzeros, wanted all or none: {UP}$"),
     "shape": (
         put(f"{UP}.scales", lambda t: t[f"{UP}.scales"][:1]),
         rf"{UP}.scales is \(1, 192\) of torch.float16, wanted \(2, 192\) of torch.float16 as ",

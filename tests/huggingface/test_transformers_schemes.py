@@ -143,11 +143,83 @@ def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said
     assert len(lines) == is_said
 
 
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_nvfp4_w4a4"])
+@pytest.mark.parametrize("lacking", [".experts.0.", ".experts.3.up_proj.", ".q_proj."])
+def test_layers_without_scales_of_activations(tmp_path, case, lacking):
+    """Calibration reaches some experts only; W4A16 needs no scale of activations."""
+    exact = make(tmp_path, case)
+    change(
+        tmp_path,
+        lambda t: {n: v for n, v in t.items() if lacking not in n or ".input_" not in n},
+    )
+    assert_weights(moelora_hf.load_quantized(tmp_path), exact)
+
+
 @pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
 def test_activations_are_for_fp8_experts(tmp_path, case):
     make(tmp_path, case)
     with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
         moelora_hf.load_quantized(tmp_path, activations="fp8")
+
+
+def test_biases_of_single_experts_are_not_reported_missing(tmp_path, monkeypatch):
+    made = make(tmp_path, "ct_w4a16", "gpt_oss")
+    reports = []
+    kind = type(made)
+    load = kind.from_pretrained.__func__
+
+    def from_pretrained(cls, *arguments, **options):
+        model, info = load(cls, *arguments, **options)
+        reports.append(info["missing_keys"])
+        return model, info
+
+    monkeypatch.setattr(kind, "from_pretrained", classmethod(from_pretrained))
+    model = moelora_hf.load_quantized(tmp_path)
+    assert [set(report) for report in reports] == [set()]
+    assert_weights(model, made)
+
+
+def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
+    make(tmp_path, "modelopt_nvfp4")
+
+    def stack(state):
+        own = {n: v for n, v in state.items() if n.startswith(f"{EXPERTS}.")}
+        stacked = {n: v for n, v in state.items() if n not in own}
+        for part, suffix in (
+            ("weight", ""),
+            *((p, f"_{p}") for p in ("weight_scale", "weight_scale_2")),
+        ):
+            rows = [own[f"{EXPERTS}.{e}.down_proj.{part}"] for e in range(4)]
+            stacked[f"{EXPERTS}.down_proj{suffix}"] = torch.stack(rows)
+        return stacked
+
+    change(tmp_path, stack)
+    with pytest.raises(
+        NotImplementedError, match="down_proj_weight_scale.* stacked tensors are re"
+    ):
+        moelora_hf.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "auto"}, "dtype is 'auto', wanted torch.bfloat16 or torch.float16"),
+        ({"dtype": "float16"}, "dtype is 'float16', wanted torch.bfloat16 or torch.float16"),
+        ({"dtype": torch.float32}, "dtype is torch.float32, wanted torch.bfloat16 or torch.fl"),
+        ({"torch_dtype": torch.float16}, "torch_dtype is torch.float16, wanted none; use dtype"),
+    ],
+)
+def test_dtypes_that_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        moelora_hf.load_quantized(tmp_path, **options)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_gguf_files_are_refused_with_what_to_do(tmp_path, is_file):
+    path = tmp_path / "model-Q4_K_M.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"no config.json, .*: GGUF is not read; load the file"):
+        moelora_hf.load_quantized(path if is_file else tmp_path)
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
@@ -193,7 +265,15 @@ def change(folder, tensors):
     save_file({name: t.contiguous() for name, t in changed.items()}, folder / TENSORS)
 
 
+def spoilt(state, byte):
+    """Scales of attention, the last of which is another e4m3."""
+    bits = state[f"{ATTENTION}.weight_scale"].view(torch.uint8).clone()
+    bits[-1, -1] = byte
+    return bits.view(torch.float8_e4m3fn)
+
+
 EXPERTS = "model.layers.0.mlp.experts"
+ATTENTION = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +292,42 @@ EXPERTS = "model.layers.0.mlp.experts"
             "qwen3_moe",
             lambda t: {n: v for n, v in t.items() if f"{EXPERTS}.2.up_proj" not in n},
             f"no quantized linear layer is gate_up_proj of expert 2 of {EXPERTS}; experts are call",
+        ),
+        (
+            "modelopt_fp8",
+            "qwen3_moe",
+            lambda t: {n: v for n, v in t.items() if n != f"{EXPERTS}.0.gate_proj.input_scale"},
+            "1 of 8 linear layers have no input_scale, wanted all or none: .*experts.0.gate_proj$",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale_2": torch.tensor(0.0)},
+            f"{ATTENTION}.weight_scale_2 is 0, wanted a finite number above 0$",
+        ),
+        (
+            "ct_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_global_scale": torch.tensor([1e-39])},
+            f"{ATTENTION}.weight_global_scale is 1e-39, wanted .* with a finite reciprocal",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x7F)},
+            f"{ATTENTION}.weight_scale has the e4m3 byte 127, NaN, wanted 0 to 448",
+        ),
+        (
+            "ct_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x90)},
+            f"{ATTENTION}.weight_scale has the e4m3 byte 144, negative, wanted 0 to 448",
+        ),
+        (
+            "modelopt_nvfp4",
+            "qwen3_moe",
+            lambda t: t | {f"{ATTENTION}.weight": t[f"{ATTENTION}.weight"].view(torch.int8)},
+            f"{ATTENTION}.weight has dtype torch.int8, wanted torch.uint8",
         ),
         (
             "ct_w4a16",

@@ -98,7 +98,11 @@ class Numbers:
             )
         if self.format.name == "nvfp4":
             return QuantizedWeights.from_nvfp4(
-                by_bytes(self.q), self.scales, self.of_tensor, gate_up=gate_up, dtype=dtype
+                by_bytes(self.q),
+                self.scales,
+                weight_scale_2=self.of_tensor,
+                gate_up=gate_up,
+                dtype=dtype,
             )
         zeros = None if self.zeros is None else by_words(self.zeros.transpose(1, 2), pad=True)
         return QuantizedWeights.from_compressed_tensors(

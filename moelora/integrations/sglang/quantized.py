@@ -96,7 +96,9 @@ def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
     return QuantizedWeights.from_nvfp4(  # drop padding of ungated weights
         [marlin.values(expert)[:rows, : columns // 2].contiguous() for expert in words],
         [marlin.nvfp4_scales(expert)[:rows, : columns // 16].contiguous() for expert in scales],
-        marlin.nvfp4_tensor_scale(getattr(layer, f"{name}_weight_scale_2").data.flatten()),
+        weight_scale_2=marlin.nvfp4_tensor_scale(
+            getattr(layer, f"{name}_weight_scale_2").data.flatten()
+        ),
         gate_up=gate_up,
         dtype=layer.params_dtype,
     )

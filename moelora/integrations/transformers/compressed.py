@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense, floats
 from moelora.integrations.transformers.scheme import (
@@ -112,9 +110,9 @@ def _integers(
     zeros = [] if weights.get("symmetric", True) else ["weight_zero_point"]
     if "weight_packed" not in parts:
         check_values("compressed-tensors", weights, num_bits=(8,))
-        tensors = ("weight", "weight_scale", *zeros), ("weight_zero_point", "input_scale")
+        tensors = ("weight", "weight_scale", *zeros), ("weight_zero_point",)
         refusal = "no kernel reads integers of 8 bits"
-        return Scheme(name, *tensors, _int8, {}, refusal=refusal)
+        return Scheme(name, *tensors, dense.int8, {}, refusal=refusal, unused=("input_scale",))
     check_values("compressed-tensors", weights, num_bits=(4, 8, 2))
     optional = "weight_zero_point", "weight_shape", "weight_g_idx"
     tensors = ("weight_packed", "weight_scale", *zeros), optional
@@ -127,10 +125,6 @@ def _integers(
     if weights.get("actorder") == "group" and "weight_g_idx" in parts:
         return scheme._replace(refusal=OUT_OF_ORDER)
     return scheme._replace(make=_packed, options={"group_size": group_size})
-
-
-def _int8(input_scale: Tensor | None = None, **tensors: Tensor) -> Tensor:
-    return dense.int8(**tensors)
 
 
 def _packed(weight_g_idx: Any = None, **tensors: Any) -> QuantizedWeights:
@@ -152,24 +146,18 @@ def _float_quantized(
     )
     if inputs:
         check_values("compressed-tensors", inputs, num_bits=(8,), type=("float",))
-    tensors = ("weight", "weight_scale"), ("input_scale",)
+    tensors = ("weight", "weight_scale"), ()
     if strategy == "tensor":
         scheme = floats.fp8_tensor(bool(inputs) and not inputs.get("dynamic", False))
     elif strategy == "channel":
-        scheme = Scheme("FP8 of rows", *tensors, dense.fp8, {}, _rows)
+        scheme = Scheme("FP8 of rows", *tensors, dense.fp8, {}, QuantizedWeights.from_fp8_channel)
+        scheme = scheme._replace(unused=("input_scale",))
     else:
         block = {"block": block_size(weights.get("block_structure") or (128, 128))}
         scheme = Scheme("FP8 of blocks", *tensors, dense.fp8, block, _blocks, block)
+        scheme = scheme._replace(unused=("input_scale",))
     return scheme if inputs else scheme._replace(options=scheme.options | {"activations": "native"})
 
 
-def _rows(
-    weight: Any, weight_scale: Any, input_scale: Any = None, **options: Any
-) -> QuantizedWeights:
-    return QuantizedWeights.from_fp8_channel(weight, weight_scale, **options)
-
-
-def _blocks(
-    weight: Any, weight_scale: Any, input_scale: Any = None, **options: Any
-) -> QuantizedWeights:
+def _blocks(weight: Any, weight_scale: Any, **options: Any) -> QuantizedWeights:
     return QuantizedWeights.from_fp8_block(weight, weight_scale, **options)

@@ -7,6 +7,7 @@ is exact in float32.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -170,34 +171,42 @@ def nvfp4(
     weight_packed: Tensor,
     weight_scale: Tensor,
     weight_global_scale: Tensor,
-    input_global_scale: Tensor | None = None,
 ) -> Tensor:
     """e2m1 (N, K / 2) times an e4m3 scale for 16 columns over the tensor's (compressed-tensors)."""
-    return _nvfp4(weight_packed, weight_scale, 1 / weight_global_scale.float())
+    _tensor_scale("weight_global_scale", weight_global_scale, 1 / weight_global_scale.float())
+    return _nvfp4(_e2m1(weight_packed), weight_scale, 1 / weight_global_scale)
 
 
-def modelopt_nvfp4(
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_scale_2: Tensor,
-    input_scale: Tensor | None = None,
-) -> Tensor:
+def modelopt_nvfp4(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> Tensor:
     """As `nvfp4`, as ModelOpt names it, whose tensor's scale multiplies."""
-    return _nvfp4(weight, weight_scale, weight_scale_2.float())
+    _tensor_scale("weight_scale_2", weight_scale_2, weight_scale_2)
+    return _nvfp4(_e2m1(weight, "weight"), weight_scale, weight_scale_2)
 
 
-def _nvfp4(blocks: Tensor, scales: Tensor, of_tensor: Tensor) -> Tensor:
+def _tensor_scale(name: str, stored: Tensor, factor: Tensor) -> None:
+    """Refuses what `QuantizedWeights.from_nvfp4` refuses of the scale of a tensor."""
+    if stored.numel() != 1 or stored.dtype != torch.float32:
+        got = f"has shape {tuple(stored.shape)} and dtype {stored.dtype}"
+        raise ValueError(f"{name} {got}, wanted one number of torch.float32")
+    if not (0 < float(stored) < math.inf and float(factor) < math.inf):
+        also = "" if factor is stored else " with a finite reciprocal"
+        raise ValueError(f"{name} is {float(stored):g}, wanted a finite number above 0{also}")
+
+
+def _nvfp4(numbers: Tensor, scales: Tensor, of_tensor: Tensor) -> Tensor:
     """In the order of `QuantizedWeights.unpack`: e2m1 times e4m3, exact, then the tensor's."""
-    numbers = _e2m1(blocks)
-    _matrix("weight_scale", scales, torch.float8_e4m3fn)
-    if of_tensor.numel() != 1 or not (of_tensor.isfinite() & (of_tensor > 0)).all():
-        got = f"{of_tensor.flatten()[:4].tolist()}"
-        raise ValueError(f"the scale of the tensor is {got}, wanted one number above 0")
-    return numbers * _spread(scales.float(), numbers.shape) * of_tensor.reshape(1, 1)
+    _matrix("weight_scale", scales, torch.float8_e4m3fn, torch.uint8)
+    bits = scales.view(torch.uint8)
+    if (bits >= 0x7F).any():
+        largest = int(bits.max())
+        what = "NaN" if largest & 0x7F == 0x7F else "negative"
+        raise ValueError(f"weight_scale has the e4m3 byte {largest}, {what}, wanted 0 to 448")
+    factors = scales.view(torch.float8_e4m3fn).float()
+    return numbers * _spread(factors, numbers.shape) * of_tensor.reshape(1, 1)
 
 
-def _e2m1(blocks: Tensor) -> Tensor:
-    _matrix("weight_packed", blocks, torch.uint8)
+def _e2m1(blocks: Tensor, name: str = "weight_packed") -> Tensor:
+    _matrix(name, blocks, torch.uint8)
     return torch.tensor(E2M1, device=blocks.device)[nibbles(blocks).long()]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.scheme import (
+    KEPT,
     Scheme,
     block_size,
     check_values,
@@ -100,7 +101,8 @@ def modelopt(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> 
         return mxfp8("ModelOpt")
     known = "'FP8', 'NVFP4', 'W4A16_NVFP4', 'MXFP8' or 'MIXED_PRECISION' of these"
     raise NotImplementedError(
-        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known}"
+        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known}; quantize the "
+        f"experts with one of these, or to {KEPT} with another tool"
     )
 
 
@@ -113,20 +115,17 @@ def mxfp8(method: str) -> Scheme:
 def nvfp4(
     method: str,
     required: tuple[str, ...],
-    optional: tuple[str, ...],
+    unused: tuple[str, ...],
     numbers: Callable[..., Tensor],
     is_w4a4: bool,
 ) -> Scheme:
-    scheme = Scheme(f"NVFP4 of {method}", required, optional, numbers, {}, _nvfp4_experts)
-    return scheme._replace(inputs="NVFP4" if is_w4a4 else "")
+    """W4A16: scales of activations are unused, and some experts may lack them."""
+    scheme = Scheme(f"NVFP4 of {method}", required, (), numbers, {}, _nvfp4_experts)
+    return scheme._replace(inputs="NVFP4" if is_w4a4 else "", unused=unused)
 
 
 def _nvfp4_experts(
-    weight: Any = None,
-    weight_packed: Any = None,
-    input_scale: Any = None,
-    input_global_scale: Any = None,
-    **scales: Any,
+    weight: Any = None, weight_packed: Any = None, **scales: Any
 ) -> QuantizedWeights:
-    """With ModelOpt's or compressed-tensors' names; scales of activations are unused."""
+    """With ModelOpt's or compressed-tensors' names."""
     return QuantizedWeights.from_nvfp4(weight_packed if weight is None else weight, **scales)

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from moelora.files import file_in, read_json
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.names import OF_ONE
-from moelora.integrations.transformers.scheme import Scheme
+from moelora.integrations.transformers.scheme import KEPT, Scheme
 from moelora.integrations.transformers.schemes import (
     MARKS,
     METHODS,
@@ -32,6 +32,10 @@ SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
 OF_MODELOPT = "hf_quant_config.json"  # where config.json says nothing, as ModelOpt's exports before
 # Tensors of experts, wherever they are: one for all of them, or one for each.
 OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
+# Tensors of a quantizer for all experts at once, of schemes that have them for each.
+OF_ALL = re.compile(
+    r"\.experts\.[a-z]\w*[._](qweight|weight_packed|weight_scale(_2|_inv)?|weight_global_scale)$"
+)
 
 log = logging.get_logger("transformers.moelora")
 
@@ -55,7 +59,8 @@ class Folder:
         self.path = Path(path)
         config_file = file_in(self.path, "config.json")
         if not config_file.is_file():
-            raise ValueError(f"{self.path} has no config.json, wanted the folder of a checkpoint")
+            refuse = f"{self.path} has no config.json, wanted the folder of a checkpoint"
+            raise ValueError(refuse + self._of_gguf())
         config = read_json(config_file)
         self.quantization = self._quantization(config)
         self._files: dict[str, tuple[Path, Any]] = {}  # where each tensor is
@@ -105,9 +110,7 @@ class Folder:
         if not found:
             refuse = f"{self.path} has no safetensors files that transformers would load, wanted "
             refuse += f"{' or '.join(names)}; weights in other forms (.bin, .gguf) are never loaded"
-            if any(self.path.glob("*.gguf")):
-                refuse += f": {OTHERS['gguf']}"
-            raise ValueError(refuse)
+            raise ValueError(refuse + self._of_gguf())
         if found[0].endswith(SINGLE_SUFFIX):
             return found[:1]
         index = self.path / found[0]
@@ -123,6 +126,11 @@ class Folder:
             if not file_in(self.path, name).is_file():
                 raise ValueError(f"{self.path} has no file {name}, which its {found[0]} names")
         return names
+
+    def _of_gguf(self) -> str:
+        """What to do with GGUF files, if these are some; otherwise empty."""
+        is_gguf = self.path.suffix == ".gguf" or any(self.path.glob("*.gguf"))
+        return f": {OTHERS['gguf']}" if is_gguf else ""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -140,6 +148,10 @@ class Folder:
         except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch lacks
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
+
+    def skip(self, linear: str, scheme: Scheme) -> None:
+        """Counts a layer's tensors that the scheme does not use as read."""
+        self.unread -= {f"{linear}.{part}" for part in scheme.unused}
 
     def of_names(self) -> list[str]:
         """Linear layers that experts may have."""
@@ -176,6 +188,13 @@ class Folder:
             if not isinstance(method, str) or method not in METHODS:
                 refuse_method(method)
             check_transforms(self.quantization)
+            stacked = method != "mxfp4" and next(filter(OF_ALL.search, self), None)
+            if stacked:
+                raise NotImplementedError(
+                    f"{stacked} is of all experts; stacked tensors are read for MXFP4 alone "
+                    f"(quant_method 'mxfp4'): quantize the experts to {KEPT} with tensors of their "
+                    "own, experts.0.down_proj.weight and so on"
+                )
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.path}: {error}") from None
         aside: dict[str, str] = {}
@@ -220,15 +239,18 @@ class Folder:
     def dequantized(self, linear: str, dtype: torch.dtype) -> tuple[Tensor, int]:
         """A layer's weight, and the bytes of the tensors that it was."""
         scheme, parts = self.scheme_of(linear), self.linears.get(linear, frozenset())
+        self.skip(linear, scheme)
         found = {
             part: self[f"{linear}.{part}"]
             for part in scheme.parts
             if part in parts or part in scheme.required
         }
         try:
-            numbers = scheme.numbers(**found, **scheme.settings).to(dtype)
+            exact = scheme.numbers(**found, **scheme.settings)
+            numbers = exact.to(dtype)
             if not numbers.isfinite().all():
-                raise ValueError(f"weight is beyond {dtype}, wanted numbers")
+                got = f"weight is beyond {dtype} (dequantized up to {float(exact.abs().max()):g})"
+                raise ValueError(f"{got}, wanted at most {torch.finfo(dtype).max:g}")
         except ValueError as error:
             raise ValueError(f"{self.shard_of(linear)}: {linear}.{error}") from None
         return numbers, sum(tensor.nbytes for tensor in found.values())

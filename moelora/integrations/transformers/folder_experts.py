@@ -226,14 +226,29 @@ def _per_expert(
     parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
     where = f"{experts.rpartition('.')[0]}.*.{parts}"
     found = {}
+    linears = [linear for row in names for linear in row]
+    for linear in linears:
+        folder.skip(linear, scheme)
     for part in scheme.parts:
-        if part in scheme.required or f"{names[0][0]}.{part}" in folder:
+        if part in scheme.required or _has(folder, linears, part):
             rows = ([f"{linear}.{part}" for linear in row] for row in names)
             found[part] = [_joined(folder, row, scheme) for row in rows]
     weights = scheme.pack(where, found, gate_up, dtype)
     if weights.shape != shape:
         raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
     return weights
+
+
+def _has(folder: Folder, linears: Sequence[str], part: str) -> bool:
+    """Whether the linear layers have an optional tensor; ValueError if some alone do."""
+    lacking = [linear for linear in linears if f"{linear}.{part}" not in folder]
+    if lacking and len(lacking) < len(linears):
+        names = ", ".join(lacking[:4]) + (", ..." if len(lacking) > 4 else "")
+        raise ValueError(
+            f"{len(lacking)} of {len(linears)} linear layers have no {part}, wanted all or none: "
+            f"{names}"
+        )
+    return not lacking
 
 
 def _scheme(folder: Folder, names: Sequence[Sequence[str]]) -> Scheme:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Collection
 from pathlib import Path
@@ -24,7 +25,7 @@ from moelora.integrations.transformers.folder_experts import (
 )
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
-from moelora.integrations.transformers.names import expert_linears
+from moelora.integrations.transformers.names import OF_ONE, expert_linears
 from moelora.integrations.transformers.projection import put_on, put_plain
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
@@ -89,6 +90,9 @@ def load_quantized(
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
+    if "torch_dtype" in options:
+        raise ValueError(f"torch_dtype is {options['torch_dtype']!r:.80}, wanted none; use dtype")
+    _check_dtype("dtype", dtype)
     for name in OF_FILES:
         if options.get(name) not in (None, True, ""):
             got = f"{name} is {options[name]!r:.80}"
@@ -104,7 +108,7 @@ def load_quantized(
     loaded: Any = model_class.from_pretrained(
         None,
         config=config,
-        state_dict=checkpoint.plain(dtype),
+        state_dict=checkpoint.plain(dtype) | _biases(checkpoint, model_class, config),
         dtype=dtype,
         quantization_config=Config(),
         experts_implementation=IMPLEMENTATION,
@@ -115,14 +119,7 @@ def load_quantized(
     if info["mismatched_keys"] and not options.get("ignore_mismatched_sizes"):
         name, got, wanted = min(info["mismatched_keys"])
         raise ValueError(f"{folder}: {name} has shape {tuple(got)}, wanted {tuple(wanted)}")
-    layers = moe_layers(model)
-    linears = expert_linears(model, layers, checkpoint.of_names())
-    biases = {
-        f"{name}.{own}": bias
-        for name, (module, _) in layers.items()
-        for own, bias in read_biases(checkpoint, name, module, linears[name]).items()
-    }
-    missing = sorted(set(info["missing_keys"]) - set(biases))
+    missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"{folder} has no tensor {missing[0]} ({len(missing)} are missing), which the model "
@@ -188,8 +185,7 @@ def load_quantized_experts(
     linears = expert_linears(model, layers, folder.of_names())
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
-        if kind not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
+        _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
         biases = read_biases(folder, name, module, linears[name])
         found = read_experts(folder, name, module, linears[name], kind, activations, dequantize)
         device = _device(model, name)
@@ -203,12 +199,35 @@ def load_quantized_experts(
     say_dequantized(folder, [module for module, _ in layers.values()])
 
 
+def _check_dtype(name: str, dtype: Any) -> None:
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"{name} is {dtype!r:.80}, wanted torch.bfloat16 or torch.float16")
+
+
 def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights | Tensor) -> None:
     if isinstance(up, QuantizedWeights) and isinstance(down, QuantizedWeights):
         put_on(experts, (up, down))
     else:
         assert isinstance(up, Tensor) and isinstance(down, Tensor)
         put_plain(experts, (up, down))
+
+
+def _biases(
+    checkpoint: Folder, model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> dict[str, Tensor]:
+    """Biases stored per expert, as the model's parameters; transformers reports missing ones."""
+    names = (name.removesuffix(".bias") for name in checkpoint if name.endswith(".bias"))
+    if not any(map(OF_ONE.search, names)):
+        return {}
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
+    layers = moe_layers(model)
+    linears = expert_linears(model, layers, checkpoint.of_names())
+    return {
+        f"{name}.{own}": bias
+        for name, (module, _) in layers.items()
+        for own, bias in read_biases(checkpoint, name, module, linears[name]).items()
+    }
 
 
 def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:

@@ -38,6 +38,7 @@ class Scheme(NamedTuple):
     rows: int = 0  # dimension in which gate and up are concatenated
     refusal: str = ""  # why `make` is None
     inputs: str = ""  # the folder's dtype of activations, if kernels ignore it
+    unused: tuple[str, ...] = ()  # tensors that nothing depends on, wherever they are
 
     @property
     def parts(self) -> tuple[str, ...]:

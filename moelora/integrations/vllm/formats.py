@@ -75,7 +75,7 @@ def _nvfp4_modelopt(
     return QuantizedWeights.from_nvfp4(
         _get(layer, f"{name}_weight"),
         _get(layer, f"{name}_weight_scale"),
-        _get(layer, f"{name}_weight_scale_2"),
+        weight_scale_2=_get(layer, f"{name}_weight_scale_2"),
         **options,
     )
 
