@@ -124,3 +124,28 @@ def test_a_second_adapter_and_sampling(tmp_path):
     assert torch.equal(mixed[0], texts[0][0]) and torch.equal(mixed[1], texts[1][1])
     for module in model.modules():
         assert not any(name.endswith("_proj") for name in module._parameters)
+
+
+def test_peft_by_itself(tmp_path):
+    """Merges factors into parameters, which tiles are not: refused by what to call."""
+    make_folder(tmp_path, "mxfp4", 32)
+    model, ids = adapted(load((tmp_path, {}, None)), init_lora_weights=False).eval(), tokens(2)
+    message = r"tiles.*moelora\.integrations\.peft\.attach\(model\)"
+    with pytest.raises(AttributeError, match=message):
+        model(ids)
+    moelora_peft.attach(model)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=message):
+            merge()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted), "nothing was merged"
+    copied = copy.deepcopy(model)
+    moelora_peft.detach(copied)
+    with pytest.raises(AttributeError, match=message):
+        copied(ids)
+    experts = next(m for m in model.modules() if isinstance(m, QuantizedProjection))
+    assert not hasattr(experts, "requires_grad") and experts.tiles.dtype == torch.uint8
+    with pytest.raises(AttributeError, match="no attribute 'rows'"):
+        experts.rows  # noqa: B018

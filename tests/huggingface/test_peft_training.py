@@ -223,9 +223,16 @@ def test_detached_it_trains_as_before():
     model, ids = make_model(mixtral), tokens()
     ours = adapted(model)
     wanted = gradients(ours, ids)
-    moelora_peft.attach(ours)
+    before = ours.get_experts_implementation()
+    assert before[""] != "moelora"
+    for _ in range(2):
+        moelora_peft.attach(ours)
     moelora_peft.detach(ours)
+    assert ours.get_experts_implementation() == before
+    moelora_peft.attach(ours)
     ours.set_experts_implementation("eager")
+    moelora_peft.detach(ours)
+    assert ours.get_experts_implementation() == {"": "eager"}, "chosen since"
     assert_alike(gradients(ours, ids), wanted)
 
 

@@ -135,6 +135,31 @@ def test_activation_checkpointing(targets):
         moelora_hf.enable_checkpointing(make_model(qwen3))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_that_knows_no_adapters(reentrant):
+    """It repeats layers without the adapters of their rows: refused where it would happen."""
+    ids, (ours, tenants) = tokens(), prepared(make_model(qwen3))
+    add(tenants, "a")
+    rows = ["a"] * len(ids)
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    losses(ours.eval(), ids, rows)
+    ours.train()(ids)
+    with torch.no_grad():
+        ours(ids, adapter_names=rows)
+    message = r"call moelora.integrations.transformers.enable_checkpointing\(model\)"
+    with pytest.raises(RuntimeError, match=message):
+        ours(ids, adapter_names=rows)
+    with moelora_hf.use_adapters(ours, rows), pytest.raises(RuntimeError, match=message):
+        ours(ids)
+    moelora_hf.enable_checkpointing(ours)
+    assert all(step["a"].updated for step in train(ours, tenants, ids, 2, rows))
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with pytest.raises(RuntimeError, match=message):
+        ours(ids, adapter_names=rows)
+    ours.gradient_checkpointing_disable()
+    ours(ids, adapter_names=rows)
+
+
 def test_many_tokens():
     """Batches that serving sorts by adapter, which training does not."""
     model, ids = make_model(mixtral), tokens(5, 64).repeat(1, 2)

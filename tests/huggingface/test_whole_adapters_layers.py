@@ -337,6 +337,45 @@ def test_gradients_pass_served_adapters(tmp_path):
         assert relative(gradient(model, adapter_names=[name]), want) < 1e-5
 
 
+@pytest.mark.parametrize("company", ["pool", "batch", "gradient"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_factors_and_gradients_that_are_not_finite_stay_alone(autocast, company, device, tmp_path):
+    """In deltas that torch computes, a row has the bits that it has beside finite neighbors."""
+    model, ids = make_whole_model(qwen3, device=device).requires_grad_(False), tokens(4).to(device)
+    folder = write_adapter(
+        model, tmp_path / "a", 1, lambda n: n.endswith(("q_proj", "embed_tokens"))
+    )
+    rows = ["a", None if company == "pool" else "b", None, "a"]
+    own = [0, 2, 3]
+    found = []
+    for broken in (False, True):
+        served = copy.deepcopy(model)
+        pool = moelora_hf.load_adapters(served, {"b": folder, "a": folder})
+        moelora_hf.enable(served, training=True)
+        factors = [f[s] for f in served._moelora.linears.values() for s in ("lora_a", "lora_b")]
+        if broken and company != "gradient":
+            for factor in factors:
+                factor[pool.lookup("b")] = float("nan")
+        for factor in factors:
+            factor.requires_grad_()
+        embedded = []
+        embed = served.get_input_embeddings()
+        embed.register_forward_hook(lambda _, __, out: embedded.append(out) or out.retain_grad())  # noqa: B023
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            logits = served(ids, adapter_names=rows).logits
+        weights = torch.linspace(0, 1, logits.numel(), device=device).view_as(logits).clone()
+        if broken and company == "gradient":
+            weights[1] = float("nan")
+        logits.backward(weights.to(logits.dtype))
+        slot = pool.lookup("a")
+        found.append(
+            [logits[own].detach(), embedded[0].grad[own], *(f.grad[slot] for f in factors)]
+        )
+    for got, want in zip(*found, strict=True):
+        assert want.isfinite().all() and want.any()
+        assert torch.equal(got, want)
+
+
 # ---- models that change ----
 
 

@@ -131,6 +131,7 @@ def attach(
         serving.checked[name] = sources.load_of(model, name)
     for name in names[: pool.max_loras] if not model.training else ():
         serving.copy(name)
+    base.__dict__.setdefault("_moelora_replaced", base.get_experts_implementation())
     base.set_experts_implementation(IMPLEMENTATION)
     base.__dict__["_moelora"] = serving
     take_adapter_names(base)
@@ -142,9 +143,18 @@ def attach(
 
 
 def detach(model: peft.PeftModel | PreTrainedModel) -> None:
-    """Return the experts' adapters to PEFT."""
+    """Return the experts' adapters to PEFT, with the experts implementation that `attach` replaced.
+
+    Experts that `load_quantized` has read run in moelora alone: PEFT cannot apply adapters to them.
+    """
     base = base_of(model)
     serving = base.__dict__.pop("_moelora", None)
+    replaced = base.__dict__.pop("_moelora_replaced", None)
+    if replaced is not None:
+        current = base.get_experts_implementation()
+        base.set_experts_implementation(
+            {k: replaced.get(k) if now == IMPLEMENTATION else now for k, now in current.items()}
+        )
     for module in base.modules():
         if serving is None or module.__dict__.get("_moelora") is not serving:
             continue

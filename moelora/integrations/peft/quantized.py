@@ -2,7 +2,7 @@
 
 While PEFT injects an adapter, experts have parameters of the right shape that expand one element,
 of which PEFT only reads shape, dtype and device. `attach` then runs the wrapped experts from tiles;
-PEFT by itself would merge factors into parameters that do not exist.
+PEFT by itself would merge factors into parameters that do not exist, which is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from moelora.integrations.peft.experts import is_wrapper
 from moelora.integrations.transformers.projection import (
     QuantizedProjection,
     is_experts,
@@ -54,6 +55,26 @@ def _with_parameters(inject: Callable[..., None]) -> Callable[..., None]:
     return inject_adapter
 
 
+def _without_tiles(allowed: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(allowed)
+    def _check_merge_allowed(self: Any) -> None:
+        """Raises ValueError before PEFT has merged other layers."""
+        for name, module in self.model.named_modules():
+            if is_wrapper(module):
+                experts: Any = module.get_base_layer()
+                if is_experts(experts) and is_quantized(experts):
+                    raise ValueError(
+                        f"{name} has weights in tiles, which adapters cannot be merged into; run "
+                        "them side by side, with moelora.integrations.peft.attach(model)"
+                    )
+        allowed(self)
+
+    return _check_merge_allowed
+
+
+BaseTuner._check_merge_allowed = _without_tiles(  # type: ignore[method-assign] # on purpose
+    BaseTuner._check_merge_allowed
+)
 BaseTuner.inject_adapter = _with_parameters(  # type: ignore[method-assign] # on purpose
     BaseTuner.inject_adapter
 )

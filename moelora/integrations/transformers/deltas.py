@@ -71,7 +71,7 @@ class Delta:
             else:
                 _add(flat, rows, factors, serving.routes[device], slots)
         else:
-            shrunk = _by_slot(rows, slots, factors)
+            shrunk = _shrunk(rows, slots, factors)
             flat = _expanded(flat, shrunk, slots, factors, None)
         return flat.view(output.shape)
 
@@ -90,7 +90,7 @@ class Delta:
         flat = output.reshape(-1, output.size(-1))
         a = factors["lora_a"][:, 0]  # (max_loras, num_embeddings, R)
         each = a[slots.clamp_min(0).long(), ids.reshape(-1)]
-        shrunk = each[:, None] * _selected(slots, factors)[:, :, None]
+        shrunk = torch.where(_selected(slots, factors).any(-1, keepdim=True), each, 0)
         scale = getattr(module, "embed_scale", None)  # scales the output, as in Gemma
         return _expanded(flat, shrunk, slots, factors, scale).view(output.shape)
 
@@ -163,24 +163,64 @@ def _selected(slots: Tensor, factors: LinearFactors) -> Tensor:
     return (slots[:, None] == each) & enabled
 
 
-def _by_slot(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
-    """(tokens, max_loras, R): x A^T at the adapter of each token, zero elsewhere."""
+class _ProductsBySlot(torch.autograd.Function):
+    """x[t] W^T for the W of token t, zero for tokens without one.
+
+    `x` is (tokens, in), `w` (max_loras, out, in), `selected` (tokens, max_loras) bool with at most
+    one true per token. Neither results nor gradients contain a product of a token and another
+    token's W or gradient: zero times NaN is NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, selected: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, selected)
+        if x.size(0) <= w.size(0):  # a copy of factors, no larger than all of them
+            each = selected.to(torch.uint8).argmax(-1)  # of all false: 0
+            products = torch.bmm(w[each], x[:, :, None])[:, :, 0]
+            return torch.where(selected.any(-1, keepdim=True), products, 0)
+        result = x.new_zeros(x.size(0), w.size(1))
+        for own, one in zip(selected.unbind(1), w, strict=True):
+            result = torch.where(own[:, None], x @ one.T, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, w, selected = ctx.saved_tensors
+        of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        of_w = []
+        for own, one in zip(selected.unbind(1), w, strict=True):
+            mine = torch.where(own[:, None], grad, 0)
+            if of_x is not None:
+                of_x = torch.where(own[:, None], mine @ one, of_x)
+            if ctx.needs_input_grad[1]:
+                of_w.append(mine.T @ torch.where(own[:, None], x, 0))
+        return of_x, torch.stack(of_w) if of_w else None, None
+
+
+def _products(x: Tensor, w: Tensor, selected: Tensor) -> Tensor:
+    """`_ProductsBySlot` in the dtype of an autocast, or of `x`."""
+    kind = w.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    with torch.autocast(kind, enabled=False):
+        return _ProductsBySlot.apply(x.to(dtype), w.to(dtype), selected)
+
+
+def _shrunk(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
+    """(tokens, R): x A^T at the adapter of each token."""
     a = factors["lora_a"][:, 0]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    products = F.linear(x.to(a.device, dtype), a.flatten(0, 1).to(dtype))
-    products = products.view(x.size(0), *a.shape[:2])
-    return torch.where(_selected(slots, factors)[:, :, None], products, 0)
+    x = x.to(a.device, torch.promote_types(x.dtype, torch.float32))
+    return _products(x, a, _selected(slots, factors))
 
 
 def _expanded(
     out: Tensor, shrunk: Tensor, slots: Tensor, factors: LinearFactors, scale: Any | None
 ) -> Tensor:
     """Adds `shrunk` times B^T to `out`; rows without an adapter are unchanged."""
-    b = factors["lora_b"][:, 0].to(shrunk.dtype)  # (max_loras, out, R)
-    delta = shrunk.flatten(1) @ b.transpose(1, 2).flatten(0, 1)
+    selected = _selected(slots, factors)
+    delta = _products(shrunk, factors["lora_b"][:, 0], selected)  # of (max_loras, out, R)
     if scale is not None:
         delta = delta * scale
-    adapted = _selected(slots, factors).any(-1, keepdim=True).to(out.device)
+    adapted = selected.any(-1, keepdim=True).to(out.device)
     return torch.where(adapted, (out + delta.to(out.device)).to(out.dtype), out)
 
 

@@ -66,6 +66,14 @@ class QuantizedProjection(nn.Module):
         self._empty = replace(weights, data=torch.empty(0))
         self.tiles = weights.data
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Tensor, name):  # as of the parameter; AttributeError, so that hasattr works
+            raise AttributeError(
+                f"these experts have weights in tiles, which have no {name!r} of a parameter; PEFT "
+                "adapts them only through moelora.integrations.peft.attach(model)"
+            )
+        return super().__getattr__(name)
+
     def __getitem__(self, expert: object) -> NoReturn:
         raise RuntimeError(
             "these experts have weights in tiles, which other implementations cannot read; "

@@ -79,6 +79,7 @@ class Serving:
         self.routes: dict[torch.device, Routes] = {}
         self.configs: dict[str, Any] = {}  # of the experts modules
         self.homes: dict[str, Home] = {}
+        self.checkpointed: list[nn.Module] = []  # modules that activation checkpointing may repeat
         self.now = _Now()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Serving:
@@ -112,6 +113,7 @@ class Serving:
             for attribute, child in parent._modules.items()
             if id(child) in names and child is not None
         }
+        self.checkpointed = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
 
     def call(
         self,
@@ -138,12 +140,27 @@ class Serving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if torch.is_grad_enabled():
+            self._check_checkpointing()
         outer = self.now.tokens
         try:
             self.now.tokens = tokens
             return forward(*args, **kwargs)
         finally:
             self.now.tokens = outer
+
+    def _check_checkpointing(self) -> None:
+        """Raises RuntimeError if a layer would be repeated without the adapters of its rows."""
+        for module in self.checkpointed:
+            if not (module.gradient_checkpointing and module.training):
+                continue
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if getattr(function, "keywords", {}).get("context_fn") != self.contexts:
+                raise RuntimeError(
+                    "gradient_checkpointing_enable repeats layers in the backward without the "
+                    "adapters of their rows; call "
+                    "moelora.integrations.transformers.enable_checkpointing(model)"
+                )
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """`context_fn` of activation checkpointing: of a part of the pass, and of its repetition.
