@@ -202,7 +202,7 @@ def _products(x: Tensor, w: Tensor, selected: Tensor) -> Tensor:
     kind = w.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     with torch.autocast(kind, enabled=False):
-        return _ProductsBySlot.apply(x.to(dtype), w.to(dtype), selected)
+        return _ProductsBySlot.apply(x.to(dtype), w.to(dtype), selected)  # type: ignore[no-untyped-call]
 
 
 def _shrunk(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
