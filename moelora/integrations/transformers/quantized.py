@@ -128,13 +128,13 @@ def load_quantized(
     _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
-    load_quantized_experts(model, checkpoint, activations=activations, dequantize=dequantize)
+    _load_experts(model, checkpoint, None, activations, dequantize, with_biases=False)
     return model
 
 
 def load_quantized_experts(
     model: PreTrainedModel,
-    folder: str | Path | Folder,
+    folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
     activations: Activations | None = None,
@@ -172,9 +172,20 @@ def load_quantized_experts(
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
-    if not isinstance(folder, Folder):
-        folder = _checkpoint(folder)
-        folder.check(dequantize)
+    checkpoint = _checkpoint(folder)
+    checkpoint.check(dequantize)
+    _load_experts(model, checkpoint, dtype, activations, dequantize, with_biases=True)
+
+
+def _load_experts(
+    model: PreTrainedModel,
+    checkpoint: Folder,
+    dtype: torch.dtype | None,
+    activations: Activations | None,
+    dequantize: bool,
+    with_biases: bool,
+) -> None:
+    """As `load_quantized_experts`, of a checkpoint that was checked."""
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     layers = moe_layers(model)
@@ -182,12 +193,13 @@ def load_quantized_experts(
         block = model.get_submodule(name.rpartition(".")[0])
         if any(is_offloaded(part) for part in (module, *block.modules())):
             raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
-    linears = expert_linears(model, layers, folder.of_names())
+    linears = expert_linears(model, layers, checkpoint.of_names())
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
         _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
-        biases = read_biases(folder, name, module, linears[name])
-        found = read_experts(folder, name, module, linears[name], kind, activations, dequantize)
+        own_linears = linears[name]
+        biases = read_biases(checkpoint, name, module, own_linears) if with_biases else {}
+        found = read_experts(checkpoint, name, module, own_linears, kind, activations, dequantize)
         device = _device(model, name)
         refuse_saving(model)
         _put(module, *(weights.to(device) for weights in found))
@@ -196,7 +208,7 @@ def load_quantized_experts(
             bias = bias.to(device, old.dtype)
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
-    say_dequantized(folder, [module for module, _ in layers.values()])
+    say_dequantized(checkpoint, [module for module, _ in layers.values()])
 
 
 def _check_dtype(name: str, dtype: Any) -> None:
