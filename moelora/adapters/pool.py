@@ -246,10 +246,8 @@ class AdapterPool:
 
         Parameters and errors are those of `add`; `name` is only for messages.
         """
-        try:
+        with _errors_of(name, source):
             return self._read(source, config, layout)
-        except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
     def update(
         self,
@@ -506,12 +504,10 @@ class AdapterPool:
         layout: Layout | None,
     ) -> _Staged:
         """An adapter, read and checked; a ValueError says whose it is."""
-        try:
+        with _errors_of(name, source):
             if not isinstance(source, Adapter):
-                return self._stage(self._read(source, config, layout))
+                source = self._read(source, config, layout)
             return self._stage(source)
-        except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
     def _stage(self, adapter: Adapter) -> _Staged:
         experts = self._experts.stage(adapter.experts)
@@ -537,6 +533,17 @@ class AdapterPool:
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _errors_of(
+    name: str, source: str | Path | Mapping[str, torch.Tensor] | Adapter
+) -> Iterator[None]:
+    """ValueErrors say whose adapter they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
 
 
 def _tables(max_loras: int, device: torch.device) -> _Tables:
