@@ -432,25 +432,19 @@ def training_peers():
     """A training step of ours and of other projects' kernels."""
     rows = load("training")[1]
     titles = ["layer", "tokens", "moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values()]
+
+    def case(row):
+        return row["shape"], row["tokens"], row["rank"], row["tenants"]
+
+    quantized = {case(row): row["ours_us"] for row in rows if row["format"] == "mxfp4"}
     said = []
     for row in rows:
-        if not row["peers"]:
-            continue
-        case = [row[key] for key in ("shape", "tokens", "rank", "tenants")]
-        quantized = next(
-            r["ours_us"]
-            for r in rows
-            if [r[key] for key in ("shape", "tokens", "rank", "tenants")] == case
-            and r["format"] == "mxfp4"
-        )
-        times = (row["peers"].get(name, {}).get("fwdbwd_us") for name in ("yard", *PEERS))
-        ours = f"**{row['ours_us']:,.0f}**"
-        said.append([LAYERS[case[0]], str(case[1]), ours, *map(whole, (quantized, *times))])
+        if row["peers"]:
+            peers = (row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in ("yard", *PEERS))
+            times = thousands(*map(round, (quantized.get(case(row), 0), *peers)))
+            named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
+            said.append([*named, *times])
     return f"{card('training')}:\n\n{markdown(titles, said)}"
-
-
-def whole(us):
-    return "-" if us is None else f"{us:,.0f}"
 
 
 def invariance_found():

@@ -1,6 +1,6 @@
 """A training step of a layer on a GPU: what <card>-training.json is written by.
 
-    python -m benchmarks.training --out benchmarks/results/h100-training.json --peers .peers/train
+    python -m benchmarks.training --out benchmarks/results/h200-training.json --peers .peers/train
     python -m benchmarks.training --shapes qwen3 --tokens 4096 --ranks 16 --profile
 
 Forward and backward through autograd, frozen weights and adapters in bfloat16, one tenant or
@@ -246,9 +246,9 @@ def main(argv=None):
             tokens_of = [int(t) for t in args.tokens.split(",")] if args.tokens else None
             for tokens in tokens_of or TOKENS.get(name, (4096, 16384)):
                 _C.force_variant(args.variant)
-                drawn, dout = draw(shape, tokens, rank, args.tenants)
-                step = Step(quantize(drawn, kind, shape), dout)
-                del drawn
+                arguments, dout = draw(shape, tokens, rank, args.tenants)
+                step = Step(quantize(arguments, kind, shape), dout)
+                del arguments  # frees the 16-bit weights
                 for _ in range(WARM_UP):
                     step.run()
                 peak, saved = measure_memory(step)
