@@ -66,8 +66,8 @@ class Step(NamedTuple):
 class Tenants:
     """Trains adapters of an `AdapterPool` side by side.
 
-    An adapter's trajectory is the one that it has alone: at the operators bit for bit, whoever else
-    is in the step, joins or leaves. What goes wrong for one stops that one.
+    An adapter trains as if it were alone, whatever other tenants are in the step, join or leave:
+    operators give the same bits. An error of a tenant stops only this tenant.
 
     Parameters
     ----------
@@ -471,7 +471,7 @@ class Tenants:
             write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
             if state is not None:
                 torch.save(state, new / STATE_FILE)
-            # Moments of other factors are worse than none, if the process ends meanwhile.
+            # If the process ends during the replacement, no moments are left of other factors.
             (Path(folder) / STATE_FILE).unlink(missing_ok=True)
 
 

@@ -98,8 +98,8 @@ def experts_with_lora(
 class MoeLoraRunner:
     """One layer, with the interface of SGLang's class of this name.
 
-    Quantized weights go into tiles, which nobody else reads; ValueError where the format has not
-    what the layer holds.
+    Quantized weights are packed into tiles, which replace the layer's tensors; ValueError if these
+    are not what the format requires.
     """
 
     def __init__(self, base_layer: Any) -> None:

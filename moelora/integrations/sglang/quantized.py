@@ -28,8 +28,8 @@ class Kind(NamedTuple):
 
     read(layer, name, gate_up): `name` is "w13" or "w2".
     reason(layer): why weights of this kind are not read, or None.
-    weight: parameter that the tiles replace, behind "w13_" and "w2_".
-    others: parameters that nobody reads any more then.
+    weight: parameter that the tiles replace, without its prefix "w13_" or "w2_".
+    others: parameters that are unused after that.
     """
 
     read: Callable[[Any, str, GateUp | None], QuantizedWeights]
