@@ -90,6 +90,7 @@ TABLES = {
     "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
@@ -338,6 +339,7 @@ def engine_ranges():
         ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
         ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
         ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
+        ("NVFP4, Qwen3-30B-A3B", 12, "engines_nvfp4"),
         ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
     ):
         for phase in ("prefill", "decode"):
@@ -345,7 +347,7 @@ def engine_ranges():
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
                 topic = TABLES[name][0]
-                release = f"vLLM {load(topic)[0].get('vllm', '0.26')}"
+                release = f"vLLM {load(topic)[0]['vllm']}"
                 row(topic, release, what, layers, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():

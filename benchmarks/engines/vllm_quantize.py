@@ -10,7 +10,7 @@ leaves OUT-dense out.
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
 gptq         symmetric, groups of 128, in the order of the columns
 awq          as AutoAWQ has it, with zero points, groups of 128
-nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights alone, one global scale of all tensors
+nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights alone
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
 fp8_tensor   a scale for each projection of each expert
