@@ -9,6 +9,7 @@ import moelora
 from benchmarks.engines import engine_model, trainer, vllm_quantize
 from benchmarks.engines.vllm_rows import Calls
 from moelora.adapters import AdapterPool
+from moelora.integrations.transformers.projection import expert_weights
 
 
 @pytest.fixture(params=["bf16", "fp8_channel"])
@@ -42,7 +43,7 @@ def serve(calls, learner, folders):
         for calls.phase, mapping in ((0, [0] * 3), (1, [1] * 3), (-1, [0, 1, -1, 1, 0] * 7)):
             x = torch.randn(len(mapping), 64, generator=draw).bfloat16()
             weights, ids = torch.rand(len(mapping), 4, generator=draw).softmax(-1).topk(2)
-            w13, w2 = module.gate_up_proj, module.down_proj
+            w13, w2 = expert_weights(module)
             operator(
                 *(x, w13, w2, weights, ids.int()),
                 out=torch.empty_like(x),
