@@ -68,6 +68,9 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
 TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
+TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
+    forward and backward: ours_us, of it forward: ours_fwd_us,
+    axolotl: peers.axolotl_multi.fwdbwd_us, peak (MiB): peak_mib"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
@@ -94,6 +97,7 @@ TABLES = {
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
+    "training_tenants": ("training-tenants", lambda r: True, TENANTS),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
@@ -441,7 +445,7 @@ def training_peers():
     quantized = {case(row): row["ours_us"] for row in rows if row["format"] == "mxfp4"}
     said = []
     for row in rows:
-        if row["peers"]:
+        if row["peers"] and row["format"] == "bf16":
             peers = (row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in ("yard", *PEERS))
             times = thousands(*map(round, (quantized.get(case(row), 0), *peers)))
             named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]

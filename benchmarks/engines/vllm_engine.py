@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.engines.serving import CHECK, DECODE, check, speed
 from benchmarks.engines.vllm_bits import Rows
+from benchmarks.engines.vllm_rows import rows
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,6 +42,7 @@ def parse(argv=None):
     p.add_argument("--lora", action="store_true", help="an engine with LoRA enabled")
     p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
+    p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
@@ -75,7 +77,7 @@ class Engine:
                 "lora_target_modules": ["experts"],
                 "fully_sharded_loras": args.fully_sharded,
             }
-        if args.bits:  # hooks see no replays of graphs
+        if args.bits or args.rows:  # hooks see no replays of graphs
             options["enforce_eager"] = True
         elif not args.compile:
             options["compilation_config"] = {
@@ -200,6 +202,8 @@ def main():
         save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
+    if args.rows:
+        save(rows=rows(engine, args.rows))
     if args.speed:
         alone = args.tensor_parallel == 1  # kernels of other processes are not seen from here
         speed(engine, args.reps, args.sequences, save, gpu_milliseconds if alone else None)
