@@ -158,11 +158,11 @@ static void log_projection(const char *what, const moelora_variant *variant,
   log_part(what,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
-           "l2_elements=%d",
+           "l2_elements=%d run=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), plan->vectors,
            plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
-           (long long)plan->num_counters, plan->l2_elements);
+           (long long)plan->num_counters, plan->l2_elements, plan->run);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,

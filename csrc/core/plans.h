@@ -216,6 +216,7 @@ typedef struct moelora_projection_plan {
   bool stores_out;        /* the epilogue stores unquantized outputs, if they are read */
   int64_t num_counters;   /* of the tile scheduler */
   int32_t l2_elements;    /* elements of x that stay in L2 while weights are streamed */
+  int32_t run;            /* tiles of a run of the tile scheduler */
 } moelora_projection_plan;
 
 /* One grouped projection. A separate launch first zeros rows of out whose expert is not local. */

@@ -71,6 +71,7 @@ typedef struct moelora_schedule {
   int32_t num_experts;
   int32_t max_loras;
   int32_t l2_elements; /* elements of tokens that stay in L2 while weights stream through */
+  int32_t run;         /* tiles of a run; see TileScheduler */
 } moelora_schedule;
 
 /* Token rows of a main loop; `stride` and `k` count elements of x. With x as the first member, the

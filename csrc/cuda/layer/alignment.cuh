@@ -80,6 +80,7 @@ template <class Plan>
 void describe_product(const Alignment *a, const moelora_routes *routes, const moelora_weights *w,
                       const moelora_factors *lora, const Plan *plan, moelora_gemm_launch *g) {
   g->schedule.l2_elements = plan->l2_elements;
+  g->schedule.run = 1;
   g->schedule.blocks = a->blocks;
   g->schedule.num_rows = (int32_t)routes->num_rows;
   g->schedule.num_experts = routes->num_experts;

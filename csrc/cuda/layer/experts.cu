@@ -33,6 +33,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   moelora_gemm_launch g = {};
   describe_product(a, routes, w, lora, plan, &g);
   g.schedule.tile_counter = tile_counter(a, 0);
+  g.schedule.run = plan->run;
   g.tokens.k = (int32_t)w->k;
   g.weights.n_out = (int32_t)w->n;
   if (g.schedule.blocks.packed_ranks) {
