@@ -143,15 +143,18 @@ class Residents:
             del self.loaded[leaving]
         return reservation
 
-    def replace(self, name: str, new: Loaded, switch: bool) -> None:
-        """Put a new version in place of one that batches may hold, which may switch to it."""
+    def replace(self, name: str, new: Loaded) -> None:
+        """Put a new version in place of one that batches may hold."""
         old = self.loaded.get(name)
         if old is not None:
             self._retired.append((name, old))
         self.loaded[name] = new
         self.loaded.move_to_end(name)
+
+    def switch(self, name: str, new: Loaded) -> None:
+        """Batches that hold an older version take `new` in their next step."""
         for other, loaded in self.retired():
-            for held in list(loaded.users) if switch and other == name else ():
+            for held in list(loaded.users) if other == name else ():
                 held.follow(loaded, new)
 
     def retired(self) -> list[tuple[str, Loaded]]:

@@ -201,6 +201,8 @@ class Versions:
                 del self.loaded[name]
                 self._write(new.slot, staged)
                 self.loaded[name] = new
+                if switch:
+                    self.residents.switch(name, new)
                 return new.version
             place = self.residents.reserve(f"the new version of adapter {name!r}")
         arrival = self.slots.write(place.slot, staged)
@@ -212,7 +214,9 @@ class Versions:
                 return None
             after = 1 if old is None else old.version + 1
             new = Loaded(place.slot, old is not None and old.pinned, version or after)
-            self.residents.replace(name, new, switch)
+            self.residents.replace(name, new)
+            if switch:
+                self.residents.switch(name, new)
             return new.version
 
     def replace_known(self, name: str, staged: Staged, switch: bool, new: Source) -> int:
