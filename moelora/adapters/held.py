@@ -88,6 +88,17 @@ class Held:
             if arrival is not None:
                 arrival.wait(layer)
 
+    def synchronize(self) -> None:
+        """Make the host wait for all factors: for use on streams that are not known."""
+        for loaded in self._loaded.values():
+            arrival = loaded.arriving()
+            if arrival is not None:
+                arrival.synchronize()
+
+    def is_behind(self) -> bool:
+        """Whether the next step takes a new version, after `update(in_flight="switch")`."""
+        return bool(self._next)
+
     def release(self) -> None:
         """Let go of all."""
         for one in (*self._loaded.values(), *self._next.values()):

@@ -131,6 +131,7 @@ class AdapterPool:
         self.layers = {layer.name: layer for layer in layers}
         self.linears = {layer.name: layer for layer in linears}
         self.max_loras = max_loras
+        self.host = host
         self.max_rank = max_rank
         self.max_linear_rank = linear_rank
         self.dtype = dtype
