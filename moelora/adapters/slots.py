@@ -96,9 +96,10 @@ class Slots:
         shared_outer: bool,
     ) -> None:
         self.devices = devices
-        self.experts = ExpertStacks(layers, max_loras, ranks[0], places, slices, shared_outer)
-        self.linears = LinearStacks(linears, max_loras, ranks[1], places)
-        self.tables = {device: Tables.of(max_loras, device) for device in devices}
+        with torch.inference_mode(False):  # threads write to them, in any mode
+            self.experts = ExpertStacks(layers, max_loras, ranks[0], places, slices, shared_outer)
+            self.linears = LinearStacks(linears, max_loras, ranks[1], places)
+            self.tables = {device: Tables.of(max_loras, device) for device in devices}
         self.streams = Streams(devices)
         self._places = places
         self._order = sorted(places, key=_depth)

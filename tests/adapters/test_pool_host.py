@@ -174,6 +174,18 @@ def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
     check(pool, "b", made[1][1], 2.0)
 
 
+@torch.inference_mode()
+def test_threads_write_to_a_pool_of_inference_mode(tmp_path, device):
+    pool = make_pool(max_loras=1, host=1, device=device)
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("a", path)
+    pool.prefetch(["a"])
+    end = time.monotonic() + 60
+    while not pool.ready("a"):
+        assert time.monotonic() < end
+    check(pool, "a", delta, 2.0)
+
+
 def test_disabled_adapters_stay_so(tmp_path):
     pool = make_pool(max_loras=1, host=2)
     for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
