@@ -14,8 +14,8 @@ import torch
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured into a graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream of the current CUDA device is being captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 class Arrival:
