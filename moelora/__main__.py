@@ -9,6 +9,7 @@ from moelora import __version__
 EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
 COMMANDS = {  # {name: module that adds it}
     "info": "moelora.commands.info",
+    "doctor": "moelora.commands.doctor",
     "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
     "tune": "moelora.commands.tune",
