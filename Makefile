@@ -238,6 +238,17 @@ tables: build
 docs: build/docs/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
+# One version of the site beside the others, on the branch gh-pages of this checkout: `main`, or a tag,
+# which becomes what readers see first. PUSH=--push publishes it.
+DOCS_VERSION ?= main
+.PHONY: docs-version
+docs-version: export MOELORA_DOCS_REF = $(DOCS_VERSION)
+docs-version: build/docs/.ready
+	set -e; export PATH="$(CURDIR)/build/docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1; \
+	mike deploy $(PUSH) --update-aliases $(DOCS_VERSION) $(if $(filter main,$(DOCS_VERSION)),,latest); \
+	if mike list latest > /dev/null 2>&1; then first=latest; else first=main; fi; \
+	mike set-default $(PUSH) $$first
+
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
 	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
@@ -273,7 +284,7 @@ release-dry-run: $(VENV)/.ready build/release-tools/.ready
 	$(AUDIT) -w $(RELEASE)/dist $(RELEASE)/raw/*.whl
 	build/release-tools/bin/python release/check.py $(RELEASE)/dist
 	build/release-tools/bin/python release/index.py $(RELEASE)/dist --out $(RELEASE)/index
-	build/release-tools/bin/python release/sbom.py $(RELEASE)/dist \
+	build/release-tools/bin/python release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom \
 	  --cuda "$$(nvcc --version 2> /dev/null | sed -n 's/.*, V//p' || true)"
 	cd $(RELEASE)/dist && sha256sum * > SHA256SUMS
 	$(PY) tests/project/check_wheel.py $$(ls $(RELEASE)/dist/*.whl) --index $(RELEASE)/index $(CHECK_ARGS)

@@ -1,15 +1,16 @@
 """The bill of materials of each wheel, CycloneDX 1.6: what it contains and what it asks pip for.
 
-    python release/sbom.py build/release/dist
-    python release/sbom.py dist --cuda 13.0.88
+    python release/sbom.py build/release/dist --out build/release/sbom
+    python release/sbom.py dist --out sbom --cuda 13.0
 
-Writes WHEEL.cdx.json beside each wheel. Sources are moelora's own; a wheel with CUDA kernels also
+Writes OUT/MACHINE.cdx.json for each wheel, by the machine that it is for. Sources are moelora's own; a wheel with CUDA kernels also
 contains NVIDIA's CUDA runtime, of the version that `--cuda` names, linked statically. torch, numpy and
 safetensors are not contained: pip chooses them by the bounds that are in the bill.
 """
 
 import argparse
 import hashlib
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -77,10 +78,13 @@ def describe(wheel, cuda=None):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with wheels")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the bills")
     parser.add_argument("--cuda", help="version of the CUDA runtime in wheels that contain one")
     args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
     for wheel in sorted(args.folder.glob("*.whl")):
-        path = Path(f"{wheel}.cdx.json")
+        machine = re.search(r"(x86_64|aarch64)\.whl$", wheel.name)[1]
+        path = args.out / f"{machine}.cdx.json"
         bill = describe(wheel, args.cuda)
         writer = make_outputter(bill, OutputFormat.JSON, SchemaVersion.V1_6)
         writer.output_to_file(str(path), allow_overwrite=True, indent=2)

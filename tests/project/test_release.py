@@ -113,15 +113,15 @@ def test_the_bill_of_materials(tmp_path):
     pytest.importorskip("cyclonedx")
     import sbom
 
-    wheel = write_wheel(tmp_path)
-    assert sbom.main([str(tmp_path)]) == 0
-    bill = json.loads((tmp_path / f"{WHEEL}.cdx.json").read_text())
+    wheel, out = write_wheel(tmp_path), ["--out", str(tmp_path / "sbom")]
+    assert sbom.main([str(tmp_path), *out]) == 0
+    bill = json.loads((tmp_path / "sbom/x86_64.cdx.json").read_text())
     root = bill["metadata"]["component"]
     assert root["hashes"][0]["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert [part["name"] for part in bill["components"]] == ["torch"]
     write_wheel(tmp_path, extension=b"\x7fELF .nv_fatbin")
     with pytest.raises(SystemExit, match="--cuda names its version"):
-        sbom.main([str(tmp_path)])
-    assert sbom.main([str(tmp_path), "--cuda", "13.0.88"]) == 0
-    bill = json.loads((tmp_path / f"{WHEEL}.cdx.json").read_text())
+        sbom.main([str(tmp_path), *out])
+    assert sbom.main([str(tmp_path), *out, "--cuda", "13.0.88"]) == 0
+    bill = json.loads((tmp_path / "sbom/x86_64.cdx.json").read_text())
     assert ("cudart_static", "13.0.88") in [(p["name"], p.get("version")) for p in bill["components"]]
