@@ -55,10 +55,10 @@ ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
 ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
     decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
-    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
     decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
-    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
@@ -328,7 +328,7 @@ def over(a, b):
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
-    titles = ["engine", "GPU", "experts", "layers", "tokens/s of", "its own without adapters"]
+    titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
 
     def row(topic, engine, experts, layers, phase, base, theirs, ours):
         gpu = card(topic).removeprefix("NVIDIA ")
@@ -355,17 +355,46 @@ def engine_ranges():
             speeds[key][f"{phase}_tok_s"]
             for key in (
                 ("sglang, no LoRA", "base"),
-                ("sglang, virtual experts", MIXED),  # the faster of its two ways
+                ("sglang, virtual experts", MIXED),  # SGLang's faster path
                 ("moelora", MIXED),
             )
         )
         release = load("e2e-sglang")[0]["sglang"]
         row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
-    return markdown([*titles, "its own with", "moelora with", "moelora / its own with"], said)
+    return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
+
+
+def engine_speeds():
+    """Of vLLM in bf16, for prefill and decode: moelora with adapters over vLLM's own with them, and
+    over vLLM without."""
+    rows = cases("engines_12_layers")
+    found = []
+    for phase in ("prefill", "decode"):
+        ours, theirs = (rate(rows, phase, e, True, MIXED) for e in ("moelora", "vllm"))
+        found.append((ours / theirs, ours / rate(rows, phase, "vllm", False, "base")))
+    return found
+
+
+def training_speeds(peer):
+    """A training step of another project's kernels over ours, of all layers that it ran."""
+    rows = [row for row in rows_of("training") if peer in row.get("peers", ())]
+    return [row["peers"][peer]["fwdbwd_us"] / row["ours_us"] for row in rows]
+
+
+def claim():
+    (prefill, kept_prefill), (decode, kept_decode) = engine_speeds()
+    training = [f"{span(training_speeds(peer), 1)} times as fast as {PEERS[peer]}'s kernels"
+                for peer in ("unsloth", "axolotl")]
+    release = load("e2e-12-layers")[0]["vllm"]
+    return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
+        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of its own
+        LoRA kernels: {kept_prefill:.2f} and {kept_decode:.2f} of its speed without adapters. A layer
+        trains adapters {", ".join(training)} (twelve bf16 layers, and single ones;
+        {card("e2e-12-layers")})."""
 
 
 def engines_parallel():
-    """Tokens per second of two GPUs, in each way that they share a layer."""
+    """Tokens per second of two GPUs, in each parallel mode."""
     speeds = [row for row in rows_of("e2e-parallel") if row["topic"] == "speed"]
     said = []
     for way in dict.fromkeys(row["parallel"] for row in speeds):
@@ -379,7 +408,7 @@ def engines_parallel():
             numbers = thousands(none, *theirs, idle)
             numbers += [f"**{ours:,}**" if ours else "", over(ours, theirs[1]), over(ours, none)]
             said.append([way, phase, *numbers])
-    titles = ["way", "tokens/s of", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
+    titles = ["parallel", "phase", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
     titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
     if not said:
         return AWAITED
@@ -516,7 +545,7 @@ def decode_parts():
 
 PICTURES = {  # {file: what `moelora bench plot` takes beside the results of `layer`}
     "docs/layer.png": [],
-    "docs/beside.png": ["--picture", "beside"],
+    "docs/beside.png": ["--picture", "beside", "--vllm-version", "0.33"],
 }
 # {name: (topic of a file, its table)}
 MADE = {
@@ -534,7 +563,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
-        sglang_ranges,
+        *(sglang_ranges, claim),
     )
 }
 

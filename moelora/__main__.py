@@ -11,6 +11,7 @@ COMMANDS = {  # {name: module that adds it}
     "info": "moelora.commands.info",
     "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
+    "plot": "moelora.bench.plot",
     "tune": "moelora.commands.tune",
     "replay": "moelora.commands.replay",
 }
