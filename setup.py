@@ -15,9 +15,9 @@ Environment:
                         plans that need another one are refused
   MOELORA_CACHE         where objects stay, for all checkouts and settings, by default moelora/obj
                         in the user's cache; 0: in build/obj, for this checkout alone
-  MOELORA_REPOSITORY    where the sources are published, for the links of the package's page; by default
-                        the repository of the workflow that builds, what a source distribution says,
-                        or the remote `origin` of the checkout
+  MOELORA_REPOSITORY    where the sources are published, for the links of the package's page; by
+                        default the repository of the workflow that builds, what a source
+                        distribution says, or the remote `origin` of the checkout
 """
 
 import contextlib
@@ -81,7 +81,9 @@ def web_address(remote):
 
 
 PICTURE = r"(!)\[([^\]]*)\]\(([^)\s]+)\)"
-LINK = r"(?<!!)()\[((?:!\[[^\]]*\]\([^)]*\)|[^\[\]])*)\]\(([^)\s]+)\)"  # a badge is a picture in one
+LINK = (
+    r"(?<!!)()\[((?:!\[[^\]]*\]\([^)]*\)|[^\[\]])*)\]\(([^)\s]+)\)"  # a badge is a picture in one
+)
 
 
 def package_page():

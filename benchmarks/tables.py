@@ -23,6 +23,8 @@ from benchmarks import ROOT, training_memory
 
 PAGES = (
     "README.md",
+    "docs/README.md",
+    "docs/limits.md",
     "docs/measurements.md",
     "docs/batch-invariance.md",
     "docs/training.md",
@@ -299,9 +301,9 @@ def quantized_layers():
     ]
     text = f"""On {card("formats")} a layer of quantized experts with adapters is
         {" and ".join(said)} as the fastest of
-        vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
-        tokens. Shares of the [upper bound](docs/benchmarks.md#the-upper-bound) that it reaches, and
-        vLLM's:"""
+        vLLM's layers with adapters: geometric means over 1 to {max(r["tokens"] for r in rows)}
+        tokens. The share of the [upper bound](docs/benchmarks.md#the-upper-bound) that moelora
+        reaches / that vLLM reaches:"""
     shares = {}
     for what, tokens, *both in format_shares():
         shares.setdefault(what, {})[tokens] = " / ".join(both)
@@ -383,14 +385,16 @@ def training_speeds(peer):
 
 def claim():
     (prefill, kept_prefill), (decode, kept_decode) = engine_speeds()
-    training = [f"{span(training_speeds(peer), 1)} times as fast as {PEERS[peer]}'s kernels"
-                for peer in ("unsloth", "axolotl")]
+    training = [
+        f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
+        for peer in ("unsloth", "axolotl")
+    ]
     release = load("e2e-12-layers")[0]["vllm"]
     return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
-        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of its own
-        LoRA kernels: {kept_prefill:.2f} and {kept_decode:.2f} of its speed without adapters. A layer
-        trains adapters {", ".join(training)} (twelve bf16 layers, and single ones;
-        {card("e2e-12-layers")})."""
+        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
+        its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput without
+        adapters. A training step of a layer is {" and ".join(training)}. Measured on
+        {card("e2e-12-layers")} in bf16, with twelve layers of the model."""
 
 
 def engines_parallel():

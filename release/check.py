@@ -3,9 +3,10 @@
     python release/check.py build/release/dist
     python release/check.py dist --tag v0.1.0
 
-Prints one line for each file, and whether PyPI takes them as they are: it refuses files of more than
-100 MB, whose wheels then go on an index page of their own (`release/index.py`). In a workflow the
-same is the output `pypi` of the step. Exit status 1, with all problems: a file is not fit to publish.
+Prints one line for each file, and whether PyPI takes them as they are: it refuses files of more
+than 100 MB, whose wheels then go on an index page of their own (`release/index.py`). In a workflow
+the same is the output `pypi` of the step. Exit status 1, with all problems: a file is not fit to
+publish.
 """
 
 import argparse
@@ -56,7 +57,9 @@ def check(paths, tag=None):
     """All problems, one line each."""
     wheels = [p for p in paths if p.suffix == ".whl"]
     archives = [p for p in paths if p.name.endswith(".tar.gz")]
-    problems = [f"{p.name} is neither a wheel nor a .tar.gz" for p in {*paths} - {*wheels, *archives}]
+    problems = [
+        f"{p.name} is neither a wheel nor a .tar.gz" for p in {*paths} - {*wheels, *archives}
+    ]
     if len(archives) != 1 or not wheels:
         counts = f"{len(archives)} source distributions and {len(wheels)} wheels"
         problems.append(f"there are {counts}, wanted one source distribution and its wheels")

@@ -3,9 +3,10 @@
     python release/sbom.py build/release/dist --out build/release/sbom
     python release/sbom.py dist --out sbom --cuda 13.0
 
-Writes OUT/MACHINE.cdx.json for each wheel, by the machine that it is for. Sources are moelora's own; a wheel with CUDA kernels also
-contains NVIDIA's CUDA runtime, of the version that `--cuda` names, linked statically. torch, numpy and
-safetensors are not contained: pip chooses them by the bounds that are in the bill.
+Writes OUT/MACHINE.cdx.json for each wheel, by the machine that it is for. Sources are moelora's
+own; a wheel with CUDA kernels also contains NVIDIA's CUDA runtime, of the version that `--cuda` names,
+linked statically. torch, numpy and safetensors are not contained: pip chooses them by the bounds
+that are in the bill.
 """
 
 import argparse
@@ -42,9 +43,13 @@ def describe(wheel, cuda=None):
         type=ComponentType.LIBRARY,
         licenses=[LicenseExpression(headers["License-Expression"])],
         purl=PackageURL("pypi", name="moelora", version=headers["Version"]),
-        hashes=[HashType.from_hashlib_alg("sha256", hashlib.sha256(wheel.read_bytes()).hexdigest())],
+        hashes=[
+            HashType.from_hashlib_alg("sha256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+        ],
         external_references=[
-            ExternalReference(type=kinds[name], url=XsUri(url)) for name, url in pages if name in kinds
+            ExternalReference(type=kinds[name], url=XsUri(url))
+            for name, url in pages
+            if name in kinds
         ],
     )
     bill = Bom()

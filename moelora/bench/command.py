@@ -8,6 +8,7 @@
     moelora bench --model path/to/config.json --format int4
     moelora bench --shape 32,4,2880,2880 --device cpu
     moelora bench --list
+    moelora bench engine Qwen/Qwen3-30B-A3B --lora adapters/law
     moelora plot now.json --out now.png
     moelora bench compare before.json now.json
 
@@ -30,7 +31,18 @@ from rich.console import Console
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
+from moelora.bench import (
+    baselines,
+    cases,
+    compare,
+    config,
+    console,
+    engine,
+    formats,
+    plot,
+    results,
+    shapes,
+)
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
@@ -79,13 +91,14 @@ QUICK = {
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "bench",
-        help="time a layer beside its baselines; plot and compare results",
+        help="time a layer beside its baselines, or an engine; plot and compare results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
     parser.set_defaults(run=run)
-    topics = parser.add_subparsers(metavar="plot | compare")
+    topics = parser.add_subparsers(metavar="engine | plot | compare")
+    engine.add_command(topics)
     plot.add_command(topics)
     compare.add_command(topics)
 
@@ -93,8 +106,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
-    quick = "; ".join(f"{device}: {', '.join(QUICK[device]['tokens'].split(','))} tokens of "
-                      f"{QUICK[device]['models']}" for device in QUICK)
+    quick = "; ".join(
+        f"{device}: {', '.join(QUICK[device]['tokens'].split(','))} tokens of "
+        f"{QUICK[device]['models']}"
+        for device in QUICK
+    )
     about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
     add("--quick", action="store_true", help=about)
     add(
@@ -325,7 +341,9 @@ def headlines(rows: list[Case]) -> list[str]:
     lines = []
     for what, some in groups.items():
         kept = {row["tokens"]: row["ours_base_us"] / row["ours_us"] for row in some}
-        line = f"{what}: {statistics.geometric_mean(kept.values()):.2f} of the speed without adapters"
+        line = (
+            f"{what}: {statistics.geometric_mean(kept.values()):.2f} of the speed without adapters"
+        )
         if len(kept) > 1:
             ends = (f"{kept[tokens]:.2f} at {tokens}" for tokens in (min(kept), max(kept)))
             line += f" ({', '.join(ends)} tokens)"
@@ -335,8 +353,9 @@ def headlines(rows: list[Case]) -> list[str]:
 
 CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops need; with, without:
 moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
-bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest baseline
-with adapters / time of moelora with them; then the baselines, with adapters unless they say without"""
+bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
+baseline with adapters / time of moelora with them; then the baselines, with adapters unless they
+say without"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moelora.bench import chart, results
+from moelora.bench.engine import picture
 from moelora.bench.results import Case, baseline_name
 from moelora.bench.shapes import MODELS
 
@@ -26,8 +27,9 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("files", nargs="+", help="result files of layers")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
     pictures = {
-        "roofline": "flops under the roof, and what adapters cost; of one number of tokens, its times",
+        "roofline": "flops under the roof and the cost of adapters; times of one number of tokens",
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
+        "engine": "tokens per second of engines, of one file of bench engine",
     }
     about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
     add("--picture", choices=pictures, default="roofline", help=f"{about} (default: %(default)s)")
@@ -40,9 +42,11 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        if args.picture == "beside":
-            if len(args.files) > 1:
-                raise ValueError(f"--picture beside draws one file, not {len(args.files)}")
+        if args.picture != "roofline" and len(args.files) > 1:
+            raise ValueError(f"--picture {args.picture} draws one file, not {len(args.files)}")
+        if args.picture == "engine":
+            path = picture.draw(args.files[0], args.out)
+        elif args.picture == "beside":
             ranks = [int(rank) for rank in args.rank.split(",")]
             path = chart.draw(args.files[0], args.out, ranks, args.vllm_version)
         else:

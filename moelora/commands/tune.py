@@ -217,7 +217,9 @@ def describe(
 
 
 def show(key: str, content: dict[str, Any], console: Console) -> None:
-    table = Table("tokens", "variant", "us", "built-in table's us", title=f"{key} {content['dtype']}")
+    table = Table(
+        "tokens", "variant", "us", "built-in table's us", title=f"{key} {content['dtype']}"
+    )
     for tokens, variant in content["plans"].items():
         scores = content["measured"]["score_us"][tokens]
         table.add_row(tokens, variant, f"{scores[variant]:.1f}", f"{scores[TABLE]:.1f}")

@@ -87,7 +87,12 @@ def test_pip_installs_from_the_index(tmp_path):
     wheel = write_wheel(tmp_path)
     page = index.index([wheel], tmp_path / "index")
     words = [sys.executable, "-m", "pip", "download", "--isolated", "-q", "--no-deps"]
-    words += ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--index-url", (tmp_path / "index").as_uri()]
+    words += [
+        "--only-binary=:all:",
+        "--platform=manylinux_2_28_x86_64",
+        "--index-url",
+        (tmp_path / "index").as_uri(),
+    ]
     words += ["-d", str(tmp_path / "got"), "moelora==0.1.0"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -124,4 +129,6 @@ def test_the_bill_of_materials(tmp_path):
         sbom.main([str(tmp_path), *out])
     assert sbom.main([str(tmp_path), *out, "--cuda", "13.0.88"]) == 0
     bill = json.loads((tmp_path / "sbom/x86_64.cdx.json").read_text())
-    assert ("cudart_static", "13.0.88") in [(p["name"], p.get("version")) for p in bill["components"]]
+    assert ("cudart_static", "13.0.88") in [
+        (p["name"], p.get("version")) for p in bill["components"]
+    ]

@@ -484,9 +484,7 @@ CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
         (False, {"PIP_EXTRA_INDEX_URL": "https://example.org/cpu"}, None, "for the CPU"),
     ],
 )
-def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
-    tmp_path, gpu, given, index, size
-):
+def test_torch_is_that_of_the_machine_and_its_size_is_said_first(tmp_path, gpu, given, index, size):
     """Without a GPU nobody downloads CUDA's libraries, and who told pip of an index keeps it."""
     for name, text in {
         "nvidia-smi": f"exit {0 if gpu else 9}",
