@@ -33,7 +33,7 @@ class Stages:
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
         seconds = min(seconds, self.left())
-        return Job(name, command, self.work, seconds, where=ROOT, **environment)
+        return Job(name, command, self.work, seconds, environment, where=ROOT)
 
     def done(self, job):
         if job is None:

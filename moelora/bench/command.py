@@ -107,9 +107,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
     quick = "; ".join(
-        f"{device}: {', '.join(QUICK[device]['tokens'].split(','))} tokens of "
-        f"{QUICK[device]['models']}"
-        for device in QUICK
+        f"{device}: {usual['tokens']} tokens of {usual['models']}"
+        for device, usual in QUICK.items()
     )
     about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
     add("--quick", action="store_true", help=about)

@@ -102,8 +102,8 @@ def times(axes: Axes, rows: Sequence[Case]) -> None:
         }
         for who, us in ways.items():
             color = {"bound": "0.7", "moelora": "C0", "moelora without": "C9"}.get(who, "C3")
-            axes.barh(len(labels), us, color=color)
-            axes.bar_label(axes.containers[-1], fmt="{:,.0f}", padding=2, fontsize=8)
+            bar = axes.barh(len(labels), us, color=color)
+            axes.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=8)
             labels.append(f"{label}: {who}" if len(rows) > 1 else who)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from checkout import needs_checkout
 
 from moelora.__main__ import main
 from moelora.bench import command, config, shapes
@@ -138,6 +139,7 @@ def test_what_adapters_leave_of_the_speed_comes_first():
     ]
 
 
+@needs_checkout
 def test_the_picture_beside_vllm(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "beside.svg"
@@ -151,6 +153,7 @@ def test_the_picture_beside_vllm(tmp_path):
     assert "<!-- Mixtral-8x7B -->" in text
 
 
+@needs_checkout
 def test_the_picture_needs_vllms_layers(capsys):
     file = "benchmarks/results/cpu-layer.json"
     assert main(["bench", "plot", file, "--picture", "beside"]) == 2

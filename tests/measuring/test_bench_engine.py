@@ -1,4 +1,4 @@
-"""`moelora bench engine` on a pretended vLLM: three engines, a table, a picture, what went wrong."""
+"""`moelora bench engine` on a pretended vLLM: its engines, table and picture, and what fails."""
 
 import argparse
 import json

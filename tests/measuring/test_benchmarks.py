@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from checkout import needs_checkout
 from conftest import needs_gpu
 
 from benchmarks import layer
@@ -368,6 +369,7 @@ def test_regressions_beyond_noise(tmp_path, before, after, status):
     assert main(["bench", "compare", *files(tmp_path, [before], [after])]) == status
 
 
+@needs_checkout
 def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
     for path in ("benchmarks/results/h200-layer.json", "benchmarks/results/cpu-layer.json"):
         _, rows = results.read(path)
@@ -406,6 +408,7 @@ def test_pictures_have_the_names_of_models():
     assert plot._case(row | {"experts": 8}) == "DeepSeek-V2-Lite (8 experts) bf16 rank 16"
 
 
+@needs_checkout
 def test_files_that_are_none(tmp_path, capsys):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[]")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import needs_checkout
 
 import moelora
 from benchmarks import tables
@@ -138,6 +139,7 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+@needs_checkout
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -169,6 +171,7 @@ def runnable(page):
     return [code for skipped, code in RUN.findall(page.read_text()) if not skipped]
 
 
+@needs_checkout
 @pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=page_id)
 def test_examples_run_when_pasted(page, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -179,6 +182,7 @@ def test_examples_run_when_pasted(page, monkeypatch):
         exec(compile(code, str(page), "exec"), names)
 
 
+@needs_checkout
 def test_notebooks_are_pages_and_run(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -246,6 +250,7 @@ def test_pages_name_every_variable():
     )
 
 
+@needs_checkout
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_measured_numbers_are_those_of_the_files(page):
     text = (ROOT / page).read_text()
@@ -261,6 +266,7 @@ def test_every_table_is_on_a_page():
     assert wanted <= found and all(name.startswith("from ") for name in found - wanted)
 
 
+@needs_checkout
 def test_the_site_inserts_every_table_that_pages_leave_out():
     text = (ROOT / "docs/measurements.md").read_text()
     assert tables.section("layer_all") not in text

@@ -188,7 +188,7 @@ def measure(
     told.write_text(json.dumps(job | {"lora": setup.lora}))
     command = [sys.executable, "-m", WORKER, told, out]
     on = {SWITCH: "1" if setup.moelora else "0"}
-    started = Job(setup.name, command, folder, args.engine_s, **on)
+    started = Job(setup.name, command, folder, args.engine_s, on)
     end = started.wait()["end"]
     log = started.log.read_text(errors="replace")
     if out.exists():

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ class Job:
         command: Sequence[object],
         folder: Path,
         seconds: float,
+        environment: Mapping[str, str] | None = None,
         where: Path | None = None,
-        **environment: str,
     ):
         """Start `command` in `where`, by default the current folder; its log goes to `folder`."""
         self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
@@ -30,7 +30,7 @@ class Job:
             self.process = subprocess.Popen(
                 [str(c) for c in command],
                 cwd=where,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

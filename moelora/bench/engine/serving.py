@@ -15,8 +15,11 @@ CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 
 class Engine(Protocol):
-    adapters: Sequence[Any]
-    names: Sequence[str]
+    @property
+    def adapters(self) -> Sequence[Any]: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def prompts(self, lengths: Iterable[int]) -> list[list[int]]:
         """Draw prompts of so many tokens."""
