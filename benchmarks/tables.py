@@ -392,9 +392,62 @@ def claim():
     release = load("e2e-12-layers")[0]["vllm"]
     return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
         **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
-        its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput without
-        adapters. A training step of a layer is {" and ".join(training)}. Measured on
+        its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput
+        without adapters. A training step of a layer is {" and ".join(training)}. Measured on
         {card("e2e-12-layers")} in bf16, with twelve layers of the model."""
+
+
+def alternatives():
+    """Throughput of an engine with moelora and adapters over what one would take instead."""
+    said = []
+
+    def row(instead, ours, theirs):
+        ratios = [over(a, b) for a, b in zip(ours, theirs, strict=True)]
+        if any(ratios):
+            said.append([instead, *ratios])
+
+    phases = "prefill", "decode"
+    for what, name in (
+        ("bf16", "engines_12_layers"),
+        ("FP8", "engines_fp8"),
+        ("MXFP4", "engines_mxfp4"),
+        ("INT4", "engines_int4"),
+    ):
+        rows = cases(name)
+        release = f"vLLM {load(TABLES[name][0])[0].get('vllm', '0.26')}, {what}"
+        ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
+        for instead, more in (
+            ("its own LoRA kernels", (True, MIXED)),
+            ("without adapters", (False, "base")),
+        ):
+            theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
+            row(f"{release}: {instead}", ours, theirs)
+    speeds = {
+        (r["engine"], r["batch"]): [r[f"{phase}_tok_s"] for phase in phases]
+        for r in cases("engines_sglang")
+    }
+    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16"
+    for instead, key in (
+        ("its own LoRA kernels, virtual experts", ("sglang, virtual experts", MIXED)),
+        ("without adapters", ("sglang, no LoRA", "base")),
+    ):
+        row(f"{release}: {instead}", speeds["moelora", MIXED], speeds[key])
+    return markdown(["moelora with adapters, relative to", *phases], said)
+
+
+def training_alternatives():
+    """Time of a training step of other projects over ours."""
+    names = {"yard": "a step with `torch._grouped_mm`, written by hand", **PEERS}
+    said = [f"{span(training_speeds(peer))} times with {name}" for peer, name in names.items()]
+    rows = {(r["shape"], r["tokens"], r["format"]): r["ours_us"] for r in rows_of("training")}
+    slower = [
+        rows[shape, tokens, "mxfp4"] / us
+        for (shape, tokens, format), us in rows.items()
+        if format == "bf16" and (shape, tokens, "mxfp4") in rows
+    ]
+    return f"""Time of a training step of one layer on {card("training")}, relative to moelora's:
+        {"; ".join(said)}. moelora takes {span(slower)} times as long on MXFP4 experts as on bf16
+        ones."""
 
 
 def engines_parallel():
@@ -557,6 +610,7 @@ MADE = {
     "format_ranges": ("formats", format_ranges),
     "quantized_layers": ("formats", quantized_layers),
     "engine_ranges": ("e2e-fp8", engine_ranges),
+    "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel": ("e2e-parallel", engines_parallel),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
@@ -567,7 +621,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
-        *(sglang_ranges, claim),
+        *(sglang_ranges, claim, training_alternatives),
     )
 }
 

@@ -5,8 +5,8 @@
 
 Writes OUT/MACHINE.cdx.json for each wheel, by the machine that it is for. Sources are moelora's
 own; a wheel with CUDA kernels also contains NVIDIA's CUDA runtime, of the version that `--cuda`
-names, linked statically. torch, numpy and safetensors are not contained: pip chooses them by the bounds
-that are in the bill.
+names, linked statically. torch, numpy and safetensors are not contained: pip chooses them by the
+bounds that are in the bill.
 """
 
 import argparse

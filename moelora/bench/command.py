@@ -107,8 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
     quick = "; ".join(
-        f"{device}: {usual['tokens']} tokens of {usual['models']}"
-        for device, usual in QUICK.items()
+        f"{device}: {few['tokens']} tokens of {few['models']}" for device, few in QUICK.items()
     )
     about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
     add("--quick", action="store_true", help=about)
