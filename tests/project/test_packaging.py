@@ -154,7 +154,8 @@ def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
     page = setup_py.package_page()
     assert re.findall(r"\]\((?!http)", page["long_description"]) == []
-    assert "![" not in page["long_description"]
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", page["long_description"])
+    assert all(picture.startswith("https://") for picture in pictures)
     assert "project_urls" not in page
     assert "nothing names its repository" in capsys.readouterr().out
     monkeypatch.setenv("MOELORA_REPOSITORY", "https://example.org/moelora/")
