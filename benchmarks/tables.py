@@ -327,30 +327,34 @@ def over(a, b):
     return f"{a / b:.2f}" if a and b else ""
 
 
+# Twelve layers each; {experts: name of a table}
+ENGINE_TABLES = {
+    "bf16, Qwen3-30B-A3B": "engines_12_layers",
+    "FP8, Qwen3-30B-A3B": "engines_fp8",
+    "MXFP4, gpt-oss-20b": "engines_mxfp4",
+    "NVFP4, Qwen3-30B-A3B": "engines_nvfp4",
+    "INT4, Qwen3-30B-A3B": "engines_int4",
+}
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
     titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
 
-    def row(topic, engine, experts, layers, phase, base, theirs, ours):
+    def row(topic, engine, experts, phase, base, theirs, ours):
         gpu = card(topic).removeprefix("NVIDIA ")
-        told = [engine, gpu, experts, str(layers), phase, *thousands(base, theirs)]
+        told = [engine, gpu, experts, "12", phase, *thousands(base, theirs)]
         said.append([*told, f"**{ours:,}**", over(ours, theirs)])
 
-    for what, layers, name in (
-        ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
-        ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
-        ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
-        ("NVFP4, Qwen3-30B-A3B", 12, "engines_nvfp4"),
-        ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
-    ):
+    for what, name in ENGINE_TABLES.items():
         for phase in ("prefill", "decode"):
             base = rate(cases(name), phase, "vllm", False, "base")
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
                 topic = TABLES[name][0]
                 release = f"vLLM {load(topic)[0]['vllm']}"
-                row(topic, release, what, layers, phase, base, theirs, ours)
+                row(topic, release, what, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():
         numbers = (
@@ -362,7 +366,7 @@ def engine_ranges():
             )
         )
         release = load("e2e-sglang")[0]["sglang"]
-        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
+        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", phase, *numbers)
     return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
 
 
@@ -407,14 +411,13 @@ def alternatives():
             said.append([instead, *ratios])
 
     phases = "prefill", "decode"
-    for what, name in (
-        ("bf16", "engines_12_layers"),
-        ("FP8", "engines_fp8"),
-        ("MXFP4", "engines_mxfp4"),
-        ("INT4", "engines_int4"),
-    ):
+    for what, name in ENGINE_TABLES.items():
         rows = cases(name)
-        release = f"vLLM {load(TABLES[name][0])[0].get('vllm', '0.26')}, {what}"
+        if not rows:
+            continue
+        topic = TABLES[name][0]
+        gpu = card(topic).removeprefix("NVIDIA ")
+        release = f"vLLM {load(topic)[0]['vllm']}, {what}, {gpu}"
         ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
         for instead, more in (
             ("its own LoRA kernels", (True, MIXED)),
@@ -426,7 +429,8 @@ def alternatives():
         (r["engine"], r["batch"]): [r[f"{phase}_tok_s"] for phase in phases]
         for r in cases("engines_sglang")
     }
-    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16"
+    gpu = card("e2e-sglang").removeprefix("NVIDIA ")
+    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16, Qwen3-30B-A3B, {gpu}"
     for instead, key in (
         ("its own LoRA kernels, virtual experts", ("sglang, virtual experts", MIXED)),
         ("without adapters", ("sglang, no LoRA", "base")),
