@@ -50,9 +50,9 @@ from benchmarks.engines.answers import (
     write_replies,
 )
 from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
-from benchmarks.engines.serving import speed_row, targets
 from benchmarks.engines.vllm_quantize import FORMATS
 from moelora.bench import results
+from moelora.bench.engine.serving import speed_row, targets
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"

@@ -41,6 +41,14 @@ ISA_FLAGS = {
 # that of 100 on 10.3, that of 120 on 12.1.
 CUDA_ARCHS = "80;90a"
 RELEASE_CUDA_ARCHS = "80;90a;100;120"
+TORCH_NAMES = {  # of torch.utils.cpp_extension
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere": "8.0;8.6",
+    "Ada": "8.9",
+    "Hopper": "9.0",
+    "Blackwell": "10.0;12.0",
+}
 # A CUDA source with this name in its folders or its own is not portable: it uses what this
 # architecture alone has, and is compiled for nothing else, whatever the list above. "sm80" is where
 # portable code starts.
@@ -81,11 +89,37 @@ def compression_flags(nvcc):
 
 
 def cuda_archs():
-    """The architectures of portable sources, the lowest first."""
-    given = os.environ.get("MOELORA_CUDA_ARCH", CUDA_ARCHS)
+    """The architectures of portable sources, the lowest first: MOELORA_CUDA_ARCH, else those that
+    torch's own variable names for extensions, TORCH_CUDA_ARCH_LIST."""
+    given = os.environ.get("MOELORA_CUDA_ARCH", "") or torch_archs() or CUDA_ARCHS
     given = RELEASE_CUDA_ARCHS if given == "release" else given
     archs = {a.strip().removeprefix("sm_") for a in given.replace(",", ";").split(";") if a.strip()}
     return sorted(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
+
+
+def torch_archs():
+    """TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX Ada") in the words of MOELORA_CUDA_ARCH; "" if unset.
+    9.0 is 9.0a, as Hopper's kernels are built in any case; older GPUs than 8.0 are left out."""
+    text = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    names = re.sub("|".join(TORCH_NAMES), lambda name: TORCH_NAMES[name[0]], text)
+    words = [w for w in re.split(r"[;,\s]+", names) if w]
+    archs = []
+    for word in words:
+        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(?:\+PTX)?", word)
+        if not found:
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST is {text!r}: {word!r} is not an architecture such as 8.0 or "
+                "9.0a+PTX; MOELORA_CUDA_ARCH replaces it"
+            )
+        if int(found[1]) >= 8:
+            arch = "".join(found.groups())
+            archs.append("90a" if arch == "90" else arch)
+    if words and not archs:
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST is {text!r}: moelora's CUDA kernels need 8.0 or later; "
+            "MOELORA_CUDA=0 builds without them"
+        )
+    return ";".join(archs)
 
 
 def cuda_archs_of(source):

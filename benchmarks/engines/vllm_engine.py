@@ -17,9 +17,10 @@ import time
 
 import torch
 
-from benchmarks.engines.serving import CHECK, DECODE, check, speed
 from benchmarks.engines.vllm_bits import Rows
 from benchmarks.engines.vllm_rows import rows
+from moelora.bench.engine.serving import CHECK, DECODE, check, speed
+from moelora.bench.engine.worker import moe_layers, reply
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -131,26 +132,7 @@ class Engine:
         return [reply(output) for output in self.run(prompts, adapters, **options)]
 
 
-def moe_layers(worker):
-    """The experts classes in a worker's model."""
-    found = set()
-    for module in worker.get_model().modules():
-        method = getattr(module, "quant_method", None)
-        for kernel in (getattr(module, "_moe_kernel", None), getattr(method, "moe_kernel", None)):
-            if kernel is not None:
-                found.add(type(kernel.fused_experts).__name__)
-    return ", ".join(sorted(found)) or "no MoE kernel found"
-
-
 # ---- what requests get ----
-
-
-def reply(output):
-    """A request's result, as plain numbers: `top` has the best tokens at each step."""
-    ids = output.prompt_token_ids
-    prompt = [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
-    top = [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs]
-    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
 def bits(engine):
