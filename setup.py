@@ -5,6 +5,8 @@ Environment:
   MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"; "release" is those of
                         the wheels: "80;90a;100;120"
   TORCH_CUDA_ARCH_LIST  as for torch's own extensions, where MOELORA_CUDA_ARCH is not set
+  MOELORA_CUDA_FAST=1   CUDA without optimization, in a fifth of the time: a check that it compiles,
+                        which reports no register spills; nvcc 12.9 and later
   MOELORA_WERROR=1      warnings and CUDA register spills of more than 16 bytes are errors
   MOELORA_SANITIZE=1    address and undefined-behavior sanitizers (build_core, for the C tests)
   CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers

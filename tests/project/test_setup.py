@@ -361,6 +361,20 @@ def test_machine_code_is_small(project):
         assert " -Xfatbin -compress-all " in " ".join(words)
 
 
+def test_a_fast_build_only_compiles(project):
+    """Without optimization, and without what ptxas says of optimized code alone."""
+    environment = project.nvcc()
+    nvcc = Path(environment["NVCC"])
+    loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async are serialized"
+    nvcc.write_text(nvcc.read_text().replace("echo |", f"echo '{loss}' >&2; echo |"))
+    project.build(**environment, MOELORA_CUDA_FAST="1", MOELORA_WERROR="1")
+    for words in project.nvcc_commands().values():
+        assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words}
+    with pytest.raises(AssertionError, match="warnings are errors"):
+        project.build(**environment, MOELORA_WERROR="1")
+    assert all("-Ofc=max" not in words for words in project.nvcc_commands().values())
+
+
 def test_spare_cores_share_the_architectures_of_a_file(project):
     environment = {**project.nvcc(), "MAX_JOBS": "16", "MOELORA_CUDA_ARCH": "80;90a;120"}
     project.build(**environment)
