@@ -7,8 +7,8 @@ tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts
     adapters    3 E r (K + I) numbers a layer, float32, with gradients and both moments of AdamW: 16
                 each; one A for gate and up
     saved       with activation checkpointing, the input of each layer: M K bfloat16
-    one layer   forward and backward, bfloat16: gate_up and its gradient 4 P I, h and z P (I + K),
-                attention 8 M K; and a copy of its factors and their gradients, 8 each
+    one layer   forward and backward, bfloat16: gate_up, which its gradient overwrites, 2 P I, h and
+                z P (I + K), attention 8 M K; and a copy of its factors and their gradients, 8 each
     logits      M V: float32, its gradient, and bfloat16
 
 A card has room for what RESERVED leaves to the CUDA context, libraries and fragmentation.
@@ -68,7 +68,7 @@ class Model:
     def activations(self, rank: int, tokens: int) -> int:
         rows, k, i = tokens * self.top_k, self.hidden, self.inter
         saved = self.blocks * tokens * k * 2
-        layer = 2 * (4 * rows * i + rows * (i + k) + 8 * tokens * k) + 8 * self.factors(rank)
+        layer = 2 * (2 * rows * i + rows * (i + k) + 8 * tokens * k) + 8 * self.factors(rank)
         return saved + layer + tokens * self.vocab * (4 + 4 + 2)
 
     def total(self, kind: str, rank: int, tokens: int) -> float:
