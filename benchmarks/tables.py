@@ -27,6 +27,7 @@ PAGES = (
     "docs/batch-invariance.md",
     "docs/training.md",
     "docs/transformers.md",
+    "docs/adapters.md",
 )
 # "column: field of a case"; a column that no case has is left out.
 CASE = "model: model, tokens: tokens, rank: rank"
@@ -68,10 +69,15 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
 TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
+ARRIVALS = """adapters come: policy, slots: slots, adapters: adapters,
+    median first token (ms): ttft_ms, × resident: ttft_ms_ratio, 95th percentile (ms): ttft_p95_ms,
+    tokens/s of all at once: tok_s, tokens/s × resident: tok_s_ratio"""
+UPDATES = """while: what, tensors: layout, layers: layers, rank: rank, GiB: gib, an update (ms): ms,
+    shortest: low, longest: high, a step (ms): step_ms, longest step (ms): step_max_ms"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
-RATIOS = "ratio", "share", "share_base", "max_err_ratio"
+RATIOS = "ratio", "share", "share_base", "max_err_ratio", "ttft_ms_ratio", "tok_s_ratio"
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
@@ -93,6 +99,8 @@ TABLES = {
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
+    "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
+    "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
@@ -512,9 +520,10 @@ def decode_parts():
     return f"{card('kernels-decode')}:\n\n{markdown(titles.split(', '), rows)}"
 
 
-PICTURES = {  # {file: what `moelora bench plot` takes beside the results of `layer`}
-    "docs/layer.png": [],
-    "docs/beside.png": ["--picture", "beside"],
+PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
+    "docs/layer.png": ("layer", []),
+    "docs/beside.png": ("layer", ["--picture", "beside"]),
+    "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
 }
 # {name: (topic of a file, its table)}
 MADE = {
@@ -572,8 +581,9 @@ def main():
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
         from moelora.__main__ import main as moelora
 
-        for picture, more in PICTURES.items():
-            moelora(["bench", "plot", str(path_of("layer")), "--out", picture, *more])
+        for picture, (topic, more) in PICTURES.items():
+            if path_of(topic):
+                moelora(["bench", "plot", str(path_of(topic)), "--out", picture, *more])
     else:
         print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *SENTENCES))))
 

@@ -1,4 +1,4 @@
-"""`moelora bench plot`: the roofline and the overhead of adapters, as pictures."""
+"""`moelora bench plot`: rooflines, the overhead of adapters, and arrivals, as pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moelora.bench import chart, results
+from moelora.bench import arrivals, chart, results
 from moelora.bench.results import Case
 
 if TYPE_CHECKING:
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 
 def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = topics.add_parser("plot", help="draw the roofline and the overhead of adapters")
+    parser = topics.add_parser(
+        "plot", help="draw a roofline, the overhead of adapters, or arrivals"
+    )
     add = parser.add_argument
-    add("files", nargs="+", help="result files of layers")
+    add("files", nargs="+", help="result files")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
     pictures = {
         "roofline": "flops under the roof, and what adapters cost",
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
+        "arrivals": "times to the first token, of one file of benchmarks.churn",
     }
     about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
     add("--picture", choices=pictures, default="roofline", help=f"{about} (default: %(default)s)")
@@ -33,10 +36,12 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        if args.picture != "roofline" and len(args.files) > 1:
+            raise ValueError(f"--picture {args.picture} draws one file, not {len(args.files)}")
         if args.picture == "beside":
-            if len(args.files) > 1:
-                raise ValueError(f"--picture beside draws one file, not {len(args.files)}")
             path = chart.draw(args.files[0], args.out, args.rank)
+        elif args.picture == "arrivals":
+            path = arrivals.draw(args.files[0], args.out)
         else:
             path = draw(args.files, args.out)
     except (OSError, ValueError, ImportError) as error:
