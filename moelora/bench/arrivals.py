@@ -1,10 +1,11 @@
 """`moelora bench plot --picture arrivals`: first tokens with more adapters than slots."""
 
 from pathlib import Path
+from typing import Any
 
 from moelora.bench import results
 
-LABELS = {  # by policy of a case: text, style
+LABELS: dict[str, tuple[str, dict[str, Any]]] = {  # by policy of a case: text, style
     "resident": ("a slot for each", {"color": "0.4", "ls": "--", "lw": 1.5}),
     "ahead": ("brought ahead", {"color": "C0", "lw": 2.5}),
     "blocking": ("brought when needed", {"color": "C3", "lw": 1.5}),

@@ -145,6 +145,7 @@ class Steps:
         self.graph = None
         if model.device == "cuda":
             self.stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
             with torch.cuda.stream(self.stream):
                 model(pool, self.mapping)
                 self.graph = torch.cuda.CUDAGraph()
