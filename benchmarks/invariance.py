@@ -174,6 +174,9 @@ def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
         for format in (*FORMATS, *FP8) if dtype != torch.float32 else ():
             spec = replace(QUANTIZED, dtype=dtype)
             yield f"{format} {word}", partial(quantized, word, format, spec)
+        if device == "cuda":  # tiles in runs
+            wide = replace(QUANTIZED, hidden=2304, dtype=dtype)
+            yield f"fp8 wide {word}", partial(quantized, word, "fp8", wide)
 
 
 # ---- compositions ----

@@ -8,6 +8,7 @@ ABOUT = {
     "tokens": "in a batch",
     "ranks": "of the adapters; 0: without, where it is a default",
     "adapters": "of a layer",
+    "tp": "the shard of one of so many tensor-parallel ranks",
     "only": "parts to run",
     "mix": "as in `moelora bench`",
     "routing": "as in `moelora bench`",

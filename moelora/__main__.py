@@ -12,6 +12,7 @@ COMMANDS = {  # {name: module that adds it}
     "doctor": "moelora.commands.doctor",
     "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
+    "plot": "moelora.bench.plot",
     "tune": "moelora.commands.tune",
     "replay": "moelora.commands.replay",
 }

@@ -33,10 +33,11 @@ class Worker:
         self.timer = timing.GraphTimer() if device == "cuda" else None
         self.layer, self.batches, self.turns = None, [], {}
 
-    def load(self, dtype, shape, ranks, adapters):
+    def load(self, dtype, shape, ranks, adapters, tp):
         self.layer, self.turns = None, {}  # before the next one takes its memory
         find = shapes.custom if "," in shape else shapes.find
         key, model = find(shape)
+        model = model.shard(tp)
         self.generator.manual_seed(1)
         self.layer = Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
         return key
@@ -91,7 +92,7 @@ def compare(builds, args):
     """One row for each case and rank, printed as it is made."""
     rows, end = [], time.monotonic() + args.deadline_s
     for shape in args.models or [args.shape]:
-        layer = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters}
+        layer = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters, "tp": args.tp}
         (model,) = {build.ask("load", dtype=args.dtype, **layer) for build in builds}
         for tokens in args.tokens:
             if time.monotonic() > end:
@@ -136,6 +137,7 @@ def main(argv=None):
         tokens=[16, 256, 1024, 4096],
         ranks=[0, 16, 64],
         adapters=8,
+        tp=1,
         mix="many",
         routing="uniform",
         turns=8,

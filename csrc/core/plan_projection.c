@@ -58,6 +58,21 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
+/* Columns that a block's tiles of few k steps are scheduled in at a time: longer runs share their
+ * look-ups among more tiles, and read the weights of a column again later. */
+enum { MOST_OF_RUN = 8 };
+
+/* Tiles of a run of the dynamic tile scheduler. Producers of a tile that fills the pipeline twice
+ * have time to find the next one. */
+static int32_t run_of(const moelora_projection_load *load, const moelora_variant *v) {
+  if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n) ||
+      epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN ||
+      moelora_divide_up(load->w->k, v->block_k) > 2 * v->stages)
+    return 1;
+  const int64_t columns = moelora_divide_up(load->w->n, v->block_n);
+  return (int32_t)moelora_divide_up(columns, moelora_divide_up(columns, MOST_OF_RUN));
+}
+
 /* A quarter of L2, in elements of x as the kernel reads it. */
 static int32_t l2_elements_of(const moelora_variant *v, const moelora_device_info *device) {
   const bool bytes = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
@@ -79,6 +94,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
       .stores_out = true,
       .num_counters = num_counters_of(load, v),
       .l2_elements = l2_elements_of(v, device),
+      .run = run_of(load, v),
   };
   const bool b_vectors = moelora_are_vector_factors(lora->b, lora->num_slices);
   plan.b_vectors = b_vectors && lora->max_rank % 8 == 0;

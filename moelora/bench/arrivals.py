@@ -1,4 +1,4 @@
-"""`moelora bench plot --picture arrivals`: first tokens with more adapters than slots."""
+"""`moelora plot --picture arrivals`: first tokens with more adapters than slots."""
 
 from pathlib import Path
 from typing import Any

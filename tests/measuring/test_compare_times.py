@@ -35,7 +35,7 @@ def test_builds_with_other_results_are_found():
             return {"load": "toy", "draw": {"0": self.digest}, "turn": 2.0}[do]
 
     options = type("Options", (), {"models": ["toy"], "shape": None, "tokens": [1], "ranks": [0]})
-    options.device, options.dtype, options.adapters = "cpu", "bf16", 3
+    options.device, options.dtype, options.adapters, options.tp = "cpu", "bf16", 3, 1
     options.mix, options.routing, options.turns = "many", "uniform", 2
     options.budget_ms, options.deadline_s = 0, 1e9
     (same,) = times.compare([Fake("a", "1"), Fake("b", "1")], options)

@@ -71,6 +71,7 @@ typedef struct moelora_schedule {
   int32_t num_experts;
   int32_t max_loras;
   int32_t l2_elements; /* elements of tokens that stay in L2 while weights stream through */
+  int32_t run;         /* tiles of a run; see TileScheduler */
 } moelora_schedule;
 
 /* Token rows of a main loop; `stride` and `k` count elements of x. With x as the first member, the
@@ -174,8 +175,9 @@ typedef struct moelora_sum_launch {
   /* adapters alone: flat rows that exist; tokens without any are left unchanged */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
-  bool add;  /* accumulate into out */
-  void *out; /* [M, columns] */
+  bool add;        /* accumulate into out */
+  bool holds_next; /* the next kernel overwrites z, and may not start early */
+  void *out;       /* [M, columns] */
   int64_t out_stride;
   int32_t columns;
 } moelora_sum_launch;

@@ -170,6 +170,31 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   sync();
 }
 
+/* Orders `count` listed items by adapter: CTAs with equal parts then read rows of the same tokens
+ * at the same time, which are in L2. Called by a warp. */
+template <class L> __device__ __forceinline__ void order_items(L &list, int count) {
+  static_assert(kListedItems == 64, "two items per lane");
+  const int lane = threadIdx.x & 31;
+  SegmentItem item[2];
+  int before[2] = {0, 0}; // items that come first
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    item[i] = list.items[min(i * 32 + lane, count - 1)];
+  for (int j = 0; j < count; j++) {
+    const int adapter = list.items[j].packed / kRanks;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int own = item[i].packed / kRanks;
+      before[i] += adapter < own || (adapter == own && j < i * 32 + lane);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (i * 32 + lane < count)
+      list.items[before[i]] = item[i];
+}
+
 /* Writes the CTA's items from number `listed` on to the list in shared memory, as many as fit, and
  * counts all of them. Called by the first warp, one segment per lane. */
 template <class L>
@@ -212,6 +237,10 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
   }
   if (threadIdx.x == 0)
     list.all = all;
+  __syncwarp();
+  const int count = min(all - listed, kListedItems);
+  if (s.tokens.divisor.value && count > 0)
+    order_items(list, count);
 }
 
 #endif

@@ -88,44 +88,90 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
+/* Rows of A of an item, loaded by a box. */
+struct BoxOfA {
+  const CUtensorMap *map;
+  int r, expert, adapter, ranks;
+};
+
+/* Iterates over an item's boxes: 64 or 16 rows of A, slice after slice. */
+template <class S> struct BoxesOfA {
+  const ShrinkMaps *maps;
+  SegmentItem item;
+  int width, left, slice, r;
+
+  __device__ __forceinline__ BoxesOfA(const ShrinkMaps *maps_, const moelora_shrink_launch &s,
+                                      const SegmentItem &item_)
+      : maps(maps_), item(item_),
+        width(moelora_padded_rank(rank_of(s.adapters.lora, item_.packed))),
+        left(columns_in<S>(s, item_)), slice(item_.first / width), r(item_.first - slice * width) {}
+
+  __device__ __forceinline__ BoxOfA next() {
+    const bool large = min(width - r, left) >= kLargeBox;
+    const int ranks = large ? kLargeBox : kSmallBox;
+    const BoxOfA box = {large ? &maps->large_box[slice] : &maps->small_box[slice], r,
+                        maps->dims.expert(slice, item.expert),
+                        maps->dims.adapter(slice, item.packed / kRanks), ranks};
+    left -= ranks, r += ranks;
+    if (r == width)
+      r = 0, slice++;
+    return box;
+  }
+};
+
+/* Issues the loads of a k step's rows of A. `first` and `second` are boxes of every step, which
+ * stay in registers; more of them are found again in each step. */
+template <class S, int BOXES>
+__device__ __forceinline__ void load_steps(const moelora_shrink_launch &s, const SegmentItem &item,
+                                           const BoxOfA &first, const BoxOfA &second,
+                                           const BoxesOfA<S> &others, ShrinkContext<S> at) {
+  const uint64_t policy = evict_first_policy();
+  const int bytes = columns_in<S>(s, item) * kRowBytes;
+  const auto load = [&](int step, const BoxOfA &box, uint32_t sA) {
+    tma_load_4d(sA, box.map, step * kDepth, box.r, box.expert, box.adapter, at.full(), policy);
+  };
+#pragma unroll 1
+  for (int k = 0, step = 0; k < s.tokens.k; k += kDepth, step++, at.advance()) {
+    // Wait until consumers have released the stage.
+    at.wait_empty();
+    if (step == 0)
+      at.write_header(item);
+
+    barrier_arrive_expect_tx(at.full(), bytes);
+    uint32_t sA = at.sA();
+    load(step, first, sA);
+    if constexpr (BOXES > 1)
+      load(step, second, sA += first.ranks * kRowBytes);
+    if constexpr (BOXES > 2) {
+      sA += second.ranks * kRowBytes;
+#pragma unroll 1
+      for (BoxesOfA<S> boxes = others; boxes.left > 0;) {
+        const BoxOfA box = boxes.next();
+        load(step, box, sA);
+        sA += box.ranks * kRowBytes;
+      }
+    }
+  }
+}
+
 /* The TMA warp: loads rows of A of the listed items. The elected lane issues all loads of an item:
  * with few tokens there is little time for each. */
 template <class S>
 __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                        const typename S::List &list, int items,
                                        ShrinkContext<S> &warp) {
-  const uint64_t policy = evict_first_policy();
   const int k_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
-    const SegmentItem item = list.items[number];
-    const int columns = columns_in<S>(s, item),
-              width = moelora_padded_rank(rank_of(s.adapters.lora, item.packed));
-    const int first_slice = item.first / width, first_r = item.first - first_slice * width;
-    const int adapter = item.packed / kRanks;
     if (elect_one()) {
-      ShrinkContext<S> at = warp;
-#pragma unroll 1
-      for (int step = 0; step < k_steps; step++, at.advance()) {
-        // Wait until consumers have released the stage.
-        at.wait_empty();
-        if (step == 0)
-          at.write_header(item);
-
-        // Issue a TMA load for every 64 or 16 rows of A.
-        barrier_arrive_expect_tx(at.full(), columns * kRowBytes);
-        uint32_t sA = at.sA();
-#pragma unroll 1
-        for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
-          const bool large = min(width - r, left) >= kLargeBox;
-          const int ranks = large ? kLargeBox : kSmallBox;
-          tma_load_4d(sA, large ? &maps->large_box[slice] : &maps->small_box[slice], step * kDepth,
-                      r, maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
-                      at.full(), policy);
-          sA += ranks * kRowBytes, left -= ranks, r += ranks;
-          if (r == width)
-            r = 0, slice++;
-        }
-      }
+      const SegmentItem item = list.items[number];
+      BoxesOfA<S> boxes(maps, s, item);
+      const BoxOfA first = boxes.next(), second = boxes.left > 0 ? boxes.next() : first;
+      if (boxes.left > 0)
+        load_steps<S, 3>(s, item, first, second, boxes, warp);
+      else if (columns_in<S>(s, item) > first.ranks)
+        load_steps<S, 2>(s, item, first, second, boxes, warp);
+      else
+        load_steps<S, 1>(s, item, first, second, boxes, warp);
     }
     __syncwarp();
     warp.advance(k_steps);

@@ -10,11 +10,11 @@ template <class E> __host__ __device__ inline int tile_columns(const moelora_gem
   return (g.weights.n_out + outputs - 1) / outputs;
 }
 
-/* Tile `index` in an order over clusters of CLUSTER blocks; `block` is the cluster's first block.
- */
+/* Tile `index` in an order over `clusters` clusters of CLUSTER blocks, of which block `from` is the
+ * first; `block` is the cluster's first block. */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
-                                        int clusters) {
+                                        int clusters, int from = 0) {
   // Groups of eight blocks by all columns: concurrent CTAs share weights (blocks of one expert)
   // and token rows (columns of one block) in L2.
   constexpr int GROUP = 8 / CLUSTER;
@@ -24,7 +24,7 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   const bool full = height == GROUP; // common case, without a division by a variable
   Tile t = {};
   t.column = full ? rest / GROUP : rest / height;
-  t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
+  t.block = from + (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
   t.expert = g.schedule.blocks.expert_ids[t.block];
   return t;
 }

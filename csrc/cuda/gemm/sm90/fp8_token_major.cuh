@@ -46,10 +46,11 @@ struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOEL
   template <class S, class T> using Mainloop = Fp8TokenMajorMainloop<S, T>;
 };
 
-/* Shape with half tiles at the end of the schedule, for projections that are not gated. */
-template <class S> struct WithHalfTiles : S {
+/* Shape with half tiles at the end of the schedule, for projections that are not gated. Each warp
+ * stores its own outputs, so that consumers do not wait for each other, nor for buffers. */
+template <class S> struct WithHalfTiles : WithRuns<S> {
   static_assert(!S::SWAP_AB, "m64 tiles are multiplied pair by pair");
-  static constexpr bool HALF_TILES = true;
+  static constexpr bool HALF_TILES = true, ALIASES = false;
 };
 
 /* Producer of token rows, by cp.async. Each thread has looked up the rows whose scales it copies;
@@ -285,12 +286,20 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     const XaLayout xa(has_gate_up_slices(g));
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < COUNT; j++)
+    for (int j = 0; j < COUNT; j++) {
+      if constexpr (S::HALF_TILES) { // not gated: pairs of m64 tiles are contiguous
 #pragma unroll
-      for (int m64 = 0; m64 < (HALF ? S::TILES / 2 : S::TILES); m64++)
-        Wgmma<64>::template mma<Element<T>::is_bf16>(
-            rAcc[m64 / 2] + m64 % 2 * 32, a + xa.slab * j + m64 % 2 * xa.up,
-            b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
+        for (int h = 0; h < (HALF ? 1 : 2); h++)
+          Wgmma<128>::template mma<Element<T>::is_bf16>(
+              rAcc[h], a + xa.slab * j, b + (layout.slab(j) + layout.m64(2 * h)) / 16);
+      } else {
+#pragma unroll
+        for (int m64 = 0; m64 < S::TILES; m64++)
+          Wgmma<64>::template mma<Element<T>::is_bf16>(
+              rAcc[m64 / 2] + m64 % 2 * 32, a + xa.slab * j + m64 % 2 * xa.up,
+              b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
+      }
+    }
     wgmma_commit();
     wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
   }
@@ -325,9 +334,20 @@ __device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g,
   }
 }
 
-/* Epilogue: converts accumulators, stages them in epilogue tiles in shared memory and stores them
- * by TMA, 64 outputs at a time. Two neighboring warps, 16 tokens each, share an epilogue tile of
- * 32 tokens. */
+/* Rounds a warp's outputs of an m64 tile, 16 tokens, and writes them to shared memory: each token's
+ * 64 outputs form a swizzled row of 128 bytes, the first of them at `rows`. */
+template <class T> __device__ __forceinline__ void write_tokens(const float *v, uint32_t rows) {
+  const int lane = threadIdx.x & 31, token = lane & 15;
+#pragma unroll
+  for (int n8 = 0; n8 < 8; n8 += 2) {
+    const float *u = v + 4 * n8;
+    const int chunk = n8 + (lane >> 4);
+    store_matrix_x4(rows + token * kRowBytes + ((chunk ^ (token & 7)) << 4), pack2<T>(u[0], u[1]),
+                    pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]), pack2<T>(u[6], u[7]));
+  }
+}
+
+/* Epilogue: applies bias and activation to accumulators and stores them, an m64 tile at a time. */
 template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
   static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
 
@@ -336,16 +356,15 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
                                                const TileHeader &header,
                                                const WarpContext<S> &warp) {
     const Activation activation(g.epilogue.activation);
-    const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3;
-    const int token = warp_id % 2 * 16 + (lane & 15), from = warp.consumer * 64;
+    const int from = warp.consumer * 64;
 #pragma unroll
     for (int i = 0; i < (GATED ? 2 : 4); i++) {
       float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
       const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
       if (is_half<S>(header.tile) && i == 2)
         break;
-      if (i == 1)        // from here on buffers alias the last stage:
-        warp.sync_all(); // wait until both consumers have read it
+      if (GATED && i == 1) // from here on buffers alias the last stage:
+        warp.sync_all();   // wait until both consumers have read it
       if (from >= header.count)
         continue;
 
@@ -372,23 +391,10 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
           v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
       }
 
-      // Write to shared memory.
-      const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
-#pragma unroll
-      for (int n8 = 0; n8 < 8; n8 += 2) {
-        const float *u = v + 4 * n8;
-        const int chunk = n8 + (lane >> 4);
-        store_matrix_x4(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4),
-                        pack2<T>(u[0], u[1]), pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]),
-                        pack2<T>(u[6], u[7]));
-      }
-
-      // Store to global memory by TMA.
-      fence_async_proxy();
-      warp.sync();
-      const int half = warp_id / 2 * 32;
-      if (threadIdx.x % 64 == 0 && from + half < header.count && !(GATED && g.epilogue.out_unread))
-        tma_store_2d(&out_maps->box, first, header.tile.block * S::TOKENS + from + half, sOut);
+      if constexpr (GATED)
+        store_by_tma(v, out_maps, g, header, warp, i, first);
+      else
+        store_rows(v, g, header, warp, first);
     }
 
     // Store the same outputs in e4m3.
@@ -396,6 +402,45 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
       store_e4m3<S, T, 128>(
           g, header.tile, from, min(header.count, from + 64),
           [&](int half, int i) { return warp.sOut(warp.consumer, 2 * half + i % 2); });
+  }
+
+private:
+  /* Stages 64 outputs of the consumer's tokens in two epilogue tiles, of two warps each, and stores
+   * them by TMA. */
+  static __device__ __forceinline__ void
+  store_by_tma(const float *v, const RowMaps *out_maps, const moelora_gemm_launch &g,
+               const TileHeader &header, const WarpContext<S> &warp, int i, int first) {
+    const int warp_id = threadIdx.x >> 5 & 3, from = warp.consumer * 64 + warp_id / 2 * 32;
+    const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
+    write_tokens<T>(v, sOut + warp_id % 2 * 16 * kRowBytes);
+    fence_async_proxy();
+    warp.sync();
+    if (threadIdx.x % 64 == 0 && from < header.count && !g.epilogue.out_unread)
+      tma_store_2d(&out_maps->box, first, header.tile.block * S::TOKENS + from, sOut);
+  }
+
+  /* Stages 64 outputs of the warp's tokens in its part of the consumer's buffers and stores them as
+   * whole lines. */
+  static __device__ __forceinline__ void store_rows(const float *v, const moelora_gemm_launch &g,
+                                                    const TileHeader &header,
+                                                    const WarpContext<S> &warp, int first) {
+    static_assert(S::OWN_BUFFERS * kEpilogueTokens == 64, "16 rows for each of four warps");
+    const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3, chunk = lane & 7;
+    const uint32_t rows = warp.sOut(warp.consumer, 0) + warp_id * 16 * kRowBytes;
+    const int from = warp.consumer * 64 + warp_id * 16;
+    write_tokens<T>(v, rows);
+    __syncwarp();
+    T *gOut = (T *)g.epilogue.out +
+              ((int64_t)header.tile.block * S::TOKENS + from) * g.epilogue.out_stride[0] + first +
+              chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const int token = i + lane / 8;
+      if (from + token < header.count && first + chunk * 8 < g.weights.n_out)
+        *(uint4 *)(gOut + token * g.epilogue.out_stride[0]) =
+            load_shared_16(rows + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+    }
+    __syncwarp(); // all lanes have read the rows
   }
 };
 

@@ -55,6 +55,13 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // layer.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
+  static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs
+};
+
+/* Shape that schedules tiles in runs, for projections that are not gated: w2 of narrow experts has
+ * few k steps. */
+template <class S> struct WithRuns : S {
+  static constexpr bool RUNS = S::DYNAMIC_SCHEDULE;
 };
 
 /* Register budget per thread. setmaxnreg moves registers from producers to consumers, in multiples

@@ -56,7 +56,7 @@ struct LaunchSm90 {
       return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
     case MOELORA_EPILOGUE_PLAIN:
       if constexpr (S::SWAP_AB)
-        return launch<S, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
+        return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
       else
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
     case MOELORA_EPILOGUE_GENERAL:

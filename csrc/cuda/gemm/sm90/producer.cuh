@@ -127,7 +127,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   while (next.more()) {
     next.begin(g);
     const ClusterTile tile = next.tile;
-    const int count = next.count;
+    const int count = next.count();
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     typename Mainloop::WeightLoads weights;
     weights.begin(g, tile);
@@ -212,14 +212,14 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   const auto find_rows = [&] {
     if (!next.more())
       return;
-    scales.find(g, next.tile, next.count, thread);
+    scales.find(g, next.tile, next.count(), thread);
     if (g.tokens.divisor.value)
-      rows.find(g, next.tile, next.count, thread);
+      rows.find(g, next.tile, next.count(), thread);
   };
   find_rows();
   while (next.more()) {
     const ClusterTile tile = next.tile;
-    const int count = next.count;
+    const int count = next.count();
     scales.begin(g);
     rows.begin(g, scales, thread, smem);
     SegmentList<S> list;

@@ -9,13 +9,20 @@
  *                [1 + i]  the tile that follows tile i in its cluster; 0: not fetched yet
  *
  * A tile is fetched when the previous one begins. Fetching earlier would assign tiles to the
- * clusters that start first rather than to those that have time. */
+ * clusters that start first rather than to those that have time.
+ *
+ * A tile with few k steps ends before its producers have found the next one and its adapters. Such
+ * tiles are scheduled in runs, an index each: neighboring columns of one block, which share all
+ * that is looked up. The last blocks are scheduled tile by tile to keep all clusters busy. */
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
 #include "cuda/gemm/common/tile_order.cuh"
 #include "cuda/gemm/sm90/kernel_shape.cuh"
 #include "cuda/ptx/hopper.cuh"
+
+/* Tiles per cluster at the end of the schedule that are in no run. */
+constexpr int kSingleTiles = 4;
 
 /* Tile of one CTA of a cluster. `peer_block` is the block of the other CTA: the same block if the
  * two CTAs process different columns of it and share no weights. */
@@ -31,13 +38,11 @@ __host__ __device__ inline int columns_each(int columns) {
   return (columns + 1) / 2;
 }
 
-/* Tile `index` of CTA `rank` in a cluster of two, and its number of valid tokens, if some blocks
- * are paired. Its column may be past the last one. */
-template <class S>
-__device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, int index,
-                                                    int columns, int blocks, int rank, int *count) {
+/* Tile `t`, of columns_each(columns), of CTA `rank` in a cluster of two, and its number of valid
+ * tokens, if some blocks are paired. Its column may be past the last one. */
+__device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, const Tile &t,
+                                                    int columns, int rank, int *count) {
   const int each = columns_each(columns);
-  const Tile t = tile_at<S>(g, index, each, blocks);
   const int pair = g.schedule.blocks.pairs[t.block];
   *count = g.schedule.blocks.counts[t.block];
   if (pair == 0) // with an odd number of columns, both CTAs compute the last one
@@ -56,7 +61,6 @@ template <class S> __device__ __forceinline__ int k_steps_of(const moelora_gemm_
 template <class S> struct TileScheduler {
   int index;
   ClusterTile tile; // block is -1 after the last tile
-  int count;        // valid tokens
   bool fetches;     // whether this lane fetches tiles
 
   __device__ __forceinline__ TileScheduler(const moelora_gemm_launch &g, bool fetches_)
@@ -64,13 +68,17 @@ template <class S> struct TileScheduler {
     find(g);
   }
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
+  /* Number of valid tokens of the tile. */
+  __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Fetches the next tile, except during the first tile, which should issue its loads first: there
    * `advance` fetches. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
-    if (index >= clusters())
+    if (index >= clusters() && left() == 0)
       fetch(g);
   }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+    if (left() > 0)
+      return next_column(g);
     if (index < clusters())
       fetch(g);
     follow(g);
@@ -78,6 +86,10 @@ template <class S> struct TileScheduler {
   }
 
 private:
+  int packed; // count() | left() << 8: producers have few registers
+
+  /* Tiles of the run after this one. */
+  __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 : 0; }
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 
   __device__ __forceinline__ void fetch(const moelora_gemm_launch &g) const {
@@ -95,30 +107,57 @@ private:
       index = *next;
     while (index == 0);
   }
+  /* Moves `tile` to the next column of its run. */
+  __device__ __forceinline__ void next_column(const moelora_gemm_launch &g) {
+    packed -= 1 << 8;
+    tile.column += 1 + tile.is_shared();
+    if (tile.is_shared())
+      tile.column = min(tile.column, tile_columns<S>(g) - 1);
+    shorten(g);
+  }
+  /* A whole tile whose second half has no outputs becomes a half tile. */
+  __device__ __forceinline__ void shorten(const moelora_gemm_launch &g) {
+    if (S::HALF_TILES && tile.half == 0 &&
+        first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)
+      tile.half = 1;
+  }
   /* Sets `tile` to tile `index`, or the first valid one after it. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
-    const int columns = tile_columns<S>(g);
+    const int columns = tile_columns<S>(g),
+              each = S::UNPAIRED_BLOCKS ? columns_each(columns) : columns;
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-    const int all =
-        S::UNPAIRED_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
+    constexpr int TOGETHER = S::UNPAIRED_BLOCKS ? 1 : S::CLUSTER; // blocks of a tile of the cluster
+    const int rows = blocks / TOGETHER;
+    // Schedule all but the last tiles in runs.
+    const int run = S::RUNS ? g.schedule.run : 1, runs = (each + run - 1) / run;
+    const int rows_in_runs =
+        run > 1 ? max(rows - (kSingleTiles * clusters() + each - 1) / each, 0) : 0;
+    const int in_runs = rows_in_runs * runs, all = in_runs + (rows - rows_in_runs) * each;
     // Split the last tiles into halves: enough to keep all clusters busy for half a tile's time.
     const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MAX_HALF_TILES) : 0;
     for (; index < all + halved; follow(g)) {
       const int past = index - (all - halved); // index relative to the end of the whole tiles
       const int at = !S::HALF_TILES || past < 0 ? index : index - (past + 1) / 2;
+      const bool in_run = at < in_runs;
+      Tile first = tile_at<S, TOGETHER>(g, in_run ? at : at - in_runs, in_run ? runs : each,
+                                        in_run ? rows_in_runs : rows - rows_in_runs,
+                                        in_run ? 0 : rows_in_runs * TOGETHER);
+      if (in_run)
+        first.column *= run;
+      int count, left = in_run ? min(run, each - first.column) - 1 : 0;
       if constexpr (S::UNPAIRED_BLOCKS) {
-        tile = tile_of_pair<S>(g, at, columns, blocks, rank, &count);
+        tile = tile_of_pair(g, first, columns, rank, &count);
+        if (!tile.is_shared())
+          left = min(left, columns - 1 - tile.column);
       } else {
-        const Tile first = tile_at<S, S::CLUSTER>(g, at, columns, blocks / S::CLUSTER);
         tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
         count = g.schedule.blocks.counts[tile.block];
       }
-      if constexpr (S::HALF_TILES) {
+      packed = count | left << 8;
+      if constexpr (S::HALF_TILES)
         tile.half = past < 0 ? 0 : 1 + past % 2;
-        if (past < 0 && first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)
-          tile.half = 1; // its second half has no outputs
-      }
+      shorten(g);
       // CTAs that process different columns of a block advance together, even if one has no
       // outputs.
       const bool exists = tile.is_shared() || first_output<S>(g, tile, 0) < g.weights.n_out;
