@@ -26,20 +26,11 @@ from moelora.adapters.held import Held, Loaded
 from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors
+from moelora.adapters.names import check_name
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.stacks import Place, places_of
 from moelora.adapters.versions import Versions
-
-BASE = "__base__"  # PEFT's name for rows without an adapter
-
-
-def check_name(name: object) -> None:
-    """Raises ValueError for what no adapter can be called."""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name is {name!r}, wanted a non-empty string")
-    if name == BASE:
-        raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
 
 
 class AdapterPool:
