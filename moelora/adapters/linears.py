@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 
 from moelora.adapters.layers import LinearLayer, LinearPair
-from moelora.adapters.stacks import Place, fitted, padded
+from moelora.adapters.stacks import Conversions, Place, padded
 
 
 class LinearFactors(TypedDict):
@@ -64,15 +64,15 @@ class LinearStacks:
         """(lora_a, lora_b, lora_ranks) of a layer."""
         return self._a[name], self._b[name], self._ranks[name]
 
-    def stage(self, adapter: Mapping[str, LinearPair]) -> StagedLinears:
+    def stage(self, adapter: Mapping[str, LinearPair], convert: Conversions) -> StagedLinears:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         staged = {}
         for name, pair in adapter.items():
             dtype = self._a[name].dtype
             scaled = pair.b if pair.scaling == 1 else pair.b.float() * pair.scaling
             staged[name] = (
-                fitted(f"lora_A of {name}", pair.a, dtype),
-                fitted(f"lora_B of {name}", scaled, dtype),
+                convert.of(f"lora_A of {name}", pair.a, dtype),
+                convert.of(f"lora_B of {name}", scaled, dtype),
             )
         return staged
 

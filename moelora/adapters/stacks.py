@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moelora.adapters.factors import check_rank
+from moelora.adapters.factors import check_rank, first_not_finite
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,12 +51,27 @@ def padded(rank: int) -> int:
     return -(-rank // 8) * 8
 
 
-def fitted(where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a factor to the dtype of its stack; ValueError if that dtype cannot represent it."""
-    converted = tensor.to(dtype)
-    if not torch.isfinite(converted).all():
-        raise ValueError(f"{where} overflows {dtype}")
-    return converted
+class Conversions:
+    """Factors in the dtypes of their stacks; ValueError for one that its dtype cannot represent.
+
+    Those on a GPU are checked together, by `check`.
+    """
+
+    def __init__(self) -> None:
+        self._unchecked: list[tuple[str, torch.Tensor]] = []
+
+    def of(self, where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        converted = tensor.to(dtype)
+        if converted.device.type == "cuda":
+            self._unchecked.append((f"{where} overflows {dtype}", converted))
+        elif not torch.isfinite(converted).all():
+            raise ValueError(f"{where} overflows {dtype}")
+        return converted
+
+    def check(self) -> None:
+        found = first_not_finite([tensor for _, tensor in self._unchecked])
+        if found is not None:
+            raise ValueError(self._unchecked[found][0])
 
 
 @dataclass
@@ -131,7 +146,9 @@ class ExpertStacks:
             stack(outer, k, r),
         )
 
-    def stage(self, adapter: Mapping[str, Mapping[Projection, Pair]]) -> StagedExperts:
+    def stage(
+        self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions
+    ) -> StagedExperts:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
@@ -150,7 +167,8 @@ class ExpertStacks:
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for stack, factor in zip(self._named(layer), chosen, strict=True):
-                factors[name].append(None if factor is None else self._fitted(name, stack, factor))
+                own = None if factor is None else self._fitted(name, stack, factor, convert)
+                factors[name].append(own)
                 rank = max(rank, 0 if factor is None else factor[0].size(1))
         return StagedExperts(rank, 1.0 if fold else scalings.pop(), factors)
 
@@ -169,6 +187,7 @@ class ExpertStacks:
         layer: str,
         stack: tuple[str, torch.Tensor, torch.Tensor],
         factor: tuple[torch.Tensor, torch.Tensor],
+        convert: Conversions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check a pair against its stacks and convert it to their dtype."""
         projection, *stacks = stack
@@ -179,7 +198,7 @@ class ExpertStacks:
                 raise ValueError(
                     f"{where} differs between experts, but the pool has shared_outer=True"
                 )
-            converted.append(fitted(where, tensor, into.dtype))
+            converted.append(convert.of(where, tensor, into.dtype))
         return converted[0], converted[1]
 
     def write(
