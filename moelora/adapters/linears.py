@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 
 from moelora.adapters.layers import LinearLayer, LinearPair
-from moelora.adapters.stacks import Conversions, Place, padded
+from moelora.adapters.stacks import Conversions, Copies, Place, padded
 
 
 class LinearFactors(TypedDict):
@@ -83,9 +83,10 @@ class LinearStacks:
         a, b = a.detach()[slot, 0], b.detach()[slot, 0]
         rows = a.T if self.layers[name].embedding else a
         rank = 0 if staged is None else staged[0].size(0)
-        rows[rank:].zero_()
-        b[:, rank:].zero_()
+        copies = Copies()
+        copies.zero(rows[rank:], b[:, rank:])
         if staged is not None:
-            rows[:rank].copy_(staged[0], non_blocking=True)
-            b[:, :rank].copy_(staged[1], non_blocking=True)
+            copies.add(rows[:rank], staged[0])
+            copies.add(b[:, :rank], staged[1])
+        copies.run()
         ranks[slot] = rank

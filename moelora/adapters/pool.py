@@ -243,8 +243,10 @@ class AdapterPool:
     def prefetch(self, names: Iterable[str | None]) -> None:
         """Begin to bring adapters to slots, in threads; `ready` says when one is there.
 
-        One for which no slot is free, or whose folder is refused, is left where it is: `hold`
-        raises what is wrong. KeyError for an unknown name.
+        `names` are those of all requests that wait, the first one first; the next call replaces
+        them. As many as fit beside adapters in use get or keep slots, and only `hold` evicts them.
+        One whose folder is refused is left where it is: `hold` raises what is wrong. KeyError for
+        an unknown name.
         """
         self._with_host("prefetch")
         self._versions.bring_ahead([name for name in dict.fromkeys(names) if name is not None])

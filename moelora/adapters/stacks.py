@@ -74,6 +74,28 @@ class Conversions:
             raise ValueError(self._unchecked[found][0])
 
 
+class Copies:
+    """Copies to a slot, in few calls: other threads launch kernels meanwhile."""
+
+    def __init__(self) -> None:
+        self._zero: list[torch.Tensor] = []
+        self._into: list[torch.Tensor] = []
+        self._of: list[torch.Tensor] = []
+
+    def zero(self, *parts: torch.Tensor) -> None:
+        self._zero += [part for part in parts if part.numel()]
+
+    def add(self, into: torch.Tensor, factor: torch.Tensor) -> None:
+        self._into.append(into)
+        self._of.append(factor.expand(into.shape))
+
+    def run(self) -> None:
+        if self._zero:
+            torch._foreach_zero_(self._zero)
+        if self._into:
+            torch._foreach_copy_(self._into, self._of, non_blocking=True)
+
+
 @dataclass
 class _Stacks:
     """Factors of one layer, all slots."""
@@ -209,17 +231,18 @@ class ExpertStacks:
     ) -> None:
         """Write the staged factors of a layer to a slot; what has none becomes zero."""
         stacks = self._named(self.layers[name])
+        copies = Copies()
         for (_, trained_a, trained_b), factor in zip(
             stacks, staged or [None] * len(stacks), strict=True
         ):
             # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
             a, b = trained_a.detach()[slot], trained_b.detach()[slot]
             rank = 0 if factor is None else factor[0].size(1)
-            a[:, rank:].zero_()
-            b[:, :, rank:].zero_()
+            copies.zero(a[:, rank:], b[:, :, rank:])
             if factor is not None:
-                a[:, :rank].copy_(factor[0], non_blocking=True)
-                b[:, :, :rank].copy_(factor[1], non_blocking=True)
+                copies.add(a[:, :rank], factor[0])
+                copies.add(b[:, :, :rank], factor[1])
+        copies.run()
 
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:

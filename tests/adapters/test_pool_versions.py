@@ -1,5 +1,6 @@
 """Adapters that change while they are used: every answer is that of one version."""
 
+import sys
 import threading
 
 import pytest
@@ -198,12 +199,21 @@ class Steps:
         return out, version
 
 
+@pytest.fixture
+def often():
+    """Threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize("in_flight", ["finish", "switch"])
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 )
 @pytest.mark.parametrize("host", [0, 4])
-def test_every_answer_is_that_of_one_version(device, in_flight, host):
+def test_every_answer_is_that_of_one_version(device, in_flight, host, often):
     """Batches of a few steps, while another thread updates as fast as it can."""
     model = Model(device)
     answers = model.answers()
@@ -237,7 +247,7 @@ def test_every_answer_is_that_of_one_version(device, in_flight, host):
     threads = [threading.Thread(target=generate, args=(steps,)) for steps in readers]
     for thread in threads:
         thread.start()
-    number = extent(nightly=UPDATES, ci=150) if device == "cpu" else UPDATES
+    number = extent(nightly=UPDATES, ci=150)
     version = 1
     while version < number and not errors:
         state = model.states[version % KINDS]
