@@ -212,7 +212,7 @@ def test_the_line_that_proves_it_is_that_of_the_log(page, monkeypatch, caplog):
     from moelora.integrations import vllm
 
     monkeypatch.delenv(vllm.SWITCH, raising=False)
-    monkeypatch.setattr(vllm, "_problem", lambda: None)
+    monkeypatch.setattr(vllm, "problem_here", lambda: None)
     monkeypatch.setattr(vllm, "_install", lambda: None)
     monkeypatch.setattr(vllm, "_said", set())
     with caplog.at_level("INFO"):
