@@ -413,6 +413,8 @@ typedef struct moelora_experts_backward_args {
   /* Accumulate into the gradients of factors and biases, which must be initialized. Otherwise they
    * are overwritten, with zeros where nothing contributes. The other two are always overwritten. */
   bool accumulate;
+  /* saved.gate_up may be overwritten and need not be kept: a GPU takes less memory. */
+  bool overwrites_gate_up;
 } moelora_experts_backward_args;
 
 moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,

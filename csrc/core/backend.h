@@ -171,6 +171,7 @@ typedef struct moelora_experts_backward_problem {
   int64_t dtopk_weights_stride[2];
   moelora_gradient a13[2], b13[2], a2, b2, bias13, bias2;
   bool accumulate;
+  bool overwrites_gate_up; /* of forward.saved */
 } moelora_experts_backward_problem;
 
 /* The backward of a projection. */

@@ -238,8 +238,8 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
   /* In training, z takes as little memory as possible. */
   const bool sm90 = plan->w2->needs == MOELORA_SM90;
   plan->z_by_row =
-      p->saved.gate_up && (!sm90 || (moelora_variant_saves(plan->w2) &&
-                                     !moelora_is_e4m3_kernel(plan->w2->format)));
+      p->saved.gate_up &&
+      (!sm90 || (moelora_variant_saves(plan->w2) && !moelora_is_e4m3_kernel(plan->w2->format)));
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }

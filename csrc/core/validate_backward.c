@@ -214,7 +214,8 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   const moelora_experts_grads *grads = &args->grads;
   const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
   const moelora_arg dout = MOELORA_ARG("dout", &args->dout);
-  *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate};
+  *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
+                                                .overwrites_gate_up = args->overwrites_gate_up};
   MOELORA_TRY(moelora_check_layer(forward, &problem->forward));
   MOELORA_TRY(check_saved_views(forward, &problem->forward));
 
@@ -226,6 +227,16 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   problem->dout = dout.tensor->data;
   problem->dout_stride = moelora_stride(dout.tensor, 0);
 
+  if (args->overwrites_gate_up) {
+    const moelora_arg gate_up = gate_up_of(&forward->saved);
+    const moelora_arg others[] = {x, dout, w13_shrink_of(&forward->saved),
+                                  w2_shrink_of(&forward->saved)};
+    MOELORA_TRY(moelora_check_distinct(gate_up));
+    for (int32_t i = 0; i < 4; i++)
+      if (!moelora_is_absent(others[i].tensor))
+        MOELORA_TRY(moelora_check_disjoint(gate_up, others[i]));
+    MOELORA_TRY(moelora_check_disjoint_layer(gate_up, forward));
+  }
   gradients all = {
       .dtype = x.tensor->dtype,
       .inputs = {x, dout, gate_up_of(&forward->saved), w13_shrink_of(&forward->saved),

@@ -46,7 +46,8 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  // Kernels for training store what precedes the activation, or a PLAIN epilogue's rows by flat row.
+  // Kernels for training store what precedes the activation, or a PLAIN epilogue's rows by flat
+  // row.
   const bool by_row = !g->epilogue.out_by_position && plan->epilogue == MOELORA_EPILOGUE_PLAIN &&
                       variant->needs == MOELORA_SM90;
   moelora_gemm_launcher *const launch = g->before.rows || by_row
