@@ -68,6 +68,7 @@ template <int RANKS_> struct GradientShape {
     };
     Index index[INDICES];
     moelora_gradient_part part[2]; // of the current and of the next tile
+    int64_t of_pairs, all;         // tiles; here to save registers
   };
 };
 
@@ -81,23 +82,20 @@ struct GradientLaunch {
 /* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
  * of its rows, of which `size` are valid. */
 template <class T> struct RowCopies {
-  const T *from;   // in row 0
-  uint32_t stride; // in bytes; used with vectors
-  int size;        // valid elements; the rest is zero-filled
-  bool vectors;
+  const T *from; // in row 0
+  int size;      // valid elements; the rest is zero-filled
 
   __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
-                                           int left, bool is_vectors) {
+                                           int left) {
     size = max(min(left, 8), 0);
     from = (const T *)operand.data + (size ? offset : 0);
-    stride = (uint32_t)(operand.stride * (int)sizeof(T));
-    vectors = is_vectors;
   }
   /* Zero-fills unless the row is `there`. */
-  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, uint32_t to,
-                                       int row, bool there) const {
+  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, bool vectors,
+                                       uint32_t to, int row, bool there) const {
     if (vectors)
-      copy_async_16(to, row_address(from, (uint32_t)row, stride),
+      copy_async_16(to,
+                    row_address(from, (uint32_t)row, (uint32_t)(operand.stride * (int)sizeof(T))),
                     there ? size * (int)sizeof(T) : 0);
     else
       copy_elements(to, from + row * operand.stride, there ? size : 0);
@@ -111,7 +109,6 @@ template <class T, class S> struct PartTile {
   const GradientProduct &p;
   const moelora_gradient_part &part;
   GradientTile tile;
-  const int32_t *wide_index, *ranks_index;
   uint32_t active; // bit mask of the m16 tiles that have ranks
   RowCopies<T> wide, ranks;
 
@@ -121,19 +118,16 @@ template <class T, class S> struct PartTile {
                                       const GradientProduct &product,
                                       const moelora_gradient_part &of_part, GradientTile at)
       : s(launch), group(of), p(product), part(of_part), tile(at) {
-    wide_index = s.index[p.wide.index] + part.first;
-    ranks_index = s.index[p.ranks.index] + part.first;
     active = 0;
 #pragma unroll
     for (int i = 0; i < S::TILES; i++)
       if (ranks_left(16 * i) > 0)
         active |= 1u << i;
     const int column = tile.column + threadIdx.x % CHUNKS * 8;
-    wide.describe(p.wide, column, p.columns - column, p.wide_vectors);
+    wide.describe(p.wide, column, p.columns - column);
     const int own = threadIdx.x % RANK_CHUNKS * 8, at_rank = tile.rank + own;
     const int slice = at_rank >= p.padded_rank;
-    ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at_rank, ranks_left(own),
-                   p.ranks_vectors);
+    ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at_rank, ranks_left(own));
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
@@ -150,10 +144,11 @@ template <class T, class S> struct PartTile {
     if (i >= S::ROWS)
       return;
     const bool there = at < part.count;
-    copy_async_4(shared_address(&index.wide[i]), wide_index + at, there);
-    copy_async_4(shared_address(&index.ranks[i]), ranks_index + at, there);
+    const int row = part.first + at;
+    copy_async_4(shared_address(&index.wide[i]), s.index[p.wide.index] + row, there);
+    copy_async_4(shared_address(&index.ranks[i]), s.index[p.ranks.index] + row, there);
     if (p.weighted)
-      copy_async_4(shared_address(&index.weight[i]), s.weight + part.first + at, there);
+      copy_async_4(shared_address(&index.weight[i]), s.weight + row, there);
     if (!there)
       index.wide[i] = 0, index.ranks[i] = 0, index.weight[i] = 0.f;
   }
@@ -172,7 +167,7 @@ template <class T, class S> struct PartTile {
 #pragma unroll
     for (int j = 0; j < S::ROWS * CHUNKS / S::THREADS; j++) {
       const int i = threadIdx.x / CHUNKS + j * (S::THREADS / CHUNKS);
-      wide.copy(p.wide, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
+      wide.copy(p.wide, p.wide_vectors, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
     }
     const uint32_t sRanks = shared_address(stage.ranks) + threadIdx.x % RANK_CHUNKS * 16;
     constexpr int STEP = S::THREADS / RANK_CHUNKS; // rows per iteration
@@ -182,7 +177,7 @@ template <class T, class S> struct PartTile {
 #pragma unroll
     for (int j = 0; j < (S::ROWS + STEP - 1) / STEP; j++) {
       const int i = threadIdx.x / RANK_CHUNKS + j * STEP;
-      ranks.copy(p.ranks, sRanks + i * S::RANKS_PITCH, index.ranks[i], i < left);
+      ranks.copy(p.ranks, p.ranks_vectors, sRanks + i * S::RANKS_PITCH, index.ranks[i], i < left);
     }
   }
 
@@ -284,7 +279,7 @@ template <class T, class S> struct PartTile {
   __device__ __forceinline__ void
   put_sums(typename S::Sums &sums,
            const float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int thread = epilogue_thread(), lane = thread % 32, warp = thread / 32;
     const int first = warp / 4 * S::WARP_TILES;
 #pragma unroll
     for (int i = 0; i < S::WARP_TILES; i++) {
@@ -307,14 +302,16 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* Stores the sums to the gradient, or, if it has several parts, to this part's slot. */
+  /* Stores the sums to the gradient, if there is one, or, if it has several parts, to this part's
+   * slot. */
   __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
-    const int pair[2] = {part.adapter, part.expert};
+    if (part.to[1] < 0)
+      return;
     if (part.slot < 0)
-      return write_tile<T, S>(p, tile, pair, part.count > 0 ? rank() : 0, s.accumulate,
+      return write_tile<T, S>(p, tile, part.to, part.count > 0 ? rank() : 0, s.accumulate,
                               shared.sums);
     float *to = group.slots + part.slot * group.slot_floats + p.slot_offset;
-    for (int at = threadIdx.x; at < S::RANKS * kColumns; at += S::THREADS) {
+    for (int at = epilogue_thread(); at < S::RANKS * kColumns; at += S::THREADS) {
       const int r = p.transposed ? at % S::RANKS : at / kColumns;
       const int c = p.transposed ? at / S::RANKS : at % kColumns;
       const int rank = tile.rank + r, column = tile.column + c;
@@ -325,6 +322,16 @@ template <class T, class S> struct PartTile {
   }
 };
 
+/* at / by, bit by bit: the compiler's division is a call, for which it would spill registers. */
+__device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
+  uint32_t quotient = 0;
+#pragma unroll 1
+  for (int bit = 30; bit >= 0; bit--)
+    if (at >= (uint64_t)by << bit)
+      at -= (uint64_t)by << bit, quotient |= 1u << bit;
+  return (int)quotient;
+}
+
 /* Tile `work` of all parts (or splits); those of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
@@ -334,7 +341,7 @@ struct GradientWork {
     group = &s.group[work >= of_pairs];
     const uint64_t at = (uint64_t)(work >= of_pairs ? work - of_pairs : work);
     const uint32_t tiles = (uint32_t)group->tiles;
-    number = at >> 32 ? (int)(at / tiles) : (int)((uint32_t)at / tiles);
+    number = at >> 32 ? divide_wide(at, tiles) : (int)((uint32_t)at / tiles);
     tile = (int)(at - (uint64_t)number * tiles);
   }
 };
@@ -347,24 +354,28 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t of_pairs =
-      s.group[0].tiles ? (int64_t)s.group[0].parts.count[0] * s.group[0].tiles : 0;
-  const int64_t all =
-      of_pairs + (s.group[1].tiles ? (int64_t)s.group[1].parts.count[0] * s.group[1].tiles : 0);
+  if (threadIdx.x == 0) {
+    const auto tiles_of = [](const GradientGroup &group) {
+      return group.tiles ? (int64_t)group.parts.count[0] * group.tiles : 0;
+    };
+    shared.of_pairs = tiles_of(s.group[0]);
+    shared.all = shared.of_pairs + tiles_of(s.group[1]);
+  }
+  __syncthreads();
   // Issues the copies of a tile's part, with one warp.
   const auto load_part = [&](int64_t work, moelora_gradient_part &to) {
-    const GradientWork found(s, work, of_pairs);
+    const GradientWork found(s, work, shared.of_pairs);
     const auto *from = (const int32_t *)&found.group->parts.part[found.number];
     if (threadIdx.x < sizeof to / sizeof(int32_t))
       copy_async_4(shared_address((int32_t *)&to + threadIdx.x), from + threadIdx.x, true);
   };
   const auto tile_of = [&](int64_t work, const moelora_gradient_part &part) {
-    const GradientWork found(s, work, of_pairs);
+    const GradientWork found(s, work, shared.of_pairs);
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(*found.group, found.tile, &tile);
     return PartTile<T, S>(s, *found.group, p, part, tile);
   };
-  if ((int64_t)blockIdx.x >= all)
+  if ((int64_t)blockIdx.x >= shared.all)
     return;
   int own = 0;
   load_part(blockIdx.x, shared.part[own]);
@@ -372,19 +383,19 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   copy_async_wait<0>();
   __syncthreads();
   tile_of(blockIdx.x, shared.part[own]).load_first(shared);
-  for (int64_t work = blockIdx.x; work < all; work += gridDim.x, own ^= 1) {
+  for (int64_t work = blockIdx.x; work < shared.all; work += gridDim.x, own ^= 1) {
     const PartTile<T, S> tile = tile_of(work, shared.part[own]);
     const int64_t next = work + gridDim.x;
-    if (next < all)
+    if (next < shared.all)
       load_part(next, shared.part[own ^ 1]);
-    if (tile.part.count > 0) {
+    if (tile.part.count > 0 && tile.part.to[1] >= 0) {
       tile.run(shared);
-    } else { // zeros; the next part has to arrive
+    } else { // zeros or nothing; the next part has to arrive
       copy_async_commit();
       copy_async_wait<0>();
       __syncthreads();
     }
-    if (next < all)
+    if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
     tile.store(shared);
     __syncthreads(); // all threads have read the sums
@@ -426,9 +437,10 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
     const moelora_gradient_split split = group.parts.split[found.number];
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(group, found.tile, &tile);
-    const int pair[2] = {split.adapter, split.expert};
+    if (split.to[1] < 0)
+      continue;
     const float *slots = group.slots + split.slot * group.slot_floats + p.slot_offset;
-    write_tile<T, S>(p, tile, pair, min(split.rank, p.max_rank), s.accumulate,
+    write_tile<T, S>(p, tile, split.to, min(split.rank, p.max_rank), s.accumulate,
                      SlotSums{group, p, tile, slots, split.parts});
   }
 }
@@ -436,7 +448,7 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
 /* ---- host ---- */
 
 bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *list) {
-  return list->adapters.most_parts > 0 && gradient.experts == 1;
+  return list->adapters.most_parts > 0 && gradient.experts == 1 && !gradient.sparse;
 }
 
 /* Whether units of 8 elements of a gradient allow 16-byte accesses. */

@@ -32,6 +32,7 @@ extern "C" {
 /* A part of the rows that a gradient sums over. */
 typedef struct moelora_gradient_part {
   int32_t adapter, expert; /* expert is 0 if shared */
+  int32_t to[2];           /* its gradient, by the first two dimensions; -1: it has none */
   int32_t rank;            /* true rank; may exceed that of the stack */
   int32_t first, count;    /* range in the list of rows; 0 rows: the gradient is zero */
   int32_t slot;            /* of its float32 tiles; -1: the gradient has one part */
@@ -39,7 +40,7 @@ typedef struct moelora_gradient_part {
 
 /* Slots of a gradient with several parts. */
 typedef struct moelora_gradient_split {
-  int32_t adapter, expert, rank;
+  int32_t to[2], rank;
   int32_t slot, parts;
 } moelora_gradient_split;
 
@@ -60,12 +61,23 @@ typedef struct moelora_gradient_rows {
   moelora_gradient_parts pairs;    /* of (adapter, expert) */
   moelora_gradient_parts adapters; /* of adapters; part is NULL if not requested */
   bool zeroes;                     /* gradients without rows get a part with 0 rows */
+  const int32_t *given;            /* [max_loras * E] the caller's indices in sparse gradients */
+  int32_t num_sparse;              /* others have no gradient */
+  int32_t *sparse;                 /* [max_loras * E] a copy; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* Allocates the list. shared: some factor has one gradient for all experts; weighted: some product
- * has weights; zeroes: gradients are overwritten, not accumulated. */
-moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes, bool shared,
-                                                      bool weighted, bool zeroes,
+/* What a list is for. */
+typedef struct moelora_gradient_uses {
+  bool shared;          /* some factor has one gradient for all experts */
+  bool weighted;        /* some product has weights */
+  bool zeroes;          /* gradients are overwritten, not accumulated */
+  const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
+  int32_t num_sparse;
+} moelora_gradient_uses;
+
+/* Allocates the list. */
+moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
+                                                      const moelora_gradient_uses *uses,
                                                       moelora_arena *arena);
 
 /* Fills the list. Reads resolved routes (token_lora_mapping, topk_weights if weighted) and, for
