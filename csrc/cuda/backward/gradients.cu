@@ -384,12 +384,12 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   __syncthreads();
   tile_of(blockIdx.x, shared.part[own]).load_first(shared);
   for (int64_t work = blockIdx.x; work < shared.all; work += gridDim.x, own ^= 1) {
-    const PartTile<T, S> tile = tile_of(work, shared.part[own]);
+    const moelora_gradient_part &part = shared.part[own];
     const int64_t next = work + gridDim.x;
     if (next < shared.all)
       load_part(next, shared.part[own ^ 1]);
-    if (tile.part.count > 0 && tile.part.to[1] >= 0) {
-      tile.run(shared);
+    if (part.count > 0 && part.to[1] >= 0) {
+      tile_of(work, part).run(shared);
     } else { // zeros or nothing; the next part has to arrive
       copy_async_commit();
       copy_async_wait<0>();
@@ -397,8 +397,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     }
     if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
-    tile.store(shared);
-    __syncthreads(); // all threads have read the sums
+    tile_of(work, part).store(shared); // found anew: the K loop needs all registers
+    __syncthreads();                   // all threads have read the sums
   }
 }
 
