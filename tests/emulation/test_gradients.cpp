@@ -88,6 +88,7 @@ struct Case {
   std::vector<float> weights;
   int32_t block_rows, cluster, grain;
   bool searches; // segments are not listed
+  bool few;      // pairs of few rows have a kernel of their own, if it can
   std::vector<Product> products;
   Bias bias;
 };
@@ -102,22 +103,29 @@ static Operand draw_operand(const Case &c, moelora_row_index index, int64_t widt
   return o;
 }
 
-static Product draw_product(const Case &c, int64_t most_columns) {
+/* aligned: the kernel for pairs of few rows can write its gradients. */
+static Product draw_product(const Case &c, int64_t most_columns, bool aligned) {
   Product p = {};
   p.slices = (int32_t)draw(1, 2);
   p.max_rank = (int32_t)(maybe() ? draw(1, 16) : draw(0, 1) ? 8 * draw(1, 4) : draw(1, 70));
   p.ranks_slice = p.max_rank + (maybe() ? (16 - p.max_rank % 16) % 16 : 0);
   p.transposed = maybe();
+  if (aligned) {
+    p.max_rank = (p.max_rank + 7) / 8 * 8;
+    p.ranks_slice = (p.max_rank + 15) / 16 * 16;
+    p.slices = p.transposed ? 1 : p.slices;
+  }
   p.weighted = maybe();
   p.ranks = draw_operand(c, (moelora_row_index)draw(0, 2), p.slices * p.ranks_slice);
-  const int64_t columns = maybe() ? draw(1, most_columns) : 8 * draw(1, most_columns / 8);
+  const int64_t columns =
+      !aligned && maybe() ? draw(1, most_columns) : 8 * draw(1, most_columns / 8);
   p.wide = draw_operand(c, (moelora_row_index)draw(0, 2), columns);
   for (int i = 0; i < 2; i++) {
-    p.dtype[i] = maybe() ? MOELORA_F32 : c.dtype;
+    p.dtype[i] = !aligned && maybe() ? MOELORA_F32 : c.dtype;
     p.shared[i] = draw(0, 2) == 0;
     p.wanted[i] = i >= p.slices || draw(0, 4) > 0;
   }
-  p.pad = draw(0, 2) ? 0 : draw(1, 9);
+  p.pad = draw(0, 2) ? 0 : aligned ? 8 : draw(1, 9);
   return p;
 }
 
@@ -147,8 +155,14 @@ static Case draw_case(uint64_t n) {
   c.cluster = kind == 2 ? 2 : 1;
   c.grain = 8;
   c.searches = maybe();
+  c.few = draw(0, 3) > 0;
+  const bool aligned = maybe();
   for (int64_t i = draw(1, 3); i > 0; i--)
-    c.products.push_back(draw_product(c, split || many ? 40 : 300));
+    c.products.push_back(draw_product(c,
+                                      split || many         ? 40
+                                      : aligned && !maybe() ? 700
+                                                            : 300,
+                                      aligned));
   c.bias = {draw_operand(c, (moelora_row_index)draw(0, 2), draw(1, 200)), maybe(),
             maybe() ? MOELORA_F32 : c.dtype};
   return c;
@@ -213,6 +227,13 @@ struct Pairs {
   int32_t count = 0;          // of gradients, one of which has no pair
 };
 
+/* Whether the kernel for pairs of few rows can write a gradient: its memory is aligned. */
+static bool allows_few(const Case &c, const Product &p, int slice) {
+  const int64_t columns = p.transposed ? p.max_rank : p.wide.width;
+  return p.dtype[slice] == c.dtype && columns % 8 == 0 && p.pad % 8 == 0 &&
+         !(p.transposed && p.slices > 1);
+}
+
 static Results run(const Case &c, bool accumulate, const Pairs *pairs = nullptr) {
   moelora_exec exec = {};
   exec.device = MOELORA_CUDA;
@@ -233,14 +254,19 @@ static Results run(const Case &c, bool accumulate, const Pairs *pairs = nullptr)
   from.token_lora_mapping = {c.mapping.data(), {1, 0}, false};
   from.lora_ranks = c.ranks.empty() ? nullptr : c.ranks.data();
 
-  bool shared = false, weighted = false;
+  bool shared = false, weighted = false, few = !accumulate && c.few;
   for (const Product &p : c.products) {
+    for (int i = 0; i < p.slices; i++)
+      few = few && (!p.wanted[i] || p.shared[i] || allows_few(c, p, i));
     shared = shared || (p.wanted[0] && p.shared[0]) || (p.slices > 1 && p.wanted[1] && p.shared[1]);
     weighted = weighted || p.weighted;
   }
-  const moelora_gradient_uses uses = {shared, weighted, !accumulate,
+  const moelora_gradient_uses uses = {shared,
+                                      weighted,
+                                      !accumulate,
                                       pairs ? pairs->index.data() : nullptr,
-                                      pairs ? pairs->count : 0};
+                                      pairs ? pairs->count : 0,
+                                      few};
   moelora_align_plan plan;
   moelora_plan_blocks(&from, c.block_rows, c.cluster, &device, nullptr, &plan);
   std::vector<char> memory;
@@ -492,6 +518,7 @@ static void test_gradients() {
         if (c.mapping[(size_t)token] != l)
           o->values[at] = NAN;
       }
+  alone.few = !c.few;
   check_same(whole, run(alone, false), l, "differs from what it is alone");
   check_same(whole, run(spoiled, false), l, "takes a NaN of others");
 }

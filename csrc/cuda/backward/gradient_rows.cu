@@ -103,10 +103,15 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
     return rows > 0 ? (rows + MOELORA_GRADIENT_ROWS - 1) / MOELORA_GRADIENT_ROWS
                     : (int)(s.list.zeroes && !(sparse && sparse[group] < 0));
   };
-  int own_parts = 0, own_splits = 0, own_slots = 0, all_parts, all_splits, all_slots;
+  const auto is_few = [&](int rows) { return parts.few && rows <= MOELORA_GRADIENT_FEW; };
+  int own_parts = 0, own_splits = 0, own_slots = 0, own_few = 0;
+  int all_parts, all_splits, all_slots, all_few;
   for (int group = low; group < high; group++) {
-    const int count = parts_of(group, rows_of(group));
-    own_parts += count;
+    const int rows = rows_of(group), count = parts_of(group, rows);
+    if (is_few(rows))
+      own_few += count;
+    else
+      own_parts += count;
     if (count > 1)
       own_splits++, own_slots += count;
   }
@@ -115,6 +120,8 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
   int split = block_sum_before(own_splits, warp_sum, &all_splits);
   __syncthreads();
   int slot = block_sum_before(own_slots, warp_sum, &all_slots);
+  __syncthreads();
+  int few = block_sum_before(own_few, warp_sum, &all_few);
   __syncthreads();
   for (int group = low; group < high; group++) {
     const int rows = rows_of(group), count = parts_of(group, rows);
@@ -127,17 +134,18 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
       parts.split[split++] = {{to[0], to[1]}, rank, slot, count};
     for (int i = 0; i < count; i++) {
       const int done = i * MOELORA_GRADIENT_ROWS;
-      parts.part[part++] = {adapter,
-                            expert,
-                            {to[0], to[1]},
-                            rank,
-                            first + done,
-                            min(rows - done, MOELORA_GRADIENT_ROWS),
-                            count > 1 ? slot++ : -1};
+      moelora_gradient_part &to_fill = is_few(rows) ? parts.few[few++] : parts.part[part++];
+      to_fill = {adapter,
+                 expert,
+                 {to[0], to[1]},
+                 rank,
+                 first + done,
+                 min(rows - done, MOELORA_GRADIENT_ROWS),
+                 count > 1 ? slot++ : -1};
     }
   }
   if (threadIdx.x == 0)
-    parts.count[0] = all_parts, parts.count[1] = all_splits;
+    parts.count[0] = all_parts, parts.count[1] = all_splits, parts.count[2] = all_few;
 }
 
 __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constant__ ListLaunch s) {
@@ -169,9 +177,10 @@ __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constan
 __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ ListLaunch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int parts = s.list.pairs.count[0];
-  for (int p = blockIdx.x; p < parts; p += (int)gridDim.x) {
-    const moelora_gradient_part part = s.list.pairs.part[p];
+  const moelora_gradient_parts &pairs = s.list.pairs;
+  const int parts = pairs.count[0], all = parts + pairs.count[2];
+  for (int p = blockIdx.x; p < all; p += (int)gridDim.x) {
+    const moelora_gradient_part part = p < parts ? pairs.part[p] : pairs.few[p - parts];
     const moelora_segment segment = segment_of(s, part.adapter, part.expert);
     const int block = segment.position / s.blocks.rows;
     const int done = part.first - s.list.begin[part.adapter * s.num_experts + part.expert];
@@ -193,7 +202,8 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
 }
 
 /* Allocates the parts of `groups` groups. */
-moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moelora_arena *arena) {
+moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, bool few,
+                                  moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
   moelora_gradient_parts parts = {};
   parts.most_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
@@ -203,7 +213,12 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moe
                                                            sizeof(moelora_gradient_part));
   parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
                                                              sizeof(moelora_gradient_split));
-  parts.count = (int32_t *)moelora_take(arena, 2 * sizeof(int32_t));
+  if (few) {
+    parts.most_few = zeroes || groups < rows ? groups : rows;
+    parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_few,
+                                                            sizeof(moelora_gradient_part));
+  }
+  parts.count = (int32_t *)moelora_take(arena, 3 * sizeof(int32_t));
   return parts;
 }
 
@@ -228,9 +243,9 @@ extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_r
   list.begin = (int32_t *)moelora_take_array(arena, (size_t)pairs + 1, sizeof(int32_t));
   if (uses->pairs)
     list.sparse = (int32_t *)moelora_take_array(arena, (size_t)pairs, sizeof(int32_t));
-  list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, arena);
+  list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, uses->few, arena);
   if (uses->shared)
-    list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, arena);
+    list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, false, arena);
   return list;
 }
 
@@ -258,6 +273,6 @@ extern "C" moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient
                                                 kThreads, 0, exec, s)));
   }
   MOELORA_TRY((launch_blocks<find_parts>("find_gradient_parts", 1, ALIGN_THREADS, 0, exec, s)));
-  return launch_kernel<list_rows>("list_gradient_rows", list->pairs.most_parts, kThreads, 0, exec,
-                                  s);
+  return launch_kernel<list_rows>(
+      "list_gradient_rows", list->pairs.most_parts + list->pairs.most_few, kThreads, 0, exec, s);
 }

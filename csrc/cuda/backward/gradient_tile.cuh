@@ -22,6 +22,9 @@ struct GradientProduct {
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
   int32_t first_tile, tiles; // range of its tiles within a part
+  struct {
+    int32_t columns, first; // column tiles; first tile within a pair of few rows
+  } few;
 };
 
 /* Products over the parts of one kind. */
@@ -29,7 +32,7 @@ struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
-  int32_t tiles; // tiles per part
+  int32_t tiles, few_tiles; // tiles per part; per pair of few rows
   int64_t slot_floats;
   float *slots;
 };

@@ -12,7 +12,7 @@
  * Rows past the end of a part are zero in both operands. Accumulators are stored to the gradient
  * through shared memory; if a gradient has several parts, to float32 slots, which sum_slots() adds
  * in order. */
-#include "cuda/backward/gradient_tile.cuh"
+#include "cuda/backward/gradients_few.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 namespace {
@@ -70,36 +70,6 @@ template <int RANKS_> struct GradientShape {
     moelora_gradient_part part[2]; // of the current and of the next tile
     int64_t of_pairs, all;         // tiles; here to save registers
   };
-};
-
-struct GradientLaunch {
-  GradientGroup group[2];  // of pairs, of adapters
-  const int32_t *index[3]; // [P] by moelora_row_index
-  const float *weight;
-  bool accumulate;
-};
-
-/* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
- * of its rows, of which `size` are valid. */
-template <class T> struct RowCopies {
-  const T *from; // in row 0
-  int size;      // valid elements; the rest is zero-filled
-
-  __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
-                                           int left) {
-    size = max(min(left, 8), 0);
-    from = (const T *)operand.data + (size ? offset : 0);
-  }
-  /* Zero-fills unless the row is `there`. */
-  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, bool vectors,
-                                       uint32_t to, int row, bool there) const {
-    if (vectors)
-      copy_async_16(to,
-                    row_address(from, (uint32_t)row, (uint32_t)(operand.stride * (int)sizeof(T))),
-                    there ? size * (int)sizeof(T) : 0);
-    else
-      copy_elements(to, from + row * operand.stride, there ? size : 0);
-  }
 };
 
 /* A thread's work on one tile of one part. */
@@ -322,16 +292,6 @@ template <class T, class S> struct PartTile {
   }
 };
 
-/* at / by, bit by bit: the compiler's division is a call, for which it would spill registers. */
-__device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
-  uint32_t quotient = 0;
-#pragma unroll 1
-  for (int bit = 30; bit >= 0; bit--)
-    if (at >= (uint64_t)by << bit)
-      at -= (uint64_t)by << bit, quotient |= 1u << bit;
-  return (int)quotient;
-}
-
 /* Tile `work` of all parts (or splits); those of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
@@ -339,10 +299,9 @@ struct GradientWork {
 
   __device__ __forceinline__ GradientWork(const GradientLaunch &s, int64_t work, int64_t of_pairs) {
     group = &s.group[work >= of_pairs];
-    const uint64_t at = (uint64_t)(work >= of_pairs ? work - of_pairs : work);
-    const uint32_t tiles = (uint32_t)group->tiles;
-    number = at >> 32 ? divide_wide(at, tiles) : (int)((uint32_t)at / tiles);
-    tile = (int)(at - (uint64_t)number * tiles);
+    const int64_t at = work >= of_pairs ? work - of_pairs : work;
+    number = divide_work(at, group->tiles);
+    tile = (int)(at - (int64_t)number * group->tiles);
   }
 };
 
@@ -524,6 +483,21 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
+/* Pairs with few rows, of which there are none without a list. */
+template <class T, int RANKS>
+moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
+  using S = FewShape<RANKS>;
+  GradientGroup &group = s.group[0];
+  for (int i = 0; i < group.count; i++) {
+    GradientProduct &p = group.product[i];
+    p.few.columns = (p.columns + kFewColumns - 1) / kFewColumns;
+    p.few.first = group.few_tiles;
+    group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
+  }
+  return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.most_few * group.few_tiles,
+                                            S::THREADS, sizeof(typename S::SharedStorage), exec, s);
+}
+
 template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moelora_exec *exec) {
   using S = GradientShape<RANKS>;
   static_assert(sizeof(typename S::SharedStorage) <= kPortableShared, "shared memory of a CTA");
@@ -546,6 +520,10 @@ template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moe
 
 template <class T>
 moelora_status launch_any(GradientLaunch &s, int32_t most, const moelora_exec *exec) {
+  if (s.group[0].count && s.group[0].parts.few)
+    MOELORA_TRY((most <= 16   ? launch_few<T, 16>(s, exec)
+                 : most <= 32 ? launch_few<T, 32>(s, exec)
+                              : launch_few<T, 64>(s, exec)));
   if (most <= 16)
     return launch<T, 16>(s, exec);
   if (most <= 32)

@@ -28,6 +28,9 @@ extern "C" {
 /* Rows of a part, which one CTA processes for a tile of a gradient. A multiple of the rows of a
  * stage; large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
+/* The largest number of rows of a pair whose gradients a kernel of their own computes: one that
+ * keeps the ranks of all rows in shared memory. */
+#define MOELORA_GRADIENT_FEW 128
 
 /* A part of the rows that a gradient sums over. */
 typedef struct moelora_gradient_part {
@@ -46,10 +49,11 @@ typedef struct moelora_gradient_split {
 
 /* Parts of the gradients of one kind, in the workspace. */
 typedef struct moelora_gradient_parts {
-  moelora_gradient_part *part;   /* [most_parts] */
+  moelora_gradient_part *few;    /* [most_few] pairs of few rows or none, whole */
+  moelora_gradient_part *part;   /* [most_parts] the others */
   moelora_gradient_split *split; /* [most_splits] */
-  int32_t *count;                /* [2] numbers of parts and splits */
-  int64_t most_parts, most_splits, most_slots;
+  int32_t *count;                /* [3] numbers of parts, splits and few */
+  int64_t most_parts, most_splits, most_slots, most_few;
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
@@ -73,7 +77,16 @@ typedef struct moelora_gradient_uses {
   bool zeroes;          /* gradients are overwritten, not accumulated */
   const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
   int32_t num_sparse;
+  bool few; /* pairs of few rows are listed apart: is_few_gradient of all that are not shared */
 } moelora_gradient_uses;
+
+/* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a
+ * call, and 16-byte accesses to units of 8 elements. */
+static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
+  return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
+         g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_e % 8 == 0 &&
+         g->stride_l % 8 == 0;
+}
 
 /* Allocates the list. */
 moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,

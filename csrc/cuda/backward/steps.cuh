@@ -39,7 +39,10 @@ struct SummedGradients {
     return shared;
   }
   moelora_gradient_uses uses(const moelora_routes *routes, bool weighted, bool accumulate) const {
-    return {any_shared(routes), weighted, !accumulate, pairs, num_sparse};
+    bool few = true;
+    for (int i = 0; i < num_factors; i++)
+      few = few && moelora_is_few_gradient(factors[i], accumulate);
+    return {any_shared(routes), weighted, !accumulate, pairs, num_sparse, few};
   }
   /* Zeros those to which no row contributes: of factors without adapters, all without tokens. */
   moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
