@@ -79,6 +79,9 @@ UPDATES = """while: what, tensors: layout, layers: layers, rank: rank, GiB: gib,
 TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us,
     axolotl: peers.axolotl_multi.fwdbwd_us, peak (MiB): peak_mib"""
+QLORA = """engine: engine, layers: layers, sequences: batch, tokens of each: length,
+    checkpointing: checkpointing, tokens/s: tokens_per_s, weights (GB): weights_gb,
+    peak (GB): peak_gb"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
@@ -108,6 +111,7 @@ TABLES = {
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
     "training_tenants": ("training-tenants", lambda r: True, TENANTS),
+    "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
@@ -540,14 +544,21 @@ def training_peers():
     def case(row):
         return row["shape"], row["tokens"], row["rank"], row["tenants"]
 
-    quantized = {case(row): row["ours_us"] for row in rows if row["format"] == "mxfp4"}
+    def peers(row, names):
+        return [row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in names]
+
+    quantized = {case(row): row for row in rows if row["format"] == "mxfp4"}
+    both = any(row["peers"] for row in quantized.values())
+    if both:
+        titles.append("Unsloth, MXFP4")
     said = []
     for row in rows:
         if row["peers"] and row["format"] == "bf16":
-            peers = (row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in ("yard", *PEERS))
-            times = thousands(*map(round, (quantized.get(case(row), 0), *peers)))
+            other = quantized.get(case(row), {"ours_us": 0, "peers": {}})
+            times = [other["ours_us"], *peers(row, ("yard", *PEERS))]
+            times += peers(other, ("unsloth_mx",)) if both else []
             named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
-            said.append([*named, *times])
+            said.append([*named, *thousands(*map(round, times))])
     return f"{card('training')}:\n\n{markdown(titles, said)}"
 
 
