@@ -261,7 +261,7 @@ def delta_ranges():
         )
         said.append(f"""{at}'s is {span(usual)} times as fast as vLLM's default (median
             {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
-            modes for the case, which is faster than ours in {sum(b < 1 for b in best)} of
+            modes for the case, which is faster than moelora in {sum(b < 1 for b in best)} of
             {len(best)} cases""")
     where = card("delta")
     return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."

@@ -208,7 +208,6 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
     plan->product[i] = plan_product(routes, &loads[i], variants[i], device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
                       device, NULL, &plan->align);
-  plan->dx_window = moelora_plan_columns(routes, p->hidden);
   plan->sum = moelora_plan_sum(
       p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->hidden), NULL, device);
   return MOELORA_OK;

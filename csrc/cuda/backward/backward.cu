@@ -6,8 +6,7 @@
  *
  * dgu, h and dz are ordered by flat row, which takes no memory for the rows that pad blocks; yb2,
  * yb13 and the parts of dt by position in the blocks of rows. dz has the dtype of the call, for any
- * number of rows: the result of a token does not depend on the rest of the batch. Of large batches
- * it is computed and summed in windows of columns. h, dz and the slots of gradients are needed one
+ * number of rows: the result of a token does not depend on the rest of the batch. h, dz and the slots of gradients are needed one
  * after the other, and share memory. Steps whose results are not needed are skipped; launches do
  * not depend on the contents of device memory. */
 #include <math.h>
@@ -28,7 +27,7 @@ struct BackwardLayout {
   float *dt;                  // [position, dt_parts]
   int32_t dt_parts;
   void *h;         // [P, I]
-  void *dz;        // [P, dx_window], in the memory of h
+  void *dz;        // [P, K], in the memory of h
   float *slots[2]; // of factors of w13, in the memory of h; of w2, after it
   size_t bytes;
 };
@@ -117,11 +116,6 @@ moelora_gradients_launch gradients_of_w2(const moelora_experts_backward_problem 
   return g;
 }
 
-/* Columns are windows of K. */
-int64_t num_windows(const moelora_experts_backward_problem *b, const moelora_backward_plan *plan) {
-  return (b->forward.hidden + plan->dx_window - 1) / plan->dx_window;
-}
-
 size_t most(size_t a, size_t b) {
   return a > b ? a : b;
 }
@@ -139,7 +133,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
       moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
   const int64_t of_w2 = plan->product[0].num_counters, of_w13 = plan->product[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w2 > of_w13 ? of_w2 : of_w13,
-                               1 + (int)num_windows(b, plan), &plan->align, true, weighted);
+                               2, &plan->align, true, weighted);
   const size_t by_position = positions(&l.alignment), rows = (size_t)p->routes.num_rows;
   const auto bytes_of = [](size_t count, int64_t columns) {
     return moelora_times(moelora_times(count, (size_t)columns), 2);
@@ -158,7 +152,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
   }
   const bool wants_h = needs->v && has_adapters(&p->routes, &p->w2_lora) && b->a2.data;
   const size_t h_bytes = wants_h ? bytes_of(rows, p->intermediate) : 0;
-  const size_t dz_bytes = needs->dz ? bytes_of(rows, plan->dx_window) : 0;
+  const size_t dz_bytes = needs->dz ? bytes_of(rows, p->hidden) : 0;
   size_t slot_bytes[2] = {0, 0};
   if (p->routes.token_lora_mapping.data && gradients.num_factors) {
     l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, gradients.any_shared(&p->routes),
@@ -223,22 +217,6 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   return multiply(&g, &plan->product[0], exec);
 }
 
-/* Columns [first, first + columns) of K of a product. */
-moelora_back_launch window_of(const moelora_back_launch *g, int64_t first, int64_t columns) {
-  moelora_back_launch window = *g;
-  moelora_weights *w = &window.weights.w;
-  const int64_t tile = moelora_tile_depth(w->format);
-  const int64_t bytes = w->format == MOELORA_NATIVE ? 2 : 1; // strides of tiles count them
-  w->data = (const char *)w->data + first / tile * w->stride_kt * bytes;
-  w->k = columns;
-  window.weights.n_out = (int32_t)columns;
-  for (int i = 0; i < window.adapters.lora.num_slices; i++) {
-    moelora_factor *a = &window.adapters.lora.a[i];
-    a->data = (const uint16_t *)a->data + first;
-  }
-  return window;
-}
-
 /* yb13, then dz and dx if needed. */
 moelora_status back_through_w13(const moelora_experts_backward_problem *b,
                                 const moelora_backward_plan *plan, const BackwardLayout *l,
@@ -247,32 +225,23 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
   const moelora_routes *routes = &l->alignment.routes;
   moelora_back_launch g =
       back_product(&l->alignment, &p->w13, &l->rounded[0].to, &plan->product[1]);
+  g.schedule.tile_counter = tile_counter(&l->alignment, 1);
   g.schedule.blocks.weights = nullptr;
   g.tokens.x = l->dgu;
   g.tokens.stride = p->w13.n;
   g.tokens.divisor = moelora_divisor_of(1);
   g.epilogue.out = l->dz;
+  g.epilogue.out_stride[0] = routes->top_k * p->hidden;
+  g.epilogue.out_stride[1] = p->hidden;
   MOELORA_TRY(back_shrink(&g, &plan->product[1], routes, l->yb13, exec));
-  if (!plan->needs.dz)
+  if (plan->needs.dz)
+    MOELORA_TRY(multiply(&g, &plan->product[1], exec));
+  if (!b->dx)
     return MOELORA_OK;
-  const int64_t windows = num_windows(b, plan);
-  for (int64_t i = 0; i < windows; i++) {
-    const int64_t first = i * plan->dx_window;
-    const int64_t columns = i + 1 < windows ? plan->dx_window : p->hidden - first;
-    moelora_back_launch window = window_of(&g, first, columns);
-    window.schedule.tile_counter = tile_counter(&l->alignment, 1 + (int)i);
-    window.epilogue.out_stride[0] = routes->top_k * columns;
-    window.epilogue.out_stride[1] = columns;
-    MOELORA_TRY(multiply(&window, &plan->product[1], exec));
-    if (!b->dx)
-      continue;
-    moelora_sum_launch s =
-        sum_of_rows(&l->alignment, l->dz, columns, p->apply_router_weight_on_input,
-                    (uint16_t *)b->dx + first, b->dx_stride);
-    s.holds_next = i + 1 < windows;
-    MOELORA_TRY(moelora_cuda_sum(&s, plan->sum, exec));
-  }
-  return MOELORA_OK;
+  const moelora_sum_launch s =
+      sum_of_rows(&l->alignment, l->dz, p->hidden, p->apply_router_weight_on_input, b->dx,
+                  b->dx_stride);
+  return moelora_cuda_sum(&s, plan->sum, exec);
 }
 
 moelora_status finish_weights(const moelora_experts_backward_problem *b, const BackwardLayout *l,
