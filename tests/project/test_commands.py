@@ -45,7 +45,9 @@ def test_without_rich_the_operators_work_and_commands_say_what_is_missing():
     assert done.stderr == "moelora needs rich: pip install 'moelora[cli]'\n"
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["replay", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["replay", "--help"], ["doctor", "--help"]]
+)
 def test_without_rich_what_needs_no_table_works(words):
     done = python(WITHOUT.format(package="rich") + f"sys.exit(main({words}))")
     assert (done.returncode, done.stderr) == (0, "")
