@@ -33,8 +33,7 @@ demo:
 # tests in C run under sanitizers, in pytest; without them the examples alone do.
 test: export MOELORA_WERROR = 1
 test: build
-	$(MAKE) --no-print-directory -j 2 lint types conformance test-c CTESTS='$(C_EXAMPLES)'
-	$(MAKE) --no-print-directory test-py
+	$(MAKE) --no-print-directory -j 3 lint types conformance test-c test-py CTESTS='$(C_EXAMPLES)'
 
 # `make test` and the checks that CI has no time for: all parametrizations and slow tests
 # (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
@@ -44,13 +43,14 @@ nightly: export MOELORA_CUDA_ARCH ?= release
 nightly: test
 	$(MAKE) --no-print-directory test-c emulate sanitize fuzz test-lowest
 
-# torch by itself first: the other packages then find it there and cannot pull in another one.
+# torch by itself first: the other packages then find it there and cannot pull in another one. Modules
+# are compiled when they are imported, which most of these never are.
 $(VENV)/.ready: requirements-torch.txt requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moelora's demo and tests need Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet $$(cat requirements-torch.txt)
-	$(PY) -m pip install --quiet -r requirements.txt
+	$(PY) -m pip install --quiet --no-compile $$(cat requirements-torch.txt)
+	$(PY) -m pip install --quiet --no-compile -r requirements.txt
 	touch $@
 
 build: $(VENV)/.ready
@@ -229,7 +229,7 @@ docs: build/docs/.ready
 
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
-	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	build/docs/bin/python -m pip install --quiet --no-compile -r requirements-docs.txt
 	touch $@
 
 # For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest
