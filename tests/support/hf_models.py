@@ -40,7 +40,8 @@ def one_layer(config):
 
     def shorter():
         made = config()
-        made.num_hidden_layers, made.mlp_only_layers = 1, []
+        made.num_hidden_layers = 1
+        made.mlp_only_layers, made.first_k_dense_replace = [], 0
         return made
 
     return shorter
