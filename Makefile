@@ -36,8 +36,7 @@ demo:
 # tests in C run under sanitizers, in pytest; without them the examples alone do.
 test: export MOELORA_WERROR = 1
 test: build
-	$(MAKE) --no-print-directory -j 2 lint types conformance test-c CTESTS='$(C_EXAMPLES)'
-	$(MAKE) --no-print-directory test-py
+	$(MAKE) --no-print-directory -j 3 lint types conformance test-c test-py CTESTS='$(C_EXAMPLES)'
 
 # `make test` and the checks that CI has no time for: all parametrizations and slow tests
 # (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
@@ -48,7 +47,8 @@ nightly: test
 	$(MAKE) --no-print-directory test-c emulate sanitize fuzz test-lowest
 
 # torch by itself first: the other packages then find it there and cannot pull in another one. Without a
-# GPU it is torch's CPU build, unless pip is configured with indexes or folders of its own.
+# GPU it is torch's CPU build, unless pip is configured with indexes or folders of its own. Modules
+# are compiled when they are imported, which most of these never are.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 $(VENV)/.ready: requirements-torch.txt requirements.txt
 	@$(PYTHON) -c '' || \
@@ -62,8 +62,8 @@ $(VENV)/.ready: requirements-torch.txt requirements.txt
 	elif nvidia-smi -L > /dev/null 2>&1; then size="with CUDA's libraries: 2 to 3 GB"; \
 	else index="--extra-index-url $(TORCH_CPU)"; fi; \
 	echo "pip downloads torch $$size; then other packages: 0.2 GB"; \
-	$(PY) -m pip install --quiet $$index $$(cat requirements-torch.txt)
-	$(PY) -m pip install --quiet -r requirements.txt
+	$(PY) -m pip install --quiet --no-compile $$index $$(cat requirements-torch.txt)
+	$(PY) -m pip install --quiet --no-compile -r requirements.txt
 	touch $@
 
 build: $(VENV)/.ready
@@ -253,7 +253,7 @@ docs-version: build/docs/.ready
 
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
-	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	build/docs/bin/python -m pip install --quiet --no-compile -r requirements-docs.txt
 	touch $@
 
 # For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest
