@@ -14,6 +14,8 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 # Of the GPUs here, as setup.py names them; nothing, its default, where there are none.
 GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | \
   sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
+# Of wheels, unless torch's own variable names others.
+RELEASE_ARCHS = $(if $(TORCH_CUDA_ARCH_LIST),,release)
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test nightly build lint conformance test-c test-py test-lowest test-newest test-pythons \
@@ -27,7 +29,8 @@ demo:
 	$(PY) examples/demo.py
 	@test "$${MOELORA_CUDA:-1}" = 0 || { test -z "$$MOELORA_CUDA" && ! nvidia-smi -L > /dev/null 2>&1; } || { \
 	  echo "That was the demo. Now the CUDA kernels for this machine, some minutes:"; \
-	  MOELORA_CUDA_ARCH="$${MOELORA_CUDA_ARCH:-$(GPU_ARCHS)}" $(MAKE) --no-print-directory build; }
+	  test -n "$$MOELORA_CUDA_ARCH$$TORCH_CUDA_ARCH_LIST" || export MOELORA_CUDA_ARCH="$(GPU_ARCHS)"; \
+	  $(MAKE) --no-print-directory build; }
 
 # What CI holds against us, users do not see: warnings and register spills are errors here only. The
 # tests in C run under sanitizers, in pytest; without them the examples alone do.
@@ -40,16 +43,24 @@ test: build
 # (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
 # with all copies, sanitizers, random arguments, the lowest versions of transformers and PEFT.
 nightly: export MOELORA_NIGHTLY = 1
-nightly: export MOELORA_CUDA_ARCH ?= release
+nightly: export MOELORA_CUDA_ARCH ?= $(RELEASE_ARCHS)
 nightly: test
 	$(MAKE) --no-print-directory test-c emulate sanitize fuzz test-lowest
 
-# torch by itself first: the other packages then find it there and cannot pull in another one.
+# torch by itself first: the other packages then find it there and cannot pull in another one. Without a
+# GPU it is the CPU's, unless pip was told of other indexes. TORCH_INDEX= takes the one of pip's index.
+HAS_GPU = $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
+TORCH_INDEX ?= $(if $(HAS_GPU)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL),,https://download.pytorch.org/whl/cpu)
+TORCH_SIZE = $(if $(findstring /cpu,$(TORCH_INDEX)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)),for the CPU: 0.2,\
+  with CUDA's libraries: 2 to 3)
 $(VENV)/.ready: requirements-torch.txt requirements.txt
+	@$(PYTHON) -c '' || \
+	  { echo "PYTHON is $(PYTHON), which does not start: make PYTHON=... names a Python >= 3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moelora's demo and tests need Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet $$(cat requirements-torch.txt)
+	@echo "pip downloads torch $(strip $(TORCH_SIZE)) GB; then other packages: 0.2 GB"
+	$(PY) -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url %) $$(cat requirements-torch.txt)
 	$(PY) -m pip install --quiet -r requirements.txt
 	touch $@
 
@@ -227,6 +238,17 @@ tables: build
 docs: build/docs/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
+# One version of the site beside the others, on the branch gh-pages of this checkout: `main`, or a tag,
+# which becomes what readers see first. PUSH=--push publishes it.
+DOCS_VERSION ?= main
+.PHONY: docs-version
+docs-version: export MOELORA_DOCS_REF = $(DOCS_VERSION)
+docs-version: build/docs/.ready
+	set -e; export PATH="$(CURDIR)/build/docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1; \
+	mike deploy $(PUSH) --update-aliases $(DOCS_VERSION) $(if $(filter main,$(DOCS_VERSION)),,latest); \
+	if mike list latest > /dev/null 2>&1; then first=latest; else first=main; fi; \
+	mike set-default $(PUSH) $$first
+
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
 	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
@@ -234,17 +256,43 @@ build/docs/.ready: requirements-docs.txt
 
 # For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest
 # system that it runs on; torch brings its own libraries.
-wheel: export MOELORA_CUDA_ARCH ?= release
+wheel: export MOELORA_CUDA_ARCH ?= $(RELEASE_ARCHS)
 wheel: $(VENV)/.ready
 	rm -rf build/wheel
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w build/wheel .
-	PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so' -w dist build/wheel/*.whl
+	$(AUDIT) -w dist build/wheel/*.whl
 
 check-wheel: wheel
 	$(PY) tests/project/check_wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECK_ARGS)
 
 sdist: $(VENV)/.ready
 	$(PY) setup.py -q sdist
+
+# All of a release but what needs an account: a source distribution, the wheel that is built of it, their
+# checks, bills of materials, checksums and a package index in files, from which fresh environments of
+# every Python here install and run the wheel by its name. The address stands for the one of the
+# repository where no remote names it.
+RELEASE := build/release
+AUDIT = PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so'
+.PHONY: release-dry-run
+release-dry-run: export MOELORA_REPOSITORY ?= $(shell git remote get-url origin 2> /dev/null | \
+  grep -Eq '^(https?|ssh)://|^\w+@' || echo https://example.invalid/moelora)
+release-dry-run: $(VENV)/.ready build/release-tools/.ready
+	rm -rf $(RELEASE)
+	$(PY) setup.py -q sdist -d $(RELEASE)/dist
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w $(RELEASE)/raw $(RELEASE)/dist/*.tar.gz
+	$(AUDIT) -w $(RELEASE)/dist $(RELEASE)/raw/*.whl
+	build/release-tools/bin/python release/check.py $(RELEASE)/dist
+	build/release-tools/bin/python release/index.py $(RELEASE)/dist --out $(RELEASE)/index
+	build/release-tools/bin/python release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom \
+	  --cuda "$$(nvcc --version 2> /dev/null | sed -n 's/.*, V//p' || true)"
+	cd $(RELEASE)/dist && sha256sum * > SHA256SUMS
+	$(PY) tests/project/check_wheel.py $$(ls $(RELEASE)/dist/*.whl) --index $(RELEASE)/index $(CHECK_ARGS)
+
+build/release-tools/.ready: requirements-release.txt
+	test -x build/release-tools/bin/python || $(PYTHON) -m venv build/release-tools
+	build/release-tools/bin/python -m pip install --quiet -r requirements-release.txt
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so

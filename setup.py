@@ -4,6 +4,9 @@ Environment:
   MOELORA_CUDA=0        build without CUDA although nvcc is there
   MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"; "release" is those of
                         the wheels: "80;90a;100;120"
+  TORCH_CUDA_ARCH_LIST  as for torch's own extensions, where MOELORA_CUDA_ARCH is not set
+  MOELORA_CUDA_FAST=1   CUDA without optimization, in a fifth of the time: a check that it compiles,
+                        which reports no register spills; nvcc 12.9 and later
   MOELORA_WERROR=1      warnings and CUDA register spills of more than 16 bytes are errors
   MOELORA_SANITIZE=1    address and undefined-behavior sanitizers (build_core, for the C tests)
   CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers
@@ -14,7 +17,9 @@ Environment:
                         plans that need another one are refused
   MOELORA_CACHE         where objects stay, for all checkouts and settings, by default moelora/obj
                         in the user's cache; 0: in build/obj, for this checkout alone
-  MOELORA_REPOSITORY    where the sources are published: the package's page links there
+  MOELORA_REPOSITORY    where the sources are published, for the links of the package's page; by
+                        default the repository of the workflow that builds, what a source
+                        distribution says, or the remote `origin` of the checkout
 """
 
 import contextlib
@@ -54,32 +59,65 @@ def version():
     return re.search(r'#define MOELORA_VERSION "([^"]+)"', header).group(1)
 
 
+def repository():
+    """The address of the published sources without a slash at its end, "" if nothing names it."""
+    given = os.environ.get("MOELORA_REPOSITORY", "")
+    if not given and os.environ.get("GITHUB_REPOSITORY"):
+        given = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    if not given and (ROOT / "PKG-INFO").exists():
+        text = (ROOT / "PKG-INFO").read_text()
+        given = "".join(re.findall(r"^Project-URL: Repository, (\S+)$", text, re.M))
+    if not given and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+        with contextlib.suppress(OSError):
+            given = web_address(subprocess.run(command, capture_output=True, text=True).stdout)
+    return given.rstrip("/")
+
+
+def web_address(remote):
+    """The page of a git remote, without user name and password; "" for a remote that has none."""
+    host = r"([\w-]+(?:\.[\w-]+)+)(?::\d+)?"
+    scheme = r"(?:(?:https?|ssh)://(?:[^@/]+@)?|\w+@)"
+    found = re.fullmatch(rf"{scheme}{host}[/:](.+)", remote.strip().rstrip("/"))
+    return f"https://{found[1]}/{found[2].removesuffix('.git')}" if found else ""
+
+
+PICTURE = r"(!)\[([^\]]*)\]\(([^)\s]+)\)"
+LINK = (
+    r"(?<!!)()\[((?:!\[[^\]]*\]\([^)]*\)|[^\[\]])*)\]\(([^)\s]+)\)"  # a badge is a picture in one
+)
+
+
 def package_page():
     """README.md for a package index, where relative links lead nowhere, and the project's URLs.
 
     Links get the address of the repository; where none is known, text stays and pictures go.
     """
-    repository = os.environ.get("MOELORA_REPOSITORY", "").rstrip("/")
+    home = repository()
+    if not home and {"sdist", "bdist_wheel"} & {*sys.argv}:
+        print("moelora: the package has no links, as nothing names its repository")
 
     def absolute(link):
         picture, text, target = link.groups()
         if target.startswith(("http:", "https:", "#")):
             return link[0]
-        if not repository:
+        if not home:
             return "" if picture else text
-        return (
-            f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/v{version()}/{target})"
-        )
+        if target.startswith("../../"):  # pages that GitHub makes, seen from README.md
+            return f"{picture}[{text}]({home}/{target.removeprefix('../../')})"
+        return f"{picture}[{text}]({home}/{'raw' if picture else 'blob'}/v{version()}/{target})"
 
     found = {}
     if (ROOT / "README.md").exists():
         text = (ROOT / "README.md").read_text()
-        found["long_description"] = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", absolute, text)
+        for kind in (PICTURE, LINK):
+            text = re.sub(kind, absolute, text)
+        found["long_description"] = text
         found["long_description_content_type"] = "text/markdown"
-    if repository:
-        pages = {"Changelog": "CHANGELOG.md", "Documentation": "docs"}
-        urls = {name: f"{repository}/blob/v{version()}/{path}" for name, path in pages.items()}
-        found["project_urls"] = {"Repository": repository, "Issues": f"{repository}/issues", **urls}
+    if home:
+        pages = {"Changelog": "CHANGELOG.md", "Documentation": "docs/README.md"}
+        urls = {name: f"{home}/blob/v{version()}/{path}" for name, path in pages.items()}
+        found["project_urls"] = {"Repository": home, "Issues": f"{home}/issues", **urls}
     return found
 
 

@@ -25,11 +25,11 @@ def cpu_goals(row, features=""):
     """{what: goal} that a row of a CPU misses: ratio to the fastest baseline, shares of the bound,
     and the cost of adapters."""
     low = row["dtype"] == "bf16" and any(name in features for name in ("avx512_bf16", "amx"))
-    wanted = {"x best": (row["ratio"], 1.0)} if row["ratio"] else {}
+    wanted = {"speedup": (row["ratio"], 1.0)} if row["ratio"] else {}
     if row["tokens"] <= STREAMED:
-        wanted["share"] = row["share"], 0.8
+        wanted["share of the bound"] = row["share"], 0.8
     if row["tokens"] >= COMPUTED:
-        wanted["share"] = row["share"], 0.5 if low else 0.7
+        wanted["share of the bound"] = row["share"], 0.5 if low else 0.7
         if row["rank"] <= 16:
             wanted["adapters"] = -row["overhead"], -0.15
     return {what: abs(goal) for what, (got, goal) in wanted.items() if got < goal}

@@ -32,8 +32,8 @@ from benchmarks.engines.answers import (
     write_replies,
 )
 from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
-from benchmarks.engines.serving import DECODE, check, speed, speed_row, targets
 from moelora.bench import results
+from moelora.bench.engine.serving import DECODE, check, speed, speed_row, targets
 from moelora.integrations.sglang import SWITCH
 
 RANKS = "16,16,64,64"

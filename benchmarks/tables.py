@@ -23,6 +23,8 @@ from benchmarks import ROOT, training_memory
 
 PAGES = (
     "README.md",
+    "docs/README.md",
+    "docs/limits.md",
     "docs/measurements.md",
     "docs/batch-invariance.md",
     "docs/training.md",
@@ -55,10 +57,10 @@ ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
 ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
     decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
-    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
     decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
-    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
@@ -68,6 +70,9 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
 TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
+TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
+    forward and backward: ours_us, of it forward: ours_fwd_us,
+    axolotl: peers.axolotl_multi.fwdbwd_us, peak (MiB): peak_mib"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
@@ -90,9 +95,11 @@ TABLES = {
     "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
+    "training_tenants": ("training-tenants", lambda r: True, TENANTS),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
@@ -298,9 +305,9 @@ def quantized_layers():
     ]
     text = f"""On {card("formats")} a layer of quantized experts with adapters is
         {" and ".join(said)} as the fastest of
-        vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
-        tokens. Shares of the [upper bound](docs/benchmarks.md#the-upper-bound) that it reaches, and
-        vLLM's:"""
+        vLLM's layers with adapters: geometric means over 1 to {max(r["tokens"] for r in rows)}
+        tokens. The share of the [upper bound](docs/benchmarks.md#the-upper-bound) that moelora
+        reaches / that vLLM reaches:"""
     shares = {}
     for what, tokens, *both in format_shares():
         shares.setdefault(what, {})[tokens] = " / ".join(both)
@@ -324,46 +331,135 @@ def over(a, b):
     return f"{a / b:.2f}" if a and b else ""
 
 
+# Twelve layers each; {experts: name of a table}
+ENGINE_TABLES = {
+    "bf16, Qwen3-30B-A3B": "engines_12_layers",
+    "FP8, Qwen3-30B-A3B": "engines_fp8",
+    "MXFP4, gpt-oss-20b": "engines_mxfp4",
+    "NVFP4, Qwen3-30B-A3B": "engines_nvfp4",
+    "INT4, Qwen3-30B-A3B": "engines_int4",
+}
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
-    titles = ["engine", "GPU", "experts", "layers", "tokens/s of", "its own without adapters"]
+    titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
 
-    def row(topic, engine, experts, layers, phase, base, theirs, ours):
+    def row(topic, engine, experts, phase, base, theirs, ours):
         gpu = card(topic).removeprefix("NVIDIA ")
-        told = [engine, gpu, experts, str(layers), phase, *thousands(base, theirs)]
+        told = [engine, gpu, experts, "12", phase, *thousands(base, theirs)]
         said.append([*told, f"**{ours:,}**", over(ours, theirs)])
 
-    for what, layers, name in (
-        ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
-        ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
-        ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
-        ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
-    ):
+    for what, name in ENGINE_TABLES.items():
         for phase in ("prefill", "decode"):
             base = rate(cases(name), phase, "vllm", False, "base")
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
                 topic = TABLES[name][0]
-                release = f"vLLM {load(topic)[0].get('vllm', '0.26')}"
-                row(topic, release, what, layers, phase, base, theirs, ours)
+                release = f"vLLM {load(topic)[0]['vllm']}"
+                row(topic, release, what, phase, base, theirs, ours)
     speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
     for phase in ("prefill", "decode") if speeds else ():
         numbers = (
             speeds[key][f"{phase}_tok_s"]
             for key in (
                 ("sglang, no LoRA", "base"),
-                ("sglang, virtual experts", MIXED),  # the faster of its two ways
+                ("sglang, virtual experts", MIXED),  # SGLang's faster path
                 ("moelora", MIXED),
             )
         )
         release = load("e2e-sglang")[0]["sglang"]
-        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
-    return markdown([*titles, "its own with", "moelora with", "moelora / its own with"], said)
+        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", phase, *numbers)
+    return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
+
+
+def engine_speeds():
+    """Of vLLM in bf16, for prefill and decode: moelora with adapters over vLLM's own with them, and
+    over vLLM without."""
+    rows = cases("engines_12_layers")
+    found = []
+    for phase in ("prefill", "decode"):
+        ours, theirs = (rate(rows, phase, e, True, MIXED) for e in ("moelora", "vllm"))
+        found.append((ours / theirs, ours / rate(rows, phase, "vllm", False, "base")))
+    return found
+
+
+def training_speeds(peer):
+    """A training step of another project's kernels over ours, of all layers that it ran."""
+    rows = [row for row in rows_of("training") if peer in row.get("peers", ())]
+    return [row["peers"][peer]["fwdbwd_us"] / row["ours_us"] for row in rows]
+
+
+def claim():
+    (prefill, kept_prefill), (decode, kept_decode) = engine_speeds()
+    training = [
+        f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
+        for peer in ("unsloth", "axolotl")
+    ]
+    release = load("e2e-12-layers")[0]["vllm"]
+    return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
+        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
+        its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput
+        without adapters. A training step of a layer is {" and ".join(training)}. Measured on
+        {card("e2e-12-layers")} in bf16, with twelve layers of the model."""
+
+
+def alternatives():
+    """Throughput of an engine with moelora and adapters over what one would take instead."""
+    said = []
+
+    def row(instead, ours, theirs):
+        ratios = [over(a, b) for a, b in zip(ours, theirs, strict=True)]
+        if any(ratios):
+            said.append([instead, *ratios])
+
+    phases = "prefill", "decode"
+    for what, name in ENGINE_TABLES.items():
+        rows = cases(name)
+        if not rows:
+            continue
+        topic = TABLES[name][0]
+        gpu = card(topic).removeprefix("NVIDIA ")
+        release = f"vLLM {load(topic)[0]['vllm']}, {what}, {gpu}"
+        ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
+        for instead, more in (
+            ("its own LoRA kernels", (True, MIXED)),
+            ("without adapters", (False, "base")),
+        ):
+            theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
+            row(f"{release}: {instead}", ours, theirs)
+    speeds = {
+        (r["engine"], r["batch"]): [r[f"{phase}_tok_s"] for phase in phases]
+        for r in cases("engines_sglang")
+    }
+    gpu = card("e2e-sglang").removeprefix("NVIDIA ")
+    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16, Qwen3-30B-A3B, {gpu}"
+    for instead, key in (
+        ("its own LoRA kernels, virtual experts", ("sglang, virtual experts", MIXED)),
+        ("without adapters", ("sglang, no LoRA", "base")),
+    ):
+        row(f"{release}: {instead}", speeds["moelora", MIXED], speeds[key])
+    return markdown(["moelora with adapters, relative to", *phases], said)
+
+
+def training_alternatives():
+    """Time of a training step of other projects over ours."""
+    names = {"yard": "a step with `torch._grouped_mm`, written by hand", **PEERS}
+    said = [f"{span(training_speeds(peer))} times with {name}" for peer, name in names.items()]
+    rows = {(r["shape"], r["tokens"], r["format"]): r["ours_us"] for r in rows_of("training")}
+    slower = [
+        rows[shape, tokens, "mxfp4"] / us
+        for (shape, tokens, format), us in rows.items()
+        if format == "bf16" and (shape, tokens, "mxfp4") in rows
+    ]
+    return f"""Time of a training step of one layer on {card("training")}, relative to moelora's:
+        {"; ".join(said)}. moelora takes {span(slower)} times as long on MXFP4 experts as on bf16
+        ones."""
 
 
 def engines_parallel():
-    """Tokens per second of two GPUs, in each way that they share a layer."""
+    """Tokens per second of two GPUs, in each parallel mode."""
     speeds = [row for row in rows_of("e2e-parallel") if row["topic"] == "speed"]
     said = []
     for way in dict.fromkeys(row["parallel"] for row in speeds):
@@ -377,7 +473,7 @@ def engines_parallel():
             numbers = thousands(none, *theirs, idle)
             numbers += [f"**{ours:,}**" if ours else "", over(ours, theirs[1]), over(ours, none)]
             said.append([way, phase, *numbers])
-    titles = ["way", "tokens/s of", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
+    titles = ["parallel", "phase", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
     titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
     if not said:
         return AWAITED
@@ -439,7 +535,7 @@ def training_peers():
     quantized = {case(row): row["ours_us"] for row in rows if row["format"] == "mxfp4"}
     said = []
     for row in rows:
-        if row["peers"]:
+        if row["peers"] and row["format"] == "bf16":
             peers = (row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in ("yard", *PEERS))
             times = thousands(*map(round, (quantized.get(case(row), 0), *peers)))
             named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
@@ -514,7 +610,7 @@ def decode_parts():
 
 PICTURES = {  # {file: what `moelora bench plot` takes beside the results of `layer`}
     "docs/layer.png": [],
-    "docs/beside.png": ["--picture", "beside"],
+    "docs/beside.png": ["--picture", "beside", "--vllm-version", "0.33"],
 }
 # {name: (topic of a file, its table)}
 MADE = {
@@ -522,6 +618,7 @@ MADE = {
     "format_ranges": ("formats", format_ranges),
     "quantized_layers": ("formats", quantized_layers),
     "engine_ranges": ("e2e-fp8", engine_ranges),
+    "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel": ("e2e-parallel", engines_parallel),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
@@ -532,7 +629,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
-        sglang_ranges,
+        *(sglang_ranges, claim, training_alternatives),
     )
 }
 

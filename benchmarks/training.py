@@ -2,31 +2,39 @@
 
     python -m benchmarks.training --out benchmarks/results/h200-training.json --peers .peers/train
     python -m benchmarks.training --shapes qwen3 --tokens 4096 --ranks 16 --profile
+    python -m benchmarks.training --ranks 32,16x8,16+32+32+48x16 --tokens 4096,16384
 
-Forward and backward through autograd, frozen weights and adapters in bfloat16, one tenant or
-`--tenants`, random routing: softmax of normal logits, top-k, renormalized. Microseconds are medians
-of 11 by CUDA events, L2 overwritten before each, the host ahead of the GPU. MiB are what a step
-needs above weights, adapters, inputs and dout: the peak, and what autograd keeps.
+Forward and backward through autograd, frozen weights and adapters in bfloat16, random routing:
+softmax of normal logits, top-k, renormalized. A rank is that of one tenant; `16x8` are eight
+tenants of rank 16, `16+32+32+48x16` sixteen with these ranks in turns, each token with a random
+one. Microseconds are medians of 11 by CUDA events, L2 overwritten before each, the host ahead of
+the GPU. MiB are what a step needs above weights, adapters, inputs and dout: the peak, and what
+autograd keeps.
 
-`bound_us` is the larger of bytes over `--bandwidth` and operations over `--flops`: base forward and
-dX, LoRA forward, dX, dA and dB; weights twice, LoRA three times, x, out, dout and dx, and
-pre-activations out and in. `max_err_ratio`: the largest error of a gradient over that of the same
-layer in torch, both against float64, of a small layer.
+`bound_us` is the larger of bytes over `--bandwidth` (by default what is known of the card) and
+operations over `--flops`: base forward and dX, LoRA forward, dX, dA and dB; weights twice; factors
+twice and gradients once, of the pairs of expert and adapter that have tokens, up to their true
+ranks; x, out, dout and dx; pre-activations out and in. `max_err_ratio`: the largest error of a
+gradient over that of the same layer in torch, both against float64, of a small layer.
 
 `--formats` has frozen weights of other formats, those of `python -m moelora bench`, and fp8: blocks
 with activations in FP8, as they are served. Their error is that of the same weights dequantized,
 with activations in bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
 
-`--peers DIR` has bench_train.py, which measures other projects' kernels in the same way.
+`--peers DIR` has bench_train.py, which measures other projects' kernels in the same way: on bf16
+weights, on MXFP4 weights, and with eight tenants.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -47,13 +55,43 @@ TOKENS = {"qwen3": (1024, 4096, 16384)}  # others: without the first
 KINDS = {"fp8": "fp8_block"}  # other formats have their name in FORMATS
 CHECKED = (16, 4, 512, 384)
 CHECKED_TOKENS = 384
-BANDWIDTH, FLOPS = 4.3e12, 790e12
+BANDWIDTHS = {"H100": 3.35e12, "H200": 4.3e12}  # bytes in a second, by what a card's name has
+BANDWIDTH, FLOPS = 4.3e12, 790e12  # of others
 REPEATS, WARM_UP = 11, 3
 
 
-def draw(shape, tokens, rank, tenants, device="cuda", seed=0):
+class Adapters(NamedTuple):
+    """Tenants of a step, and their ranks in turns."""
+
+    turns: tuple[int, ...]
+    tenants: int
+
+    @property
+    def ranks(self):
+        return [self.turns[i % len(self.turns)] for i in range(self.tenants)]
+
+    @property
+    def name(self):
+        """Of ranks: an integer, if all tenants have the same."""
+        return self.turns[0] if len(set(self.ranks)) == 1 else "+".join(map(str, self.turns))
+
+
+def adapters_of(word):
+    """Of an item of --ranks: RANK[+RANK...][xTENANTS]."""
+    ranks, _, tenants = word.partition("x")
+    return Adapters(tuple(map(int, ranks.split("+"))), int(tenants or 1))
+
+
+def bandwidth_of(device):
+    """Bytes in a second, by the name of a card."""
+    return next((value for name, value in BANDWIDTHS.items() if name in device), BANDWIDTH)
+
+
+def draw(shape, tokens, adapters, device="cuda", seed=0):
     """(arguments of the layer, dout)"""
     experts, top_k, hidden, inter = shape
+    ranks, tenants = adapters.ranks, adapters.tenants
+    rank = max(ranks)
     make = torch.Generator(device).manual_seed(seed)
 
     def normal(*size, std=1.0, dtype=torch.bfloat16):
@@ -75,6 +113,8 @@ def draw(shape, tokens, rank, tenants, device="cuda", seed=0):
         "w2_lora_b": normal(*at, hidden, rank, std=rank**-0.5),
         "lora_scalings": torch.full((tenants,), 0.5, device=device),
     }
+    if min(ranks) < rank:
+        arguments["lora_ranks"] = torch.tensor(ranks, dtype=torch.int32, device=device)
     return arguments, normal(tokens, hidden)
 
 
@@ -98,14 +138,26 @@ def quantize(arguments, kind, shape, **options):
     }
 
 
-def bound(shape, tokens, rank, tenants, bandwidth, flops, bits=16):
-    """Least microseconds of a forward and a backward, with weights of `bits`."""
+def count_pairs(arguments, adapters):
+    """[tenants] numbers of experts that tokens of a tenant reach."""
+    ids, tenant = arguments["topk_ids"], arguments["token_lora_mapping"]
+    experts = arguments["w13_lora_a"].size(1)
+    pairs = torch.unique(tenant.unsqueeze(1) * experts + ids)
+    return torch.bincount(pairs // experts, minlength=adapters.tenants).tolist()
+
+
+def bound(shape, tokens, adapters, pairs, bandwidth, flops, bits=16):
+    """Least microseconds of a forward and a backward, with weights of `bits`.
+
+    Tenants have the same number of tokens, and `pairs` experts each.
+    """
     experts, top_k, hidden, inter = shape
     rows = tokens * top_k
     of_rank = 2 * hidden + 3 * inter
     weights = min(experts, rows) * 3 * hidden * inter * bits / 8
-    lora = min(experts * tenants, rows) * rank * of_rank * 2
+    lora = sum(n * rank for n, rank in zip(pairs, adapters.ranks, strict=True)) * of_rank * 2
     moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
+    rank = statistics.mean(adapters.ranks)
     done = 2 * rows * (2 * 3 * hidden * inter + 3 * rank * of_rank)
     return 1e6 * max(moved / bandwidth, done / flops)
 
@@ -164,9 +216,9 @@ def measure(call, flush):
     return statistics.median(times)
 
 
-def error_ratio(rank, tenants, kind="bf16", device="cuda"):
+def error_ratio(adapters, kind="bf16", device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
-    arguments, dout = draw(CHECKED, CHECKED_TOKENS, rank, tenants, device)
+    arguments, dout = draw(CHECKED, CHECKED_TOKENS, adapters, device)
     options = {"activations": "native"} if kind == "fp8_block" else {}
     given = {n: v.clone() for n, v in arguments.items()}
     ours = Step(quantize(given, kind, CHECKED, **options), dout)
@@ -199,94 +251,116 @@ def profile(step):
 
 
 def run_peers(directory, args):
-    """Rows of bench_train.py, by (shape, tokens, rank, tenants)."""
+    """Rows of bench_train.py, by (shape, tokens, rank, tenants, format)."""
     out = Path(directory) / "moelora"
+    ranks = [word.partition("x")[0] for word in args.ranks.split(",")]
+    ranks = ",".join(dict.fromkeys(word for word in ranks if "+" not in word))
+    if not ranks:
+        return {}  # peers have no mixed ranks
     words = [sys.executable, "bench_train.py", "--out", str(out.resolve()), "--name", "peers.json"]
-    words += ["--shapes", args.shapes, "--ranks", args.ranks, "--budget-s", str(args.peers_s)]
+    words += ["--shapes", args.shapes, "--ranks", ranks, "--budget-s", str(args.peers_s)]
     words += ["--tokens", args.tokens] if args.tokens else []
     words += ["--peers", args.peer_names] if args.peer_names else []
     subprocess.run(words, cwd=directory, check=False, timeout=args.peers_s + 120)
     rows = {}
     for case in json.loads((out / "peers.json").read_text())["cases"]:
-        if case.get("ok") and not case["mx"]:
+        if case.get("ok"):
             key = (case["shape"], case["tokens"], case["rank"], case["tenants"])
+            key += ("mxfp4" if case["mx"] else "bf16",)
             names = ("fwd_us", "fwdbwd_us", "peak_mib", "saved_mib")
             rows.setdefault(key, {})[case["peer"]] = {name: case[name] for name in names}
     return rows
+
+
+def cases_of(args, kind):
+    """(name of a shape, tokens) that a format's blocks divide."""
+    for name in args.shapes.split(","):
+        tokens = [int(t) for t in args.tokens.split(",")] if args.tokens else None
+        if fits(kind, SHAPES[name]):
+            yield from ((name, t) for t in tokens or TOKENS.get(name, (4096, 16384)))
+
+
+def measure_case(name, tokens, adapters, format_name, args, flush):
+    """A row of the result file without its errors and peers, and the step."""
+    shape, kind = SHAPES[name], KINDS.get(format_name, format_name)
+    bits = 16 if kind == "bf16" else FORMATS[kind].bits
+    arguments, dout = draw(shape, tokens, adapters)
+    pairs = count_pairs(arguments, adapters)
+    step = Step(quantize(arguments, kind, shape), dout)
+    del arguments  # frees the 16-bit weights
+    for _ in range(WARM_UP):
+        step.run()
+    peak, saved = measure_memory(step)
+    limit = bound(shape, tokens, adapters, pairs, args.bandwidth, args.flops, bits)
+    both = measure(step.run, flush)
+    plan = _C.last_plan()
+    row = {
+        "shape": name,
+        "tokens": tokens,
+        "rank": adapters.name,
+        "tenants": adapters.tenants,
+        "format": format_name,
+        "ours_us": round(both, 1),
+        "ours_fwd_us": round(measure(step.forward, flush), 1),
+        "bound_us": round(limit, 1),
+        "share": round(limit / both, 3),
+        "pairs": sum(pairs),
+        "peak_mib": round(peak, 1),
+        "saved_mib": round(saved, 1),
+        "plan": plan,
+        "peers": {},
+    }
+    return row, step
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="")
-    parser.add_argument("--ranks", default="16,64")
+    parser.add_argument("--ranks", default="16,64", help="RANK[+RANK...][xTENANTS], several")
     parser.add_argument("--formats", default="bf16", help="bf16, fp8 or " + ", ".join(FORMATS))
-    parser.add_argument("--tenants", default=1, type=int)
-    parser.add_argument("--bandwidth", default=BANDWIDTH, type=float, help="bytes in a second")
+    parser.add_argument("--bandwidth", type=float, help="bytes in a second; absent: the card's")
     parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
     parser.add_argument("--variant", help="force these kernel variants")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--deadline-s", type=float, help="begin no case later than that")
     parser.add_argument("--peers", help="a folder with bench_train.py")
     parser.add_argument("--peer-names", default="", help="some of them")
     parser.add_argument("--peers-s", default=500.0, type=float, help="seconds for them")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
-    ranks = [int(rank) for rank in args.ranks.split(",")]
+    args.bandwidth = args.bandwidth or bandwidth_of(torch.cuda.get_device_name())
+    begun = time.monotonic()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    rows = []
-    cases = [(rank, name) for rank in ranks for name in args.formats.split(",")]
-    for rank, format_name in cases:
-        kind = KINDS.get(format_name, format_name)
-        bits = 16 if kind == "bf16" else FORMATS[kind].bits
-        ratio = error_ratio(rank, args.tenants, kind)
-        for name in args.shapes.split(","):
-            shape = SHAPES[name]
-            if not fits(kind, shape):
+    rows, ratios = [], {}
+    words = itertools.product(args.ranks.split(","), args.formats.split(","))
+    for word, format_name in words:
+        adapters, kind = adapters_of(word), KINDS.get(format_name, format_name)
+        for name, tokens in cases_of(args, kind):
+            if args.deadline_s and time.monotonic() - begun > args.deadline_s:
+                print(f"out of time before {name} {tokens} {word} {format_name}", flush=True)
                 continue
-            tokens_of = [int(t) for t in args.tokens.split(",")] if args.tokens else None
-            for tokens in tokens_of or TOKENS.get(name, (4096, 16384)):
-                _C.force_variant(args.variant)
-                arguments, dout = draw(shape, tokens, rank, args.tenants)
-                step = Step(quantize(arguments, kind, shape), dout)
-                del arguments  # frees the 16-bit weights
-                for _ in range(WARM_UP):
-                    step.run()
-                peak, saved = measure_memory(step)
-                limit = bound(shape, tokens, rank, args.tenants, args.bandwidth, args.flops, bits)
-                both = measure(step.run, flush)
-                plan = _C.last_plan()
-                row = {
-                    "shape": name,
-                    "tokens": tokens,
-                    "rank": rank,
-                    "tenants": args.tenants,
-                    "format": format_name,
-                    "ours_us": round(both, 1),
-                    "ours_fwd_us": round(measure(step.forward, flush), 1),
-                    "bound_us": round(limit, 1),
-                    "share": round(limit / both, 3),
-                    "peak_mib": round(peak, 1),
-                    "saved_mib": round(saved, 1),
-                    "max_err_ratio": round(ratio, 3),
-                    "plan": plan,
-                    "peers": {},
-                }
-                print(json.dumps(row), flush=True)
-                if args.profile:
-                    profile(step)
-                rows.append(row)
-                if args.out:
-                    results.write(args.out, rows)
-                del step
-                torch.cuda.empty_cache()
-    _C.force_variant(None)
+            if (adapters, kind) not in ratios:
+                ratios[adapters, kind] = round(error_ratio(adapters, kind), 3)
+            _C.force_variant(args.variant)
+            row, step = measure_case(name, tokens, adapters, format_name, args, flush)
+            row["max_err_ratio"] = ratios[adapters, kind]
+            print(json.dumps(row), flush=True)
+            if args.profile:
+                profile(step)
+            _C.force_variant(None)
+            rows.append(row)
+            if args.out:
+                results.write(args.out, rows)
+            del step
+            torch.cuda.empty_cache()
     if args.peers:
         del flush
         torch.cuda.empty_cache()
         found = run_peers(args.peers, args)
         for row in rows:
-            key = (row["shape"], row["tokens"], row["rank"], row["tenants"])
-            row["peers"] = found.get(key, {}) if row["format"] == "bf16" else {}
+            key = tuple(row[n] for n in ("shape", "tokens", "rank", "tenants", "format"))
+            row["peers"] = found.get(key, {})
         if args.out:
             results.write(args.out, rows)
 

@@ -6,6 +6,7 @@
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
+    python -m benchmarks.vllm_e2e --only sampler --format fp8 --out ...-e2e-sampler.json
 
 One engine of vLLM after the other, each in its own process (`engines/vllm_engine.py`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
@@ -22,6 +23,11 @@ unquantized otherwise, unless `--own-kernels` says that the copy has them all (P
 With `--only invariance` rows of the MoE layers of both engines in a mixed batch are compared with
 those of each request alone, bit for bit (`engines/vllm_bits.py`): as both are, where rows that came
 out of attention with other bits have no counterpart, and under VLLM_BATCH_INVARIANT.
+
+With `--only sampler` a trainer (`engines/trainer.py`: transformers with moelora, and tenants) reads
+the folder that the engine serves: its MoE layers repeat the engine's rows, of which no element may
+differ, and log-probabilities of prompts are compared: moelora's trainer and engine, and beside them
+the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -44,9 +50,9 @@ from benchmarks.engines.answers import (
     write_replies,
 )
 from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
-from benchmarks.engines.serving import speed_row, targets
 from benchmarks.engines.vllm_quantize import FORMATS
 from moelora.bench import results
+from moelora.bench.engine.serving import speed_row, targets
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"
@@ -304,6 +310,40 @@ class Bench(Stages):
             self.checks.append(row | {"ok": kept or name == "vllm"})
         self.write()
 
+    def trainer(self, name, model, *flags):
+        """What a trainer found, or nothing."""
+        out = self.work / f"trainer-{name}.json"
+        words = ["--model", self.work / model, "--engine", self.result_file(name), "--out", out]
+        command = [sys.executable, "-m", "benchmarks.engines.trainer", *words, *flags]
+        self.done(self.job(f"trainer of {name}", command, 90))
+        return json.loads(out.read_text()) if out.exists() else {}
+
+    def sampler(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        models = self.quantize("tiny")
+        if models is None:
+            return
+        rows = self.work / "rows.pt"
+        job = self.engine("moelora", models[0], "--lora", "--check", "--rows", rows)
+        self.read("moelora", job)
+        job = self.engine("vllm", models[1], "--lora", "--check", ours=False)
+        self.read("vllm", job)
+        # Numbers before they were quantized; those of MXFP4 are drawn.
+        plain = "tiny" if (self.work / "tiny").exists() else f"{models[0]}-dense"
+        pairs = {"moelora": (models[0], "--rows", rows), "vllm": (plain, "--usual")}
+        for name, (model, *flags) in pairs.items():
+            found = self.trainer(name, model, *flags)
+            if name == "moelora":
+                bits = found.get("bits", {"differing": None})
+                row = {"topic": "sampler", "run": "trainer, engine"} | bits
+                self.checks.append(row | {"ok": bits["differing"] == 0})
+            pair = "moelora, moelora" if name == "moelora" else "bfloat16 trainer, vllm"
+            for who, gap in found.get("gap", {}).items():
+                row = {"topic": "gap", "pair": pair, "who": who}
+                self.checks.append(row | {k: round(v, 5) for k, v in gap.items()} | {"ok": True})
+        self.write()
+
     def compiled(self):
         flags = ("--lora", "--check", "--compile")
         for name in ("moelora", "vllm"):
@@ -330,7 +370,7 @@ def main(argv=None):
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
-    p.add_argument("--only", choices=("answers", "speed", "invariance"), help="leave the other out")
+    p.add_argument("--only", choices=("answers", "speed", "invariance", "sampler"))
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--parallel", action="store_true", help="two GPUs, in each of three ways")
@@ -345,8 +385,8 @@ def main(argv=None):
         stages = {"answers": bench.answers, "speed": bench.speed}
         if args.format is None:
             stages["compiled"] = bench.compiled
-    if args.only == "invariance":
-        stages = {"invariance": bench.invariance}
+    if args.only in ("invariance", "sampler"):
+        stages = {args.only: getattr(bench, args.only)}
     stages = [stage for name, stage in stages.items() if args.only in (None, name)]
     if bench.install():
         for stage in stages:

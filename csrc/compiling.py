@@ -27,6 +27,7 @@ BUILD = ROOT / "build"
 CC = shlex.split(os.environ.get("CC", "cc"))
 WERROR = os.environ.get("MOELORA_WERROR") == "1"
 SANITIZE = os.environ.get("MOELORA_SANITIZE") == "1"
+FAST = os.environ.get("MOELORA_CUDA_FAST") == "1"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -41,6 +42,14 @@ ISA_FLAGS = {
 # that of 100 on 10.3, that of 120 on 12.1.
 CUDA_ARCHS = "80;90a"
 RELEASE_CUDA_ARCHS = "80;90a;100;120"
+TORCH_NAMES = {  # of torch.utils.cpp_extension
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere": "8.0;8.6",
+    "Ada": "8.9",
+    "Hopper": "9.0",
+    "Blackwell": "10.0;12.0",
+}
 # A CUDA source with this name in its folders or its own is not portable: it uses what this
 # architecture alone has, and is compiled for nothing else, whatever the list above. "sm80" is where
 # portable code starts.
@@ -81,11 +90,37 @@ def compression_flags(nvcc):
 
 
 def cuda_archs():
-    """The architectures of portable sources, the lowest first."""
-    given = os.environ.get("MOELORA_CUDA_ARCH", CUDA_ARCHS)
+    """The architectures of portable sources, the lowest first: MOELORA_CUDA_ARCH, else those that
+    torch's own variable names for extensions, TORCH_CUDA_ARCH_LIST."""
+    given = os.environ.get("MOELORA_CUDA_ARCH", "") or torch_archs() or CUDA_ARCHS
     given = RELEASE_CUDA_ARCHS if given == "release" else given
     archs = {a.strip().removeprefix("sm_") for a in given.replace(",", ";").split(";") if a.strip()}
     return sorted(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
+
+
+def torch_archs():
+    """TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX Ada") in the words of MOELORA_CUDA_ARCH; "" if unset.
+    9.0 is 9.0a, as Hopper's kernels are built in any case; older GPUs than 8.0 are left out."""
+    text = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    names = re.sub("|".join(TORCH_NAMES), lambda name: TORCH_NAMES[name[0]], text)
+    words = [w for w in re.split(r"[;,\s]+", names) if w]
+    archs = []
+    for word in words:
+        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(?:\+PTX)?", word)
+        if not found:
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST is {text!r}: {word!r} is not an architecture such as 8.0 or "
+                "9.0a+PTX; MOELORA_CUDA_ARCH replaces it"
+            )
+        if int(found[1]) >= 8:
+            arch = "".join(found.groups())
+            archs.append("90a" if arch == "90" else arch)
+    if words and not archs:
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST is {text!r}: moelora's CUDA kernels need 8.0 or later; "
+            "MOELORA_CUDA=0 builds without them"
+        )
+    return ";".join(archs)
 
 
 def cuda_archs_of(source):
@@ -138,8 +173,8 @@ def spared_bytes(source):
 
 
 def report_ptxas(source, text):
-    """What ptxas -v says: a summary, and the rest: warnings, kernels that spill registers, and
-    those whose wgmma it runs one by one."""
+    """What ptxas -v says: a summary, and the rest: warnings, and of optimized code kernels that
+    spill registers and those whose wgmma are serialized."""
     problems, registers, kernel = [], [], "?"
     for line in text.splitlines():
         if found := re.search(r"entry function '(\w+)' for '(\w+)'", line):
@@ -149,7 +184,7 @@ def report_ptxas(source, text):
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
         elif found := re.search(r"Used (\d+) registers", line):
             registers.append(int(found.group(1)))
-        elif "serialized" in line or not line.startswith("ptxas info"):
+        elif ("serialized" in line and not FAST) or not line.startswith("ptxas info"):
             problems.append(line + "\n")
     summary = f", {len(registers)} kernels, at most {max(registers)} registers" if registers else ""
     return summary, "".join(problems)
@@ -250,7 +285,11 @@ class Compiler:
         if is_cuda or (self.nvcc and "MOELORA_WITH_CUDA" in (ROOT / source).read_text()):
             where.insert(0, "-DMOELORA_WITH_CUDA")
         if is_cuda:
-            flags = ["-std=c++17", "-O3", "-Xptxas", "-v", *compression_flags(self.nvcc)]
+            flags = ["-std=c++17"]
+            if FAST:
+                flags.append("-Ofc=max")
+            else:
+                flags += ["-O3", "-Xptxas", "-v", *compression_flags(self.nvcc)]
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
             flags += shlex.split(os.environ.get("NVCCFLAGS", ""))
             return [self.nvcc, *flags, *cuda_arch_flags(source), *where]

@@ -1,11 +1,12 @@
 """mkdocs hooks: generated tables, links to files of the repository, and docstrings."""
 
+import os
 import re
 import sys
 from pathlib import Path, PurePosixPath
 
 HERE = Path(__file__).resolve().parent
-REF = "main"
+REF = os.environ.get("MOELORA_DOCS_REF", "main")  # whose files pages link to
 
 sys.path.insert(0, str(HERE.parent))
 from benchmarks import tables  # noqa: E402

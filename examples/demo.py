@@ -326,6 +326,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs")
     parser.add_argument("--save-plot", type=Path, default=Path("out/demo.png"), metavar="PATH")
     args = parser.parse_args()
+    if not MODEL_DIR.is_dir():
+        parser.error(f"{MODEL_DIR} is not here: a source distribution lacks it, a clone has it")
     # Of no concern to the reader: transformers' deprecations seen from inside PEFT.
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()

@@ -9,8 +9,10 @@ from moelora import __version__
 EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
 COMMANDS = {  # {name: module that adds it}
     "info": "moelora.commands.info",
+    "doctor": "moelora.commands.doctor",
     "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
+    "plot": "moelora.bench.plot",
     "tune": "moelora.commands.tune",
     "replay": "moelora.commands.replay",
 }

@@ -101,7 +101,7 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator such that autograd records it."""
     name = name_of(op)
-    projects = name in PROJECTIONS and args[0].device.type != "cuda"
+    projects = name in PROJECTIONS
     if projects or name in ("fused_experts_lora", "fused_experts_lora_saving"):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
         _refuse(op, args, _requires, FROZEN)

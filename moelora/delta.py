@@ -4,8 +4,8 @@ An engine whose experts are FP8, INT4 or MXFP4 has a grouped GEMM of its own. Th
 the adapter part to its output, given routing and mapping: `moe_lora_gate_up_delta`
 before the activation, `moe_lora_down_delta` after it. vLLM's form of them is `fused_moe_lora`.
 
-Both have a backward, on CPUs: of x, topk_weights and the factors, and of the base product, to which
-they add in place.
+Both have a backward: of x, topk_weights and the factors, and of the base product, to which they add
+in place.
 
 The result of the shrink is rounded once to the compute dtype, as it feeds the next product, and the
 sum with the base product is rounded once.

@@ -3,8 +3,8 @@
 `None` stands for an absent argument.
 All functions work on CPU and CUDA tensors, all on one device, never synchronize with the host,
 and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
-backward (moelora/training.py), and on CPUs so have `fused_moe_lora_gemm` and the deltas; the others
-raise where autograd would need one.
+backward (moelora/training.py), and so have `fused_moe_lora_gemm` and the deltas; the others raise
+where autograd would need one.
 """
 
 from dataclasses import dataclass

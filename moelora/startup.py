@@ -47,4 +47,4 @@ check_torch(torch.__version__)
 try:
     from moelora import _C  # noqa: F401
 except ImportError as problem:
-    raise explain(problem) from problem
+    raise explain(problem) from None

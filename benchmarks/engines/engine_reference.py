@@ -73,12 +73,12 @@ def merged(model, folder):
 
 
 @torch.no_grad()
-def prompt_logprobs(model, prompts):
-    """Of each prompt's tokens from the second on."""
+def prompt_logprobs(model, prompts, **options):
+    """Of each prompt's tokens from the second on; `options` are for the model."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        logprobs = torch.log_softmax(model(ids).logits[0].float(), -1)
+        logprobs = torch.log_softmax(model(ids, **options).logits[0].float(), -1)
         found.append(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist())
     return found
 

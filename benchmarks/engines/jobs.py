@@ -1,55 +1,12 @@
-"""Commands with deadlines, and a folder by which engines find moelora's plugins."""
+"""Stages of commands, and a folder by which engines find moelora's plugins."""
 
-import os
 import shutil
-import signal
-import subprocess
 import time
 
 import tomllib
 
 from benchmarks import ROOT
-
-
-class Job:
-    """A command in a process group of its own, with a log and a deadline."""
-
-    def __init__(self, name, command, folder, seconds, **environment):
-        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
-        self.seconds, self.start = seconds, time.monotonic()
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [str(c) for c in command],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def left(self):
-        """Seconds to its deadline."""
-        return self.seconds - (time.monotonic() - self.start)
-
-    def wait(self):
-        """What became of it, as `stop` says it."""
-        try:
-            code = self.process.wait(max(self.left(), 0.1))
-            end = "ok" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            end = f"stopped after {self.seconds:.0f} s"
-        return self.stop(end)
-
-    def stop(self, end):
-        """{"stage", "seconds", "end"}; nothing of it runs on."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        seconds = round(time.monotonic() - self.start, 1)
-        print(f"{self.name}: {end}, {seconds} s", flush=True)
-        return {"stage": self.name, "seconds": seconds, "end": end}
+from moelora.bench.engine.jobs import Job
 
 
 class Stages:
@@ -75,7 +32,8 @@ class Stages:
         if self.left() < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
-        return Job(name, command, self.work, min(seconds, self.left()), **environment)
+        seconds = min(seconds, self.left())
+        return Job(name, command, self.work, seconds, environment, where=ROOT)
 
     def done(self, job):
         if job is None:

@@ -17,8 +17,10 @@ import time
 
 import torch
 
-from benchmarks.engines.serving import CHECK, DECODE, check, speed
 from benchmarks.engines.vllm_bits import Rows
+from benchmarks.engines.vllm_rows import rows
+from moelora.bench.engine.serving import CHECK, DECODE, check, speed
+from moelora.bench.engine.worker import moe_layers, reply
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,6 +43,7 @@ def parse(argv=None):
     p.add_argument("--lora", action="store_true", help="an engine with LoRA enabled")
     p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
+    p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
@@ -75,7 +78,7 @@ class Engine:
                 "lora_target_modules": ["experts"],
                 "fully_sharded_loras": args.fully_sharded,
             }
-        if args.bits:  # hooks see no replays of graphs
+        if args.bits or args.rows:  # hooks see no replays of graphs
             options["enforce_eager"] = True
         elif not args.compile:
             options["compilation_config"] = {
@@ -129,26 +132,7 @@ class Engine:
         return [reply(output) for output in self.run(prompts, adapters, **options)]
 
 
-def moe_layers(worker):
-    """The experts classes in a worker's model."""
-    found = set()
-    for module in worker.get_model().modules():
-        method = getattr(module, "quant_method", None)
-        for kernel in (getattr(module, "_moe_kernel", None), getattr(method, "moe_kernel", None)):
-            if kernel is not None:
-                found.add(type(kernel.fused_experts).__name__)
-    return ", ".join(sorted(found)) or "no MoE kernel found"
-
-
 # ---- what requests get ----
-
-
-def reply(output):
-    """A request's result, as plain numbers: `top` has the best tokens at each step."""
-    ids = output.prompt_token_ids
-    prompt = [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
-    top = [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs]
-    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
 def bits(engine):
@@ -200,6 +184,8 @@ def main():
         save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
+    if args.rows:
+        save(rows=rows(engine, args.rows))
     if args.speed:
         alone = args.tensor_parallel == 1  # kernels of other processes are not seen from here
         speed(engine, args.reps, args.sequences, save, gpu_milliseconds if alone else None)

@@ -10,6 +10,7 @@ leaves OUT-dense out.
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
 gptq         symmetric, groups of 128, in the order of the columns
 awq          as AutoAWQ has it, with zero points, groups of 128
+nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights alone
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
 fp8_tensor   a scale for each projection of each expert
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 
 GROUP = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 LEAST = 2.0**-14  # the smallest scale: float16 has fewer bits below
 
 
@@ -80,6 +82,26 @@ def awq(weight):
     }, dense
 
 
+def nvfp4(weight):
+    """vLLM takes one global scale for gate and up, so all tensors have that of a maximum of 8."""
+    whole = 448.0 * 6.0 / 8
+    groups = weight.float().unflatten(1, (-1, 16))
+    if groups.abs().amax() > 8:
+        raise SystemExit(f"weights up to {groups.abs().amax():.3g}, wanted 8 at most")
+    scales = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+    factors = (scales.float() / whole)[..., None]
+    values = torch.tensor(E2M1, device=weight.device)
+    middles = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize((groups / factors.clamp(min=1e-9)).abs(), middles)
+    dense = values[codes] * groups.sign() * factors
+    codes = (codes | (groups < 0).long() << 3).flatten(1)
+    return {
+        "weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_global_scale": torch.tensor([whole]),
+    }, dense.flatten(1)
+
+
 def e4m3(weight, dim):
     """Numbers, one scale for all of `dim`, and what they stand for."""
     scales = (weight.float().abs().amax(dim, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
@@ -105,7 +127,7 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {f.__name__: f for f in (int4, gptq, awq, fp8, fp8_channel, fp8_tensor)}
+FORMATS = {f.__name__: f for f in (int4, gptq, awq, nvfp4, fp8, fp8_channel, fp8_tensor)}
 PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
 
 
@@ -127,6 +149,10 @@ def settings(format, layers):
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
         weights |= {"strategy": "group", "group_size": GROUP}
         return compressed("pack-quantized", weights)
+    if format == "nvfp4":
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+        weights |= {"strategy": "tensor_group", "group_size": 16}
+        return compressed("nvfp4-pack-quantized", weights)
     if format == "gptq":
         plain = {f"-:{name}": {} for name in ("lm_head", r".*self_attn\..*", r".*mlp\.gate$")}
         order = {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "dynamic": plain}

@@ -52,9 +52,8 @@ def gradients(device):
             "gradients": backward,
             "gradients, float32": lambda: backward(float32=True),
             "gradients, added": onto,
+            "gradients of a projection": projection,
         }
-        if device == "cpu":  # CUDA has none of a projection
-            ways["gradients of a projection"] = projection
         yield from with_plans(ways, plans(device, spec.dtype) + rows(device, spec.dtype, *BACK))
 
     yield from each_dtype(device, EDGE_CASES, calls)

@@ -306,9 +306,10 @@ typedef struct moelora_backend {
   moelora_status (*gemm)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                          const moelora_exec *exec);
   size_t (*gemm_backward_workspace)(const moelora_gemm_backward_problem *problem,
-                                    const moelora_backward_plan *plan, const moelora_exec *exec);
+                                    const moelora_gemm_backward_plan *plan,
+                                    const moelora_exec *exec);
   moelora_status (*gemm_backward)(const moelora_gemm_backward_problem *problem,
-                                  const moelora_backward_plan *plan, const moelora_exec *exec);
+                                  const moelora_gemm_backward_plan *plan, const moelora_exec *exec);
   size_t (*experts_workspace)(const moelora_experts_problem *problem,
                               const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*experts)(const moelora_experts_problem *problem,
@@ -355,7 +356,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan);
 moelora_status moelora_plan_gemm_backward(const moelora_gemm_backward_problem *problem,
                                           const moelora_device_info *device,
-                                          moelora_backward_plan *plan);
+                                          moelora_gemm_backward_plan *plan);
 moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,
                                              const moelora_device_info *device,
                                              moelora_backward_plan *plan);

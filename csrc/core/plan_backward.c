@@ -1,5 +1,5 @@
-/* Plans the backward of a layer: which intermediate results are needed, and the kernels that
- * compute them. */
+/* Plans the backward of a layer and of a projection: which intermediate results are needed, and the
+ * kernels that compute them. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
@@ -26,6 +26,16 @@ static moelora_backward_needs find_needs(const moelora_experts_backward_problem 
             problem->bias13.data || problem->a2.data;
   needs.yb2 = lora2 && needs.v;
   needs.xa2 = lora2 && problem->b2.data;
+  return needs;
+}
+
+static moelora_gemm_backward_needs find_gemm_needs(const moelora_gemm_backward_problem *problem) {
+  const moelora_gemm_problem *forward = &problem->forward;
+  const bool adapters = forward->routes.token_lora_mapping.data && forward->lora.num_slices > 0;
+  moelora_gemm_backward_needs needs = {0};
+  needs.dz = problem->dx || (problem->dtopk_weights && forward->mul_routed_weight);
+  needs.yb = adapters && (needs.dz || any(problem->a, MOELORA_MAX_SLICES));
+  needs.xa = adapters && any(problem->b, MOELORA_MAX_SLICES);
   return needs;
 }
 
@@ -59,6 +69,7 @@ typedef struct back_load {
   moelora_factors lora; /* in the dtype of the call */
   const void *y;
   int64_t y_stride;
+  int64_t y_rows;        /* maximum offset of a row of y */
   bool rows_are_vectors; /* rows that the epilogue reads and writes allow 16-byte accesses */
 } back_load;
 
@@ -67,10 +78,11 @@ static bool is_vector_product(const back_load *load) {
          moelora_is_vector_row(load->y, load->y_stride, load->w->n);
 }
 
-/* Access modes that both products allow. */
+/* Access modes that all products of a call allow. */
 typedef struct back_access {
   bool vectors, tma;
-  moelora_kernel_format w2, w13;
+  moelora_kernel_format format;   /* of the weights of the last product, whose kernel is chosen */
+  moelora_kernel_format together; /* of those of the first product, over the same blocks */
 } back_access;
 
 /* Hopper kernels read tiles of gate and up rows as consecutive rows of K. */
@@ -78,39 +90,44 @@ static bool has_consecutive_tiles(const moelora_weights *w) {
   return w->order != MOELORA_ROWS_GATE_UP || w->n / 2 % MOELORA_PACK == 0;
 }
 
-/* Hopper kernels index the 16-byte chunks of a gathered dout with 32 bits. */
-static back_access find_access(const moelora_experts_backward_problem *problem,
-                               const back_load loads[2]) {
-  const moelora_routes *routes = &problem->forward.routes;
+/* Hopper kernels index the 16-byte chunks of gathered rows of y with 32 bits, and need weights,
+ * which adapters alone do not have. */
+static back_access find_access(const moelora_routes *routes, const back_load *loads,
+                               int32_t count) {
   back_access access = {
-      .vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1]),
-      .w2 = moelora_kernel_format_of(loads[0].w->format, MOELORA_X_NATIVE),
-      .w13 = moelora_kernel_format_of(loads[1].w->format, MOELORA_X_NATIVE),
+      .vectors = true,
+      .format = moelora_kernel_format_of(loads[count - 1].w->format, MOELORA_X_NATIVE),
+      .together = moelora_kernel_format_of(loads[0].w->format, MOELORA_X_NATIVE),
   };
-  access.tma = access.vectors && routes->num_tokens * (problem->dout_stride / 8) <= UINT32_MAX;
-  for (int32_t i = 0; i < 2; i++)
-    access.tma = access.tma && moelora_are_map_weights(loads[i].w, routes->num_experts) &&
+  for (int32_t i = 0; i < count; i++)
+    access.vectors = access.vectors && is_vector_product(&loads[i]);
+  access.tma = access.vectors;
+  for (int32_t i = 0; i < count; i++)
+    access.tma = access.tma && loads[i].y_rows * (loads[i].y_stride / 8) <= UINT32_MAX &&
+                 moelora_are_map_weights(loads[i].w, routes->num_experts) &&
                  has_consecutive_tiles(loads[i].w);
   return access;
 }
 
-/* v: of the product with w13. */
 static bool serves(const moelora_variant *v, const back_access *access,
                    const moelora_device_info *device) {
-  if (v->format != access->w13 || !moelora_tile_of_format(v, access->w2, device))
+  if (v->format != access->format || !moelora_tile_of_format(v, access->together, device))
     return false;
   if (v->needs == MOELORA_SM90)
     return access->tma;
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS;
 }
 
-static const moelora_variant *choose(const moelora_experts_problem *p, const back_access *access,
-                                     const moelora_device_info *device) {
+static const moelora_variant *choose(const moelora_routes *routes, moelora_dtype dtype,
+                                     const back_access *access, const moelora_device_info *device) {
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, dtype, device);
+  if (forced && serves(forced, access, device))
+    return forced;
   const moelora_variant *best = NULL, *v;
-  const int64_t rows = moelora_rows_per_expert(&p->routes);
+  const int64_t rows = moelora_rows_per_expert(routes);
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
-    if (v->role != MOELORA_ROLE_BACK || v->dtype != p->dtype ||
-        !moelora_variant_runs_on(v, device) || !serves(v, access, device))
+    if (v->role != MOELORA_ROLE_BACK || v->dtype != dtype || !moelora_variant_runs_on(v, device) ||
+        !serves(v, access, device))
       continue;
     const bool newer = best && v->needs > best->needs;
     const bool nearer = best && v->needs == best->needs && is_nearer(v, best, rows);
@@ -146,6 +163,14 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
   };
 }
 
+static moelora_status check_stride(const char *name, int64_t stride) {
+  if (stride <= INT32_MAX)
+    return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED,
+                      "rows of %s are %lld elements apart: the GPU kernels take at most %d", name,
+                      (long long)stride, INT32_MAX);
+}
+
 static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
                                 const moelora_device_info *device, moelora_backward_plan *plan) {
   const moelora_experts_problem *p = &problem->forward;
@@ -153,38 +178,37 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
   MOELORA_TRY(moelora_check_told());
   MOELORA_TRY(moelora_check_room(routes, &p->w13_lora, device));
   MOELORA_TRY(moelora_check_room(routes, &p->w2_lora, device));
-  if (problem->dout_stride > INT32_MAX)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "rows of dout are %lld elements apart: the GPU kernels take at most %d",
-                        (long long)problem->dout_stride, INT32_MAX);
+  MOELORA_TRY(check_stride("dout", problem->dout_stride));
   const back_load loads[2] = {
       {.w = &p->w2,
        .lora = moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts),
        .y = problem->dout,
        .y_stride = problem->dout_stride,
+       .y_rows = routes->num_tokens,
        .rows_are_vectors =
            moelora_is_vector_row(p->saved.gate_up, p->saved.gate_up_stride, p->intermediate)},
       {.w = &p->w13,
        .lora = moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts),
        .y_stride = p->w13.n,
+       .y_rows = routes->num_rows,
        .rows_are_vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0},
   };
-  const back_access access = find_access(problem, loads);
-  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, p->dtype, device);
-  plan->variant = forced && serves(forced, &access, device) ? forced : choose(p, &access, device);
+  const back_access access = find_access(routes, loads, 2);
+  plan->variant = choose(routes, p->dtype, &access, device);
   if (!plan->variant)
     return moelora_fail(
         MOELORA_UNSUPPORTED,
         "no %s kernel for a backward with %s and %s weights and CUDA compute capability %d.%d",
-        moelora_dtype_name(p->dtype), moelora_kernel_name(access.w13),
-        moelora_kernel_name(access.w2), device->compute_capability / 10,
+        moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
+        moelora_kernel_name(access.together), device->compute_capability / 10,
         device->compute_capability % 10);
   const moelora_variant *const variants[] = {
-      moelora_tile_of_format(plan->variant, access.w2, device), plan->variant};
+      moelora_tile_of_format(plan->variant, access.together, device), plan->variant};
   for (int32_t i = 0; i < 2; i++)
     plan->product[i] = plan_product(routes, &loads[i], variants[i], device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
                       device, NULL, &plan->align);
+  plan->dx_window = moelora_plan_columns(routes, p->hidden);
   plan->sum = moelora_plan_sum(
       p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->hidden), NULL, device);
   return MOELORA_OK;
@@ -199,9 +223,71 @@ moelora_status moelora_plan_experts_backward(const moelora_experts_backward_prob
   return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
 }
 
+/* Distance of flat rows of dout [M, top_k, N], or -1: they are not equally spaced. */
+static int64_t flat_stride(const moelora_gemm_backward_problem *problem) {
+  const moelora_routes *routes = &problem->forward.routes;
+  const int64_t *stride = problem->dout_stride;
+  if (routes->top_k == 1)
+    return stride[0];
+  return routes->num_tokens <= 1 || stride[0] == routes->top_k * stride[1] ? stride[1] : -1;
+}
+
+static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *problem,
+                                     const moelora_device_info *device,
+                                     moelora_gemm_backward_plan *plan) {
+  const moelora_gemm_problem *p = &problem->forward;
+  const moelora_routes *routes = &p->routes;
+  const int64_t stride = flat_stride(problem);
+  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_room(routes, &p->lora, device));
+  MOELORA_TRY(check_stride("x", p->x_stride));
+  MOELORA_TRY(check_stride("dout", stride));
+  plan->copies_dout = stride < 0;
+  plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
+  /* Otherwise the product writes to the workspace. */
+  const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
+  const back_load load = {
+      .w = &p->w,
+      .lora = p->lora,
+      .y = plan->copies_dout ? NULL : problem->dout,
+      .y_stride = plan->dout_stride,
+      .y_rows = routes->num_rows,
+      .rows_are_vectors = writes_dx ? moelora_is_vector_row(problem->dx, problem->dx_stride, p->w.k)
+                                    : p->w.k % 8 == 0,
+  };
+  const back_access access = find_access(routes, &load, 1);
+  plan->variant = choose(routes, p->dtype, &access, device);
+  if (!plan->variant)
+    return moelora_fail(
+        MOELORA_UNSUPPORTED,
+        "no %s kernel for a backward with %s weights and CUDA compute capability %d.%d",
+        moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
+        device->compute_capability / 10, device->compute_capability % 10);
+  plan->product = plan_product(routes, &load, plan->variant, device);
+  moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
+                      device, NULL, &plan->align);
+  const moelora_projection_load shrink = {
+      .routes = routes,
+      .w = &p->w,
+      .lora = &p->lora,
+      .x = p->x,
+      .x_stride = p->x_stride,
+      .x_rows_each = p->x_per_row ? 1 : routes->top_k,
+  };
+  if (plan->needs.xa)
+    plan->shrink =
+        moelora_plan_projection_shrink(&shrink, plan->variant, &plan->align, NULL, device);
+  if (problem->dx && !p->x_per_row)
+    plan->sum = moelora_plan_sum(
+        p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->w.k), NULL, device);
+  return MOELORA_OK;
+}
+
 moelora_status moelora_plan_gemm_backward(const moelora_gemm_backward_problem *problem,
                                           const moelora_device_info *device,
-                                          moelora_backward_plan *plan) {
-  *plan = (moelora_backward_plan){0};
+                                          moelora_gemm_backward_plan *plan) {
+  *plan = (moelora_gemm_backward_plan){.needs = find_gemm_needs(problem)};
+  if (device->device == MOELORA_CUDA)
+    return plan_gemm_cuda(problem, device, plan);
   return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
 }

@@ -236,14 +236,25 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   log_shrink("shrink2", &plan->shrink[1]);
   log_projection("w2", plan->w2, &plan->projection[1]);
   if (plan->sum)
-    log_part("sum", "%s", plan->sum->name);
+    log_part("sum", "%s columns=%lld", plan->sum->name, (long long)plan->out_window);
+}
+
+static void log_back_product(const char *what, const moelora_back_product_plan *product) {
+  log_part(what, "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d",
+           product->variant->name, product->vectors, product->a_vectors, product->shrinks_vectors,
+           (long long)product->num_counters, product->l2_elements);
 }
 
 void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
                                 const moelora_device_info *device,
-                                const moelora_backward_plan *plan) {
+                                const moelora_gemm_backward_plan *plan) {
   last.count = 0;
   name_variant("backward", plan->variant);
+  if (device->device == MOELORA_CUDA) {
+    name_variant("shrink", plan->shrink.variant);
+    name_sorts(&plan->align);
+    name_variant("sum", plan->sum);
+  }
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
@@ -251,6 +262,15 @@ void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
            (long long)problem->forward.w.k);
   log_plan("gemm_backward", shape, moelora_dtype_name(problem->forward.dtype),
            &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
+  if (device->device == MOELORA_CPU)
+    return;
+  log_align(&plan->align);
+  if (plan->copies_dout)
+    log_part("copy_dout", "rows=%lld", (long long)problem->forward.routes.num_rows);
+  log_back_product("w", &plan->product);
+  log_shrink("shrink", &plan->shrink);
+  if (plan->sum)
+    log_part("sum", "%s", plan->sum->name);
 }
 
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
@@ -272,14 +292,9 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   if (device->device == MOELORA_CPU)
     return;
   log_align(&plan->align);
-  static const char *const products[] = {"w2", "w13"};
-  for (int32_t i = 0; i < 2; i++)
-    log_part(products[i],
-             "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d",
-             plan->product[i].variant->name, plan->product[i].vectors, plan->product[i].a_vectors,
-             plan->product[i].shrinks_vectors, (long long)plan->product[i].num_counters,
-             plan->product[i].l2_elements);
-  log_part("sum", "%s", plan->sum->name);
+  log_back_product("w2", &plan->product[0]);
+  log_back_product("w13", &plan->product[1]);
+  log_part("sum", "%s columns=%lld", plan->sum->name, (long long)plan->dx_window);
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,

@@ -242,6 +242,7 @@ typedef struct moelora_experts_plan {
   bool scales_x;                         /* a launch multiplies x by routing weights */
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */
+  int64_t out_window;            /* columns of out that are computed at a time */
   const moelora_variant *sum;
 } moelora_experts_plan;
 
@@ -268,7 +269,8 @@ typedef struct moelora_backward_plan {
   const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product with w13 */
   /* CUDA */
   moelora_back_product_plan
-      product[2]; /* with w2, fused with the gradient of the activation; with w13 */
+      product[2];    /* with w2, fused with the gradient of the activation; with w13 */
+  int64_t dx_window; /* columns of dx that are computed at a time */
   moelora_align_plan align;
   const moelora_variant *sum;
 } moelora_backward_plan;
@@ -280,6 +282,24 @@ typedef enum moelora_delta_order {
   MOELORA_SORTED,   /* by expert, then adapter */
   MOELORA_LISTED,   /* by the caller's lists */
 } moelora_delta_order;
+
+/* The same for the backward of a projection. */
+typedef struct moelora_gemm_backward_needs {
+  bool dz, yb, xa;
+} moelora_gemm_backward_needs;
+
+/* The backward of a projection, or of adapters alone, which multiply without weights. */
+typedef struct moelora_gemm_backward_plan {
+  moelora_gemm_backward_needs needs;
+  const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product */
+  /* CUDA */
+  moelora_back_product_plan product;
+  moelora_align_plan align;
+  moelora_shrink_plan shrink; /* x A^T again */
+  bool copies_dout;           /* flat rows of dout are not equally spaced */
+  int64_t dout_stride;        /* of flat rows, of the copy if there is one */
+  const moelora_variant *sum; /* NULL: every routed row has a row of x */
+} moelora_gemm_backward_plan;
 
 /* Adapters alone: one projection, or the two of an adapter MLP. */
 typedef struct moelora_delta_plan {

@@ -63,7 +63,7 @@ typedef struct prepared {
     } gemm;
     struct {
       moelora_gemm_backward_problem problem;
-      moelora_backward_plan plan;
+      moelora_gemm_backward_plan plan;
     } gemm_backward;
     struct {
       moelora_experts_problem problem;
@@ -256,11 +256,12 @@ moelora_status moelora_prepare_gemm_backward(const moelora_gemm_backward_args *a
   prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_gemm_backward_problem *problem = &p->of.gemm_backward.problem;
-  moelora_backward_plan *plan = &p->of.gemm_backward.plan;
+  moelora_gemm_backward_plan *plan = &p->of.gemm_backward.plan;
   MOELORA_TRY(moelora_check_gemm_backward(args, problem));
   if (!p->backend->gemm_backward)
     return unsupported(p, "moelora_gemm_backward");
   MOELORA_TRY(moelora_plan_gemm_backward(problem, &p->device, plan));
+  MOELORA_TRY(check_built(plan->variant));
   const named_size sizes[] = {{"N", problem->forward.w.n},
                               {"K", problem->forward.w.k},
                               {"R", problem->forward.lora.max_rank}};

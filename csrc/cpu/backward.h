@@ -164,10 +164,10 @@ void moelora_cpu_row_sum(const moelora_row_sum *sum, const moelora_exec *exec);
 /* ---- gemm_backward.c: the backward of a projection ---- */
 
 size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                           const moelora_backward_plan *plan,
+                                           const moelora_gemm_backward_plan *plan,
                                            const moelora_exec *exec);
 moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                         const moelora_backward_plan *plan,
+                                         const moelora_gemm_backward_plan *plan,
                                          const moelora_exec *exec);
 
 /* ---- backward.c: the operator ---- */

@@ -34,25 +34,9 @@ typedef struct gemm_backward {
   const moelora_variant *variant;
   const moelora_exec *exec;
   gemm_backward_layout layout;
-  bool wants_dz, wants_yb, wants_xa;
+  moelora_gemm_backward_needs needs;
   const float *weight; /* [P] t, NULL: 1 */
 } gemm_backward;
-
-static bool any(const moelora_gradient *gradients) {
-  bool wanted = false;
-  for (int32_t i = 0; i < MOELORA_MAX_SLICES; i++)
-    wanted = wanted || gradients[i].data;
-  return wanted;
-}
-
-static void find_wanted(gemm_backward *b) {
-  const moelora_gemm_backward_problem *problem = b->problem;
-  const bool adapters =
-      b->forward->routes.token_lora_mapping.data && b->forward->lora.num_slices > 0;
-  b->wants_dz = problem->dx || (problem->dtopk_weights && b->forward->mul_routed_weight);
-  b->wants_yb = adapters && (b->wants_dz || any(problem->a));
-  b->wants_xa = adapters && any(problem->b);
-}
 
 static int64_t rows_of_x(const moelora_gemm_problem *forward) {
   return forward->x_per_row ? forward->routes.num_rows : forward->routes.num_tokens;
@@ -76,30 +60,33 @@ static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *
       moelora_back_scratch_take(moelora_max(k, forward->w.n), forward->lora.max_rank, exec, &arena);
   layout.x = take_floats(&arena, rows_of_x(forward), k);
   layout.y = take_floats(&arena, rows, forward->w.n);
-  if (b->wants_xa) {
+  if (b->needs.xa) {
     if (moelora_cpu_kernels_of(b->variant)->widen)
       layout.operands = take_floats(&arena, rows_of_x(forward), k);
     layout.shrunk = moelora_take(&arena, moelora_xa_bytes(b->variant, routes, &forward->lora));
     layout.xa = take_floats(&arena, rows, ranks);
   }
-  if (b->wants_yb)
+  if (b->needs.yb)
     layout.yb = take_floats(&arena, rows, ranks);
-  if (b->wants_dz)
+  if (b->needs.dz)
     layout.dz = take_floats(&arena, rows, k);
   layout.bytes = arena.used;
   return layout;
 }
 
 static gemm_backward describe(const moelora_gemm_backward_problem *problem,
-                              const moelora_backward_plan *plan, const moelora_exec *exec) {
-  gemm_backward b = {
-      .problem = problem, .forward = &problem->forward, .variant = plan->variant, .exec = exec};
-  find_wanted(&b);
-  return b;
+                              const moelora_gemm_backward_plan *plan, const moelora_exec *exec) {
+  return (gemm_backward){
+      .problem = problem,
+      .forward = &problem->forward,
+      .variant = plan->variant,
+      .exec = exec,
+      .needs = plan->needs,
+  };
 }
 
 size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                           const moelora_backward_plan *plan,
+                                           const moelora_gemm_backward_plan *plan,
                                            const moelora_exec *exec) {
   const gemm_backward b = describe(problem, plan, exec);
   return lay_out(&b, exec).bytes;
@@ -314,7 +301,7 @@ static void finish_factors(const gemm_backward *b) {
     const moelora_gradient *const gradients[] = {&b->problem->a[i], &b->problem->b[i]};
     for (int32_t of_b = 0; of_b < 2; of_b++) {
       product.gradient = gradients[of_b];
-      if (!product.gradient->data || !(of_b ? b->wants_xa : b->wants_yb))
+      if (!product.gradient->data || !(of_b ? b->needs.xa : b->needs.yb))
         continue;
       product.transposed = of_b;
       product.ranks = (moelora_columns){
@@ -351,7 +338,7 @@ static void finish_bias(const gemm_backward *b) {
 /* ---- the operator ---- */
 
 moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                         const moelora_backward_plan *plan,
+                                         const moelora_gemm_backward_plan *plan,
                                          const moelora_exec *exec) {
   gemm_backward b = describe(problem, plan, exec);
   const moelora_gemm_problem *forward = b.forward;
@@ -378,14 +365,14 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
       .emit = emit_dz,
       .context = &b,
   };
-  if (b.wants_yb)
+  if (b.needs.yb)
     moelora_cpu_back_shrink(&back, exec);
-  if (b.wants_dz)
+  if (b.needs.dz)
     moelora_cpu_back_project(&back, exec);
   finish_inputs(&b);
-  if (b.wants_yb && any(problem->a))
+  if (b.needs.yb)
     weigh(&b, b.layout.yb);
-  if (b.wants_xa)
+  if (b.needs.xa)
     shrink(&b);
   zero_gradients(&b);
   finish_factors(&b);

@@ -75,13 +75,18 @@ def load(
         lora = LoraConfig.parse(config)
         reader = _Reader(State(source), lora, Modules(lora, layers, linears), layout)
         return reader.read(limits, own)
-    if config is not None:
-        raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
+    check_config(config)
     folder = _folder(source)
     lora = LoraConfig.read(folder)
     with open_weights(folder) as weights:
         reader = _Reader(weights, lora, Modules(lora, layers, linears), layout)
         return reader.read(limits, own)
+
+
+def check_config(config: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a `config=` beside a folder."""
+    if config is not None:
+        raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
 
 
 def peek(
@@ -253,7 +258,7 @@ class _Reader:
                 f"{text}: the adapter was trained with a weight {self._weights.shape(text)}, that "
                 f"of {linear.name} is {shape}; resize the model's vocabulary to that of training"
             )
-        saved = self._weights.tensor(text)
+        saved = self._weights.tensor(text).cpu()
         if own is None:
             raise ValueError(
                 f"{text}: the weight of {linear.name} is saved beside the factors, and that of the "

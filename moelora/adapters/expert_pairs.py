@@ -170,6 +170,6 @@ def _stack(
         if not stack.numel():
             shape = [experts, *tensor.shape]
             shape[rank_dim] = rank
-            stack = torch.zeros(shape, dtype=dtype)
+            stack = torch.zeros(shape, dtype=dtype, device=tensor.device)
         stack[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(tensor)
     return stack

@@ -1,55 +1,178 @@
-"""Which adapters batches hold: each keeps the version that it began with until it is done."""
+"""Versions of adapters in slots, and which of them batches hold."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from moelora.adapters.transfer import Arrival
 
 
 @dataclass(eq=False)
 class Loaded:
-    """A version of an adapter in its slot; `version` counts from 1 while the name is loaded."""
+    """A version of an adapter in its slot; `version` counts from 1 while the name is known."""
 
     slot: int
     pinned: bool
     version: int = 1
+    arrival: Arrival | None = None  # None: all of it is there
     users: weakref.WeakSet[Held] = field(default_factory=weakref.WeakSet)
 
     @property
     def batches(self) -> int:
         return sum(1 for _ in self.users)
 
+    def check_free(self, name: str) -> None:
+        """RuntimeError while a batch holds it."""
+        if self.batches:
+            raise RuntimeError(f"adapter {name!r} is in use by {self.batches} batches")
+
+    def arriving(self) -> Arrival | None:
+        """Copies that may still be under way."""
+        if self.arrival is not None and self.arrival.done():
+            self.arrival = None
+        return self.arrival
+
 
 class Held:
-    """What a batch holds. It is released when the last reference goes, however the call ends."""
+    """The versions that a batch holds; they are released when the last reference goes.
 
-    def __init__(self, loaded: Mapping[str, Loaded]) -> None:
-        self._loaded = dict(loaded)
-        for one in self._loaded.values():
-            one.users.add(self)
-
-    def slot(self, name: str) -> int:
-        """The slot of the version that is held. KeyError names what is held."""
-        if name not in self._loaded:
-            raise KeyError(f"adapter {name!r} is not held; held are {sorted(self._loaded)}")
-        return self._loaded[name].slot
-
-    def release(self) -> None:
-        """Lets go of all."""
-        for one in self._loaded.values():
-            one.users.discard(self)
-
-
-class Retired:
-    """Versions that have been replaced, while batches hold them still: their slots are taken."""
+    A pool returns it (`hold`, `keep`) and takes it (`mapping`, `lookup`).
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, Loaded]] = []
+        self._loaded: dict[str, Loaded] = {}
+        self._next: dict[str, Loaded] = {}  # versions to switch to
 
     def add(self, name: str, loaded: Loaded) -> None:
-        self._found.append((name, loaded))
+        loaded.users.add(self)
+        self._loaded[name] = loaded
 
-    def __iter__(self) -> Iterator[tuple[str, Loaded]]:
-        self._found = [(name, loaded) for name, loaded in self._found if loaded.batches]
-        return iter(self._found)
+    def slot(self, name: str) -> int:
+        """The slot of an adapter from the next step on. KeyError names what is held.
+
+        Switches to the version that `update(in_flight="switch")` has put in place of this one.
+        """
+        old = self._of(name)
+        new = self._next.get(name)
+        if new is None:
+            return old.slot
+        self._loaded[name] = new
+        del self._next[name]
+        old.users.discard(self)
+        return new.slot
+
+    def version(self, name: str) -> int:
+        """The version that is held. KeyError names what is held."""
+        return self._of(name).version
+
+    def follow(self, old: Loaded, new: Loaded) -> None:
+        """Switch from `old`, which is held or about to be switched to, in the next `slot`."""
+        for name, loaded in self._loaded.items():
+            between = self._next.get(name)
+            if old is loaded or old is between:
+                new.users.add(self)
+                self._next[name] = new
+                if between is not None:
+                    between.users.discard(self)
+
+    def wait(self, layer: str | None = None) -> None:
+        """Make the current streams wait for the factors of one layer, or of all.
+
+        Only needed after `hold` or `keep` with `layerwise=True`, and on streams other than those
+        that were current then. The host does not wait.
+        """
+        for loaded in (*self._loaded.values(), *self._next.values()):
+            arrival = loaded.arriving()
+            if arrival is not None:
+                arrival.wait(layer)
+
+    def synchronize(self) -> None:
+        """Make the host wait for all factors: for use on streams that are not known."""
+        for loaded in self._loaded.values():
+            arrival = loaded.arriving()
+            if arrival is not None:
+                arrival.synchronize()
+
+    def is_behind(self) -> bool:
+        """Whether the next step takes a new version, after `update(in_flight="switch")`."""
+        return bool(self._next)
+
+    def release(self) -> None:
+        """Let go of all."""
+        for one in (*self._loaded.values(), *self._next.values()):
+            one.users.discard(self)
+
+    def _of(self, name: str) -> Loaded:
+        if name not in self._loaded:
+            raise KeyError(f"adapter {name!r} is not held; held are {sorted(self._loaded)}")
+        return self._loaded[name]
+
+
+class Reservation:
+    """A slot that is being written. It is free again when the last reference goes."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+class Residents:
+    """The adapters in slots by name, least recently used first, and who else takes slots.
+
+    Those are replaced versions that batches still hold, and reservations. Not thread-safe: the
+    pool's lock is held.
+    """
+
+    def __init__(self, max_loras: int) -> None:
+        self.max_loras = max_loras
+        self.loaded: OrderedDict[str, Loaded] = OrderedDict()
+        self._retired: list[tuple[str, Loaded]] = []
+        self._reserved: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+    def free_slot(self, what: str) -> tuple[int, str | None]:
+        """A slot that no batch uses, and the name of the adapter to evict from it, if any.
+
+        Raises RuntimeError, which says `what` needed it, if there is none.
+        """
+        taken = {one.slot for one in self.loaded.values()}
+        taken |= {one.slot for _, one in self.retired()} | {one.slot for one in self._reserved}
+        free = set(range(self.max_loras)) - taken
+        if free:
+            return min(free), None
+        for other, loaded in self.loaded.items():
+            if not loaded.pinned and not loaded.batches:
+                return loaded.slot, other
+        raise NoSlot(f"no slot for {what}: all {self.max_loras} are pinned or in use")
+
+    def reserve(self, what: str) -> Reservation:
+        """A slot of `free_slot`, taken from whoever is evicted."""
+        slot, leaving = self.free_slot(what)
+        reservation = Reservation(slot)
+        self._reserved.add(reservation)
+        if leaving is not None:
+            del self.loaded[leaving]
+        return reservation
+
+    def replace(self, name: str, new: Loaded) -> None:
+        """Put a new version in place of one that batches may hold."""
+        old = self.loaded.get(name)
+        if old is not None:
+            self._retired.append((name, old))
+        self.loaded[name] = new
+        self.loaded.move_to_end(name)
+
+    def switch(self, name: str, new: Loaded) -> None:
+        """Batches that hold an older version take `new` in their next step."""
+        for other, loaded in self.retired():
+            for held in list(loaded.users) if other == name else ():
+                held.follow(loaded, new)
+
+    def retired(self) -> list[tuple[str, Loaded]]:
+        """Replaced versions that batches still hold, by name."""
+        self._retired = [(name, loaded) for name, loaded in self._retired if loaded.batches]
+        return self._retired
+
+
+class NoSlot(RuntimeError):
+    """All slots are pinned or in use."""

@@ -97,7 +97,8 @@ class LinearPair:
 
 @dataclass
 class Adapter:
-    """All factors of one adapter on the CPU, in the dtype of the checkpoint and without NaN.
+    """All factors of one adapter, in the dtype of the checkpoint and without NaN: on the CPU, or on
+    the GPU of the state dict that they were read from.
 
     `experts` has the pairs of the layers of experts, by name of the `MoELayer` and projection;
     `linears` those of all other layers, by name of the `LinearLayer`. Layers without factors are in

@@ -134,7 +134,7 @@ def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
     if fold:
         dtype = torch.float32
     a = torch.cat([part.a.tensor().to(dtype) for part in parts])
-    b = torch.zeros(linear.out_features, a.size(0), dtype=dtype)
+    b = torch.zeros(linear.out_features, a.size(0), dtype=dtype, device=a.device)
     column = 0
     for part in parts:
         own = b[part.start : part.start + part.rows, column : column + part.a.rank]

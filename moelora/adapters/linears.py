@@ -76,20 +76,16 @@ class LinearStacks:
             )
         return staged
 
-    def write(self, slot: int, staged: StagedLinears) -> None:
-        """Write a staged adapter to a slot; layers without factors become zero."""
-        for name, layer in self.layers.items():
-            a, b, ranks = self.of(name)
-            # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
-            a, b = a.detach(), b.detach()
-            a[slot].zero_()
-            b[slot].zero_()
-            if name not in staged:
-                ranks[slot] = 0
-                continue
-            own_a, own_b = staged[name]
-            rank = own_a.size(0)
-            rows = a[slot, 0].T if layer.embedding else a[slot, 0]
-            rows[:rank].copy_(own_a)
-            b[slot, 0, :, :rank].copy_(own_b)
-            ranks[slot] = rank
+    def write(self, name: str, slot: int, staged: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Write the staged factors of a layer to a slot; None: they become zero."""
+        a, b, ranks = self.of(name)
+        # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+        a, b = a.detach()[slot, 0], b.detach()[slot, 0]
+        rows = a.T if self.layers[name].embedding else a
+        rank = 0 if staged is None else staged[0].size(0)
+        rows[rank:].zero_()
+        b[:, rank:].zero_()
+        if staged is not None:
+            rows[:rank].copy_(staged[0], non_blocking=True)
+            b[:, :rank].copy_(staged[1], non_blocking=True)
+        ranks[slot] = rank

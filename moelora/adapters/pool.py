@@ -1,34 +1,35 @@
-"""Adapter slots for all layers of a model, allocated once and filled while serving.
+"""Adapters by name, in slots of all layers of a model that are filled while serving.
 
-Expert layers have the stacks that `fused_experts_lora` reads (`stacks.py`), linear layers and
-embeddings those that a delta reads (`linears.py`); all share `adapter_enabled`, (max_loras,).
-Everything is allocated once and only written in place, so that captured CUDA graphs see later
-adapters. A load is staged and checked outside the stacks; if it fails, the pool is unchanged.
+    folder or tensors     a slot of all layers     batches
+    host.py            ->  slots.py             ->  held.py        names and slots: versions.py
+
+The tensors of slots are allocated once and only written in place, so that captured CUDA graphs see
+later adapters. A load is staged and checked outside of them; if it fails, the pool is unchanged.
 
 A signal may raise between any two statements. So a name is registered in a single step, and only
-while its slot holds all factors: it is removed before the first of them is overwritten and added
-after the last.
+while its slot holds all factors, or copies of all are under way: it is removed before the first of
+them is overwritten and added after the last. A slot that is written without the lock is reserved.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal
 
 import torch
 
-from moelora.adapters import checkpoint
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
-from moelora.adapters.held import Held, Loaded, Retired
+from moelora.adapters.held import Held, Loaded
+from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
-from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
-from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
+from moelora.adapters.linears import LinearFactors
+from moelora.adapters.reader import Given, Reader
+from moelora.adapters.slots import LayerFactors, Slots, Staged
+from moelora.adapters.stacks import Place, places_of
+from moelora.adapters.versions import Versions
 
 BASE = "__base__"  # PEFT's name for rows without an adapter
 
@@ -41,34 +42,6 @@ def check_name(name: object) -> None:
         raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
 
 
-@dataclass
-class _Staged:
-    """A checked adapter in the dtypes of its stacks."""
-
-    experts: StagedExperts
-    linears: StagedLinears
-
-
-class _Tables(NamedTuple):
-    """Tensors shared by all layers of a device, (max_loras,) each; the first two for experts."""
-
-    ranks: torch.Tensor
-    scalings: torch.Tensor
-    enabled: torch.Tensor
-
-
-class LayerFactors(TypedDict):
-    """Keyword arguments of `fused_experts_lora`: the adapters of one layer."""
-
-    w13_lora_a: torch.Tensor | tuple[torch.Tensor, ...]
-    w13_lora_b: torch.Tensor | tuple[torch.Tensor, ...]
-    w2_lora_a: torch.Tensor
-    w2_lora_b: torch.Tensor
-    lora_ranks: torch.Tensor
-    lora_scalings: torch.Tensor
-    adapter_enabled: torch.Tensor
-
-
 class AdapterPool:
     """Stacked LoRA adapters of the layers of one model, by name, in `max_loras` slots.
 
@@ -79,6 +52,10 @@ class AdapterPool:
     max_loras : int
         Number of slots. Adding to a full pool evicts the least recently used adapter that is
         neither pinned nor held.
+    host : int, optional
+        Number of adapters in host memory, pinned if there are slots on a GPU; 0: none. With it, an
+        evicted adapter stays known, `register` makes others known by a folder that is read when it
+        is needed, and `hold` brings what is not in a slot.
     max_rank : int
         Maximum rank of experts' factors.
     dtype : torch.dtype
@@ -113,6 +90,10 @@ class AdapterPool:
     Every method may be called from any thread. An adapter in use by `hold` or `keep` is neither
     evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only valid as
     long as the adapter is held or pinned, or nobody adds adapters meanwhile.
+
+    On a GPU, launch what reads slots on a stream on which `hold`, `keep`, `mapping` or `lookup` was
+    called: a slot is overwritten after what such streams have been given. No graph may be captured
+    while another thread adds, updates or holds adapters.
     """
 
     def __init__(
@@ -121,6 +102,7 @@ class AdapterPool:
         max_loras: int,
         max_rank: int,
         *,
+        host: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         w13_slices: Literal[1, 2] = 2,
@@ -141,19 +123,15 @@ class AdapterPool:
                 f"max_loras is {max_loras}, max_rank is {max_rank}, max_linear_rank is "
                 f"{linear_rank}, wanted >= 1"
             )
-        self.places = {name: Place(torch.device(device), dtype) for name in names}
-        for name, (where, stored) in (places or {}).items():
-            if name not in self.places:
-                raise ValueError(f"places names {name}, which is none of the layers")
-            self.places[name] = Place(torch.device(where), stored)
-        for stored in (dtype, *(place.dtype for place in self.places.values())):
-            if stored not in DTYPES:
-                raise ValueError(f"dtype is {stored}, wanted one of {DTYPES}")
+        if host < 0:
+            raise ValueError(f"host is {host}, wanted >= 0")
+        self.places = places_of(names, Place(torch.device(device), dtype), places or {})
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
         self.layers = {layer.name: layer for layer in layers}
         self.linears = {layer.name: layer for layer in linears}
         self.max_loras = max_loras
+        self.host = host
         self.max_rank = max_rank
         self.max_linear_rank = linear_rank
         self.dtype = dtype
@@ -162,24 +140,29 @@ class AdapterPool:
             dict.fromkeys([self.device, *(place.device for place in self.places.values())])
         )
         self.shared_outer = shared_outer
-        self._own = own
-        self._others = {layer.name: (layer, why) for layer, why in (others or {}).items()}
-        self._experts = ExpertStacks(
-            self.layers, max_loras, max_rank, self.places, w13_slices, shared_outer
+        self._reader = Reader(self.layers, self.linears, max_rank, linear_rank, others or {}, own)
+        self._slots = Slots(
+            self.layers,
+            self.linears,
+            max_loras,
+            (max_rank, linear_rank),
+            self.places,
+            self.devices,
+            w13_slices,
+            shared_outer,
         )
-        self._linears = LinearStacks(self.linears, max_loras, linear_rank, self.places)
-        self._tables = {where: _tables(max_loras, where) for where in self.devices}
-        self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._tables[self.device]
-        self._loaded: OrderedDict[str, Loaded] = OrderedDict()  # least recently used first
-        self._retired = Retired()
-        self._lock = threading.RLock()
+        self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._slots.tables[self.device]
+        pinned = any(device.type == "cuda" for device in self.devices)
+        self._host = Host(host, self._staged_folder, pinned) if host else None
+        self._versions = Versions(self._slots, max_loras, self._host)
+        self._lock = self._versions.lock
 
     # -- adapters in and out --
 
     def add(
         self,
         name: str,
-        source: str | Path | Mapping[str, torch.Tensor] | Adapter,
+        source: Given,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
@@ -218,21 +201,72 @@ class AdapterPool:
         ValueError, FileNotFoundError
             The checkpoint cannot be loaded; the message names the key or option.
         RuntimeError
-            No slot can be freed.
+            No slot can be freed, or no place in host memory.
         """
         check_name(name)
         with self._lock:
-            self._check_add(name, replace)
-        staged = self._staged(name, source, config, layout)
+            self._versions.check_new(name, replace)
+        staged = self._reader.stage(self._slots, name, source, config, layout)
+        origin = self._origin(source, layout, staged)
         with self._lock:
-            self._check_add(name, replace)
-            slot, leaving = self._choose_slot(name)
-            loaded = Loaded(slot, pin)
-            if leaving is not None:
-                del self._loaded[leaving]
-            self._commit(slot, staged)
-            self._loaded[name] = loaded
-            return slot
+            self._versions.check_new(name, replace)
+            return self._versions.put(name, staged, pin, origin)
+
+    def register(
+        self,
+        name: str,
+        source: Given,
+        *,
+        config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        """Make an adapter known without a slot; `hold` and `prefetch` bring it to one.
+
+        Of a folder, only the configuration and the header of its tensors are read; the folder must
+        stay as it is (`update` takes a new version of it). Tensors are read, and stay in host
+        memory. Parameters are those of `add`.
+
+        Raises
+        ------
+        ValueError, FileNotFoundError
+            The name is known already, or the checkpoint does not fit; the message names the key or
+            option.
+        RuntimeError
+            The pool has no host memory, or no place in it for tensors.
+        """
+        check_name(name)
+        host = self._with_host("register")
+        with self._lock:
+            self._versions.check_new(name)
+        if isinstance(source, (str, Path)):
+            self._reader.peek(name, source, config, layout)
+            origin = Source(Path(source), layout)
+        else:
+            host.check_room(name)
+            staged = self._reader.stage(self._slots, name, source, config, layout)
+            origin = Source(None, layout, host.copied(staged))
+        with self._lock:
+            self._versions.check_new(name)
+            host.put(name, origin)
+
+    def prefetch(self, names: Iterable[str | None]) -> None:
+        """Begin to bring adapters to slots, in threads; `ready` says when one is there.
+
+        One for which no slot is free, or whose folder is refused, is left where it is: `hold`
+        raises what is wrong. KeyError for an unknown name.
+        """
+        self._with_host("prefetch")
+        self._versions.bring_ahead([name for name in dict.fromkeys(names) if name is not None])
+
+    def ready(self, name: str) -> bool:
+        """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
+
+        KeyError for an unknown name.
+        """
+        with self._lock:
+            self._versions.check_known(name)
+            loaded = self._versions.loaded.get(name)
+            return loaded is not None and loaded.arriving() is None
 
     def read(
         self,
@@ -246,30 +280,34 @@ class AdapterPool:
 
         Parameters and errors are those of `add`; `name` is only for messages.
         """
-        with _errors_of(name, source):
-            return self._read(source, config, layout)
+        return self._reader.read(name, source, config, layout)
 
     def update(
         self,
         name: str,
-        source: str | Path | Mapping[str, torch.Tensor],
+        source: Given,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
+        in_flight: Literal["finish", "switch"] = "finish",
     ) -> int:
-        """Loads a new version of an adapter while batches use the old one.
+        """Load a new version of an adapter while batches use the old one.
 
-        Batches that hold the adapter finish with the version that they began with; those that hold
-        it from now on have the new one. While there are such batches the new version is in a slot
-        of its own, for which another adapter may be evicted. Captured graphs stay as they are. As
-        of `add`, an interrupt may leave no version of an adapter that no batch holds.
+        Batches that hold it from now on have the new version. While others hold the old one the
+        new one is in a slot of its own, for which another adapter may be evicted. No batch ever
+        computes with parts of both. Captured graphs stay as they are. As of `add`, an interrupt may
+        leave no version of an adapter that no batch holds.
 
         Parameters
         ----------
         name : str
-            An adapter that is loaded. It stays pinned if it is.
+            An adapter that is known. It stays pinned if it is.
         source, config, layout
-            As of `add`.
+            As of `add`. Tensors of a state dict that are all on one GPU are read there; they may
+            be overwritten when the call returns.
+        in_flight : {"finish", "switch"}
+            What batches do that hold the old version: "finish" with it, or "switch" to the new one
+            in their next step, which begins with their next call of `mapping` or `lookup`.
 
         Returns
         -------
@@ -283,54 +321,41 @@ class AdapterPool:
         ValueError, FileNotFoundError, RuntimeError
             As `add`; the old version stays.
         """
+        if in_flight not in ("finish", "switch"):
+            raise ValueError(f"in_flight is {in_flight!r}, wanted 'finish' or 'switch'")
+        switch = in_flight == "switch"
         with self._lock:
-            self._entry(name)
-        staged = self._staged(name, source, config, layout)
-        with self._lock:
-            old = self._entry(name)
-            new = Loaded(old.slot, old.pinned, old.version + 1)
-            if old.batches:
-                new.slot, leaving = self._free_slot(f"the new version of adapter {name!r}")
-                if leaving is not None:
-                    del self._loaded[leaving]
-                self._commit(new.slot, staged)
-                self._retired.add(name, old)
-            else:
-                del self._loaded[name]
-                self._commit(new.slot, staged)
-            self._loaded[name] = new
-            return new.version
+            self._versions.check_known(name)
+        staged = self._reader.stage(self._slots, name, source, config, layout)
+        if self._host is not None:
+            folder = Path(source) if isinstance(source, (str, Path)) else None
+            return self._versions.replace_known(name, staged, switch, Source(folder, layout))
+        version = self._versions.replace(name, staged, switch, None)
+        if version is None:
+            raise KeyError(f"adapter {name!r} has been removed or evicted meanwhile")
+        return version
 
     def version(self, name: str) -> int:
         """How often an adapter has been loaded under this name since it was added, from 1."""
         with self._lock:
+            if self._host is not None:
+                return self._host.source(name).version
             return self._entry(name).version
 
     def remove(self, name: str) -> None:
-        """Free the slot of an adapter. RuntimeError while a batch holds it."""
-        with self._lock:
-            loaded = self._entry(name)
-            self._check_free(name, loaded)
-            del self._loaded[name]
-            self._enable(loaded.slot, False)
-            for tables in self._tables.values():
-                tables.ranks[loaded.slot] = 0
+        """Forget an adapter, and free its slot. RuntimeError while a batch holds it."""
+        self._versions.remove(name)
 
     def enable(self, name: str) -> None:
         """Undo `disable`."""
-        with self._lock:
-            self._enable(self._entry(name).slot, True)
+        self._versions.enable(name, True)
 
     def disable(self, name: str) -> None:
         """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
-        with self._lock:
-            self._enable(self._entry(name).slot, False)
-            for other, loaded in self._retired:
-                if other == name:
-                    self._enable(loaded.slot, False)
+        self._versions.enable(name, False)
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """Protect an adapter from eviction, or stop protecting it."""
+        """Protect an adapter in a slot from eviction, or stop protecting it."""
         with self._lock:
             self._entry(name).pinned = pinned
 
@@ -341,11 +366,7 @@ class AdapterPool:
 
         `held` as of `mapping`.
         """
-        with self._lock:
-            if held is None or name in self._loaded:
-                self._entry(name)
-                self._loaded.move_to_end(name)
-            return self._loaded[name].slot if held is None else held.slot(name)
+        return self._slots_of([name], held)[name]
 
     def mapping(
         self,
@@ -356,16 +377,13 @@ class AdapterPool:
     ) -> torch.Tensor:
         """`token_lora_mapping` for one name (None = no adapter) per token, int32 on the device.
 
-        `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does.
+        `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does; a
+        call with it begins a step, in which `in_flight="switch"` takes effect. Without it, adapters
+        that are known and in no slot are brought, as by `hold`.
         `out` is filled in place, for a captured graph; tokens beyond the names get -1.
         """
         names = list(names)
-        with self._lock:
-            wanted = [name for name in dict.fromkeys(names) if name is not None]
-            slots: dict[str | None, int] = {
-                None: -1,
-                **{name: self.lookup(name, held=held) for name in wanted},
-            }
+        slots = {None: -1, **self._slots_of(names, held)}
         ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
         if out is None:
             return ids.to(self.device)
@@ -378,177 +396,112 @@ class AdapterPool:
         return out
 
     @contextmanager
-    def hold(self, names: Iterable[str | None]) -> Iterator[Held]:
-        """Keeps adapters in their slots for as long as the context lasts."""
+    def hold(
+        self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
+    ) -> Iterator[Held]:
+        """Keeps adapters in their slots for as long as the context lasts.
+
+        Those that are known and in no slot are brought to one: from host memory or their folder,
+        by copies on a stream of their own. The host does not wait for the copies.
+
+        Parameters
+        ----------
+        names : iterable of str or None
+            Adapters; None: none.
+        timeout : float
+            Seconds to wait until slots are free, if all are pinned or in use.
+        layerwise : bool
+            The current streams do not wait for copies: before the kernels of a layer that read a
+            slot the caller calls `held.wait(layer)`, before a captured graph `held.wait()`. Without
+            it, the current streams wait for all.
+
+        Raises
+        ------
+        KeyError
+            An adapter is not known.
+        RuntimeError
+            No slot can be freed.
+        ValueError, FileNotFoundError
+            A folder is refused, as by `add`.
+        """
         held = None
         try:
-            held = self.keep(names)
+            held = self.keep(names, timeout=timeout, layerwise=layerwise)
             yield held
         finally:
             if held is not None:
-                with self._lock:
-                    held.release()
+                self._versions.release(held)
 
-    def keep(self, names: Iterable[str | None]) -> Held:
+    def keep(
+        self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
+    ) -> Held:
         """As `hold`, for as long as the object that it returns is referred to."""
-        with self._lock:
-            return Held({name: self._entry(name) for name in set(names) if name is not None})
+        wanted = [name for name in dict.fromkeys(names) if name is not None]
+        held = self._versions.take(wanted, timeout)
+        self._slots.streams.note()
+        if not layerwise:
+            held.wait()
+        return held
 
     def layer(self, name: str) -> LayerFactors:
         """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`."""
-        stacks, tables = self._experts.of(name), self._tables[self.places[name].device]
-        a, b = stacks.w13_lora_a, stacks.w13_lora_b
-        return {
-            "w13_lora_a": tuple(a) if len(a) > 1 else a[0],
-            "w13_lora_b": tuple(b) if len(b) > 1 else b[0],
-            "w2_lora_a": stacks.w2_lora_a,
-            "w2_lora_b": stacks.w2_lora_b,
-            "lora_ranks": tables.ranks,
-            "lora_scalings": tables.scalings,
-            "adapter_enabled": tables.enabled,
-        }
+        return self._slots.layer(name)
 
     def linear(self, name: str) -> LinearFactors:
         """Factors of one linear layer or embedding, including scalings (`linears.py`)."""
-        a, b, ranks = self._linears.of(name)
-        enabled = self._tables[self.places[name].device].enabled
-        return {"lora_a": a, "lora_b": b, "lora_ranks": ranks, "adapter_enabled": enabled}
+        return self._slots.linear(name)
 
     def names(self) -> list[str]:
-        """Loaded adapters, least recently used first."""
+        """Adapters in slots, least recently used first."""
         with self._lock:
-            return list(self._loaded)
+            return list(self._versions.loaded)
+
+    def registered(self) -> list[str]:
+        """All adapters that are known, in slots or not."""
+        return self.names() if self._host is None else self._host.names()
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
-            return name in self._loaded
+            return name in self._versions.loaded
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._loaded)
+            return len(self._versions.loaded)
 
     def memory_bytes(self) -> int:
         """Device memory of all slots, used or not."""
         return sum(t.nbytes for t in self._tensors())
 
+    def host_bytes(self) -> int:
+        """Host memory of the factors of at most `host` adapters."""
+        return 0 if self._host is None else self._host.nbytes()
+
     # -- inside --
 
     def _tensors(self) -> list[torch.Tensor]:
-        tables = [t for tables in self._tables.values() for t in tables]
-        return [*self._experts.tensors(), *self._linears.tensors(), *tables]
+        return self._slots.tensors()
 
     def _entry(self, name: str) -> Loaded:
-        loaded = self._loaded.get(name)
-        if loaded is None:
-            raise KeyError(f"no adapter {name!r} is loaded; loaded are {sorted(self._loaded)}")
-        return loaded
+        return self._versions.entry(name)
 
-    @staticmethod
-    def _check_free(name: str, loaded: Loaded) -> None:
-        if loaded.batches:
-            raise RuntimeError(f"adapter {name!r} is in use by {loaded.batches} batches")
+    def _with_host(self, method: str) -> Host:
+        if self._host is None:
+            raise RuntimeError(f"{method} needs a pool with host memory: AdapterPool(..., host=64)")
+        return self._host
 
-    def _check_add(self, name: str, replace: bool) -> None:
-        loaded = self._loaded.get(name)
-        if loaded is None:
-            return
-        if not replace:
-            raise ValueError(f"adapter {name!r} is already loaded; remove it or pass replace=True")
-        self._check_free(name, loaded)
+    def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
+        """The slots of names, which counts as a use of them."""
+        wanted = [name for name in dict.fromkeys(names) if name is not None]
+        own = self.keep(wanted) if held is None else held
+        self._slots.streams.note()
+        return self._versions.slots_of(wanted, own)
 
-    def _choose_slot(self, name: str) -> tuple[int, str | None]:
-        """Slot for an adapter, and name of the one that must be evicted from it."""
-        if name in self._loaded:
-            return self._loaded[name].slot, name
-        return self._free_slot(f"adapter {name!r}")
+    def _origin(self, source: Given, layout: Layout | None, staged: Staged) -> Source | None:
+        """What a name stands for, with its factors in host memory; None for a pool without."""
+        if self._host is None:
+            return None
+        folder = Path(source) if isinstance(source, (str, Path)) else None
+        return Source(folder, layout, self._host.copied(staged))
 
-    def _free_slot(self, what: str) -> tuple[int, str | None]:
-        """A slot that no batch uses, and the name of the adapter to evict from it, if any."""
-        taken = {loaded.slot for loaded in self._loaded.values()}
-        free = set(range(self.max_loras)) - taken - {loaded.slot for _, loaded in self._retired}
-        if free:
-            return min(free), None
-        for other, loaded in self._loaded.items():
-            if not loaded.pinned and not loaded.batches:
-                return loaded.slot, other
-        raise RuntimeError(f"no slot for {what}: all {self.max_loras} are pinned or in use")
-
-    def _read(
-        self,
-        source: str | Path | Mapping[str, torch.Tensor],
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
-    ) -> Adapter:
-        """Read a checkpoint whose factors all fit the pool."""
-        others = [layer for layer, _ in self._others.values()]
-        adapter = checkpoint.load(
-            source,
-            config,
-            [*self.layers.values(), *(x for x in others if isinstance(x, MoELayer))],
-            [*self.linears.values(), *(x for x in others if isinstance(x, LinearLayer))],
-            max_rank=self.max_rank,
-            max_linear_rank=self.max_linear_rank,
-            layout=layout,
-            own=self._own,
-        )
-        for name in (*adapter.experts, *adapter.linears):
-            if name in self._others:
-                raise ValueError(f"factors of {name}, {self._others[name][1]}")
-        return adapter
-
-    def _staged(
-        self,
-        name: str,
-        source: str | Path | Mapping[str, torch.Tensor] | Adapter,
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
-    ) -> _Staged:
-        """An adapter, read and checked; a ValueError says whose it is."""
-        with _errors_of(name, source):
-            if not isinstance(source, Adapter):
-                source = self._read(source, config, layout)
-            return self._stage(source)
-
-    def _stage(self, adapter: Adapter) -> _Staged:
-        experts = self._experts.stage(adapter.experts)
-        return _Staged(experts, self._linears.stage(adapter.linears))
-
-    def _enable(self, slot: int, enabled: bool) -> None:
-        for tables in self._tables.values():
-            tables.enabled[slot] = enabled
-
-    def _commit(self, slot: int, staged: _Staged) -> None:
-        # Kernels of an earlier batch may still be reading the slot on another stream.
-        self._synchronize()
-        self._enable(slot, False)
-        self._experts.write(slot, staged.experts)
-        self._linears.write(slot, staged.linears)
-        for tables in self._tables.values():
-            tables.ranks[slot] = staged.experts.rank
-            tables.scalings[slot] = staged.experts.scaling
-        self._enable(slot, True)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        for device in self.devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _errors_of(
-    name: str, source: str | Path | Mapping[str, torch.Tensor] | Adapter
-) -> Iterator[None]:
-    """ValueErrors say whose adapter they are about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
-
-
-def _tables(max_loras: int, device: torch.device) -> _Tables:
-    return _Tables(
-        torch.zeros(max_loras, dtype=torch.int32, device=device),
-        torch.zeros(max_loras, dtype=torch.float32, device=device),
-        torch.zeros(max_loras, dtype=torch.bool, device=device),
-    )
+    def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
+        return self._reader.stage(self._slots, name, folder, None, layout)

@@ -29,6 +29,23 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
+def places_of(
+    names: Sequence[str],
+    common: Place,
+    others: Mapping[str, tuple[torch.device | str, torch.dtype]],
+) -> dict[str, Place]:
+    """The place of each layer: `common`, or its own. ValueError for a name or dtype."""
+    places = dict.fromkeys(names, common)
+    for name, (where, stored) in others.items():
+        if name not in places:
+            raise ValueError(f"places names {name}, which is none of the layers")
+        places[name] = Place(torch.device(where), stored)
+    for dtype in (common.dtype, *(place.dtype for place in places.values())):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}, wanted one of {DTYPES}")
+    return places
+
+
 def padded(rank: int) -> int:
     """Round up, since rows of B are 16-byte aligned if their length is a multiple of 8."""
     return -(-rank // 8) * 8
@@ -165,20 +182,25 @@ class ExpertStacks:
             converted.append(fitted(where, tensor, into.dtype))
         return converted[0], converted[1]
 
-    def write(self, slot: int, staged: StagedExperts) -> None:
-        """Write a staged adapter to a slot; layers without factors become zero."""
-        for name, layer in self.layers.items():
-            stacks = self._named(layer)
-            chosen = staged.factors.get(name, [None] * len(stacks))
-            for (_, trained_a, trained_b), factor in zip(stacks, chosen, strict=True):
-                # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
-                a, b = trained_a.detach(), trained_b.detach()
-                a[slot].zero_()
-                b[slot].zero_()
-                if factor is not None:
-                    rank = factor[0].size(1)
-                    a[slot, :, :rank].copy_(factor[0])
-                    b[slot, :, :, :rank].copy_(factor[1])
+    def write(
+        self,
+        name: str,
+        slot: int,
+        staged: Sequence[tuple[torch.Tensor, torch.Tensor] | None] | None,
+    ) -> None:
+        """Write the staged factors of a layer to a slot; what has none becomes zero."""
+        stacks = self._named(self.layers[name])
+        for (_, trained_a, trained_b), factor in zip(
+            stacks, staged or [None] * len(stacks), strict=True
+        ):
+            # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+            a, b = trained_a.detach()[slot], trained_b.detach()[slot]
+            rank = 0 if factor is None else factor[0].size(1)
+            a[:, rank:].zero_()
+            b[:, :, rank:].zero_()
+            if factor is not None:
+                a[:, :rank].copy_(factor[0], non_blocking=True)
+                b[:, :, :rank].copy_(factor[1], non_blocking=True)
 
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -187,7 +209,7 @@ def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _folded(pair: Pair) -> Pair:
     """Fold the scaling into B (or into A if only A differs between experts)."""
-    scale = torch.tensor(pair.scalings, dtype=torch.float32).view(-1, 1, 1)
+    scale = torch.tensor(pair.scalings, dtype=torch.float32, device=pair.b.device).view(-1, 1, 1)
     if scale.size(0) in (1, pair.b.size(0)):
         return Pair(pair.a, pair.b.float() * scale, [1.0])
     return Pair(pair.a.float() * scale, pair.b, [1.0])
@@ -237,7 +259,7 @@ def _joined(
     rank = sum(pair.rank for _, pair in halves)
     i = layer.intermediate_size
     a = torch.cat([pair.a.float().expand(experts, -1, -1) for _, pair in halves], dim=1)
-    b = torch.zeros(rows, 2 * i, rank)
+    b = torch.zeros(rows, 2 * i, rank, device=a.device)
     start = 0
     for half, pair in halves:
         own = b[:, half::2] if layer.interleaved else b[:, half * i : (half + 1) * i]

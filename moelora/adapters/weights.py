@@ -44,7 +44,7 @@ class Weights(Protocol):
 
 
 class State:
-    """A state dict."""
+    """A state dict. Tensors stay on the GPU if all of them are on the same one."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]):
         for key, tensor in state.items():
@@ -58,6 +58,8 @@ class State:
                 )
             check_held(f"{key:.200}", tensor)
         self._state = state
+        devices = {tensor.device for tensor in state.values()}
+        self._stays = len(devices) == 1 and devices.pop().type == "cuda"
 
     def keys(self) -> Sequence[str]:
         return list(self._state)
@@ -69,7 +71,8 @@ class State:
         return self._state[key].dtype
 
     def tensor(self, key: str) -> torch.Tensor:
-        return self._state[key].detach().cpu()
+        tensor = self._state[key].detach()
+        return tensor if self._stays else tensor.cpu()
 
 
 class _Safetensors:

@@ -1,4 +1,4 @@
-"""`moelora bench plot --picture beside`: the cost of adapters, in our layer and in vLLM's."""
+"""`moelora plot --picture beside`: the cost of adapters, in moelora's layer and in vLLM's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,45 +8,60 @@ from moelora.bench import results
 from moelora.bench.shapes import MODELS
 
 # label, field of `rivals` or a case, style
+BASE = ("vLLM, no adapters", "vllm_base", {"color": "0.4", "ls": "--", "lw": 1.5})
 CURVES = (
-    ("vLLM with adapters", "vllm_default", {"color": "C3", "marker": "s", "lw": 1.5}),
-    ("vLLM without adapters", "vllm_base", {"color": "0.4", "ls": "--", "lw": 1.5}),
-    ("moelora with adapters", "ours_us", {"color": "C0", "marker": "o", "lw": 2.5}),
+    ("vLLM", "vllm_default", {"color": "C3", "marker": "s", "lw": 1.5}),
+    ("moelora", "ours_us", {"color": "C0", "marker": "o", "lw": 2.5}),
 )
+LINES = ("-", ":", "-.", (0, (1, 3)))  # of the ranks
 
 
-def draw(file: str, out: str, rank: int) -> Path:
-    """Time of a layer by number of tokens, relative to vLLM's layer without adapters."""
+def draw(file: str, out: str, ranks: Sequence[int], vllm: str | None = None) -> Path:
+    """Time of a layer by number of tokens, relative to vLLM's layer without adapters.
+
+    `vllm` is the version of its kernels, if the file does not say it.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import ScalarFormatter
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     meta, cases = results.read(file)
-    panels = by_model(cases, rank)
-    if not panels:
-        raise ValueError(f"{file} has no case of rank {rank} with vLLM's layers")
-    figure = Figure(figsize=(3.4 * len(panels) + 1, 3.6), layout="constrained")
-    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (model, rows) in zip(every, panels.items(), strict=True):
-        tokens = [row["tokens"] for row in rows]
-        for label, field, style in CURVES:
-            times = [row["rivals"].get(field, row.get(field)) for row in rows]
-            share = [us / row["rivals"]["vllm_base"] for us, row in zip(times, rows, strict=True)]
-            axes.plot(tokens, share, ms=4, label=label, **style)
+    by_rank = {rank: by_model(cases, rank) for rank in ranks}
+    for rank, panels in by_rank.items():
+        if not panels:
+            raise ValueError(f"{file} has no case of rank {rank} with vLLM's layers")
+    models = list(by_rank[ranks[0]])
+    figure = Figure(figsize=(3.4 * len(models) + 1, 3.8), layout="constrained")
+    every = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, model in zip(every, models, strict=True):
+        for rank, line in zip(ranks, LINES, strict=False):
+            rows = by_rank[rank].get(model, [])
+            tokens = [row["tokens"] for row in rows]
+            for who, field, style in CURVES:
+                times = [row["rivals"].get(field, row.get(field)) for row in rows]
+                share = [t / row["rivals"]["vllm_base"] for t, row in zip(times, rows, strict=True)]
+                label = f"{who}, adapters of rank {rank}"
+                axes.plot(tokens, share, ms=4, label=label, **{**style, "ls": line})
+        tokens = [row["tokens"] for row in by_rank[ranks[0]][model]]
+        label, _, style = BASE
+        axes.axhline(1.0, label=label, **style)
         axes.set(xscale="log", xlabel="tokens", title=MODELS[model].name, xticks=tokens)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.tick_params("x", which="minor", bottom=False)
         axes.tick_params("x", labelrotation=60, labelsize=8)
         axes.grid(axis="y", alpha=0.3)
     every[0].set(ylabel="time (lower is better)\nvLLM without adapters = 1", ylim=(0, None))
+    rows = [row for panels in by_rank.values() for some in panels.values() for row in some]
     number, dtypes = (
-        ", ".join(sorted({str(row[name]) for rows in panels.values() for row in rows}))
-        for name in ("adapters", "dtype")
+        ", ".join(sorted({str(row[name]) for row in rows})) for name in ("adapters", "dtype")
     )
-    title = f"One {dtypes} MoE layer, {number} adapters of rank {rank}, {meta['device']}"
-    figure.suptitle(title)
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    vllm = vllm or meta.get("vllm")
+    versions = f"moelora {meta['moelora']}, " + (f"kernels of vLLM {vllm}, " if vllm else "")
+    title = f"One {dtypes} MoE layer, {number} adapters, {meta['device']}\n"
+    figure.suptitle(f"{title}{versions}torch {meta['torch']}", fontsize=11)
+    columns = (len(CURVES) * len(ranks) + 2) // 2
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     figure.savefig(out, dpi=120, metadata={"Software": None} if out.endswith(".png") else None)
     return Path(out)
 

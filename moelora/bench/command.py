@@ -1,5 +1,6 @@
 """`moelora bench`: one MoE layer, with and without adapters, beside its baselines.
 
+    moelora bench --quick
     moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
     moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
     moelora bench --models qwen3 --tokens 1024 --ranks 16,128 --adapters 1,2,4,8,16,32
@@ -7,7 +8,8 @@
     moelora bench --model path/to/config.json --format int4
     moelora bench --shape 32,4,2880,2880 --device cpu
     moelora bench --list
-    moelora bench plot now.json --out now.png
+    moelora bench engine Qwen/Qwen3-30B-A3B --lora adapters/law
+    moelora plot now.json --out now.png
     moelora bench compare before.json now.json
 
 Microseconds of one layer without its router: the median, and in the file the middle 80 % of the
@@ -20,21 +22,32 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
+from moelora.bench import (
+    baselines,
+    cases,
+    compare,
+    config,
+    console,
+    engine,
+    formats,
+    plot,
+    results,
+    shapes,
+)
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
-from moelora.bench.results import Case
+from moelora.bench.progress import CaseProgress
+from moelora.bench.results import Case, baseline_name
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # Default cases. On a CPU, layers are cut to fit 12 GB of memory.
@@ -43,13 +56,34 @@ DEFAULTS = {
         "models": "qwen3,mixtral,dsv2lite",
         "tokens": "1,4,16,64,256,1024,4096,16384",
         "dtypes": "bf16",
+        "ranks": "16,64",
         "budget_ms": 40.0,
     },
     "cpu": {
         "models": "qwen3:16,mixtral:4",
         "tokens": "1,8,64,512",
         "dtypes": "fp32,bf16",
+        "ranks": "16,64",
         "budget_ms": 300.0,
+    },
+}
+# What --quick takes instead, where nothing else is given: the baselines that start at once.
+QUICK_SECONDS = 60.0
+QUICK = {
+    "cuda": {
+        "models": "qwen3",
+        "tokens": "16,1024,4096",
+        "ranks": "16",
+        "baselines": "vllm,grouped_mm,loop",
+        "budget_ms": 20.0,
+    },
+    "cpu": {
+        "models": "qwen3:16",
+        "tokens": "1,64",
+        "dtypes": "bf16",
+        "ranks": "16",
+        "baselines": "loop,transformers",
+        "budget_ms": 100.0,
     },
 }
 
@@ -57,13 +91,14 @@ DEFAULTS = {
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "bench",
-        help="time a layer beside its baselines; plot and compare results",
+        help="time a layer beside its baselines, or an engine; plot and compare results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
     parser.set_defaults(run=run)
-    topics = parser.add_subparsers(metavar="plot | compare")
+    topics = parser.add_subparsers(metavar="engine | plot | compare")
+    engine.add_command(topics)
     plot.add_command(topics)
     compare.add_command(topics)
 
@@ -71,11 +106,15 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
+    quick = "; ".join(
+        f"{device}: {few['tokens']} tokens of {few['models']}" for device, few in QUICK.items()
+    )
+    about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
+    add("--quick", action="store_true", help=about)
     add(
         "--baselines",
         "--rivals",
-        default="auto",
-        help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: %(default)s)",
+        help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)",
     )
     add("--all-modes", action="store_true", help="every path of a baseline, not its default alone")
     add("--variant", help="force this kernel variant (default: what the plan says)")
@@ -86,8 +125,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--format", help=f"of all weights: {known} (default: the model's, else its dtype's)")
     about = "longest call of a baseline (default: %(default)s)"
     add("--patience-s", default=1.5, type=float, help=about)
-    about = "stop cleanly after this (default: never)"
-    add("--deadline-s", default=math.inf, type=float, help=about)
+    about = f"stop cleanly after this (default: never; --quick: {QUICK_SECONDS:.0f})"
+    add("--deadline-s", type=float, help=about)
     add("--out", help="result file to write (default: none)")
     add("--list", action="store_true", help="models and baselines, and stop")
 
@@ -110,7 +149,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     about = "the shard of one of so many tensor-parallel ranks (default: %(default)s)"
     add("--tp", default=1, type=int, help=about)
     add("--tokens", help=f"numbers of tokens, with commas between ({usual('tokens')})")
-    add("--ranks", default="16,64", help="of the adapters (default: %(default)s)")
+    add("--ranks", help=f"of the adapters ({usual('ranks')})")
     about = "of each rank, one or several numbers (default: %(default)s)"
     add("--adapters", default="8", help=about)
     about = f"{', '.join(cases.MIXES)}, or the share of base tokens (default: %(default)s)"
@@ -131,10 +170,12 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     args.device = args.device or ("cuda" if _C.has_cuda() else "cpu")
     if args.device == "cuda" and not _C.has_cuda():
         raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
+    if getattr(args, "quick", False):
+        if args.shape:
+            args.models = args.models or ""
+        _fill(args, {**QUICK[args.device], "deadline_s": QUICK_SECONDS})
     _settle_layers(args)
-    for name, value in DEFAULTS[args.device].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    _fill(args, {**DEFAULTS[args.device], "baselines": "auto", "deadline_s": math.inf})
     args.tokens, args.ranks = _numbers("--tokens", args.tokens), _numbers("--ranks", args.ranks)
     args.adapters = _numbers("--adapters", args.adapters)
     args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
@@ -159,6 +200,13 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         for _, model in args.models:
             cases.read_histogram(args.routing, model.experts)
     return args
+
+
+def _fill(args: argparse.Namespace, values: Mapping[str, object]) -> None:
+    """Set the options that were not given."""
+    for name, value in values.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
 
 
 def _settle_layers(args: argparse.Namespace) -> None:
@@ -237,14 +285,12 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     rows: list[Case] = []
     absent: dict[str, str] = {}
     done, late = 0, False
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("", total=total)
+    with CaseProgress(console, total) as progress:
         for (key, model), dtype, adapters in settings:
             what = f"{key} {model.format or dtype}" + (
                 f" L={adapters}" if len(args.adapters) > 1 else ""
             )
-            progress.update(bar, description=what)
+            progress.begin(f"{what} M={args.tokens[0]}")
             bench = layer = found = None  # free memory before the next one is drawn
             same_a = "transformers" in args.baselines
             layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
@@ -253,10 +299,12 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
             situation = Situation(key, args.tp, args.mix, args.routing)
             bench = Bench(layer, found, situation, timer, args.budget_ms)
             for tokens in args.tokens:
-                progress.update(bar, description=f"{what} M={tokens}")
-                rows += bench.measure(tokens, generator)
+                if tokens != args.tokens[0]:
+                    progress.begin(f"{what} M={tokens}")
+                measured = bench.measure(tokens, generator)
+                rows += measured
                 done += 1
-                progress.advance(bar)
+                progress.end(*map(result, measured))
                 seconds = time.monotonic() - started
                 if args.out:
                     results.write(args.out, rows, **about, absent=absent, seconds=round(seconds))
@@ -269,6 +317,19 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     return rows, remarks + ([f"deadline: {done} of {total} cases done"] if late else [])
 
 
+def result(row: Case) -> str:
+    """A case in a line."""
+    what = f"{row['model']} {row['format']} M={row['tokens']} rank {row['rank']}"
+    times = {
+        f"with {row['adapters']} adapters": row["ours_us"],
+        "without": row["ours_base_us"],
+        "bound": row["bound_us"],
+    }
+    if row["best_rival"]:
+        times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
+    return f"{what}: " + ", ".join(f"{name} {us:,.0f} us" for name, us in times.items())
+
+
 def headlines(rows: list[Case]) -> list[str]:
     """Cost of adapters for each model, format and rank."""
     groups: dict[str, list[Case]] = {}
@@ -278,7 +339,9 @@ def headlines(rows: list[Case]) -> list[str]:
     lines = []
     for what, some in groups.items():
         kept = {row["tokens"]: row["ours_base_us"] / row["ours_us"] for row in some}
-        line = f"with adapters {statistics.geometric_mean(kept.values()):.2f} of without: {what}"
+        line = (
+            f"{what}: {statistics.geometric_mean(kept.values()):.2f} of the speed without adapters"
+        )
         if len(kept) > 1:
             ends = (f"{kept[tokens]:.2f} at {tokens}" for tokens in (min(kept), max(kept)))
             line += f" ({', '.join(ends)} tokens)"
@@ -286,9 +349,11 @@ def headlines(rows: list[Case]) -> list[str]:
     return lines
 
 
-CAPTION = """M: tokens; bound: the least time that bytes and flops need; share: bound / time;
-+-: half of what the middle 80 % of the turns span; base: ours without adapters; cost: of adapters
-over base; x best: the fastest baseline with adapters, over ours"""
+CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops need; with, without:
+moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
+bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
+baseline with adapters / time of moelora with them; then the baselines, with adapters unless they
+say without"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
@@ -310,11 +375,11 @@ def table_of(rows: list[Case]) -> Table:
         "unpacking": [row.get("ours_unpacking_us") for row in rows],
     }
     beside = {name: times for name, times in beside.items() if any(times)}
-    ours = "ours", "+-", "share", *beside
+    ours = "with", "+-", "of bound", *beside, "without", "of bound", "cost", "speedup"
     for column in ("model", "weights", "M", "rank", "adapters", "bound", *ours):
         table.add_column(column, justify="right")
-    for column in ("base", "share", "cost", "x best", *(name.replace("_", " ") for name in who)):
-        table.add_column(column, justify="right")
+    for name in who:
+        table.add_column(baseline_name(name), justify="right")
 
     def cell(us: float | None) -> str:
         return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"

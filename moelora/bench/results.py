@@ -82,3 +82,9 @@ def read(path: str | pathlib.Path) -> tuple[dict[str, Any], list[Case]]:
         return content["meta"], content["cases"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a result file: {error!r}") from error
+
+
+def baseline_name(field: str) -> str:
+    """A baseline of `rivals` as tables and pictures name it."""
+    name, base, _ = field.partition("_base")
+    return name.replace("_", " ") + (" without" if base else "")

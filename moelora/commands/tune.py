@@ -21,17 +21,18 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
 from moelora import _C, tuned
 from moelora.bench import cases, command
+from moelora.bench import console as wide_console
 from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.cases import Batch
 from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
 from moelora.bench.layer import Layer
+from moelora.bench.progress import CaseProgress
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in variant names
@@ -152,9 +153,8 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
     timer, generator = command.tools(args)
     (adapters,) = args.adapters
     written = []
-    with Progress(console=console) as progress:
-        total = len(args.models) * len(args.dtypes) * len(args.tokens)
-        bar = progress.add_task("tune", total=total)
+    total = len(args.models) * len(args.dtypes) * len(args.tokens)
+    with CaseProgress(console, total) as progress:
         for key, model in args.models:
             for dtype in args.dtypes:
                 layer = tuner = None  # free memory before the next one is drawn
@@ -163,7 +163,7 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                 plans: dict[str, str] = {}
                 details: dict[str, dict[str, float]] = {}
                 for tokens in args.tokens:
-                    progress.update(bar, description=f"{key} {dtype} M={tokens}")
+                    progress.begin(f"{key} {dtype} M={tokens}")
                     batches = [
                         cases.draw_batch(
                             *(model, tokens, adapters, generator, args.mix, args.routing),
@@ -172,8 +172,12 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                         for _ in range(4)
                     ]
                     plans[str(tokens)], measured = tuner.tune(batches)
-                    details[str(tokens)] = {v: round(score(t), 2) for v, t in measured.items()}
-                    progress.advance(bar)
+                    scores = {v: round(score(t), 2) for v, t in measured.items()}
+                    details[str(tokens)], plan = scores, plans[str(tokens)]
+                    progress.end(
+                        f"{key} {dtype} M={tokens}: {plan} {scores[plan]:,.0f} us, "
+                        f"built-in table {scores[TABLE]:,.0f} us, of {len(scores)} measured"
+                    )
                 content = describe(layer, args, plans, details)
                 written.append(tuned.write(args.dir, content))
                 show(key, content, console)
@@ -213,7 +217,9 @@ def describe(
 
 
 def show(key: str, content: dict[str, Any], console: Console) -> None:
-    table = Table("tokens", "variant", "us", "table us", title=f"{key} {content['dtype']}")
+    table = Table(
+        "tokens", "variant", "us", "built-in table's us", title=f"{key} {content['dtype']}"
+    )
     for tokens, variant in content["plans"].items():
         scores = content["measured"]["score_us"][tokens]
         table.add_row(tokens, variant, f"{scores[variant]:.1f}", f"{scores[TABLE]:.1f}")
@@ -221,7 +227,7 @@ def show(key: str, content: dict[str, Any], console: Console) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = wide_console()
     try:
         command.settle(args)
         if not args.dir:

@@ -284,6 +284,7 @@ static inline void give_workspace(moelora_exec *exec, size_t bytes) {
   }
 CALLS(align)
 CALLS(gemm)
+CALLS(gemm_backward)
 CALLS(experts)
 CALLS(experts_backward)
 CALLS(align_lists)

@@ -16,9 +16,11 @@
  *
  *   ORDER SORT SHRINK EXPAND WAVES
  *
- * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM. With
- * `tiles`, prints every row that supports the layer as separate launches, with the nanoseconds per
- * 1000 weights of the cost model; the selected one is in brackets:
+ * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM COLUMNS,
+ * the columns of dx at a time. With `project` and `alone`, they are backwards of w13 with mapped
+ * rows of x, and of its adapters alone; prints VARIANT BLOCK_ROWS SHRINK SUM. With `tiles`, prints
+ * every row that supports the layer as separate launches, with the nanoseconds per 1000 weights of
+ * the cost model; the selected one is in brackets:
  *
  *   NAME=NS [NAME=NS] ...
  *
@@ -142,8 +144,35 @@ static void print_backward(const moelora_experts_problem *layer,
   if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
     printf("error: %s\n", moelora_error_message());
   else
-    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
-           name_of(plan.align.rows.variant), name_of(plan.sum));
+    printf("%s %d %s %s %lld\n", plan.variant->name, plan.variant->block_m,
+           name_of(plan.align.rows.variant), name_of(plan.sum), (long long)plan.dx_window);
+}
+
+static void print_projection(const moelora_experts_problem *layer,
+                             const moelora_device_info *device, bool alone) {
+  const int64_t n = layer->w13.n;
+  moelora_gemm_backward_problem problem = {
+      .forward =
+          {
+              .routes = layer->routes,
+              .dtype = layer->dtype,
+              .x = layer->x,
+              .x_stride = layer->hidden,
+              .w = alone ? (moelora_weights){.n = n, .k = layer->hidden} : layer->w13,
+              .lora = layer->w13_lora,
+          },
+      .dout = layer->x,
+      .dout_stride = {layer->routes.top_k * n, n},
+      .dx = (void *)layer->x,
+      .dx_stride = layer->hidden,
+  };
+  problem.b[0].data = (void *)layer->x;
+  moelora_gemm_backward_plan plan;
+  if (moelora_plan_gemm_backward(&problem, device, &plan) != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  else
+    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m, name_of(plan.shrink.variant),
+           name_of(plan.sum));
 }
 
 /* With contiguous weights, which Hopper's kernels support, too. */
@@ -179,7 +208,9 @@ int main(int argc, char **argv) {
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
   const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
   const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
-  const int asked = 1 + deltas + listed + tiles + backward;
+  const bool project = argc > 1 && strcmp(argv[1], "project") == 0;
+  const bool alone = argc > 1 && strcmp(argv[1], "alone") == 0;
+  const int asked = 1 + deltas + listed + tiles + backward + project + alone;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -237,6 +268,10 @@ int main(int argc, char **argv) {
     }
     if (backward) {
       print_backward(&problem, &device);
+      continue;
+    }
+    if (project || alone) {
+      print_projection(&problem, &device, alone);
       continue;
     }
     if (tiles) {

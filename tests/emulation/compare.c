@@ -4,12 +4,12 @@
  *
  *   compare KIND FIRST COUNT [NAME]
  *
- * KIND: experts, training, gemm, delta, mlp, align, pack, devices or all. NAME: substring of
- * forced variants; "-": none. Runs COUNT cases of each kind, not counting those that no variant
- * with this name supports or that need a kernel left out of this build. Prints a hash of all
- * outputs, to compare builds. */
+ * KIND: experts, training, gemm, projection, delta, mlp, align, pack, devices or all. NAME:
+ * substring of forced variants; "-": none. Runs COUNT cases of each kind, not counting those that
+ * no variant with this name supports or that need a kernel left out of this build. Prints a hash of
+ * all outputs, to compare builds. */
 #define _POSIX_C_SOURCE 200112L /* setenv */
-#include "training.h"
+#include "projections.h"
 
 static void test_experts(uint64_t number) {
   seed(number + 1000);
@@ -500,9 +500,10 @@ int main(int argc, char **argv) {
   static const struct {
     const char *name;
     void (*test)(uint64_t);
-  } kinds[] = {{"experts", test_experts}, {"training", test_training}, {"gemm", test_gemm},
-               {"delta", test_delta},     {"mlp", test_mlp},           {"align", test_align},
-               {"pack", test_pack},       {"devices", test_devices}};
+  } kinds[] = {
+      {"experts", test_experts},       {"training", test_training}, {"gemm", test_gemm},
+      {"projection", test_projection}, {"delta", test_delta},       {"mlp", test_mlp},
+      {"align", test_align},           {"pack", test_pack},         {"devices", test_devices}};
   const uint64_t first = strtoull(argv[2], NULL, 10), count = strtoull(argv[3], NULL, 10);
   uint64_t skipped = 0;
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import needs_checkout
 from torch.nn import functional as F
 
 pytest.importorskip("transformers")
@@ -23,6 +24,8 @@ from demo_data import (  # noqa: E402
     MODEL_DIR,
     eval_windows,
 )
+
+pytestmark = needs_checkout
 
 ROWS = 6  # of each domain; with 3 one domain gains 4.6 % only
 

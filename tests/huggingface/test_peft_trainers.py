@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import needs_checkout
 from hf_models import TARGETS, peft, transformers
 
 import moelora.integrations.peft as moelora_peft
@@ -15,6 +16,8 @@ pytest.importorskip("accelerate")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from demo_data import MODEL_DIR, training_tokens  # noqa: E402
+
+pytestmark = needs_checkout
 
 LENGTH = 48
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": TARGETS}

@@ -338,10 +338,12 @@ def test_gradients_pass_served_adapters(tmp_path):
 
 
 @pytest.mark.parametrize("company", ["pool", "batch", "gradient"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_factors_and_gradients_that_are_not_finite_stay_alone(autocast, company, device, tmp_path):
     """In deltas that torch computes, a row has the bits that it has beside finite neighbors."""
     model, ids = make_whole_model(qwen3, device=device).requires_grad_(False), tokens(4).to(device)
+    if device == "cuda":  # where experts have no float32 kernels
+        model = model.bfloat16()
     folder = write_adapter(
         model, tmp_path / "a", 1, lambda n: n.endswith(("q_proj", "embed_tokens"))
     )

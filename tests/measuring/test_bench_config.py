@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from checkout import needs_checkout
 
 from moelora.__main__ import main
 from moelora.bench import command, config, shapes
@@ -133,21 +134,26 @@ def test_what_adapters_leave_of_the_speed_comes_first():
     ]
     what = "qwen3 bf16, 8 adapters of rank"
     assert command.headlines(rows) == [
-        f"with adapters 0.63 of without: {what} 16 (0.50 at 1, 0.80 at 64 tokens)",
-        f"with adapters 0.25 of without: {what} 64",
+        f"{what} 16: 0.63 of the speed without adapters (0.50 at 1, 0.80 at 64 tokens)",
+        f"{what} 64: 0.25 of the speed without adapters",
     ]
 
 
+@needs_checkout
 def test_the_picture_beside_vllm(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "beside.svg"
     file = "benchmarks/results/h200-layer.json"
-    assert main(["bench", "plot", file, "--picture", "beside", "-o", str(out)]) == 0
+    words = [file, "--picture", "beside", "-o", str(out), "--vllm-version", "0.33"]
+    assert main(["bench", "plot", *words]) == 0
     text = out.read_text()
-    assert text.count("<!-- moelora with adapters -->") == 1
+    for rank in (16, 64):
+        assert text.count(f"<!-- moelora, adapters of rank {rank} -->") == 1
+    assert "kernels of vLLM 0.33, torch 2.11" in text
     assert "<!-- Mixtral-8x7B -->" in text
 
 
+@needs_checkout
 def test_the_picture_needs_vllms_layers(capsys):
     file = "benchmarks/results/cpu-layer.json"
     assert main(["bench", "plot", file, "--picture", "beside"]) == 2

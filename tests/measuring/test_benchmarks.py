@@ -5,9 +5,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
+from checkout import needs_checkout
 from conftest import needs_gpu
 
 from benchmarks import layer
@@ -16,8 +18,8 @@ from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require
 from moelora.bench.baselines.ours import Loop, Ours
-from moelora.bench.command import add_options
-from moelora.bench.harness import reference_rows, relative_error
+from moelora.bench.command import add_options, settle
+from moelora.bench.harness import Bench, reference_rows, relative_error
 from moelora.bench.layer import Layer
 
 # Sizes that no vector length divides.
@@ -65,8 +67,11 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
     out = capsys.readouterr().out
-    assert out.index("with adapters ") < out.index("us per layer")
-    assert "M: tokens; bound: " in " ".join(out.split())
+    assert out.index("of the speed without adapters ") < out.index("us per layer")
+    text = " ".join(out.split())
+    assert "M: tokens of the batch; bound: " in text
+    for word in ("+-", "of bound", "cost", "speedup", "without"):
+        assert f"{word}: " in text or f"{word}, " in text or f", {word}: " in text, word
 
 
 @pytest.mark.parametrize("activation", ["swigluoai", "swigluoai_uninterleave", "relu2"])
@@ -123,6 +128,41 @@ def test_a_deadline_ends_the_run_between_cases(bench, capsys):
     assert status == 0
     assert {row["tokens"] for row in rows} == {1}
     assert "deadline: 1 of 6 cases done" in capsys.readouterr().out
+
+
+def test_results_go_to_a_file_as_soon_as_they_are_there(bench, monkeypatch, tmp_path, capsys):
+    """Not at the end alone: who waits for a file sees at once what is measured, and each result."""
+    said = []
+    right = Bench.measure
+
+    def measure(self, tokens, generator):
+        said.append(capsys.readouterr().out)
+        return right(self, tokens, generator)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop")
+    first, second = said
+    assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", first)
+    line = r"\[1/2, \d+ s\] 4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,]+ us, without "
+    assert re.match(line, second) and "loop with them" in second
+
+
+def test_quick_measures_one_layer_of_few_tokens(monkeypatch):
+    """And whatever is said beside it goes first."""
+
+    def settled(*words):
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        return settle(parser.parse_args(["--device", "cpu", "--quick", *words]))
+
+    args = settled()
+    ((key, model),) = args.models
+    assert (key, model.experts, args.tokens, args.dtypes) == ("qwen3", 16, [1, 64], ["bf16"])
+    assert (args.ranks, args.baselines) == ([16], ["loop", "transformers"])
+    assert args.deadline_s == 60
+    args = settled("--shape", SHAPE, "--tokens", "7", "--deadline-s", "5", "--baselines", "none")
+    assert ([key for key, _ in args.models], args.tokens) == (["4x2x72x40"], [7])
+    assert (args.deadline_s, args.baselines) == (5, [])
 
 
 def test_who_is_absent_from_one_layer_only_is_named(bench, monkeypatch, capsys):
@@ -279,7 +319,7 @@ def test_a_recorded_histogram_is_followed(tmp_path):
 
 def test_only_known_goals_are_missed():
     row = {"dtype": "fp32", "tokens": 1, "rank": 16, "ratio": 0.9, "share": 0.7, "overhead": 0.5}
-    assert layer.cpu_goals(row) == {"x best": 1.0, "share": 0.8}
+    assert layer.cpu_goals(row) == {"speedup": 1.0, "share of the bound": 0.8}
     row |= {"tokens": 512, "ratio": 2.0}
     assert layer.cpu_goals(row) == {"adapters": 0.15}
     row |= {"model": "qwen3", "format": "fp32"}
@@ -329,6 +369,7 @@ def test_regressions_beyond_noise(tmp_path, before, after, status):
     assert main(["bench", "compare", *files(tmp_path, [before], [after])]) == status
 
 
+@needs_checkout
 def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
     for path in ("benchmarks/results/h200-layer.json", "benchmarks/results/cpu-layer.json"):
         _, rows = results.read(path)
@@ -343,10 +384,31 @@ def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
 def test_what_is_measured_now_can_be_drawn(bench, tmp_path):
     bench("--dtypes", "bf16")
     out = tmp_path / "picture.svg"
-    assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
-    assert "<svg" in out.read_text()
+    assert main(["plot", str(bench.path), "-o", str(out)]) == 0
+    text = out.read_text()
+    assert "<!-- Cost of adapters -->" in text and "moelora -->" in text
+    assert "ours" not in text
 
 
+def test_one_number_of_tokens_is_drawn_as_bars(bench, tmp_path):
+    """A curve over tokens would be a point in empty axes."""
+    bench("--dtypes", "fp32", "--ranks", "4", tokens="3")
+    out = tmp_path / "picture.svg"
+    assert main(["plot", str(bench.path), "-o", str(out)]) == 0
+    text = out.read_text()
+    assert text.count('<g id="axes_') == 1
+    assert "<!-- A layer, 3 tokens, 4x2x72x40 fp32 rank 4 -->" in text
+    for way in ("bound", "moelora", "moelora without", "loop", "grouped mm peft"):
+        assert f"<!-- {way} -->" in text, way
+
+
+def test_pictures_have_the_names_of_models():
+    row = {"model": "dsv2lite", "experts": 64, "dtype": "bf16", "rank": 16}
+    assert plot._case(row) == "DeepSeek-V2-Lite bf16 rank 16"
+    assert plot._case(row | {"experts": 8}) == "DeepSeek-V2-Lite (8 experts) bf16 rank 16"
+
+
+@needs_checkout
 def test_files_that_are_none(tmp_path, capsys):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[]")

@@ -32,7 +32,7 @@ LORA = (
     speed("moelora", True, "base", 2500, 250),
     speed("moelora", True, "4 mixed", 2000, 150),
 )
-ENGINE = "vLLM 0.26", "H200"
+ENGINE = "vLLM 0.33.0", "H200"
 ANSWERS = {"topic": "answers", "compared": "moelora, vllm", "ok": True}
 
 
@@ -63,7 +63,7 @@ def test_commands_of_result_files_are_there():
 def test_formats_without_speeds_are_left_out(write):
     assert tables.section("engines_int4") == tables.AWAITED
     assert cells(tables.section("engine_ranges")) == []
-    write("h200-e2e-fp8", speed("vllm", False, "base", 1600, 160), *LORA)
+    write("h200-e2e-fp8", speed("vllm", False, "base", 1600, 160), *LORA, vllm="0.33.0")
     write("h200-e2e-int4", ANSWERS)
     assert tables.section("engines_int4") == tables.AWAITED
     fp8 = [
@@ -71,7 +71,7 @@ def test_formats_without_speeds_are_left_out(write):
         [*ENGINE, "FP8, Qwen3-30B-A3B", "12", "decode", "160", "100", "**150**", "1.50"],
     ]
     assert cells(tables.section("engine_ranges")) == fp8
-    write("h200-e2e-int4", ANSWERS, *LORA)
+    write("h200-e2e-int4", ANSWERS, *LORA, vllm="0.33.0")
     assert cells(tables.section("engine_ranges")) == [
         *fp8,
         [*ENGINE, "INT4, Qwen3-30B-A3B", "12", "prefill", "-", "1,000", "**2,000**", "2.00"],

@@ -58,6 +58,20 @@ def test_checkpoints_of_four_bits_are_what_their_dense_ones_say(tmp_path, format
     assert torch.equal(quantized[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
 
 
+def test_nvfp4_checkpoints_are_what_their_dense_ones_say(tmp_path):
+    (expert, gate), plain, quantized, dense, config = quantized_and_dense(tmp_path, "nvfp4")
+    assert config["format"] == "nvfp4-pack-quantized"
+    stem = expert.removesuffix("weight")
+    codes, scales, whole = (
+        quantized[f"{stem}weight_{n}"][None] for n in ("packed", "scale", "global_scale")
+    )
+    weights = moelora.QuantizedWeights.from_nvfp4(codes, scales, weight_global_scale=whole)
+    assert torch.equal(weights.unpack()[0], dense[expert])
+    error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
+    assert 0 < error < 0.12
+    assert torch.equal(quantized[gate], plain[gate])
+
+
 def test_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path):
     (expert, _), _, quantized, dense, config = quantized_and_dense(tmp_path, "fp8")
     assert config["weight_block_size"] == [128, 128]

@@ -14,8 +14,22 @@ def backward(answer):  # noqa: F811
         words = answer(device, "backward", *args, **problem)
         if words.startswith("error: "):
             return words.removeprefix("error: ")
-        variant, rows, sort, total = words.split()
+        variant, rows, sort, total, _ = words.split()
         return variant, int(rows), sort, total
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def projection(answer):  # noqa: F811
+    """(variant, block_rows, shrink, sum) of the backward of w13, or of its adapters alone."""
+
+    def ask(device, *args, alone=False, **problem):
+        words = answer(device, "alone" if alone else "project", *args, **problem)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, rows, shrink, total = words.split()
+        return variant, int(rows), shrink, total
 
     return ask
 
@@ -94,3 +108,55 @@ def test_weights_of_two_formats(backward, device):
 def test_refusals(backward):
     assert "no float32 kernel for a backward" in backward(HOPPER, dtype="float32")
     assert backward(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
+
+
+def test_windows_of_columns(answer):  # noqa: F811
+    """Of large batches whose rows are summed; whole tiles of columns."""
+
+    def columns(**problem):
+        return int(answer(HOPPER, "backward", **problem).split()[-1])
+
+    assert columns(tokens=2048) == 2048
+    assert columns(tokens=4096) == 1024
+    assert columns(tokens=16384) == columns(tokens=100_000) == 512
+    assert columns(tokens=100_000, top_k=1) == 2048
+    assert columns(tokens=16384, hidden=2880) == 768
+
+
+# ---- a projection, and adapters alone ----
+
+
+@pytest.mark.parametrize(
+    ("tokens", "variant"),
+    [(1, "32x128"), (512, "96x128"), (4096, "128x256x64x2")],
+)
+def test_a_projection_on_hopper(projection, tokens, variant):
+    """By the kernels of a layer."""
+    name, rows, shrink, total = projection(HOPPER, tokens=tokens, rank=16)
+    assert name in (f"back_bf16_{variant}_sm90", f"back_bf16_{variant}x64_sm90")
+    assert rows == int(variant.split("x")[0]) and shrink.startswith("shrink_bf16_")
+    assert total == "sum_bf16_8_sm80"
+    assert projection(HOPPER, tokens=tokens)[2] == "-"
+
+
+@pytest.mark.parametrize("device", [HOPPER, AMPERE])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (256, 32), (16384, 128)])
+def test_adapters_alone(projection, device, tokens, rows):
+    """By portable kernels, without weights."""
+    name, found, *_ = projection(device, tokens=tokens, rank=16, alone=True)
+    assert name == f"back_bf16_{rows}x128x64_sm80" and found == rows
+
+
+def test_a_projection_of_quantized_weights(projection):
+    name, *_ = projection(HOPPER, "formats", "mxfp4", "native", rank=16)
+    assert name == "back_bf16_mxfp4_128x256x128_sm90"
+    name, *_ = projection(AMPERE, "formats", "mxfp4", "native", rank=16)
+    assert name == "back_bf16_mxfp4_32x128x64_sm80"
+
+
+def test_refusals_of_a_projection(projection):
+    assert "no float32 kernel for a backward with native weights" in projection(
+        HOPPER, dtype="float32", rank=8
+    )
+    assert projection(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
+    assert projection(("cpu", 0), dtype="float32", rank=16)[0] == "gemm_f32_scalar"

@@ -115,7 +115,7 @@ def test_info_ends_with_a_block_for_a_bug_report(capsys):
     assert _C.__file__ not in block
 
 
-COMMANDS = (["bench"], ["bench", "plot"], ["bench", "compare"], ["tune"], ["replay"])
+COMMANDS = (["bench"], ["plot"], ["bench", "plot"], ["bench", "compare"], ["tune"], ["replay"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

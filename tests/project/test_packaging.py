@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import LEFT_OUT
 
 from moelora import _C, startup
 
@@ -135,34 +136,84 @@ def test_wheel(wheel):
     assert needed == ["torch>=2.11", "numpy", "safetensors"]
 
 
-def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch):
+def clear_repository(monkeypatch, setup_py, root):
+    """Nothing names the repository of the sources in `root`."""
+    monkeypatch.delenv("MOELORA_REPOSITORY", raising=False)
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    monkeypatch.setattr(setup_py, "ROOT", root)
+
+
+def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch, tmp_path, capsys):
     """Relative ones do not; without the address of a repository their text stays."""
     readme = (ROOT / "README.md").read_text()
     assert "](docs/install.md)" in readme
-    monkeypatch.delenv("MOELORA_REPOSITORY", raising=False)
+    (tmp_path / "csrc").mkdir()
+    for name in ("README.md", "csrc/moelora.h"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    clear_repository(monkeypatch, setup_py, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
     page = setup_py.package_page()
-    assert "](" not in page["long_description"]
+    assert re.findall(r"\]\((?!http)", page["long_description"]) == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", page["long_description"])
+    assert all(picture.startswith("https://") for picture in pictures)
     assert "project_urls" not in page
+    assert "nothing names its repository" in capsys.readouterr().out
     monkeypatch.setenv("MOELORA_REPOSITORY", "https://example.org/moelora/")
     page = setup_py.package_page()
-    links = re.findall(r"!?\[[^\]]*\]\(([^)]*)\)", page["long_description"])
+    links = re.findall(r"\]\(([^)]*)\)", page["long_description"])
     assert f"https://example.org/moelora/blob/v{_C.version()}/docs/install.md" in links
     assert f"https://example.org/moelora/raw/v{_C.version()}/docs/beside.png" in links
-    assert all(link.startswith("https://example.org/moelora/") for link in links)
+    assert "https://example.org/moelora/actions/workflows/test.yml/badge.svg" in links
+    assert all(link.startswith(("https://", "#")) for link in links)
     assert page["project_urls"]["Repository"] == "https://example.org/moelora"
 
 
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("https://example.org/lab/moelora.git", "https://example.org/lab/moelora"),
+        ("https://me:secret@example.org/lab/moelora/", "https://example.org/lab/moelora"),
+        ("git@example.org:lab/moelora.git", "https://example.org/lab/moelora"),
+        ("ssh://git@example.org:22/lab/moelora", "https://example.org/lab/moelora"),
+        ("/home/me/moelora", ""),
+        ("file:///home/me/moelora.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_web_page_of_a_remote(setup_py, remote, page):
+    assert setup_py.web_address(remote + "\n") == page
+
+
+def test_the_project_urls_need_no_environment_variable(setup_py, monkeypatch, tmp_path):
+    """A clone has a remote, a source distribution what the clone said, a workflow its own."""
+    clear_repository(monkeypatch, setup_py, tmp_path)
+    assert setup_py.repository() == ""
+    output("git", "init", "-q", tmp_path)
+    output("git", "-C", tmp_path, "remote", "add", "origin", "git@example.org:lab/moelora.git")
+    assert setup_py.repository() == "https://example.org/lab/moelora"
+    urls = "Project-URL: Issues, https://a.org/b/issues\nProject-URL: Repository, https://a.org/b\n"
+    (tmp_path / "PKG-INFO").write_text(f"Name: moelora\n{urls}")
+    assert setup_py.repository() == "https://a.org/b"
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "fork/moelora")
+    assert setup_py.repository() == "https://github.com/fork/moelora"
+    monkeypatch.setenv("MOELORA_REPOSITORY", "https://example.org/told")
+    assert setup_py.repository() == "https://example.org/told"
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git history here")
-def test_the_source_distribution_holds_what_its_tests_need(tmp_path):
+def test_the_source_distribution_builds_and_tests_moelora(tmp_path):
+    """It has all that is tracked but data; it is small."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
     subprocess.run([*command, "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.stat().st_size < 2e6
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     tracked = output("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     left_out = {name for name in set(tracked.split("\n")) - names if name}
-    assert {name for name in left_out if not name.startswith(".")} == set()
-    assert not any(name.endswith((".so", ".o")) for name in names)
+    assert {n for n in left_out if not n.startswith(".") and not re.fullmatch(LEFT_OUT, n)} == set()
+    assert not any(re.fullmatch(rf"{LEFT_OUT}|.*\.s?o", name) for name in names)
 
 
 def test_why_the_extension_does_not_load():

@@ -302,6 +302,36 @@ def test_a_source_is_compiled_for_what_its_folder_says(project, archs):
 
 
 @pytest.mark.parametrize(
+    ("given", "archs"),
+    [
+        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, ["80", "90a"]),
+        ({"TORCH_CUDA_ARCH_LIST": "7.5 8.9 9.0a 12.0+PTX"}, ["89", "90a", "120"]),
+        ({"TORCH_CUDA_ARCH_LIST": "Turing;Ampere;Hopper"}, ["80", "86", "90a"]),
+        ({"TORCH_CUDA_ARCH_LIST": "8.6", "MOELORA_CUDA_ARCH": "100"}, ["100"]),
+        ({"TORCH_CUDA_ARCH_LIST": "", "MOELORA_CUDA_ARCH": ""}, ["80", "90a"]),
+    ],
+)
+def test_the_architectures_of_torchs_variable(compiling, monkeypatch, given, archs):
+    """As for torch's own extensions; ours goes first."""
+    for name in ("TORCH_CUDA_ARCH_LIST", "MOELORA_CUDA_ARCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert compiling.cuda_archs() == archs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("7.0;7.5", "need 8.0 or later; MOELORA_CUDA=0"), ("8.0;sm_90", "'sm_90' is not an architec")],
+)
+def test_architectures_that_are_none_are_named(compiling, monkeypatch, text, message):
+    monkeypatch.delenv("MOELORA_CUDA_ARCH", raising=False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
+    with pytest.raises(SystemExit, match=message):
+        compiling.cuda_archs()
+
+
+@pytest.mark.parametrize(
     "target, is_x86", [("x86_64-linux-gnu", True), ("aarch64-linux-gnu", False)]
 )
 def test_x86_sources_are_for_compilers_of_x86(compiling, monkeypatch, tmp_path, target, is_x86):
@@ -329,6 +359,20 @@ def test_machine_code_is_small(project):
     for words in project.nvcc_commands().values():
         assert "--compress-mode=size" not in words
         assert " -Xfatbin -compress-all " in " ".join(words)
+
+
+def test_a_fast_build_only_compiles(project):
+    """Without optimization, and without what ptxas says of optimized code alone."""
+    environment = project.nvcc()
+    nvcc = Path(environment["NVCC"])
+    loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async are serialized"
+    nvcc.write_text(nvcc.read_text().replace("echo |", f"echo '{loss}' >&2; echo |"))
+    project.build(**environment, MOELORA_CUDA_FAST="1", MOELORA_WERROR="1")
+    for words in project.nvcc_commands().values():
+        assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words}
+    with pytest.raises(AssertionError, match="warnings are errors"):
+        project.build(**environment, MOELORA_WERROR="1")
+    assert all("-Ofc=max" not in words for words in project.nvcc_commands().values())
 
 
 def test_spare_cores_share_the_architectures_of_a_file(project):
@@ -414,6 +458,13 @@ THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\
         ("build", "", {}, "cuda= arch=\n"),
         ("wheel", "", {}, "cuda= arch=release\n"),
         ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
+        ("wheel", "", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "cuda= arch=\n"),
+        (
+            "demo",
+            "9.0",
+            {"TORCH_CUDA_ARCH_LIST": "8.0"},
+            f"cuda=0 arch=\ndemo\n{THEN}cuda= arch=\n",
+        ),
     ],
 )
 def test_what_make_builds(tmp_path, target, gpu, given, wanted):
@@ -428,8 +479,48 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
         (tmp_path / name).chmod(0o755)
     for name in (".ready", ".editable"):
         (tmp_path / name).write_text("")
-    drop = ("MOELORA_CUDA", "MOELORA_CUDA_ARCH", "MAKEFLAGS", "MAKELEVEL")
+    drop = ("MOELORA_CUDA", "MOELORA_CUDA_ARCH", "TORCH_CUDA_ARCH_LIST", "MAKEFLAGS", "MAKELEVEL")
     environment = {k: v for k, v in os.environ.items() if k not in drop}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
     assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
+
+
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "index", "size"),
+    [
+        (False, {}, CPU_INDEX, "for the CPU: 0.2 GB"),
+        (True, {}, None, "with CUDA's libraries: 2 to 3 GB"),
+        (False, {"PIP_INDEX_URL": "https://example.org/simple"}, None, "with CUDA's libraries"),
+        (False, {"PIP_EXTRA_INDEX_URL": "https://example.org/cpu"}, None, "for the CPU"),
+    ],
+)
+def test_torch_is_that_of_the_machine_and_its_size_is_said_first(tmp_path, gpu, given, index, size):
+    """Without a GPU nobody downloads CUDA's libraries, and who told pip of an index keeps it."""
+    for name, text in {
+        "nvidia-smi": f"exit {0 if gpu else 9}",
+        "python3": "exit 0",
+        "python": 'echo "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE"))}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
+    words = [f"VENV={tmp_path}", f"PY={tmp_path}/python", f"PYTHON={tmp_path}/python3"]
+    said = output("make", "-s", f"{tmp_path}/.ready", *words, cwd=ROOT, env=environment)
+    first, torch, others = said.splitlines()
+    assert size in first
+    assert torch.split() == ["-m", "pip", "install", "--quiet", *(index or "").split()] + (
+        (ROOT / "requirements-torch.txt").read_text().split()
+    )
+    assert others.endswith("-r requirements.txt")
+
+
+def test_a_python_that_does_not_start_is_named(tmp_path):
+    words = ["make", "-s", f"{tmp_path}/.ready", f"VENV={tmp_path}", "PYTHON=python3.99"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "PYTHON is python3.99, which does not start: make PYTHON=..." in done.stdout

@@ -1,16 +1,24 @@
 """Gradients of a projection and of the deltas of adapters alone, against float64."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, EDGE_CASES, Spec, random_specs, same_bits
+from cases import EDGE_CASES, Spec, random_specs, same_bits
+from conftest import CUDA_DTYPES, on_gpu
 from gradient_cases import (
+    DEVICES,
+    PLACES,
     assert_accurate_on_average,
     assert_samples,
     flat,
     grad_like,
+    on_cpu,
 )
+from quantized_cases import ALL_FORMATS
+from quantized_cases import build as build_quantized
 
 import moelora
 from moelora.reference import fused_moe_lora_gemm_backward_ref, naive_fused_moe_lora_gemm_backward
@@ -18,6 +26,7 @@ from moelora.reference.backward import TRAINED_OF_PROJECTION
 
 DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
 FACTORS = ("lora_a", "lora_b")
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 TWO_BYTES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
 )
@@ -56,20 +65,21 @@ def for_delta(projection, arguments):
 
 
 def samples(grads, reference, grad_out):
+    reference, grad_out = on_cpu(reference), grad_out.cpu()
     want = flat(fused_moe_lora_gemm_backward_ref(grad_out, **reference))
     naive = flat(naive_fused_moe_lora_gemm_backward(grad_out, **reference))
     assert set(grads) == set(want)
     return {n: (grads[n], want[n], naive[n].double()) for n in want}
 
 
-def hold(spec, projection, mul, compute, deltas=False):
+def hold(spec, projection, mul, compute, device="cpu", deltas=False):
     """One problem, or where its errors say too little eight of its kind."""
 
     def sample(number):
-        p = replace(spec, seed=spec.seed + 100_000 * number).build()
+        p = replace(spec, seed=spec.seed + 100_000 * number).build().to(device)
         arguments = p.gemm_kwargs(projection, mul)
         out = (*p.topk_ids.shape, arguments["w"].size(1))
-        grad_out = grad_like(out, spec.dtype, seed=1 + number)
+        grad_out = grad_like(out, spec.dtype, device, seed=1 + number)
         if deltas:
             own, arguments = for_delta(projection, arguments)
             return samples(compute(own, grad_out), arguments, grad_out)
@@ -85,18 +95,20 @@ def hold(spec, projection, mul, compute, deltas=False):
 @pytest.mark.parametrize("mul", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("projection", ["w13", "w2"])
 @pytest.mark.parametrize("name", EDGE_CASES)
-def test_edge_cases(name, projection, mul):
+@EACH_DEVICE
+def test_edge_cases(device, name, projection, mul):
     spec = replace(EDGE_CASES[name], dtype=torch.bfloat16)
-    hold(spec, projection, mul, of_projection)
+    hold(spec, projection, mul, of_projection, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_random_problems(dtype):
+@pytest.mark.parametrize("place", PLACES)
+def test_random_problems(place):
+    device, dtype = place
     ratios = []
     for number, spec in enumerate(random_specs(24, first_seed=900, dtypes=(dtype,))):
         projection, mul = ("w13", "w2")[number % 2], number % 4 < 2
         try:
-            ratios.append(hold(spec, projection, mul, of_projection))
+            ratios.append(hold(spec, projection, mul, of_projection, device))
         except Exception as error:
             raise AssertionError(f"{spec} {projection} {mul}: {error}") from error
     assert_accurate_on_average(ratios, dtype)
@@ -118,8 +130,9 @@ def of_delta(projection, base=None, add_inputs=True):
 
 @pytest.mark.parametrize("mul", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("projection", DELTAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_deltas(dtype, projection, mul):
+@pytest.mark.parametrize("place", PLACES)
+def test_deltas(place, projection, mul):
+    device, dtype = place
     ratios = []
     for spec in (
         Spec(tokens=9, dtype=dtype),
@@ -127,20 +140,21 @@ def test_deltas(dtype, projection, mul):
         Spec(tokens=7, dtype=dtype, mix="disabled", routing="out_of_range", remote=2),
         Spec(tokens=5, dtype=dtype, mix="all_different", pass_ranks=False, scalings=False),
     ):
-        ratios.append(hold(spec, projection, mul, of_delta(projection), deltas=True))
+        ratios.append(hold(spec, projection, mul, of_delta(projection), device, deltas=True))
     assert_accurate_on_average(ratios, dtype)
 
 
 @pytest.mark.parametrize("projection", DELTAS)
-def test_delta_of_a_base_product(projection):
+@EACH_DEVICE
+def test_delta_of_a_base_product(device, projection):
     """In place, to a tensor in a graph: its gradient goes on, unless it is replaced."""
-    p = Spec(tokens=6, dtype=torch.bfloat16).build()
+    p = Spec(tokens=6, dtype=torch.bfloat16).build().to(device)
     arguments, _ = for_delta(projection, p.gemm_kwargs(projection))
     columns = p.w13.size(1) if projection == "w13" else p.w2.size(1)
-    grad_out = grad_like((*p.topk_ids.shape, columns), torch.bfloat16)
+    grad_out = grad_like((*p.topk_ids.shape, columns), torch.bfloat16, device)
     alone = of_delta(projection)(arguments, grad_out)
     for add_inputs in (True, False):
-        leaf = torch.ones(grad_out.shape, dtype=torch.bfloat16, requires_grad=True)
+        leaf = torch.ones_like(grad_out, requires_grad=True)
         base = leaf * 1
         given = with_leaves(arguments)
         result = DELTAS[projection](**given, out=base, add_inputs=add_inputs)
@@ -165,55 +179,135 @@ def test_a_leaf_is_not_written_to():
 # ---- promises ----
 
 
-def test_an_adapter_alone():
-    """Its gradients have the bits that they have without the other adapters of the batch."""
-    p = Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16).build()
-    arguments = p.gemm_kwargs("w13", True)
-    grad_out = grad_like((*p.topk_ids.shape, p.w13.size(1)), torch.bfloat16)
-    together = of_projection(arguments, grad_out)
+def problem(device="cpu", projection="w13", mul=True, **options):
+    """(arguments, grad_out) of a projection in bfloat16."""
+    p = replace(Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16), **options).build()
+    arguments = p.to(device).gemm_kwargs(projection, mul)
+    columns = arguments["w"].size(1)
+    return arguments, grad_like((*p.topk_ids.shape, columns), p.spec.dtype, device)
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def as_projection(projection):
+    """Gradients of the projection, or of its delta, of the same arguments."""
+
+    def of_adapters(arguments, grad_out):
+        return of_delta(projection)(for_delta(projection, arguments)[0], grad_out)
+
+    return of_projection, of_adapters
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["projection", "delta"])
+@pytest.mark.parametrize("projection", DELTAS)
+@EACH_DEVICE
+def test_an_adapter_alone(device, projection, which):
+    """Its gradients have the bits that they have without the other adapters of the batch, whatever
+    these hold; those of base rows the bits that they have without adapters."""
+    compute = as_projection(projection)[which]
+    arguments, grad_out = problem(device, projection)
+    together = compute(arguments, grad_out)
     mapping = arguments["token_lora_mapping"]
-    alone = of_projection(
+    alone = compute(
         arguments | {"token_lora_mapping": mapping.masked_fill(mapping != 1, -1)}, grad_out
     )
+    base = compute(arguments | {"token_lora_mapping": torch.full_like(mapping, -1)}, grad_out)
+    sick = copy.deepcopy({name: arguments[name] for name in FACTORS})
+    for factor in (*as_list(sick["lora_a"]), *as_list(sick["lora_b"])):
+        factor[0] = float("nan")
+    beside = compute(arguments | sick, grad_out)
     for name in together:
         if name.startswith("lora"):
             assert same_bits(together[name][1], alone[name][1]), name
+            assert same_bits(together[name][1], beside[name][1]), name
             assert not alone[name][0].any()
-    base = of_projection(
-        {k: v for k, v in arguments.items() if "lora" not in k and "adapter" not in k}, grad_out
-    )
-    rows = mapping < 0
+    each = together["x"].size(0) // mapping.size(0)
+    rows = (mapping < 0).repeat_interleave(each)
     assert rows.any() and same_bits(together["x"][rows], base["x"][rows])
+    well = (mapping != 0).repeat_interleave(each)
+    assert same_bits(together["x"][well], beside["x"][well])
 
 
-def test_other_forms_of_weights():
-    p = Spec(tokens=9, hidden=128, inter=64, dtype=torch.bfloat16).build()
-    arguments = p.gemm_kwargs("w13", True)
-    grad_out = grad_like((*p.topk_ids.shape, p.w13.size(1)), torch.bfloat16)
-    packed = arguments | {"w": moelora.prepack_weights(p.w13)}
+@EACH_DEVICE
+def test_in_parts(device):
+    """The gradient of a row does not depend on the rest of the batch."""
+    arguments, grad_out = problem(device, tokens=300, top_k=2)
+    whole = of_projection(arguments, grad_out)
+    per_token = ("x", "topk_weights", "topk_ids", "token_lora_mapping")
+    for first, end in ((0, 7), (7, 140), (140, 300)):
+        part = arguments | {name: arguments[name][first:end] for name in per_token}
+        found = of_projection(part, grad_out[first:end])
+        assert same_bits(found["x"], whole["x"][first:end])
+        assert same_bits(found["topk_weights"], whole["topk_weights"][first:end])
+
+
+@EACH_DEVICE
+def test_other_forms_of_weights(device):
+    arguments, grad_out = problem(device, hidden=128, inter=64)
+    packed = arguments | {"w": moelora.prepack_weights(arguments["w"])}
     want = of_projection(arguments, grad_out)
     for name, grad in of_projection(packed, grad_out).items():
         assert same_bits(grad, want[name]), name
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_block_w8a8"])
+@EACH_DEVICE
+def test_quantized_weights(device, name):
+    """Gradients are those of the dequantized weights."""
+    spec = Spec(tokens=40, hidden=160, inter=96, dtype=torch.bfloat16)
+    p = build_quantized(spec, ALL_FORMATS[name], spec.dtype).to(device)
+    arguments = p.gemm_kwargs("w2", True)
+    plain = arguments | {"w": arguments["w"].unpack().to(spec.dtype)}
+    grad_out = grad_like((*arguments["topk_ids"].shape, spec.hidden), spec.dtype, device)
+    assert_samples([samples(of_projection(arguments, grad_out), plain, grad_out)], spec.dtype)
+
+
+@EACH_DEVICE
+def test_no_tokens(device):
     """The gradient of out.sum() is expanded: contiguous for torch, in any strides."""
-    arguments = Spec(tokens=0, bias=True).build().gemm_kwargs("w13")
+    arguments = Spec(tokens=0, bias=True, dtype=torch.bfloat16).build().to(device)
+    arguments = arguments.gemm_kwargs("w13")
     x = arguments["x"].detach().requires_grad_()
     bias = arguments["bias"].detach().requires_grad_()
     moelora.fused_moe_lora_gemm(**arguments | {"x": x, "bias": bias}).sum().backward()
     assert x.grad.shape == x.shape and not bias.grad.any()
 
 
-def test_what_is_refused():
-    p = Spec(tokens=6, bias=True).build()
+@EACH_DEVICE
+def test_rows_of_grad_out_in_any_strides(device):
+    """Which a call of the operator may pass, unlike autograd."""
+    arguments, grad_out = problem(device, top_k=2)
+    tokens, top_k, columns = grad_out.shape
+    spread = torch.full((tokens, top_k + 1, columns + 8), float("nan")).to(grad_out)
+    spread = spread[:, :top_k, :columns]
+    spread.copy_(grad_out)
+
+    def gradients(grad_out):
+        absent = grad_out.new_empty(0)
+        names = ("topk_weights", "topk_ids", "token_lora_mapping", *FACTORS)
+        given = [arguments[n] for n in names]
+        return torch.ops.moelora.fused_moe_lora_gemm_backward(
+            *(grad_out, arguments["x"], arguments["w"], *given),
+            *(arguments["lora_ranks"], arguments["lora_scalings"], absent, absent, absent),
+            *(True, 0, 15, False),
+        )
+
+    for got, want in zip(gradients(spread), gradients(grad_out), strict=True):
+        assert same_bits(got, want)
+
+
+@EACH_DEVICE
+def test_what_is_refused(device):
+    p = Spec(tokens=6, bias=True, dtype=torch.bfloat16).build().to(device)
     arguments = p.gemm_kwargs("w13")
     for name, value in (("w", p.w13), ("lora_scalings", p.lora_scalings)):
         given = arguments | {name: value.detach().requires_grad_()}
         with pytest.raises(RuntimeError, match=rf"{name} requires a gradient, and"):
             moelora.fused_moe_lora_gemm(**given)
     x = p.hidden_states.detach().requires_grad_()
-    out = torch.empty(*p.topk_ids.shape, p.w13.size(1))
+    out = x.new_empty(*p.topk_ids.shape, p.w13.size(1))
     with pytest.raises(RuntimeError, match="no backward of a call with out="):
         moelora.fused_moe_lora_gemm(**arguments | {"x": x}, out=out)
     result = moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum()
@@ -221,14 +315,110 @@ def test_what_is_refused():
         torch.autograd.grad(result, x, create_graph=True)
 
 
-def test_what_is_written_to_is_noticed():
-    p = Spec(tokens=6).build()
-    given = with_leaves(p.gemm_kwargs("w13"))
-    out = moelora.fused_moe_lora_gemm(**given)
-    with torch.no_grad():
-        given["x"].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+# ---- attacks on the boundary of autograd ----
+
+
+def calls(device):
+    """(leaves and other tensors by name, a call that is recorded), of a projection and deltas."""
+    for projection in DELTAS:
+        arguments, _ = problem(device, projection)
+        given = with_leaves(arguments)
+        yield given, lambda given=given: moelora.fused_moe_lora_gemm(**given)
+        own, _ = for_delta(projection, arguments)
+        given = with_leaves(own)
+        yield given, lambda given=given, delta=DELTAS[projection]: delta(**given)
+
+
+@EACH_DEVICE
+def test_what_is_written_to_is_noticed(device):
+    """Whichever tensor it is that the backward would read."""
+    for number, (given, _) in enumerate(calls(device)):
+        tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor) and v.numel()]
+        assert {"x", "topk_weights", "topk_ids", "token_lora_mapping", "lora_scalings"} <= {
+            *tensors
+        }
+        for name in {*tensors, *FACTORS}:
+            given, call = list(calls(device))[number]
+            value = as_list(given[name])[-1]
+            out = call()
+            with torch.no_grad():
+                value.copy_(value.clone())
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+
+@EACH_DEVICE
+def test_a_delta_that_is_written_to(device):
+    """The result is not an operand of the backward: it may change."""
+    for given, call in list(calls(device))[1::2]:
+        out = call()
+        want = torch.autograd.grad(out.sum(), given["x"])[0]
+        out = call()
+        out.mul_(1)
+        assert same_bits(torch.autograd.grad(out.sum(), given["x"])[0], want)
+
+
+@EACH_DEVICE
+def test_freed_storage(device):
+    """Tensors that the caller drops live as long as the graph; freed ones are refused."""
+    for number in range(4):
+        given, call = list(calls(device))[number]
+        want = torch.autograd.grad(call().sum(), given["x"])[0]
+        given, call = list(calls(device))[number]
+        out, x = call(), given["x"]
+        given.clear()
+        del call
+        filler = [torch.full((1 << 16,), float("nan"), device=device) for _ in range(8)]
+        assert same_bits(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], want)
+        del filler
+        loss = out.sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        given, call = list(calls(device))[number]
+        out = call()
+        as_list(given["lora_b"])[0].untyped_storage().resize_(0)
+        with pytest.raises((RuntimeError, ValueError), match="storage|memory|inplace"):
+            out.sum().backward()
+
+
+@EACH_DEVICE
+def test_threads(device):
+    """Every one with a graph of its own, at the same time."""
+    problems = list(calls(device)) * 2
+    want = [torch.autograd.grad(call().sum(), given["x"])[0] for given, call in problems]
+
+    def work(number):
+        given, call = problems[number]
+        for _ in range(4):
+            grad = torch.autograd.grad(call().sum(), given["x"])[0]
+            assert same_bits(grad, want[number])
+
+    with ThreadPoolExecutor(len(problems)) as pool:
+        list(pool.map(work, range(len(problems))))
+
+
+@pytest.mark.parametrize("place", [on_gpu("cuda")])
+def test_streams(place):
+    """A backward runs on the stream of its forward, and whoever waits for it sees its results."""
+    for number in range(4):
+        given, call = list(calls(place))[number]
+        want = torch.autograd.grad(call().sum(), given["x"])[0]
+        torch.cuda.synchronize()
+        stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            out = call()
+        with torch.cuda.stream(other):
+            other.wait_stream(stream)
+            grad = torch.autograd.grad(out.sum(), given["x"])[0]
+            found = grad.clone()
+        torch.cuda.synchronize()
+        assert same_bits(found, want)
+
+
+# ---- under torch.compile, in a CUDA graph ----
 
 
 @TWO_BYTES
@@ -243,3 +433,36 @@ def test_compiled(dtype):
     ).backward(grad_out)
     for name, grad in grads_of(arguments, given).items():
         assert same_bits(grad, want[name]), name
+
+
+CHANGING = ("x", "topk_ids", "topk_weights", "token_lora_mapping")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["projection", "delta"])
+@pytest.mark.parametrize("projection", DELTAS)
+@pytest.mark.parametrize("dtype", [on_gpu(d, id=str(d)[6:]) for d in CUDA_DTYPES])
+def test_a_captured_step_serves_any_routing(dtype, projection, which):
+    """And waits for the GPU nowhere."""
+    compute = as_projection(projection)[which]
+    (arguments, grad_out), (other, _) = (
+        problem("cuda", projection, tokens=90, dtype=dtype, seed=seed) for seed in range(2)
+    )
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compute(arguments, grad_out)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        compute(arguments, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute(arguments, grad_out)
+    for name in CHANGING:
+        arguments[name].copy_(other[name])
+    for tensor in captured.values():
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, want in compute(arguments, grad_out).items():
+        assert same_bits(captured[name], want), name

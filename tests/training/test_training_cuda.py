@@ -124,3 +124,39 @@ def test_a_step_of_quantized_weights_is_captured(name):
     graph.replay()
     torch.cuda.synchronize()
     assert all(same_bits(captured[field], grad) for field, grad in want.items())
+
+
+@pytest.mark.parametrize("name", [None, "mxfp4", "fp8_block_w8a8"])
+def test_windows_of_columns(name):
+    """A large batch is summed in windows of columns: rows have the bits that they have in smaller
+    ones, which are not, and gradients of factors those of their sums."""
+    spec = Spec(
+        tokens=2200,
+        top_k=8,
+        experts=16,
+        hidden=2048,
+        inter=128,
+        ranks=(8, 16, 4),
+        mix="many",
+        bias=True,
+        dtype=torch.bfloat16,
+    )
+    p = (build(spec, ALL_FORMATS[name], spec.dtype) if name else spec.build()).to("cuda")
+    arguments = p.kwargs()
+    grad_out = grad_like(arguments["hidden_states"].shape, spec.dtype, "cuda")
+    whole = step(arguments, grad_out)
+    served = moelora.fused_experts_lora(**arguments, batch_invariant=True)
+    invariant, _ = moelora.fused_experts_lora_saving(**arguments, batch_invariant=True)
+    assert same_bits(invariant, served)
+    factors = {}
+    for half in (slice(0, 1100), slice(1100, 2200)):
+        part = arguments | {name: arguments[name][half].contiguous() for name in CHANGING}
+        found = step(part, grad_out[half].contiguous())
+        for name in ("hidden_states", "topk_weights"):
+            assert same_bits(found[name], whole[name][half]), name
+        for name in found:
+            if "lora" in name:
+                factors[name] = factors.get(name, 0) + found[name].float()
+    for name, want in factors.items():
+        off = (whole[name].float() - want).abs().max()
+        assert off <= 0.02 * want.abs().max(), name

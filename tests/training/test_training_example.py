@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import needs_checkout
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -13,6 +14,8 @@ pytest.importorskip("rich")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train  # noqa: E402
 import train_qlora  # noqa: E402
+
+pytestmark = needs_checkout
 
 ARGUMENTS = ["--adapters", "charmap", "--steps", "3", "--batch", "2", "--windows", "2"]
 

@@ -16,21 +16,33 @@ moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_prob
                                              const moelora_backward_plan *plan,
                                              const moelora_exec *exec);
 
-/* routing_weights.cu */
+/* gemm_backward.cu: likewise */
+size_t moelora_cuda_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
+                                            const moelora_gemm_backward_plan *plan,
+                                            const moelora_exec *exec);
+moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                          const moelora_gemm_backward_plan *plan,
+                                          const moelora_exec *exec);
+
+/* routing_weights.cu: products of rows. Row p / divisor belongs to flat row p. */
+typedef struct moelora_divided_rows {
+  const void *data;
+  int64_t stride, columns;
+  int32_t divisor;
+} moelora_divided_rows;
+
 typedef struct moelora_weight_gradients {
-  const int32_t *positions; /* [P] -1: skipped */
-  const int32_t *experts;   /* [P] */
-  int64_t num_rows;         /* P */
+  const int32_t *experts; /* [P] -1: skipped */
+  int64_t num_rows;       /* P */
   int32_t top_k;
-  const float *dt; /* [position, parts] */
+  const float *dt;          /* [position, parts]; NULL: not a term */
+  const int32_t *positions; /* [P] */
   int32_t parts;
-  int64_t hidden;
-  const void *bias; /* [E, K]; NULL: none */
+  const void *bias; /* [E, columns of dout]; NULL: not a term */
   int64_t bias_stride_e;
-  const void *dout; /* [M, K] */
-  int64_t dout_stride;
-  const void *dz, *x; /* [P, K], [M, K]: for weights on the input; otherwise dz is NULL */
-  int64_t x_stride;
+  moelora_divided_rows dout;
+  const void *dz; /* [P, columns of x]; NULL: not a term */
+  moelora_divided_rows x;
   float *out; /* [M, top_k] */
   int64_t out_stride[2];
 } moelora_weight_gradients;

@@ -17,7 +17,7 @@ struct GradientProduct {
   int32_t slices, max_rank, padded_rank, columns;
   bool weighted, transposed;
   bool ranks_vectors, wide_vectors; // they allow 16-byte accesses
-  bool quads;                       // gradients allow accesses of 4 elements
+  bool gradient_vectors;            // the same of gradients, in units of 8 elements
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
@@ -51,7 +51,8 @@ __device__ __forceinline__ const GradientProduct &find_tile(const GradientGroup 
   return product;
 }
 
-template <int WIDTH, class V> struct alignas(WIDTH * sizeof(V)) Several {
+template <int WIDTH, class V>
+struct alignas(WIDTH * sizeof(V) < 16 ? WIDTH * sizeof(V) : 16) Several {
   V value[WIDTH];
 };
 
@@ -79,30 +80,37 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* Stores a tile, WIDTH neighboring elements of the gradient at a time: get(rank, column) returns a
- * sum by its index in the tile. Elements at and beyond the true rank are zero, or left unchanged.
- * Neighbors are columns of A, ranks of B; a thread has the same ones in all of its lines. */
-template <class T, int RANKS, int WIDTH, bool TRANSPOSED, class Get>
+/* Index of an element within a product's part of a slot: in the order of the gradient. */
+__device__ __forceinline__ int64_t slot_index(const GradientProduct &p, int rank, int column) {
+  return p.transposed ? (int64_t)column * (p.slices * p.padded_rank) + rank
+                      : (int64_t)rank * p.columns + column;
+}
+
+/* Stores a tile, WIDTH neighboring elements of the gradient at a time: sums.load<TRANSPOSED>(v,
+ * rank, column) loads WIDTH sums by the index of the first in the tile. Elements at and beyond the
+ * true rank are zero, or left unchanged. Neighbors are columns of A, ranks of B; a thread has the
+ * same ones in all of its lines. */
+template <class T, class S, int WIDTH, bool TRANSPOSED, class Sums>
 __device__ __forceinline__ void write_lines(const GradientProduct &p, const GradientTile &tile,
-                                            int adapter, int expert, int rank, bool accumulate,
-                                            Get get) {
-  constexpr int UNITS = (TRANSPOSED ? RANKS : kColumns) / WIDTH; // of a line
-  constexpr int LINES = TRANSPOSED ? kColumns : RANKS;
-  const int own = threadIdx.x % UNITS * WIDTH, step = (int)blockDim.x / UNITS;
-  for (int line = threadIdx.x / UNITS; line < LINES; line += step) {
+                                            const int (&pair)[2], int rank, bool accumulate,
+                                            const Sums &sums) {
+  constexpr int UNITS = (TRANSPOSED ? S::RANKS : kColumns) / WIDTH; // of a line
+  constexpr int LINES = TRANSPOSED ? kColumns : S::RANKS, STEP = S::THREADS / UNITS;
+  const int own = threadIdx.x % UNITS * WIDTH;
+#pragma unroll 2
+  for (int i = 0; i < (LINES + STEP - 1) / STEP; i++) {
+    const int line = threadIdx.x / UNITS + i * STEP;
     const int of_ranks = TRANSPOSED ? own : line, c = TRANSPOSED ? line : own;
     const int at = tile.rank + of_ranks, slice = at >= p.padded_rank;
     const int r = at - (slice ? p.padded_rank : 0), column = tile.column + c;
-    if (at >= p.slices * p.padded_rank || r >= p.max_rank || column >= p.columns ||
+    if (line >= LINES || at >= p.slices * p.padded_rank || r >= p.max_rank || column >= p.columns ||
         (accumulate && r >= rank))
       continue;
     const moelora_gradient &g = p.gradient[slice];
     float v[WIDTH];
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++)
-      v[i] = TRANSPOSED ? get(of_ranks + i, c) : get(of_ranks, c + i);
+    sums.template load<TRANSPOSED>(v, of_ranks, c);
     const int count = TRANSPOSED ? rank - r : r < rank ? WIDTH : 0;
-    const int64_t to = adapter * g.stride_l + expert * g.stride_e +
+    const int64_t to = pair[0] * g.stride_l + pair[1] * g.stride_e +
                        (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
     if (g.dtype == MOELORA_F32)
       put<WIDTH>((float *)g.data + to, v, count, accumulate);
@@ -111,24 +119,25 @@ __device__ __forceinline__ void write_lines(const GradientProduct &p, const Grad
   }
 }
 
-template <class T, int RANKS, int WIDTH, class Get>
+template <class T, class S, int WIDTH, class Sums>
 __device__ __forceinline__ void write_units(const GradientProduct &p, const GradientTile &tile,
-                                            int adapter, int expert, int rank, bool accumulate,
-                                            Get get) {
+                                            const int (&pair)[2], int rank, bool accumulate,
+                                            const Sums &sums) {
   if (p.transposed)
-    write_lines<T, RANKS, WIDTH, true>(p, tile, adapter, expert, rank, accumulate, get);
+    write_lines<T, S, WIDTH, true>(p, tile, pair, rank, accumulate, sums);
   else
-    write_lines<T, RANKS, WIDTH, false>(p, tile, adapter, expert, rank, accumulate, get);
+    write_lines<T, S, WIDTH, false>(p, tile, pair, rank, accumulate, sums);
 }
 
-template <class T, int RANKS, class Get>
+/* pair: indices of the gradient in its first two dimensions. */
+template <class T, class S, class Sums>
 __device__ __forceinline__ void write_tile(const GradientProduct &p, const GradientTile &tile,
-                                           int adapter, int expert, int rank, bool accumulate,
-                                           Get get) {
-  if (p.quads)
-    write_units<T, RANKS, 4>(p, tile, adapter, expert, rank, accumulate, get);
+                                           const int (&pair)[2], int rank, bool accumulate,
+                                           const Sums &sums) {
+  if (p.gradient_vectors)
+    write_units<T, S, 8>(p, tile, pair, rank, accumulate, sums);
   else
-    write_units<T, RANKS, 1>(p, tile, adapter, expert, rank, accumulate, get);
+    write_units<T, S, 1>(p, tile, pair, rank, accumulate, sums);
 }
 
 #endif

@@ -43,10 +43,28 @@ template <int RANKS_> struct GradientShape {
     int32_t wide[ROWS], ranks[ROWS];
     float weight[ROWS];
   };
+  /* Accumulators in the order of the gradient. The padding avoids bank conflicts. */
+  struct Sums {
+    union {
+      float by_rank[RANKS][kColumns + 4];
+      float by_column[kColumns][RANKS + 4]; // of transposed gradients
+    };
+
+    template <bool TRANSPOSED, int WIDTH>
+    __device__ __forceinline__ void load(float (&v)[WIDTH], int rank, int column) const {
+      const float *from = TRANSPOSED ? &by_column[column][rank] : &by_rank[rank][column];
+      if constexpr (WIDTH == 1)
+        v[0] = *from;
+      else
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 4)
+          *(float4 *)&v[i] = *(const float4 *)&from[i];
+    }
+  };
   struct SharedStorage {
     union {
       Stage stages[STAGES];
-      float sums[RANKS][kColumns + 4];
+      Sums sums;
     };
     Index index[INDICES];
     moelora_gradient_part part[2]; // of the current and of the next tile
@@ -254,30 +272,55 @@ template <class T, class S> struct PartTile {
     copy_async_wait<0>();
     __syncthreads();
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < S::WARP_TILES; i++)
-#pragma unroll
-      for (int j = 0; j < S::WARP_COLUMNS / 8; j++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          *(float2 *)&shared.sums[16 * (warp / 4 * S::WARP_TILES + i) + 8 * half + lane / 4]
-                                 [warp % 4 * S::WARP_COLUMNS + 8 * j + lane % 4 * 2] =
-              make_float2(rAcc[i][j][2 * half], rAcc[i][j][2 * half + 1]);
+    if (p.transposed)
+      put_sums<true>(shared.sums, rAcc);
+    else
+      put_sums<false>(shared.sums, rAcc);
     __syncthreads();
   }
 
-  /* Stores the sums to the gradient, or, if it has several parts, to [rank columns, columns] of
-   * this part's slot. */
+  /* Writes the accumulators of tiles that have ranks. */
+  template <bool TRANSPOSED>
+  __device__ __forceinline__ void
+  put_sums(typename S::Sums &sums,
+           const float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = warp / 4 * S::WARP_TILES;
+#pragma unroll
+    for (int i = 0; i < S::WARP_TILES; i++) {
+      if (!(active >> (first + i) & 1))
+        continue;
+#pragma unroll
+      for (int j = 0; j < S::WARP_COLUMNS / 8; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int rank = 16 * (first + i) + 8 * half + lane / 4;
+          const int column = warp % 4 * S::WARP_COLUMNS + 8 * j + lane % 4 * 2;
+          const float *two = &rAcc[i][j][2 * half];
+          if constexpr (TRANSPOSED) {
+            sums.by_column[column][rank] = two[0];
+            sums.by_column[column + 1][rank] = two[1];
+          } else {
+            *(float2 *)&sums.by_rank[rank][column] = make_float2(two[0], two[1]);
+          }
+        }
+    }
+  }
+
+  /* Stores the sums to the gradient, or, if it has several parts, to this part's slot. */
   __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
-    const auto get = [&](int rank, int column) { return shared.sums[rank][column]; };
+    const int pair[2] = {part.adapter, part.expert};
     if (part.slot < 0)
-      return write_tile<T, S::RANKS>(p, tile, part.adapter, part.expert, rank(), s.accumulate, get);
+      return write_tile<T, S>(p, tile, pair, part.count > 0 ? rank() : 0, s.accumulate,
+                              shared.sums);
     float *to = group.slots + part.slot * group.slot_floats + p.slot_offset;
     for (int at = threadIdx.x; at < S::RANKS * kColumns; at += S::THREADS) {
-      const int rank = tile.rank + at / kColumns, column = tile.column + at % kColumns;
+      const int r = p.transposed ? at % S::RANKS : at / kColumns;
+      const int c = p.transposed ? at / S::RANKS : at % kColumns;
+      const int rank = tile.rank + r, column = tile.column + c;
       if (rank < p.slices * p.padded_rank && column < p.columns)
-        to[(int64_t)rank * p.columns + column] = get(at / kColumns, at % kColumns);
+        to[slot_index(p, rank, column)] =
+            p.transposed ? shared.sums.by_column[c][r] : shared.sums.by_rank[r][c];
     }
   }
 };
@@ -334,7 +377,13 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     const int64_t next = work + gridDim.x;
     if (next < all)
       load_part(next, shared.part[own ^ 1]);
-    tile.run(shared);
+    if (tile.part.count > 0) {
+      tile.run(shared);
+    } else { // zeros; the next part has to arrive
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncthreads();
+    }
     if (next < all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
     tile.store(shared);
@@ -342,7 +391,27 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   }
 }
 
-/* Gradients with several parts: adds their slots in order. */
+/* Sums of the slots of a gradient, added in order. */
+struct SlotSums {
+  const GradientGroup &group;
+  const GradientProduct &p;
+  const GradientTile &tile;
+  const float *slots; // of the first part
+  int parts;
+
+  template <bool TRANSPOSED, int WIDTH>
+  __device__ __forceinline__ void load(float (&v)[WIDTH], int rank, int column) const {
+    const float *from = slots + slot_index(p, tile.rank + rank, tile.column + column);
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+      v[i] = from[i];
+      for (int part = 1; part < parts; part++)
+        v[i] += from[part * group.slot_floats + i];
+    }
+  }
+};
+
+/* Gradients with several parts. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
@@ -357,16 +426,10 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
     const moelora_gradient_split split = group.parts.split[found.number];
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(group, found.tile, &tile);
+    const int pair[2] = {split.adapter, split.expert};
     const float *slots = group.slots + split.slot * group.slot_floats + p.slot_offset;
-    write_tile<T, S::RANKS>(p, tile, split.adapter, split.expert, min(split.rank, p.max_rank),
-                            s.accumulate, [&](int rank, int column) {
-                              const float *from = slots + (int64_t)(tile.rank + rank) * p.columns +
-                                                  tile.column + column;
-                              float sum = from[0];
-                              for (int i = 1; i < split.parts; i++)
-                                sum += from[i * group.slot_floats];
-                              return sum;
-                            });
+    write_tile<T, S>(p, tile, pair, min(split.rank, p.max_rank), s.accumulate,
+                     SlotSums{group, p, tile, slots, split.parts});
   }
 }
 
@@ -376,11 +439,10 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.most_parts > 0 && gradient.experts == 1;
 }
 
-/* Whether a gradient allows accesses of 4 elements, each of 16 or 32 bits. */
-bool allows_quads(const moelora_gradient &g) {
-  return !g.data ||
-         ((uintptr_t)g.data % (4 * moelora_dtype_bytes(g.dtype)) == 0 && g.columns % 4 == 0 &&
-          g.stride_i % 4 == 0 && g.stride_e % 4 == 0 && g.stride_l % 4 == 0);
+/* Whether units of 8 elements of a gradient allow 16-byte accesses. */
+bool is_vector_gradient(const moelora_gradient &g) {
+  return (uintptr_t)g.data % 16 == 0 && g.columns % 8 == 0 && g.stride_i % 8 == 0 &&
+         g.stride_e % 8 == 0 && g.stride_l % 8 == 0;
 }
 
 bool allows_vectors(const moelora_gradient_operand &operand, int64_t slice, int64_t columns) {
@@ -405,10 +467,10 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   // Elements beyond the true rank are not read, so the rank need not be a multiple of 8.
   p.ranks_vectors = allows_vectors(p.ranks, p.ranks_slice, 0);
   p.wide_vectors = allows_vectors(p.wide, 0, from.columns);
-  p.quads = true;
+  p.gradient_vectors = true;
   for (int i = 0; i < slices; i++) {
     p.gradient[i] = from.gradient[first + i];
-    p.quads = p.quads && allows_quads(p.gradient[i]);
+    p.gradient_vectors = p.gradient_vectors && is_vector_gradient(p.gradient[i]);
   }
 }
 

@@ -38,8 +38,9 @@ typedef struct moelora_activation_gradient {
 typedef struct moelora_through_activation {
   const void *gate_up; /* [P, N] by flat row */
   int64_t gate_up_stride;
-  void *h;   /* [position, I], or NULL */
-  void *dgu; /* [position, N] */
+  void *h;   /* [P, I] by flat row, or NULL */
+  void *dgu; /* [P, N] by flat row */
+  int64_t dgu_stride;
   float *dt; /* [position, dt_parts] */
   int32_t dt_parts;
   moelora_activation_gradient activation;

@@ -1,10 +1,9 @@
 /* Gradients of routing weights, one warp per flat row:
  *
- *   dt[p] = sum over the parts of <v, h> + <dout[m], b2[e]>      or, with weights on the input,
- *   dt[p] = <dz[p], x[m]>
+ *   dt[p] = sum over the parts of <v, h>, or <dz[p], x[p]>, plus <dout[p], bias[e]>
  *
- * and 0 for skipped rows. Each lane adds every 32nd element, then lanes are reduced: the order of
- * additions only depends on sizes. */
+ * of which each term may be absent, and 0 for skipped rows. Each lane adds every 32nd element of a
+ * term, then lanes are reduced: the order of additions only depends on sizes. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -23,6 +22,11 @@ __device__ __forceinline__ float lane_product(const void *a, const void *b, int6
 }
 
 template <class T>
+__device__ __forceinline__ const T *row_of(const moelora_divided_rows &rows, int64_t p) {
+  return (const T *)rows.data + p / rows.divisor * rows.stride;
+}
+
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     weight_gradients(const __grid_constant__ moelora_weight_gradients s) {
   wait_for_previous_kernel();
@@ -30,18 +34,18 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.num_rows;
        p += (int64_t)gridDim.x * kWarps) {
-    const int64_t position = s.positions[p], m = p / s.top_k;
+    const int64_t expert = s.experts[p], m = p / s.top_k;
     float sum = 0.f;
-    if (position >= 0 && s.dz) {
-      sum = lane_product<T>((const T *)s.dz + p * s.hidden, (const T *)s.x + m * s.x_stride,
-                            s.hidden);
-    } else if (position >= 0) {
+    if (expert >= 0 && s.dt) {
+      const float *dt = s.dt + (int64_t)s.positions[p] * s.parts;
       for (int i = lane; i < s.parts; i += 32)
-        sum += s.dt[position * s.parts + i];
-      if (s.bias)
-        sum += lane_product<T>((const T *)s.dout + m * s.dout_stride,
-                               (const T *)s.bias + s.experts[p] * s.bias_stride_e, s.hidden);
+        sum += dt[i];
     }
+    if (expert >= 0 && s.dz)
+      sum += lane_product<T>((const T *)s.dz + p * s.x.columns, row_of<T>(s.x, p), s.x.columns);
+    if (expert >= 0 && s.bias)
+      sum += lane_product<T>(row_of<T>(s.dout, p), (const T *)s.bias + expert * s.bias_stride_e,
+                             s.dout.columns);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, lanes);

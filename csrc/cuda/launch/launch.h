@@ -175,8 +175,9 @@ typedef struct moelora_sum_launch {
   /* adapters alone: flat rows that exist; tokens without any are left unchanged */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
-  bool add;  /* accumulate into out */
-  void *out; /* [M, columns] */
+  bool add;        /* accumulate into out */
+  bool holds_next; /* the next kernel overwrites z, and may not start early */
+  void *out;       /* [M, columns] */
   int64_t out_stride;
   int32_t columns;
 } moelora_sum_launch;

@@ -3,17 +3,18 @@
 #define MOELORA_CUDA_ALIGNMENT_CUH
 
 #include "cuda/launch/launch.h"
+#include "cuda/layer/rows.h"
 
 namespace {
 
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int32_t *tile_counters[MOELORA_PROJECTIONS]; // within those of `blocks`
+  int64_t counters; // of each product, within those of `blocks`
   moelora_sort_scratch scratch;
 };
 
-/* Allocates the blocks of `variant`, for `count` projections whose tile schedulers need `counters`
+/* Allocates the blocks of `variant`, for `count` products whose tile schedulers need `counters`
  * counters each. summed: with positions; weighted: with weights. */
 inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                                 const moelora_variant *variant, int64_t counters, int count,
@@ -40,8 +41,7 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
   blocks->num_counters = (int64_t)moelora_times((size_t)count, (size_t)counters);
   blocks->tile_counters = (int32_t *)moelora_take_array(arena, (size_t)blocks->num_counters, 4);
-  for (int i = 0; i < count; i++)
-    a.tile_counters[i] = blocks->tile_counters + i * counters;
+  a.counters = counters;
   const size_t segments = (size_t)plan->segments;
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
@@ -55,6 +55,18 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
 inline moelora_status align(const Alignment *a, const moelora_routes *from,
                             const moelora_align_plan *plan, const moelora_exec *exec) {
   return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
+}
+
+/* to [M, K] = x times routing weights, which apply to the input: top_k is 1. */
+inline moelora_status weigh_tokens(const moelora_experts_problem *p, const moelora_routes *routes,
+                                   void *to, const moelora_exec *exec) {
+  const moelora_row_copy c = {p->x, {p->x_stride, 0}, true, to, p->hidden, p->hidden};
+  return moelora_cuda_copy_rows(&c, routes, p->dtype, exec);
+}
+
+/* Counters of the tile scheduler of product i. */
+inline int32_t *tile_counter(const Alignment *a, int i) {
+  return a->blocks.tile_counters + i * a->counters;
 }
 
 /* Rows of a buffer that is ordered by position. */

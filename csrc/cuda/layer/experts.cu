@@ -7,38 +7,14 @@
  *
  * Intermediate results are stored by position in the blocks of rows, so that TMA can read and
  * write them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
- * [position, K]. */
+ * [position, K]. In training z is computed and summed in windows of columns, if there are many. */
 #include "cuda/backward/gradients.h"
-#include "cuda/launch/kernel_launch.cuh"
 #include "cuda/layer/alignment.cuh"
 #include "cuda/layer/rows.h"
-#include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/variant_ids.h"
 
 namespace {
-
-constexpr int kThreads = 256;
-
-/* out[p] = 0 for rows whose expert is not local; one warp per row. */
-__global__ void __launch_bounds__(kThreads)
-    zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
-                 int64_t stride_m, int64_t stride_j, int64_t n) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
-  for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < rows; p += warps) {
-    if (experts[p] >= 0)
-      continue;
-    uint16_t *row = out + p / top_k * stride_m + p % top_k * stride_j;
-    for (int64_t i = threadIdx.x % 32; i < n; i += 32)
-      row[i] = 0;
-  }
-}
-
-int64_t blocks_for(int64_t threads) {
-  return (threads + kThreads - 1) / kThreads;
-}
 
 /* ---- workspace ---- */
 
@@ -56,7 +32,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_projection_plan *plan) {
   moelora_gemm_launch g = {};
   describe_product(a, routes, w, lora, plan, &g);
-  g.schedule.tile_counter = a->tile_counters[0];
+  g.schedule.tile_counter = tile_counter(a, 0);
   g.schedule.run = plan->run;
   g.tokens.k = (int32_t)w->k;
   g.weights.n_out = (int32_t)w->n;
@@ -152,10 +128,11 @@ moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *varia
   return moelora_cuda_shrink(&s, plan, exec);
 }
 
-moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink_plan,
-                       const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
-                       const moelora_exec *exec) {
+/* What precedes a projection: quantizes its tokens, and shrinks. */
+moelora_status prepare_tokens(moelora_gemm_launch *g, const moelora_variant *variant,
+                              const moelora_projection_plan *plan,
+                              const moelora_shrink_plan *shrink_plan, const moelora_routes *routes,
+                              void *xa, const QuantizedRows *quantized, const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
     MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
@@ -166,6 +143,14 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
+  return MOELORA_OK;
+}
+
+moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
+                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink_plan,
+                       const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
+                       const moelora_exec *exec) {
+  MOELORA_TRY(prepare_tokens(g, variant, plan, shrink_plan, routes, xa, quantized, exec));
   return launch_gemm(g, variant, plan, exec);
 }
 
@@ -198,13 +183,18 @@ struct ExpertsLayout {
   size_t bytes;
 };
 
+/* Windows of columns of z and out. */
+int64_t num_windows(const moelora_experts_problem *p, const moelora_experts_plan *plan) {
+  return (p->hidden + plan->out_window - 1) / plan->out_window;
+}
+
 ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                               const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
   ExpertsLayout l;
   const int64_t of_w13 = plan->projection[0].num_counters, of_w2 = plan->projection[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w13 > of_w2 ? of_w13 : of_w2,
-                               MOELORA_PROJECTIONS, &plan->align, true, false);
+                               1 + (int)num_windows(p, plan), &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = plan->scales_x
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
@@ -212,7 +202,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.xa13 = take_xa(&arena, &l.alignment, &p->w13_lora);
   l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
-  l.z = moelora_take_array(&arena, moelora_times(rows, hidden), 2);
+  l.z = moelora_take_array(&arena, moelora_times(rows, (size_t)plan->out_window), 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
   l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
@@ -248,6 +238,54 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
   return moelora_cuda_save_rows(&s, exec);
 }
 
+/* Outputs [first, first + columns) of a projection. */
+moelora_gemm_launch window_of(const moelora_gemm_launch *g, int64_t first, int64_t columns) {
+  moelora_gemm_launch window = *g;
+  moelora_weights *w = &window.weights.w;
+  const int64_t bytes = w->format == MOELORA_NATIVE ? 2 : 1; // strides of tiles count them
+  w->data = (const char *)w->data + first / 64 * w->stride_nt * bytes;
+  if (w->bias)
+    w->bias = (const uint16_t *)w->bias + first;
+  window.weights.n_out = (int32_t)columns;
+  moelora_factors *lora = &window.adapters.lora;
+  lora->slice_n = columns;
+  for (int i = 0; i < lora->num_slices; i++)
+    lora->b[i].data = (const uint16_t *)lora->b[i].data + first * lora->b[i].stride_i;
+  return window;
+}
+
+/* z and out, in windows of columns, after prepare_tokens(). */
+moelora_status multiply_and_sum(const moelora_gemm_launch *g, const moelora_experts_problem *p,
+                                const moelora_experts_plan *plan, const ExpertsLayout *l,
+                                const moelora_exec *exec) {
+  const moelora_routes *routes = &l->alignment.routes;
+  const int64_t windows = num_windows(p, plan);
+  for (int64_t i = 0; i < windows; i++) {
+    const int64_t first = i * plan->out_window;
+    const int64_t columns = i + 1 < windows ? plan->out_window : p->hidden - first;
+    moelora_gemm_launch window = windows > 1 ? window_of(g, first, columns) : *g;
+    window.schedule.tile_counter = tile_counter(&l->alignment, 1 + (int)i);
+    window.epilogue.out_stride[0] = columns;
+    MOELORA_TRY(launch_gemm(&window, plan->w2, &plan->projection[1], exec));
+    moelora_sum_launch s = {};
+    s.routes = *routes;
+    s.z = l->z;
+    s.z_stride = columns;
+    s.columns = (int32_t)columns;
+    s.positions = l->alignment.blocks.positions;
+    s.holds_next = i + 1 < windows;
+    if (!p->apply_router_weight_on_input) {
+      s.weights = routes->topk_weights;
+      s.weights_stride[0] = routes->topk_weights_stride[0];
+      s.weights_stride[1] = routes->topk_weights_stride[1];
+    }
+    s.out = (uint16_t *)p->out + first;
+    s.out_stride = p->out_stride;
+    MOELORA_TRY(moelora_cuda_sum(&s, plan->sum, exec));
+  }
+  return MOELORA_OK;
+}
+
 /* saves_alone: computes what is to be saved, but not `out`, which another kernel writes. */
 moelora_status run_staged(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                           bool saves_alone, const moelora_exec *exec) {
@@ -260,7 +298,7 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (plan->scales_x) {
-    MOELORA_TRY(moelora_cuda_scale_rows(p->x, p->x_stride, routes, p->hidden, p->dtype, l.x, exec));
+    MOELORA_TRY(weigh_tokens(p, routes, l.x, exec));
     g.tokens.x = l.x;
     g.tokens.stride = p->hidden;
   }
@@ -282,37 +320,19 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
                       &l.x_fp8, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, &plan->projection[1]);
-  g.schedule.tile_counter = l.alignment.tile_counters[1];
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
   g.tokens.divisor = moelora_divisor_of(0);
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
-  g.epilogue.out_stride[0] = p->hidden;
-  if (!saves_alone)
-    MOELORA_TRY(project(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2,
-                        &l.h_fp8, exec));
-  else if (g.schedule.blocks.packed_ranks)
+  if (!saves_alone) {
+    MOELORA_TRY(prepare_tokens(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2,
+                               &l.h_fp8, exec));
+    MOELORA_TRY(multiply_and_sum(&g, p, plan, &l, exec));
+  } else if (g.schedule.blocks.packed_ranks) {
     MOELORA_TRY(shrink(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec));
-  if (p->saved.gate_up)
-    MOELORA_TRY(save_rows(p, &l, exec));
-  if (saves_alone)
-    return MOELORA_OK;
-
-  moelora_sum_launch s = {};
-  s.routes = *routes;
-  s.z = l.z;
-  s.z_stride = p->hidden;
-  s.columns = (int32_t)p->hidden;
-  s.positions = l.alignment.blocks.positions;
-  if (!p->apply_router_weight_on_input) {
-    s.weights = routes->topk_weights;
-    s.weights_stride[0] = routes->topk_weights_stride[0];
-    s.weights_stride[1] = routes->topk_weights_stride[1];
   }
-  s.out = p->out;
-  s.out_stride = p->out_stride;
-  return moelora_cuda_sum(&s, plan->sum, exec);
+  return p->saved.gate_up ? save_rows(p, &l, exec) : MOELORA_OK;
 }
 
 } // namespace
@@ -327,10 +347,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
-  MOELORA_TRY(launch_kernel<zero_skipped>(
-      "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
-      (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
-      (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
+  MOELORA_TRY(moelora_cuda_zero_skipped(routes, p->out, p->out_stride, p->w.n, exec));
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, &plan->projection);
   g.tokens.x = p->x;

@@ -7,16 +7,60 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    scale_rows(const T *x, int64_t x_stride, const float *weights, int64_t weights_stride, T *out,
-               int64_t rows, int64_t k) {
+struct CopyParams {
+  moelora_row_copy copy;
+  const int32_t *experts; // [P] -1: skipped
+  const float *weights;   // NULL: 1
+  int64_t weights_stride[2], rows;
+  int32_t top_k;
+};
+
+/* Rows by warp; WIDTH elements by lane, 16 bytes if vectors. */
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < rows * k;
-       i += (int64_t)gridDim.x * kThreads)
-    out[i] = Element<T>::round(weights[i / k * weights_stride] *
-                               Element<T>::to_float(x[i / k * x_stride + i % k]));
+  const moelora_row_copy &c = s.copy;
+  for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.rows;
+       p += (int64_t)gridDim.x * kWarps) {
+    const int64_t m = p / s.top_k, j = p % s.top_k;
+    const bool there = s.experts[p] >= 0;
+    const float weight =
+        there && s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
+    const T *from = (const T *)c.from + m * c.from_stride[0] + j * c.from_stride[1];
+    T *to = (T *)c.to + p * c.to_stride;
+    for (int64_t i = threadIdx.x % 32 * WIDTH; i < c.columns; i += 32 * WIDTH) {
+      __align__(16) T values[WIDTH];
+      if constexpr (WIDTH > 1)
+        *(uint4 *)values = there ? *(const uint4 *)(from + i) : make_uint4(0, 0, 0, 0);
+      else
+        values[0] = there ? from[i] : Element<T>::round(0.f);
+      if (there && s.weights)
+#pragma unroll
+        for (int q = 0; q < WIDTH; q++)
+          values[q] = Element<T>::round(weight * Element<T>::to_float(values[q]));
+      if constexpr (WIDTH > 1)
+        *(uint4 *)(to + i) = *(const uint4 *)values;
+      else
+        to[i] = values[0];
+    }
+  }
+}
+
+/* One warp per flat row. */
+__global__ void __launch_bounds__(kThreads)
+    zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
+                 int64_t stride_m, int64_t stride_j, int64_t n) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int64_t warps = (int64_t)gridDim.x * kWarps;
+  for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < rows; p += warps) {
+    if (experts[p] >= 0)
+      continue;
+    uint16_t *row = out + p / top_k * stride_m + p % top_k * stride_j;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32)
+      row[i] = 0;
+  }
 }
 
 /* One warp per flat row. */
@@ -53,27 +97,45 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T>
-moelora_status scale(const void *x, int64_t x_stride, const moelora_routes *routes, int64_t k,
-                     void *out, const moelora_exec *exec) {
-  return launch_kernel<scale_rows<T>>(
-      "scale_rows", (routes->num_tokens * k + kThreads - 1) / kThreads, kThreads, 0, exec,
-      (const T *)x, x_stride, routes->topk_weights, routes->topk_weights_stride[0], (T *)out,
-      routes->num_tokens, k);
+int64_t blocks_for(int64_t rows) {
+  return (rows + kWarps - 1) / kWarps;
+}
+
+template <class T> moelora_status copy(const CopyParams &s, const moelora_exec *exec) {
+  const moelora_row_copy &c = s.copy;
+  const bool vectors = moelora_is_vector_row(c.from, c.from_stride[0], c.columns) &&
+                       c.from_stride[1] % 8 == 0 &&
+                       moelora_is_vector_row(c.to, c.to_stride, c.columns);
+  return vectors
+             ? launch_kernel<copy_rows<T, 8>>("copy_rows", blocks_for(s.rows), kThreads, 0, exec, s)
+             : launch_kernel<copy_rows<T, 1>>("copy_rows", blocks_for(s.rows), kThreads, 0, exec,
+                                              s);
 }
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_scale_rows(const void *x, int64_t x_stride,
-                                                  const moelora_routes *routes, int64_t k,
-                                                  moelora_dtype dtype, void *out,
-                                                  const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? scale<__nv_bfloat16>(x, x_stride, routes, k, out, exec)
-                               : scale<__half>(x, x_stride, routes, k, out, exec);
+extern "C" moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c,
+                                                 const moelora_routes *routes, moelora_dtype dtype,
+                                                 const moelora_exec *exec) {
+  const CopyParams s = {*c,
+                        (const int32_t *)routes->topk_ids.data,
+                        c->weighted ? routes->topk_weights : nullptr,
+                        {routes->topk_weights_stride[0], routes->topk_weights_stride[1]},
+                        routes->num_rows,
+                        routes->top_k};
+  return dtype == MOELORA_BF16 ? copy<__nv_bfloat16>(s, exec) : copy<__half>(s, exec);
+}
+
+extern "C" moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out,
+                                                    const int64_t stride[2], int64_t columns,
+                                                    const moelora_exec *exec) {
+  return launch_kernel<zero_skipped>("zero_skipped", blocks_for(routes->num_rows), kThreads, 0,
+                                     exec, (const int32_t *)routes->topk_ids.data,
+                                     (int32_t)routes->num_rows, routes->top_k, (uint16_t *)out,
+                                     stride[0], stride[1], columns);
 }
 
 extern "C" moelora_status moelora_cuda_save_rows(const moelora_save_launch *s,
                                                  const moelora_exec *exec) {
-  return launch_kernel<save_rows>("save_rows", (s->num_rows + kWarps - 1) / kWarps, kThreads, 0,
-                                  exec, *s);
+  return launch_kernel<save_rows>("save_rows", blocks_for(s->num_rows), kThreads, 0, exec, *s);
 }

@@ -8,10 +8,23 @@
 extern "C" {
 #endif
 
-/* out[m] = round(weight[m, 0] x[m]), for contiguous rows of `k` elements. */
-moelora_status moelora_cuda_scale_rows(const void *x, int64_t x_stride,
-                                       const moelora_routes *routes, int64_t k, moelora_dtype dtype,
-                                       void *out, const moelora_exec *exec);
+/* to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
+typedef struct moelora_row_copy {
+  const void *from; /* [M, top_k, columns] */
+  int64_t from_stride[2];
+  bool weighted;
+  void *to; /* [P, columns] */
+  int64_t to_stride;
+  int64_t columns;
+} moelora_row_copy;
+
+/* Reads resolved routes. */
+moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c, const moelora_routes *routes,
+                                      moelora_dtype dtype, const moelora_exec *exec);
+/* Zeros the skipped rows of `out` [M, top_k, columns], in 16-bit elements. */
+moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out,
+                                         const int64_t stride[2], int64_t columns,
+                                         const moelora_exec *exec);
 
 /* Copies a projection's shrink outputs from positions to flat rows. */
 typedef struct moelora_saved_shrink {

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from moelora import _C
-from moelora.integrations import reason_against_build
+from moelora.integrations import reason_against_build, reason_against_device
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
@@ -70,7 +70,7 @@ def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
-    reason = reason_against(base_layer)
+    reason = reason_against_device() or reason_against(base_layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
         return original(cls, base_layer, *args, **kwargs)
@@ -92,7 +92,7 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
             layer._base_run_moe_core = runner.run_base
     if getattr(layer, "_lora_runner", None) is None:
         return
-    reason = reason_against_layer(layer)
+    reason = reason_against_device() or reason_against_layer(layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
     else:
@@ -105,9 +105,7 @@ def register() -> None:
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
-    if reason := reason_against_build() or (
-        None if torch.cuda.device_count() else "there is no GPU"
-    ):
+    if reason := problem_here():
         _say(reason)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -115,6 +113,11 @@ def register() -> None:
     if _exists(RUNNER):
         HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
     HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
+
+
+def problem_here() -> str | None:
+    """Why moelora is not installed into SGLang, or None."""
+    return reason_against_build() or (None if torch.cuda.device_count() else "there is no GPU")
 
 
 def _exists(module: str) -> bool:

@@ -89,6 +89,7 @@ def load_adapters(
     adapters: Mapping[str, str | Path] | Iterable[str | Path],
     *,
     max_loras: int | None = None,
+    host: int = 0,
     max_rank: int | None = None,
     max_linear_rank: int | None = None,
     targets: Targets = None,
@@ -114,6 +115,9 @@ def load_adapters(
         Size of the pool; `max_rank` is for factors of experts, `max_linear_rank` for all others. By
         default just enough for `adapters`, whose ranks must then be at most 512. Set these to add
         more adapters later with `pool.add(name, folder)`.
+    host : int, optional
+        Number of adapters in host memory. With it there may be more `adapters` than `max_loras`:
+        batches bring those that they name, and wait for slots that others use.
     targets : "all" or sequence of str, optional
         Layers that the pool allocates factors for: all, or those whose names end in one of these
         (`["experts", "q_proj"]`). By default those for which `adapters` have factors, or all
@@ -147,8 +151,11 @@ def load_adapters(
     named = _named(adapters)
     for name in named:
         check_name(name)
-    if max_loras is not None and len(named) > max_loras:
-        raise ValueError(f"{len(named)} adapters do not fit into max_loras={max_loras}")
+    if max_loras is not None and len(named) > max_loras and not host:
+        raise ValueError(
+            f"{len(named)} adapters do not fit into max_loras={max_loras}; pass host= for more "
+            "adapters than slots"
+        )
     _refuse_peft(model)
     experts = moe_layers(model)
     linears = linear_layers(model, experts)
@@ -183,6 +190,7 @@ def load_adapters(
         max(len(folders), 1) if max_loras is None else max_loras,
         max_rank,
         linears=served,
+        host=host,
         max_linear_rank=max_linear_rank,
         dtype=dtype,
         w13_slices=w13_slices,
@@ -191,7 +199,12 @@ def load_adapters(
         own=lambda name: plain_weight(linears[name].module),
     )
     for name, folder in folders.items():
-        pool.add(name, folder, layout=layouts.get(name))
+        if host:
+            pool.register(name, folder, layout=layouts.get(name))
+        else:
+            pool.add(name, folder, layout=layouts.get(name))
+    if host:
+        pool.prefetch(list(folders)[: pool.max_loras])
     _attach(model, pool, served_experts, served)
     return pool
 

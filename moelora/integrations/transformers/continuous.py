@@ -20,20 +20,31 @@ from typing import Any
 import torch
 import transformers
 
+from moelora.adapters import AdapterPool
+from moelora.adapters.held import Held
 from moelora.adapters.pool import BASE
 from moelora.integrations.transformers.calls import no_adapters
-from moelora.integrations.transformers.serving import Serving
+from moelora.integrations.transformers.serving import WAIT_S, Serving
 
 ADAPTER = "adapter_name"  # argument of add_request
 SLOT = "_moelora_slot"  # key of the slot in the request's arguments
 
 
 class _Slot:
-    """The slot of a request. `use` holds it until the request is done; copies share it."""
+    """The slot of a request. `held` holds it until the request is done; copies share it."""
 
-    def __init__(self, number: int, use: object | None) -> None:
-        self.number = number
-        self.use = use
+    def __init__(self, pool: AdapterPool, name: str, held: Held | None, number: int = -1) -> None:
+        self.pool = pool
+        self.name = name
+        self.held = held
+        self.last = number
+
+    @property
+    def number(self) -> int:
+        """In the next batch; that of the last one when the request is done."""
+        if self.held is not None:
+            self.last = self.pool.lookup(self.name, held=self.held)
+        return self.last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
         return self
@@ -100,7 +111,8 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
                 f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
             )
         prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
-        with pool.hold([prompt.adapter for prompt in prompts]):
+        # With host memory each request brings its own, when there is a slot.
+        with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
             try:
                 serving.now.rows = None  # requests have their own from here on
                 return generate_batch(self, prompts, *args, **kwargs)
@@ -166,8 +178,10 @@ def _carry_slots(manager: Any) -> None:
         if name not in (None, BASE):
             pool = serving.loaded()
             serving.check()
-            held = pool.keep([name])  # KeyError lists loaded adapters
-            kwargs[SLOT] = _Slot(pool.lookup(name, held=held), held)
+            # KeyError lists loaded adapters. A pool with host memory waits for a slot.
+            held = pool.keep([name], timeout=WAIT_S if pool.host else 0.0)
+            held.synchronize()  # batches run on a stream of the manager
+            kwargs[SLOT] = _Slot(pool, name, held)
         return add(input_ids, *args, **kwargs)
 
     @functools.wraps(create)
@@ -211,7 +225,7 @@ def _release_done(scheduler: Any) -> None:
 def _release(state: Any) -> None:
     slot = state.logit_processor_kwargs.get(SLOT)
     if slot is not None and not state.num_children:  # children are copies that are created later
-        released = {SLOT: _Slot(slot.number, None)}
+        released = {SLOT: _Slot(slot.pool, slot.name, None, slot.number)}
         state.logit_processor_kwargs = state.logit_processor_kwargs | released
 
 

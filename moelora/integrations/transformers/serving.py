@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.adapters.held import Held
 from moelora.adapters.linears import LinearFactors
-from moelora.adapters.pool import BASE, LayerFactors
+from moelora.adapters.pool import BASE
+from moelora.adapters.slots import LayerFactors
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens
+
+WAIT_S = 60.0  # how long a batch waits for slots that others use, in a pool with host memory
 
 
 class _Now(threading.local):
@@ -26,11 +30,29 @@ class _Now(threading.local):
 
 
 class Rows:
-    """The adapters of rows, for every batch that a thread passes to a model."""
+    """The adapters of rows, for every batch that a thread passes to a model.
 
-    def __init__(self, names: list[str | None], slots: Mapping[torch.device, torch.Tensor]) -> None:
+    With `layerwise` the copies of adapters may be under way, and each layer waits for its own.
+    """
+
+    def __init__(
+        self,
+        names: list[str | None],
+        slots: Mapping[torch.device, torch.Tensor],
+        held: Held,
+        layerwise: bool,
+    ) -> None:
         self.names = names
         self.slots = slots  # (rows,) int32, on every device of the pool
+        self.held = held
+        self.layerwise = layerwise
+
+    def begin_step(self, pool: AdapterPool) -> None:
+        """Take new versions of adapters, if they are to be switched to."""
+        if self.held.is_behind():
+            new = pool.mapping(self.names, held=self.held)
+            for slots in self.slots.values():
+                slots.copy_(new)
 
 
 class Routes(NamedTuple):
@@ -124,7 +146,8 @@ class Serving:
     ) -> Any:
         """Runs a forward pass with `adapter_names`, expanded from rows to the pass's tokens."""
         if adapter_names is not None:
-            with self.hold(adapter_names) as rows:
+            layerwise = not torch.compiler.is_compiling()
+            with self.hold(adapter_names, layerwise=layerwise) as rows:
                 return self._pass(self._tokens(rows, args, kwargs), forward, args, kwargs)
         slots = slots_of_requests(kwargs)
         if slots is not None:
@@ -188,7 +211,9 @@ class Serving:
                 "if generate made copies of each row (num_beams, num_return_sequences) pass their "
                 "number as expand="
             )
-        return Tokens(rows.slots, *shape)
+        if not torch.compiler.is_compiling():  # a compiled pass keeps its versions
+            rows.begin_step(self.loaded())
+        return Tokens(rows.slots, *shape, arriving=rows.held if rows.layerwise else None)
 
     def _packed(self, slots: torch.Tensor, kwargs: dict[str, Any]) -> Tokens:
         """Tokens of continuous batching: one row, in which request n starts at the n-th of
@@ -208,8 +233,13 @@ class Serving:
         )
 
     @contextmanager
-    def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[Rows]:
-        """Keeps adapters in their slots, and yields the slots of all rows, (rows * expand,)."""
+    def hold(
+        self, names: Sequence[str | None], expand: int = 1, *, layerwise: bool = False
+    ) -> Iterator[Rows]:
+        """Keeps adapters in their slots, and yields the slots of all rows, (rows * expand,).
+
+        A pool with host memory brings them, and waits for slots that are in use.
+        """
         pool = self.loaded()
         if isinstance(names, str):
             raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
@@ -217,9 +247,11 @@ class Serving:
             raise ValueError(f"expand is {expand}, wanted >= 1")
         self.check()
         plain = [None if name == BASE else name for name in names for _ in range(expand)]
-        with pool.hold(plain) as held:
+        timeout = WAIT_S if pool.host else 0.0
+        with pool.hold(plain, timeout=timeout, layerwise=layerwise) as held:
             slots = pool.mapping(plain, held=held)
-            yield Rows(plain, {device: slots.to(device) for device in pool.devices})
+            own = {device: slots.to(device) for device in pool.devices}
+            yield Rows(plain, own, held, layerwise)
 
     def loaded(self) -> AdapterPool:
         """The pool; raises RuntimeError without one."""
@@ -246,6 +278,8 @@ class Serving:
                 f"use_adapters: {layer} was called outside a call of the model; call the model "
                 "that was given to use_adapters"
             )
+        if tokens is not None and tokens.arriving is not None:
+            tokens.arriving.wait(layer)
         return tokens
 
     def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:

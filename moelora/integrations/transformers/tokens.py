@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from moelora import moe_lora_align_block_size
+from moelora.adapters.held import Held
 
 # Up to this number of tokens, kernels group tokens by adapter themselves; more are sorted once for
 # all layers of a pass.
@@ -42,6 +43,8 @@ class Tokens:
         The batch is one row of several requests.
     kept : Tensor, optional
         With `packed`: indices of tokens whose logits are computed.
+    arriving : Held, optional
+        Adapters whose copies each layer waits for.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class Tokens:
         *,
         packed: bool = False,
         kept: torch.Tensor | None = None,
+        arriving: Held | None = None,
     ) -> None:
         self.slots = slots
         self.rows = rows
         self.length = length
         self.packed = packed
         self.kept = kept
+        self.arriving = arriving
         self.all = slots if packed else {d: _spread(s, rows, length) for d, s in slots.items()}
         self._lists: dict[torch.device, Lists] = {}
 

@@ -9,9 +9,10 @@ converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this o
 batch invariant.
 
 If this build has no CUDA kernels, or no GPU can run them, vLLM is left unchanged, and the logger
-`vllm.moelora` reports it. A layer that is not supported runs vLLM's own path; each reason, from
+`vllm.moelora` reports it in one line; `moelora doctor` reports it without an engine (`report`). A
+layer that is not supported runs vLLM's own path; each reason, from
 `TritonExpertsWithLoRA.reason_against` or `methods`, is logged once. Its adapters still use
-moelora's deltas.
+moelora's deltas. So it is where a first launch in a worker fails (`reason_against_device`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ OWN_PATH = "vLLM's own path runs"
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
+_wrapped: list[tuple[object, str, Any]] = []  # what `wrap` has replaced
 
 
 def say_once(message: str, level: int = logging.WARNING) -> None:
@@ -48,6 +50,13 @@ def wrap(
         replacement: Any = functools.wraps(original)(make(original))
         replacement._moelora = True
         setattr(owner, name, replacement)
+        _wrapped.append((owner, name, original))
+
+
+def _unwrap(since: int) -> None:
+    """Undo the later calls of `wrap`."""
+    while len(_wrapped) > since:
+        setattr(*_wrapped.pop())
 
 
 def register() -> None:
@@ -55,8 +64,9 @@ def register() -> None:
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
+    wrapped = len(_wrapped)
     try:
-        problem = _problem()
+        problem = problem_here()
         if problem:
             say_once(f"{problem}; {OWN_PATH}")
         else:
@@ -64,11 +74,14 @@ def register() -> None:
             say_once(
                 f"version {_C.version()} runs MoE layers; {SWITCH}=0 leaves them", logging.INFO
             )
-    except Exception:
-        log.exception("moelora: could not register; %s", OWN_PATH)
+    except Exception as error:
+        _unwrap(wrapped)  # all or nothing
+        what = f"{type(error).__name__}: {str(error):.300}"
+        say_once(f"could not register: {what}; {OWN_PATH}", logging.ERROR)
+        log.debug("moelora: could not register", exc_info=True)
 
 
-def _problem() -> str | None:
+def problem_here() -> str | None:
     """Why moelora is not installed into this vLLM, or None."""
     from vllm.platforms import current_platform
 

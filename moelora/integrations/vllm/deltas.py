@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
+from moelora.integrations import reason_against_device
 from moelora.integrations.vllm import say_once, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 
@@ -116,6 +117,9 @@ def _sharded(
 
 def _gate_up(add_lora_w13: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+        if reason := reason_against_device():
+            say_once(f"{reason}; {OWN_ADAPTERS}")
+            return add_lora_w13(self, *args, **named)
         try:
             return _add_gate_up(self, *args, **named)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet

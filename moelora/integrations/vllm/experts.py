@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from moelora import fused_experts_lora
+from moelora.integrations import reason_against_device
 from moelora.integrations.vllm import OWN_PATH, adapters, say_once, wrap
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         return self._reasons[activation]
 
     def _find_reason(self, activation: Any) -> str | None:
+        if reason := reason_against_device():
+            return reason
         ctx = self._lora_context
         dtype = quantization(self)
         if dtype is not None:

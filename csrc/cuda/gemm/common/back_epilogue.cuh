@@ -96,8 +96,8 @@ struct BackRow {
     const moelora_through_activation &to = g.through;
     const int64_t row = there ? g.schedule.blocks.sorted_ids[position] : 0;
     gate_up = (const uint16_t *)to.gate_up + row * to.gate_up_stride;
-    h = (uint16_t *)to.h + position * g.weights.n_out;
-    dgu = (uint16_t *)to.dgu + position * g.epilogue.out_stride[0];
+    h = (uint16_t *)to.h + row * g.weights.n_out;
+    dgu = (uint16_t *)to.dgu + row * to.dgu_stride;
   }
 };
 

@@ -152,9 +152,9 @@ template <class S, class T> struct ThroughEpilogue {
   /* Stores a thread's chunks of dgu and h. */
   static __device__ __forceinline__ void store_rows(const moelora_back_launch &g, GateUp form,
                                                     int first, const Share &share, int buffer,
-                                                    int64_t position) {
+                                                    int64_t row) {
     const int inter = g.weights.n_out;
-    uint16_t *dgu = (uint16_t *)g.through.dgu + position * g.epilogue.out_stride[0];
+    uint16_t *dgu = (uint16_t *)g.through.dgu + row * g.through.dgu_stride;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = column_of(form, first, inter, share, i);
@@ -164,7 +164,7 @@ template <class S, class T> struct ThroughEpilogue {
     }
     const int column = first + share.block * 64 + share.chunk * 8;
     if (g.through.h && column < inter)
-      *(uint4 *)((uint16_t *)g.through.h + position * inter + column) =
+      *(uint4 *)((uint16_t *)g.through.h + row * inter + column) =
           load_shared_16(share.sH + buffer * H_BYTES);
   }
 
@@ -187,7 +187,6 @@ template <class S, class T> struct ThroughEpilogue {
         if (8 * j >= header.count)
           break;
         const int64_t at = position + 8 * j;
-        const int32_t next = row_of(g, header, share, j + BUFFERS); // early, to hide its latency
         float2 weight = {1.f, 1.f};
         if (g.schedule.blocks.weights)
           weight = *(const float2 *)&g.schedule.blocks.weights[at + mine];
@@ -216,9 +215,11 @@ template <class S, class T> struct ThroughEpilogue {
         }
 
         // Store the rows, and load the next ones to the same buffer.
+        const int32_t row = row_of(g, header, share, j);
+        const int32_t next = row_of(g, header, share, j + BUFFERS);
         warp.sync();
         if (8 * j + share.token < header.count)
-          store_rows(g, form, first, share, p, at + share.token);
+          store_rows(g, form, first, share, p, row);
         load(g, form, first, next, 8 * (j + BUFFERS) + share.token < header.count, share,
              j + BUFFERS);
       }

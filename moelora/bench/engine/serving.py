@@ -1,19 +1,37 @@
-"""What every engine is asked, and how long it takes.
+"""What an engine is asked, and how long it takes. An adapter of None is the base model."""
 
-An engine here has `adapters` and their `names`, `prompts(lengths)` that draws lists of tokens,
-`generate(prompts, adapters, new)` that waits for `new` greedy tokens of each, and `replies` with
-the same arguments that returns them in the form of `answers`. An adapter of None is the base model.
-"""
+from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
 
 PREFILL = (16, 2048)  # prompts, tokens of each
 DECODE = (64, 32, 128)  # sequences if not told otherwise, prompt tokens, new tokens
 CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 
-def check(engine):
+class Engine(Protocol):
+    @property
+    def adapters(self) -> Sequence[Any]: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def prompts(self, lengths: Iterable[int]) -> list[list[int]]:
+        """Draw prompts of so many tokens."""
+
+    def generate(self, prompts: list[list[int]], adapters: list[Any], new: int) -> None:
+        """Wait for `new` greedy tokens of each prompt."""
+
+    def replies(self, prompts: list[list[int]], adapters: list[Any], new: int) -> list[Any]:
+        """Those tokens and log-probabilities, also of the prompts."""
+
+
+def check(engine: Engine) -> dict[str, Any]:
     """Replies of the base model and of each adapter alone, and of all of them in one batch."""
     count, new = CHECK
     prompts = engine.prompts(24 + 13 * i for i in range(count))
@@ -21,7 +39,7 @@ def check(engine):
     alone = [engine.replies(prompts, [a] * count, new) for a in who]
     order = [(i, j) for j in range(count) for i in range(len(who))]
     replies = engine.replies([prompts[j] for _, j in order], [who[i] for i, _ in order], new)
-    mixed = [[None] * count for _ in who]
+    mixed: list[list[Any]] = [[None] * count for _ in who]
     for (i, j), reply in zip(order, replies, strict=True):
         mixed[i][j] = reply
     return {
@@ -32,12 +50,26 @@ def check(engine):
     }
 
 
-def speed(engine, reps, sequences, save, gpu_milliseconds=None):
-    """Of decode with N sequences also the time to the first token, where N is not the usual one
-    as `decode_N` and `first_N`."""
+def speed(
+    engine: Engine,
+    reps: int,
+    sequences: Sequence[int],
+    save: Callable[..., None],
+    gpu_milliseconds: Callable[[Callable[[], None]], Any] | None = None,
+    prefill: tuple[int, int] = PREFILL,
+    new: int = DECODE[2],
+) -> None:
+    """Times of prefill and of decode, which `save(speed={batch: table})` gets after each part.
 
-    def measure(prompts, adapters, new, work):
-        def run(new=new):
+    `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. Decode
+    with N sequences, and the time to its first token, are `decode_N` and `first_N` where N is not
+    the usual number.
+    """
+
+    def measure(
+        prompts: list[list[int]], adapters: list[Any], new: int, work: int
+    ) -> dict[str, Any]:
+        def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
 
         run()  # loads adapters, compiles what is compiled late
@@ -53,28 +85,28 @@ def speed(engine, reps, sequences, save, gpu_milliseconds=None):
             "gpu_ms": gpu_milliseconds and gpu_milliseconds(lambda: run(min(new, 16))),
         }
 
-    long = engine.prompts([PREFILL[1]] * PREFILL[0])
+    long = engine.prompts([prefill[1]] * prefill[0])
     short = engine.prompts([DECODE[1]] * max(sequences))
-    batches = {"base": [None]}
+    batches: dict[str, list[Any]] = {"base": [None]}
     if engine.adapters:
-        batches[f"{len(engine.adapters)} mixed"] = engine.adapters
-    table = {}
+        batches[f"{len(engine.adapters)} mixed"] = list(engine.adapters)
+    table: dict[str, Table] = {}
     for name, carried in batches.items():
 
-        def spread(prompts, carried=carried):
+        def spread(prompts: list[list[int]], carried: list[Any] = carried) -> list[Any]:
             return [carried[i % len(carried)] for i in range(len(prompts))]
 
-        table[name] = {"prefill": measure(long, spread(long), 1, PREFILL[0] * PREFILL[1])}
+        table[name] = {"prefill": measure(long, spread(long), 1, prefill[0] * prefill[1])}
         for n in sequences:
             end, some = "" if n == DECODE[0] else f"_{n}", short[:n]
-            table[name][f"decode{end}"] = measure(some, spread(some), DECODE[2], n * DECODE[2])
+            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new)
             table[name][f"first{end}"] = measure(some, spread(some), 1, n)
             save(speed=table)
 
 
-def times_to_tokens(table):
-    """Milliseconds to the first token, and to each of those behind it."""
-    made = {}
+def times_to_tokens(table: Table) -> dict[str, float]:
+    """Milliseconds to the first token, and to each later one."""
+    made: dict[str, float] = {}
     for end in (name.removeprefix("decode") for name in table if name.startswith("decode")):
         if f"first{end}" in table:
             first, whole = (table[name + end] for name in ("first", "decode"))
@@ -85,9 +117,9 @@ def times_to_tokens(table):
     return made
 
 
-def speed_row(table):
+def speed_row(table: Table) -> dict[str, Any]:
     """The fields of a row of results, of one batch's table."""
-    row = {}
+    row: dict[str, Any] = {}
     for what, measured in table.items():
         row[f"{what}_tok_s"] = measured["tokens_per_s"]
         row[f"{what}_s"] = measured["seconds"]
@@ -95,14 +127,18 @@ def speed_row(table):
     return row | times_to_tokens(table)
 
 
-def targets(rows, wanted):
+def targets(
+    rows: Sequence[dict[str, Any]],
+    wanted: Iterable[tuple[str, str, dict[str, Any], dict[str, Any], float]],
+) -> list[dict[str, Any]]:
     """Rows of what is wanted, as far as it was measured: each (phase, name, the fields of our row,
     those of theirs, ratio)."""
 
-    def find(phase, fields):
+    def find(phase: str, fields: dict[str, Any]) -> Any:
         for row in rows:
             if fields.items() <= row.items():
                 return row.get(f"{phase}_tok_s")
+        return None
 
     made = []
     for phase, name, ours, theirs, least in wanted:

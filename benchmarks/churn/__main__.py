@@ -1,0 +1,135 @@
+"""Adapters that come, go and change while a model serves.
+
+    python -m benchmarks.churn --out benchmarks/results/h100-churn.json
+    python -m benchmarks.churn --topics updates
+    python -m benchmarks.churn --preset micro --layers 2 --update-layers 2 --device cpu
+
+`arrivals`: time to the first token, and tokens per second, with more adapters than slots, in host
+memory, beside the same with a slot for each (`arrivals.py` says how). Half of the adapters have the
+first of `--ranks`, half the other. `updates`: how long `AdapterPool.update` takes for an adapter of
+a whole model from tensors on the GPU (`updates.py`).
+"""
+
+import argparse
+import gc
+import sys
+
+import torch
+
+from benchmarks.churn import arrivals, updates
+from benchmarks.churn.decoder import VOCAB, Decoder, factors, new_pool
+from benchmarks.engines.engine_model import PRESETS
+from moelora.bench import results
+
+TOPICS = ("arrivals", "updates")
+
+
+def measure_arrivals(args, shape):
+    names = [f"lora{n}-r{args.ranks[n % 2]}" for n in range(args.adapters)]
+    length = args.prompt + args.new + 1
+    decoder = Decoder(shape, args.layers, args.rows, length, args.device)
+    cases = []
+
+    def make_pool(policy):
+        slots = len(names) if policy == "resident" else args.slots
+        most = max(args.ranks)
+        options = {"host": len(names)}
+        pool = new_pool(shape, args.layers, slots, most, args.device, **options)
+        for number, name in enumerate(names):
+            state, config = factors(pool, args.ranks[number % 2], number)
+            pool.register(name, state, config=config)
+        return pool
+
+    for policy in args.policies:
+        case = arrivals.measure(decoder, make_pool, names, policy, args)
+        free(args.device)
+        for field in ("ttft_ms", "ttft_p95_ms", "tok_s"):
+            first = (cases[0] if cases else case)[field]
+            case[f"{field}_ratio"] = round(case[field] / first, 3)
+        cases.append(case)
+        print(
+            f"{policy:9} {case['slots']:3} slots  first token {case['ttft_ms']:8.2f} ms, p95 "
+            f"{case['ttft_p95_ms']:8.2f} ms  {case['tok_s']:8.1f} tokens/s  "
+            f"{case['absent']} came without their adapter",
+            flush=True,
+        )
+    return cases
+
+
+def free(device):
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def measure_updates(args, shape):
+    cases = updates.measure(shape, args.update_layers, args.update_rank, args.updates, args.device)
+    for case in cases:
+        step = f"  steps {case['step_ms']} ms, at most {case['step_max_ms']}" * bool(
+            case["step_ms"]
+        )
+        print(
+            f"update {case['what']:10} {case['layout']:7} {case['gib']:.2f} GiB: {case['ms']} ms "
+            f"({case['low']} to {case['high']}){step}",
+            flush=True,
+        )
+    return cases
+
+
+def parsed(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def words(text):
+        return text.split(",")
+
+    def numbers(text):
+        return [int(word) for word in text.split(",")]
+
+    add = parser.add_argument
+    add("--topics", default=",".join(TOPICS), type=words)
+    add("--policies", default=",".join(arrivals.POLICIES), type=words, help="the first is the base")
+    add("--preset", default="a3b", choices=PRESETS)
+    add("--layers", type=int, default=12)
+    add("--slots", type=int, default=8)
+    add("--adapters", type=int, default=16)
+    add("--ranks", default="16,64", type=numbers, help="two, which adapters have in turns")
+    add("--rows", type=int, default=16, help="requests that run at a time, at most")
+    add("--requests", type=int, default=160)
+    add("--rate", type=float, default=20.0, help="requests that arrive in a second")
+    add("--prompt", type=int, default=256, help="tokens")
+    add("--new", type=int, default=48, help="tokens")
+    add("--update-layers", type=int, default=48)
+    add("--update-rank", type=int, default=32)
+    add("--updates", type=int, default=20)
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--out", help="result file to write")
+    args = parser.parse_args(argv)
+    if unknown := {*args.topics} - {*TOPICS} | {*args.policies} - {*arrivals.POLICIES}:
+        parser.error(f"--topics or --policies has {sorted(unknown)}")
+    if len(args.ranks) != 2 or args.adapters < args.slots:
+        parser.error("wanted two --ranks, and at least as many --adapters as --slots")
+    args.vocab = VOCAB
+    return args
+
+
+def main(argv=None):
+    args = parsed(argv)
+    shape, cases = PRESETS[args.preset], []
+    with torch.no_grad():
+        if "arrivals" in args.topics:
+            cases += measure_arrivals(args, shape)
+            free(args.device)
+        if "updates" in args.topics:
+            cases += measure_updates(args, shape)
+    if args.out:
+        settings = {"preset": args.preset, "layers": args.layers, "ranks": args.ranks}
+        settings |= {"rows": args.rows, "prompt": args.prompt, "new": args.new}
+        results.write(args.out, cases, **settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

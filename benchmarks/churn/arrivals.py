@@ -1,0 +1,139 @@
+"""Requests that arrive at random times, each with one of more adapters than there are slots.
+
+Arrivals are those of a Poisson process, adapters have Zipf's distribution. One request is
+prefilled between two decode steps of all that run: the first in the queue whose adapter may start.
+
+    resident   a slot for every adapter
+    ahead      adapters are brought when a request of theirs arrives; one starts when its adapter
+               is there, or, if nothing runs, as soon as its copies are under way, layer by layer
+    blocking   the loop brings the adapter of the first request, and waits for it
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+POLICIES = ("resident", "ahead", "blocking")
+
+
+@dataclass
+class Request:
+    arrival: float  # seconds from the start
+    adapter: str
+    prompt: list
+    new: int
+    first: float = 0.0
+    left: int = 0
+    held: object = None
+
+
+def requests(count, rate, adapters, prompt, new, vocab, seed=0):
+    """`rate` a second, None: all at once."""
+    drawn, now, made = random.Random(seed), 0.0, []
+    shares = [1 / (n + 1) for n in range(len(adapters))]
+    for name in drawn.choices(adapters, shares, k=count):
+        now += drawn.expovariate(rate) if rate else 0.0
+        made.append(Request(now, name, [drawn.randrange(vocab) for _ in range(prompt)], new))
+    return made
+
+
+class Loop:
+    """Serves requests until all are done."""
+
+    def __init__(self, decoder, pool, policy):
+        self.decoder, self.pool, self.policy = decoder, pool, policy
+        self.rows = [None] * decoder.rows
+        self.waiting = deque()
+        self.absent = 0  # requests that came without their adapter
+
+    def run(self, made):
+        """Seconds that it took."""
+        start, coming = time.perf_counter(), deque(made)
+        while coming or self.waiting or any(self.rows):
+            now = time.perf_counter() - start
+            while coming and coming[0].arrival <= now:
+                self.waiting.append(coming.popleft())
+                self.absent += self.waiting[-1].adapter not in self.pool
+            if self.policy == "ahead" and self.waiting:
+                self.pool.prefetch(request.adapter for request in self.waiting)
+            began = self.begin(start)
+            if any(self.rows):
+                self.step()
+            elif not began:
+                time.sleep(1e-4)
+        return time.perf_counter() - start
+
+    def begin(self, start):
+        """Prefill a request, if one may start."""
+        if None not in self.rows:
+            return False
+        for request in self.waiting:
+            if not self.may_start(request.adapter):
+                continue
+            try:
+                request.held = self.pool.keep([request.adapter], layerwise=True)
+            except RuntimeError:  # all slots are in use
+                continue
+            if self.policy == "blocking":
+                request.held.synchronize()
+            self.waiting.remove(request)
+            row = self.rows.index(None)
+            slot = self.pool.lookup(request.adapter, held=request.held)
+            self.decoder.prefill(row, request.prompt, slot, request.held.wait)
+            request.first = time.perf_counter() - start
+            request.left = request.new - 1
+            self.rows[row] = request
+            return True
+        return False
+
+    def may_start(self, adapter):
+        if self.policy != "ahead":
+            return True
+        return self.pool.ready(adapter) or (adapter in self.pool and not any(self.rows))
+
+    def step(self):
+        self.decoder.decode()
+        for row, request in enumerate(self.rows):
+            if request is None:
+                continue
+            request.left -= 1
+            if request.left <= 0:
+                self.decoder.leave(row)
+                request.held.release()
+                self.rows[row] = None
+
+
+def percentile(numbers, share):
+    ordered = sorted(numbers)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(decoder, make_pool, names, policy, args):
+    """A case: times to the first token at `--rate`, tokens per second of all at once."""
+    pool = make_pool(policy)
+    decoder.use(pool)
+    slots = pool.max_loras
+    for name in itertools.islice(names, slots):
+        pool.lookup(name)  # the most frequent ones are there
+
+    def go(count, rate, seed):
+        made = requests(count, rate, names, args.prompt, args.new, args.vocab, seed)
+        loop = Loop(decoder, pool, policy)
+        seconds = loop.run(made)
+        return made, seconds, loop.absent
+
+    go(4, None, 1)  # warms up
+    made, _, absent = go(args.requests, args.rate, 2)
+    waits = [1e3 * (r.first - r.arrival) for r in made]
+    _, seconds, _ = go(args.requests, None, 3)
+    case = {"topic": "arrivals", "policy": policy, "slots": slots, "adapters": len(names)}
+    case |= {"requests": len(made), "rate": args.rate, "absent": absent}
+    case |= {"ttft_ms": round(statistics.median(waits), 2)}
+    case |= {"ttft_p95_ms": round(percentile(waits, 0.95), 2)}
+    case |= {"tok_s": round(len(made) * args.new / seconds, 1)}
+    case |= {"host_gib": round(pool.host_bytes() / 2**30, 2)}
+    case |= {"most_frequent": Counter(r.adapter for r in made).most_common(1)[0][1]}
+    return case | {"waits_ms": [round(wait, 2) for wait in waits]}

@@ -1,0 +1,272 @@
+"""A QLoRA step of layers shaped as gpt-oss-20b's, on one GPU: tokens per second and peak memory.
+
+    python -m benchmarks.qlora_step --out benchmarks/results/h200-qlora-step.json
+    python -m benchmarks.qlora_step --engines moelora,unsloth --peers .peers/train --out ...
+
+Twelve layers of attention (64 heads, 8 of keys and values) and 32 experts in MXFP4, four for a
+token; embeddings and head of 201,088 tokens. Adapters of rank 16 on experts and attention, in
+bfloat16, trained by torch's fused AdamW; random weights and tokens; no positions, windows, sinks or
+biases; SiLU, as peers have it. One step: forward, cross entropy, backward, update. Engines differ
+in the experts alone: `moelora`, or Unsloth's kernels as `--peers DIR` has them (`train_peers.py`,
+`unsloth_mx`, which chooses by itself between its fused GEMM and dequantization). Each engine has a
+process of its own. `--checkpointing` repeats each layer's forward in the backward.
+
+seconds: median of the steps after two; peak: of torch's allocator, weights included. `loss`: that
+of the first step, for which engines have the same weights.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import moelora
+from moelora.bench import results
+
+WARM_UP = 2
+SCALING = 0.5  # of experts' adapters
+CHUNK = 1024  # tokens whose logits exist at once
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int = 12
+    hidden: int = 2880
+    inter: int = 2880
+    experts: int = 32
+    top_k: int = 4
+    heads: int = 64
+    kv_heads: int = 8
+    head: int = 64
+    vocab: int = 201_088
+    rank: int = 16
+
+
+class Draw:
+    """Random tensors, always the same ones."""
+
+    def __init__(self, device):
+        self.device = device
+        self.make = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *size, std):
+        empty = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        return empty.normal_(0, std, generator=self.make)
+
+    def mxfp4(self, experts, rows, columns):
+        """Blocks and scales, for numbers of variance near 1 / columns."""
+        options = {"generator": self.make, "device": self.device, "dtype": torch.uint8}
+        most = 127 - round(math.log2(2.93 * math.sqrt(columns)))
+        blocks = torch.randint(256, (experts, rows, columns // 2), **options)
+        return blocks, torch.randint(most - 1, most + 1, (experts, rows, columns // 32), **options)
+
+
+def draw_experts(s, draw):
+    """Experts of one layer and their adapter, as peers name them."""
+    p = SimpleNamespace(E=s.experts, k=s.top_k, H=s.hidden, I=s.inter, r=s.rank, L=1, mx=True)
+    p.q13, p.s13 = draw.mxfp4(s.experts, 2 * s.inter, s.hidden)
+    p.q2, p.s2 = draw.mxfp4(s.experts, s.hidden, s.inter)
+    small = 0.1 * s.rank**-0.5
+    p.a13 = draw.normal(s.experts, s.rank, s.hidden, std=s.hidden**-0.5)
+    p.b13 = draw.normal(s.experts, 2 * s.inter, s.rank, std=small)
+    p.a2 = draw.normal(s.experts, s.rank, s.inter, std=s.inter**-0.5)
+    p.b2 = draw.normal(s.experts, s.hidden, s.rank, std=small)
+    return p
+
+
+class Ours:
+    def __init__(self, p):
+        pack = moelora.QuantizedWeights.from_mxfp4
+        self.w13, self.w2 = pack(p.q13, p.s13, gate_up="concatenated"), pack(p.q2, p.s2)
+        names = {"w13_lora_a": p.a13, "w13_lora_b": p.b13, "w2_lora_a": p.a2, "w2_lora_b": p.b2}
+        self.factors = {n: nn.Parameter(t.unsqueeze(0)) for n, t in names.items()}
+        self.scalings = torch.full((1,), SCALING, device=p.a13.device)
+
+    def trained(self):
+        return list(self.factors.values())
+
+    def __call__(self, x, ids, weights):
+        mapping = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        adapters = {"token_lora_mapping": mapping, "lora_scalings": self.scalings}
+        return moelora.fused_experts_lora(
+            x, self.w13, self.w2, weights, ids, **adapters, **self.factors
+        )
+
+
+def unsloth(peers):
+    """A class of experts that run Unsloth's kernels."""
+    sys.path[:0] = [str(peers), str(peers / "peers")]
+    import train_peers
+
+    make = train_peers.load("unsloth_mx")
+
+    class Unsloth:
+        def __init__(self, p):
+            p.x, p.wts = p.a13.new_zeros(1, p.H), p.a13.new_zeros(1, p.k)
+            self.peer, self.p = make(p), p
+            for name in ("a13", "b13", "a2", "b2"):
+                delattr(p, name)  # the peer has copies
+
+        def trained(self):
+            return self.peer.leaves[2:]
+
+        def __call__(self, x, ids, weights):
+            self.peer.x, self.peer.wts, self.p.ids = x, weights.to(x.dtype), ids
+            return self.peer.forward()
+
+    return Unsloth
+
+
+class Linear(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, draw, rows, columns, rank):
+        super().__init__()
+        self.register_buffer("weight", draw.normal(rows, columns, std=columns**-0.5))
+        self.a = nn.Parameter(draw.normal(rank, columns, std=columns**-0.5))
+        self.b = nn.Parameter(draw.normal(rows, rank, std=0.1 * rank**-0.5))
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + F.linear(F.linear(x, self.a), self.b)
+
+
+class Layer(nn.Module):
+    def __init__(self, s, draw, make):
+        super().__init__()
+        self.s = s
+        wide, narrow = s.heads * s.head, s.kv_heads * s.head
+        self.q, self.k, self.v = (
+            Linear(draw, rows, s.hidden, s.rank) for rows in (wide, narrow, narrow)
+        )
+        self.o = Linear(draw, s.hidden, wide, s.rank)
+        self.register_buffer("router", draw.normal(s.experts, s.hidden, std=s.hidden**-0.5))
+        self.experts = make(draw_experts(s, draw))
+
+    def forward(self, x):
+        s = self.s
+        h = F.rms_norm(x, x.shape[-1:])
+        q, k, v = (
+            f(h).unflatten(-1, (-1, s.head)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        h = F.rms_norm(x, x.shape[-1:]).flatten(0, 1)
+        values, ids = F.linear(h, self.router).float().topk(s.top_k)
+        return x + self.experts(h, ids, values.softmax(-1)).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self, s, device, make, repeats=False):
+        super().__init__()
+        draw = Draw(device)
+        self.repeats = repeats
+        self.register_buffer("embedding", draw.normal(s.vocab, s.hidden, std=1.0))
+        self.register_buffer("head", draw.normal(s.vocab, s.hidden, std=s.hidden**-0.5))
+        self.layers = nn.ModuleList(Layer(s, draw, make) for _ in range(s.layers))
+
+    def trained(self):
+        experts = [p for layer in self.layers for p in layer.experts.trained()]
+        return [*self.parameters(), *experts]
+
+    def forward(self, tokens):
+        x = self.embedding[tokens[:, :-1]]
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.repeats else layer(x)
+        x, wanted = F.rms_norm(x, x.shape[-1:]).flatten(0, 1), tokens[:, 1:].flatten()
+        parts = zip(x.split(CHUNK), wanted.split(CHUNK), strict=True)
+        losses = [checkpoint(self.loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / len(wanted)
+
+    def loss(self, x, wanted):
+        return F.cross_entropy(F.linear(x, self.head).float(), wanted, reduction="sum")
+
+
+def measure(sizes, make, batch, length, steps, device="cuda", repeats=False):
+    """What steps of a model with such experts take."""
+    on_gpu = device == "cuda"
+    model = Model(sizes, device, make, repeats)
+    optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
+    draw = torch.Generator(device).manual_seed(1)
+    seconds, losses = [], []
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        resident = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP + steps):
+        shape = batch, length + 1
+        tokens = torch.randint(sizes.vocab, shape, generator=draw, device=device)
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())  # waits for the GPU
+        seconds.append(time.perf_counter() - begin)
+    median = statistics.median(seconds[WARM_UP:])
+    row = {"loss": round(losses[0], 4), "seconds": round(median, 5)}
+    row["tokens_per_s"] = round(batch * length / median)
+    if on_gpu:
+        row["weights_gb"] = round(resident / 1e9, 3)
+        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+    return row
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", default="moelora", help="moelora, unsloth, or both")
+    parser.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
+    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--rank", type=int, default=Sizes.rank)
+    parser.add_argument("--batch", type=int, default=2, help="sequences")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument("--seconds", type=float, default=150, help="for an engine")
+    parser.add_argument("--out", help="result file to write")
+    parser.add_argument("--engine", choices=("moelora", "unsloth"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.engine:
+        make = unsloth(args.peers.resolve()) if args.engine == "unsloth" else Ours
+        sizes = Sizes(layers=args.layers, rank=args.rank)
+        row = measure(sizes, make, args.batch, args.length, args.steps, repeats=args.checkpointing)
+        print(json.dumps(row))
+        return 0
+    engines = args.engines.split(",")
+    if "unsloth" in engines and args.peers is None:
+        parser.error("unsloth needs --peers, a folder with train_peers.py")
+    rows = []
+    for engine in engines:
+        words = [sys.executable, "-m", "benchmarks.qlora_step", "--engine", engine]
+        for name in ("layers", "rank", "batch", "length", "steps"):
+            words += [f"--{name}", str(getattr(args, name))]
+        words += ["--peers", str(args.peers)] if args.peers else []
+        words += ["--checkpointing"] if args.checkpointing else []
+        case = {n: getattr(args, n) for n in ("layers", "rank", "batch", "length", "checkpointing")}
+        row = {"engine": engine, **case}
+        try:
+            run = subprocess.run(words, capture_output=True, text=True, timeout=args.seconds)
+            said = run.stdout.splitlines()
+            row |= json.loads(said[-1]) if run.returncode == 0 else {"error": run.stderr[-800:]}
+        except subprocess.TimeoutExpired:
+            row["error"] = f"stopped after {args.seconds:.0f} s"
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if args.out:
+            results.write(args.out, rows)
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

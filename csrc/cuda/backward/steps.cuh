@@ -1,0 +1,126 @@
+/* Steps that the backward of a layer and that of a projection have in common. */
+#ifndef MOELORA_CUDA_BACKWARD_STEPS_CUH
+#define MOELORA_CUDA_BACKWARD_STEPS_CUH
+
+#include "cuda/backward/backward.h"
+#include "cuda/backward/gradients.h"
+#include "cuda/backward/products.h"
+#include "cuda/layer/alignment.cuh"
+
+namespace {
+
+inline bool has_adapters(const moelora_routes *routes, const moelora_factors *lora) {
+  return routes->token_lora_mapping.data && lora->num_slices > 0;
+}
+
+/* The gradients of a call that sum over rows: of factors, and of biases. */
+struct SummedGradients {
+  const moelora_gradient *factors[2 * MOELORA_MAX_SLICES], *biases[2];
+  int num_factors, num_biases;
+
+  void add_factors(const moelora_gradient *of, int count) {
+    for (int i = 0; i < count; i++)
+      if (of[i].data)
+        factors[num_factors++] = of + i;
+  }
+  void add_bias(const moelora_gradient *of) {
+    if (of->data)
+      biases[num_biases++] = of;
+  }
+  /* Whether a factor that experts share has a gradient. */
+  bool any_shared(const moelora_routes *routes) const {
+    bool shared = false;
+    for (int i = 0; i < num_factors; i++)
+      shared = shared || (factors[i]->experts == 1 && routes->num_experts > 1);
+    return shared;
+  }
+  /* Zeros those to which no row contributes: of factors without adapters, all without tokens. */
+  moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
+    if (routes->num_rows == 0 || !routes->token_lora_mapping.data)
+      for (int i = 0; i < num_factors; i++)
+        MOELORA_TRY(moelora_cuda_zero_gradient(factors[i], exec));
+    if (routes->num_rows == 0)
+      for (int i = 0; i < num_biases; i++)
+        MOELORA_TRY(moelora_cuda_zero_gradient(biases[i], exec));
+    return MOELORA_OK;
+  }
+};
+
+/* Adds a product, if one of its gradients is requested. */
+inline void add_product(moelora_gradients_launch *g, const moelora_gradient_product &product) {
+  if (product.gradient[0].data || product.gradient[1].data)
+    g->product[g->count++] = product;
+}
+
+/* A product with `w`: its schedule, weights and adapters. */
+inline moelora_back_launch back_product(const Alignment *a, const moelora_weights *w,
+                                        const moelora_factors *lora,
+                                        const moelora_back_product_plan *plan) {
+  moelora_back_launch g = {};
+  describe_product(a, &a->routes, w, lora, plan, &g);
+  g.tokens.k = w->data ? (int32_t)w->n : 0; // adapters alone: K is that of the adapters
+  g.weights.w.bias = nullptr;
+  g.weights.n_out = (int32_t)w->k;
+  g.epilogue.activation.kind = MOELORA_SILU; // none, since it is not gated
+  if (g.schedule.blocks.packed_ranks)
+    g.weights.factors_vectors = plan->a_vectors;
+  return g;
+}
+
+/* yb, for adapters. */
+inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_product_plan *plan,
+                                  const moelora_routes *routes, void *yb,
+                                  const moelora_exec *exec) {
+  if (!yb)
+    return MOELORA_OK;
+  g->adapters.xa = yb;
+  return moelora_cuda_back_shrink(g, routes->lora_scalings, yb, plan->shrinks_vectors,
+                                  plan->variant->dtype, exec);
+}
+
+/* The product itself. With adapters, the previous kernel is the shrink, or one that read the output
+ * and did not let this one start early. */
+inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_product_plan *plan,
+                               const moelora_exec *exec) {
+  moelora_back_launcher *const launch = moelora_cuda_back_launchers[plan->variant->id];
+  return launch ? launch(g, plan, exec) : moelora_no_kernel(plan->variant->name, "is not built");
+}
+
+/* dx [M, columns] = sum over top_k of rows of dz [P, columns]. */
+inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *dz, int64_t columns,
+                                      bool weighted, void *dx, int64_t dx_stride) {
+  const moelora_routes *routes = &a->routes;
+  moelora_sum_launch s = {};
+  s.routes = *routes;
+  s.z = dz;
+  s.z_stride = columns;
+  s.columns = (int32_t)columns;
+  s.positions = a->blocks.positions;
+  s.by_row = true;
+  if (weighted) {
+    s.weights = routes->topk_weights;
+    s.weights_stride[0] = routes->topk_weights_stride[0];
+    s.weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  s.out = dx;
+  s.out_stride = dx_stride;
+  return s;
+}
+
+/* dt = the terms that the caller adds. */
+inline moelora_weight_gradients gradients_of_weights(const Alignment *a, float *out,
+                                                     const int64_t out_stride[2]) {
+  moelora_weight_gradients s = {};
+  s.experts = (const int32_t *)a->routes.topk_ids.data;
+  s.positions = a->blocks.positions;
+  s.num_rows = a->routes.num_rows;
+  s.top_k = a->routes.top_k;
+  s.out = out;
+  s.out_stride[0] = out_stride[0];
+  s.out_stride[1] = out_stride[1];
+  return s;
+}
+
+} // namespace
+
+#endif

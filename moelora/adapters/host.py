@@ -1,0 +1,150 @@
+"""Adapters that a pool knows by name, with the factors of some of them in host memory.
+
+A name stands for a folder, which is read when its factors are needed and not in host memory, or
+for tensors that have no folder and so stay there. The least recently used ones that have a folder
+make room for others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moelora.adapters.columns import Layout
+from moelora.adapters.slots import Staged
+
+
+@dataclass(eq=False)
+class Source:
+    """Where the factors of a name come from; without a folder `staged` stays.
+
+    `lock` is held while a version is read or brought to a slot, never under the lock of the pool.
+    """
+
+    folder: Path | None
+    layout: Layout | None
+    staged: Staged | None = None
+    version: int = 1
+    enabled: bool = True
+    lock: Any = field(default_factory=threading.RLock)
+
+
+class Host:
+    """Known adapters by name; at most `places` of them are in host memory.
+
+    `read` returns the factors of a folder; `pinned` says whether host memory is pinned.
+    """
+
+    def __init__(
+        self, places: int, read: Callable[[str, Path, Layout | None], Staged], pinned: bool
+    ) -> None:
+        self.places = places
+        self._read = read
+        self._pinned = pinned
+        self._sources: dict[str, Source] = {}
+        self._staged: OrderedDict[str, Source] = OrderedDict()  # least recently used first
+        self._lock = threading.RLock()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    def source(self, name: str) -> Source:
+        """KeyError if the name is not known."""
+        source = self._sources.get(name)
+        if source is None:
+            raise KeyError(
+                f"no adapter {name!r} is registered; {len(self._sources)} others are"
+                f"{_some(list(self._sources))}"
+            )
+        return source
+
+    def copied(self, staged: Staged) -> Staged:
+        return staged.in_host_memory(self._pinned)
+
+    def put(self, name: str, source: Source) -> None:
+        """Let `name` stand for a new source, whose factors are in host memory if they were read.
+
+        Raises RuntimeError if it has no folder, and host memory is full of such adapters.
+        """
+        with self._lock:
+            if source.folder is None:
+                self.check_room(name)
+            self._forget(name)
+            self._sources[name] = source
+            if source.staged is not None:
+                self._keep(name, source)
+
+    def settle(self, name: str, source: Source) -> None:
+        """Have a copy in host memory of what a source has been put with, wherever that is."""
+        staged = source.staged
+        copied = None if staged is None else self.copied(staged)
+        with self._lock:
+            if self._staged.get(name) is source:
+                source.staged = copied
+
+    def check_room(self, name: str) -> None:
+        """Raises RuntimeError if tensors of `name` that have no folder would not fit."""
+        with self._lock:
+            staying = [other for other, s in self._staged.items() if s.folder is None]
+            if len({*staying, name}) > self.places:
+                raise RuntimeError(
+                    f"no host memory for adapter {name!r}: all {self.places} places have adapters "
+                    f"without a folder{_some(staying)}; remove one, register folders, or make the "
+                    "pool with a larger host="
+                )
+
+    def staged(self, name: str, source: Source) -> Staged:
+        """The factors of a name, read from its folder if they are not in host memory.
+
+        Errors are those of `AdapterPool.read`.
+        """
+        with source.lock:
+            staged = source.staged
+            if staged is None:
+                assert source.folder is not None
+                staged = self.copied(self._read(name, source.folder, source.layout))
+            with self._lock:
+                if self._sources.get(name) is source:
+                    source.staged = staged
+                    self._keep(name, source)
+            return staged
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._forget(name)
+            self._sources.pop(name, None)
+
+    def nbytes(self) -> int:
+        with self._lock:
+            found = [s.staged for s in self._staged.values()]
+        return sum(staged.nbytes() for staged in found if staged is not None)
+
+    def __len__(self) -> int:
+        """How many adapters are in host memory."""
+        return len(self._staged)
+
+    def _keep(self, name: str, source: Source) -> None:
+        self._staged[name] = source
+        self._staged.move_to_end(name)
+        while len(self._staged) > self.places:
+            name = next((n for n, s in self._staged.items() if s.folder is not None), name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        source = self._staged.pop(name, None)
+        if source is not None:
+            source.staged = None
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = ", ..." if len(names) > 5 else ""
+    return f" ({', '.join(repr(name) for name in sorted(names)[:5])}{more})"

@@ -1,0 +1,107 @@
+"""Adapters of a pool: read, checked against its layers and ranks, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from moelora.adapters import checkpoint
+from moelora.adapters.checkpoint import Own
+from moelora.adapters.columns import Layout
+from moelora.adapters.factors import check_rank
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
+from moelora.adapters.slots import Slots, Staged
+
+Given: TypeAlias = "str | Path | Mapping[str, torch.Tensor] | Adapter"
+
+
+class Reader:
+    """Reads adapters for layers of a pool; `others` are layers of the model that it lacks, with
+    the reason. Other arguments are those of `AdapterPool`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, MoELayer],
+        linears: Mapping[str, LinearLayer],
+        max_rank: int,
+        max_linear_rank: int,
+        others: Mapping[MoELayer | LinearLayer, str],
+        own: Own | None,
+    ) -> None:
+        self.max_rank = max_rank
+        self.max_linear_rank = max_linear_rank
+        self._own = own
+        self._others = {layer.name: why for layer, why in others.items()}
+        experts = [*layers.values(), *(x for x in others if isinstance(x, MoELayer))]
+        plain = [*linears.values(), *(x for x in others if isinstance(x, LinearLayer))]
+        self._every = experts, plain
+
+    def read(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> Adapter:
+        """Read a checkpoint whose factors all fit the pool."""
+        with _errors_of(name, source):
+            adapter = checkpoint.load(
+                source,
+                config,
+                *self._every,
+                max_rank=self.max_rank,
+                max_linear_rank=self.max_linear_rank,
+                layout=layout,
+                own=self._own,
+            )
+            for layer in (*adapter.experts, *adapter.linears):
+                self._check_served(layer)
+            return adapter
+
+    def peek(
+        self,
+        name: str,
+        folder: str | Path,
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> None:
+        """Refuse a folder whose configuration or header shows that it does not fit the pool."""
+        with _errors_of(name, folder):
+            checkpoint.check_config(config)
+            info = checkpoint.peek(folder, *self._every, layout=layout)
+            check_rank("its factors of experts", info.max_rank, self.max_rank)
+            for layer, rank in info.linear_ranks.items():
+                check_rank(layer, rank, self.max_linear_rank, "max_linear_rank")
+                self._check_served(layer)
+
+    def stage(
+        self,
+        slots: Slots,
+        name: str,
+        source: Given,
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> Staged:
+        """An adapter in the dtypes of its stacks."""
+        if not isinstance(source, Adapter):
+            source = self.read(name, source, config, layout)
+        with _errors_of(name, source):
+            return slots.stage(source)
+
+    def _check_served(self, layer: str) -> None:
+        if layer in self._others:
+            raise ValueError(f"factors of {layer}, {self._others[layer]}")
+
+
+@contextmanager
+def _errors_of(name: str, source: Given) -> Iterator[None]:
+    """ValueErrors say whose adapter they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None

@@ -1,0 +1,189 @@
+"""The slots of a pool: stacks of all layers, and the tables that they share.
+
+Everything is allocated once and only written in place, so that captured CUDA graphs see later
+adapters. An adapter is staged first: checked, and converted to the dtypes of its stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypedDict
+
+import torch
+
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
+from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
+from moelora.adapters.stacks import ExpertStacks, Place, StagedExperts
+from moelora.adapters.transfer import Arrival, Streams
+
+
+class Tables(NamedTuple):
+    """Tensors shared by all layers of a device, (max_loras,) each; the first two for experts."""
+
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+    enabled: torch.Tensor
+
+    @classmethod
+    def of(cls, max_loras: int, device: torch.device) -> Tables:
+        return cls(
+            torch.zeros(max_loras, dtype=torch.int32, device=device),
+            torch.zeros(max_loras, dtype=torch.float32, device=device),
+            torch.zeros(max_loras, dtype=torch.bool, device=device),
+        )
+
+
+class LayerFactors(TypedDict):
+    """Keyword arguments of `fused_experts_lora`: the adapters of one layer."""
+
+    w13_lora_a: torch.Tensor | tuple[torch.Tensor, ...]
+    w13_lora_b: torch.Tensor | tuple[torch.Tensor, ...]
+    w2_lora_a: torch.Tensor
+    w2_lora_b: torch.Tensor
+    lora_ranks: torch.Tensor
+    lora_scalings: torch.Tensor
+    adapter_enabled: torch.Tensor
+
+
+@dataclass
+class Staged:
+    """A checked adapter in the dtypes of its stacks."""
+
+    experts: StagedExperts
+    linears: StagedLinears
+
+    def pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        for pairs in self.experts.factors.values():
+            yield from (pair for pair in pairs if pair is not None)
+        yield from self.linears.values()
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for pair in self.pairs() for t in pair)
+
+    def in_host_memory(self, pinned: bool) -> Staged:
+        """A copy that a stream can read; `pinned` if there is a CUDA device to copy to."""
+
+        def copied(t: torch.Tensor) -> torch.Tensor:
+            host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned)
+            return host.copy_(t)
+
+        def both(
+            pair: tuple[torch.Tensor, torch.Tensor] | None,
+        ) -> tuple[torch.Tensor, torch.Tensor] | None:
+            return None if pair is None else (copied(pair[0]), copied(pair[1]))
+
+        factors = {n: [both(p) for p in pairs] for n, pairs in self.experts.factors.items()}
+        return Staged(
+            StagedExperts(self.experts.rank, self.experts.scaling, factors),
+            {name: (copied(a), copied(b)) for name, (a, b) in self.linears.items()},
+        )
+
+
+class Slots:
+    """The tensors of a pool. Arguments are those of `AdapterPool`, checked."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, MoELayer],
+        linears: Mapping[str, LinearLayer],
+        max_loras: int,
+        ranks: tuple[int, int],
+        places: Mapping[str, Place],
+        devices: Sequence[torch.device],
+        slices: int,
+        shared_outer: bool,
+    ) -> None:
+        self.devices = devices
+        with torch.inference_mode(False):  # threads write to them, in any mode
+            self.experts = ExpertStacks(layers, max_loras, ranks[0], places, slices, shared_outer)
+            self.linears = LinearStacks(linears, max_loras, ranks[1], places)
+            self.tables = {device: Tables.of(max_loras, device) for device in devices}
+        self.streams = Streams(devices)
+        self._places = places
+        self._order = sorted(places, key=_depth)
+
+    def tensors(self) -> list[torch.Tensor]:
+        tables = [t for tables in self.tables.values() for t in tables]
+        return [*self.experts.tensors(), *self.linears.tensors(), *tables]
+
+    def layer(self, name: str) -> LayerFactors:
+        """The factors of a layer of experts, all slots."""
+        stacks, tables = self.experts.of(name), self.tables[self._places[name].device]
+        a, b = stacks.w13_lora_a, stacks.w13_lora_b
+        return {
+            "w13_lora_a": tuple(a) if len(a) > 1 else a[0],
+            "w13_lora_b": tuple(b) if len(b) > 1 else b[0],
+            "w2_lora_a": stacks.w2_lora_a,
+            "w2_lora_b": stacks.w2_lora_b,
+            "lora_ranks": tables.ranks,
+            "lora_scalings": tables.scalings,
+            "adapter_enabled": tables.enabled,
+        }
+
+    def linear(self, name: str) -> LinearFactors:
+        """The factors of a linear layer or embedding, all slots."""
+        a, b, ranks = self.linears.of(name)
+        enabled = self.tables[self._places[name].device].enabled
+        return {"lora_a": a, "lora_b": b, "lora_ranks": ranks, "adapter_enabled": enabled}
+
+    def stage(self, adapter: Adapter) -> Staged:
+        """Check an adapter and convert it; ValueError says what does not fit."""
+        experts = self.experts.stage(adapter.experts)
+        return Staged(experts, self.linears.stage(adapter.linears))
+
+    def enable(self, slot: int, enabled: bool) -> None:
+        for tables in self.tables.values():
+            tables.enabled[slot] = enabled
+
+    def clear(self, slot: int) -> None:
+        """What is in a slot is no adapter any more."""
+        self.enable(slot, False)
+        for tables in self.tables.values():
+            tables.ranks[slot] = 0
+
+    def write(self, slot: int, staged: Staged, enabled: bool = True) -> Arrival | None:
+        """Write an adapter to a slot that no batch uses.
+
+        Copies follow what the streams of readers have been given so far. They are under way when
+        this returns, in the order of the model's layers; None: all are complete. `staged` must stay
+        until they are, unless it is pinned memory.
+        """
+        self.streams.fence()
+        layers, last = {}, {}
+        try:
+            for device, tables in self.tables.items():
+                self.streams.run(device, partial(_fill, tables, slot, staged.experts, enabled))
+            for name in self._order:
+                device = self._places[name].device
+                event = self.streams.run(device, partial(self._write_layer, name, slot, staged))
+                if event is not None:
+                    layers[name] = device, event
+                    last[device] = event
+        except BaseException:
+            self.enable(slot, False)
+            raise
+        return Arrival(layers, last) if last else None
+
+    def _write_layer(self, name: str, slot: int, staged: Staged) -> None:
+        if name in self.experts.layers:
+            self.experts.write(name, slot, staged.experts.factors.get(name))
+        else:
+            self.linears.write(name, slot, staged.linears.get(name))
+
+    def synchronize(self) -> None:
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+def _fill(tables: Tables, slot: int, staged: StagedExperts, enabled: bool) -> None:
+    tables.ranks[slot] = staged.rank
+    tables.scalings[slot] = staged.scaling
+    tables.enabled[slot] = enabled
+
+
+def _depth(name: str) -> list[tuple[int, str]]:
+    """Sorts names of layers by the numbers in them."""
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")]

@@ -1,0 +1,100 @@
+"""Copies to slots on a stream of their own, with an event for each layer.
+
+    side stream    waits for what readers have launched, then: layer 0, event, layer 1, event, ...
+    a reader       waits for the event of a layer before that layer's kernels
+
+Nothing makes the host wait. Devices without streams are written at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+
+def is_capturing() -> bool:
+    """Whether the current stream of the current CUDA device is being captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+class Arrival:
+    """The copies of one adapter: an event for each layer, and the last one of each device."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, tuple[torch.device, torch.cuda.Event]],
+        last: Mapping[torch.device, torch.cuda.Event],
+    ) -> None:
+        self._layers = layers
+        self._last = last
+
+    def wait(self, layer: str | None = None) -> None:
+        """Make the current streams wait for one layer, or for all.
+
+        A capture is not made to wait: what is captured runs later, after a wait outside of it.
+        """
+        if is_capturing():
+            return
+        if layer is None:
+            for device, event in self._last.items():
+                torch.cuda.current_stream(device).wait_event(event)
+        elif layer in self._layers:
+            device, event = self._layers[layer]
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def done(self) -> bool:
+        """Whether all copies are complete; False during a capture, which must not ask."""
+        return not is_capturing() and all(event.query() for event in self._last.values())
+
+    def synchronize(self) -> None:
+        """Make the host wait for all copies."""
+        for event in self._last.values():
+            event.synchronize()
+
+
+class Streams:
+    """The stream of copies of each CUDA device, and the streams whose kernels read slots."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self._readers: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+    def note(self) -> None:
+        """The current streams read slots from now on."""
+        if not self._devices or is_capturing():
+            return
+        for device in self._devices:
+            stream = torch.cuda.current_stream(device)
+            self._readers.setdefault((device, stream.cuda_stream), stream)
+
+    def fence(self) -> None:
+        """Make copies wait for everything that readers have launched so far."""
+        self.note()
+        for device in self._devices:
+            self._of(device).wait_stream(torch.cuda.default_stream(device))
+        for (device, _), reader in list(self._readers.items()):
+            self._of(device).wait_stream(reader)
+
+    def run(self, device: torch.device, copy: Callable[[], None]) -> torch.cuda.Event | None:
+        """Run `copy` on the stream of copies of `device`; the event after it, None on a CPU."""
+        if device.type != "cuda":
+            copy()
+            return None
+        here, before = torch.cuda.current_stream(), torch.cuda.current_stream(device)
+        # Not torch.cuda.stream(): an interrupt as it begins would leave the stream current.
+        try:
+            torch.cuda.set_stream(self._of(device))
+            copy()
+            event = torch.cuda.Event()
+            event.record()
+        finally:
+            torch.cuda.set_stream(before)
+            torch.cuda.set_stream(here)
+        return event
+
+    def _of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._side:
+            self._side[device] = torch.cuda.Stream(device)
+        return self._side[device]

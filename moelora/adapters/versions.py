@@ -1,0 +1,282 @@
+"""Which version of which adapter is in which slot: they are brought, replaced and evicted.
+
+    lock          of the tables of names; never held while a folder is read
+    source.lock   while one name is brought or replaced; taken before `lock`
+
+A slot that is written without `lock` is reserved. Until its name is listed no batch can use it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from moelora.adapters.held import Held, Loaded, NoSlot, Residents
+from moelora.adapters.host import Host, Source
+from moelora.adapters.slots import Slots, Staged
+
+READERS = 4  # threads that bring adapters ahead of their requests
+POLL_S = 0.02  # how often to look for a slot of a batch that was dropped without `release`
+
+
+class Versions:
+    """The adapters of a pool; `host` are those that it knows, None for those in slots alone."""
+
+    def __init__(self, slots: Slots, max_loras: int, host: Host | None) -> None:
+        self.slots = slots
+        self.host = host
+        self.residents = Residents(max_loras)
+        self.loaded = self.residents.loaded  # least recently used first
+        self.lock = threading.RLock()
+        self._freed = threading.Condition(self.lock)
+        self._coming: set[str] = set()  # names that threads bring
+        self._readers: ThreadPoolExecutor | None = None
+
+    def entry(self, name: str) -> Loaded:
+        """KeyError if the adapter is in no slot."""
+        loaded = self.loaded.get(name)
+        if loaded is None:
+            raise KeyError(f"no adapter {name!r} is loaded; loaded are {sorted(self.loaded)}")
+        return loaded
+
+    def is_known(self, name: str) -> bool:
+        return name in self.loaded or (self.host is not None and name in self.host)
+
+    def check_known(self, name: str) -> None:
+        """KeyError if the adapter is neither in a slot nor registered."""
+        if self.host is None:
+            self.entry(name)
+        else:
+            self.host.source(name)
+
+    def check_new(self, name: str, replace: bool = False) -> None:
+        """ValueError for a known name, RuntimeError for one in use; call with `lock`."""
+        if not self.is_known(name):
+            return
+        if not replace:
+            raise ValueError(f"adapter {name!r} is already loaded; remove it or pass replace=True")
+        if name in self.loaded:
+            self.loaded[name].check_free(name)
+
+    # -- for batches --
+
+    def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
+        """The slots of adapters that are held; it counts as a use, and begins a step."""
+        with self.lock:
+            for name in names:
+                if name in self.loaded:
+                    self.loaded.move_to_end(name)
+            return {name: held.slot(name) for name in names}
+
+    def take(self, names: Sequence[str], timeout: float) -> Held:
+        """Hold adapters, which are brought to slots if they are in none."""
+        with self.lock:
+            for name in names:
+                self.check_known(name)
+        if len(names) > self.residents.max_loras:
+            raise RuntimeError(
+                f"a batch names {len(names)} adapters, the pool has {self.residents.max_loras} "
+                "slots; split the batch, or make the pool with a larger max_loras="
+            )
+        end = time.monotonic() + timeout
+        while True:
+            held = Held()
+            try:
+                for name in names:
+                    self._take_one(name, held)
+                return held
+            except NoSlot:
+                self.release(held)  # or batches would wait for each other's slots
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise
+                with self.lock:
+                    self._freed.wait(min(left, POLL_S))
+
+    def release(self, held: Held) -> None:
+        with self.lock:
+            held.release()
+            self._freed.notify_all()
+
+    def _take_one(self, name: str, held: Held) -> None:
+        with self.lock:
+            if self._use(name, held):
+                return
+            self.check_known(name)
+        self.bring(name, held)
+
+    def _use(self, name: str, held: Held | None) -> bool:
+        """Whether an adapter is in a slot, which counts as a use; holds it then."""
+        loaded = self.loaded.get(name)
+        if loaded is not None and held is not None:
+            self.loaded.move_to_end(name)
+            held.add(name, loaded)
+        return loaded is not None
+
+    def bring(self, name: str, held: Held | None) -> None:
+        """Bring a registered adapter to a slot if it is in none, and hold it.
+
+        Its copies are under way then.
+        """
+        with self.locked(name) as source:
+            with self.lock:
+                if self._use(name, held):
+                    return
+            staged = self._known().staged(name, source)
+            with self.lock:
+                place = self.residents.reserve(f"adapter {name!r}")
+            enabled = source.enabled
+            arrival = self.slots.write(place.slot, staged, enabled)
+            with self.lock:
+                if self._known().source(name) is source and name not in self.loaded:
+                    if source.enabled != enabled:
+                        self.slots.enable(place.slot, source.enabled)
+                    self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+        with self.lock:
+            if self._use(name, held):
+                return
+        self.bring(name, held)  # it was added anew, or evicted, meanwhile
+
+    def bring_ahead(self, names: Sequence[str]) -> None:
+        """Begin to bring adapters in threads."""
+        with self.lock:
+            for name in names:
+                self.check_known(name)
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(READERS, "moelora-adapters")
+            for name in names:
+                if name not in self.loaded and name not in self._coming:
+                    self._coming.add(name)
+                    self._readers.submit(_bring, weakref.ref(self), name)
+
+    def arrived(self, name: str) -> None:
+        self._coming.discard(name)
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[Source]:
+        """What a registered name stands for, while no other thread brings or replaces it."""
+        host = self._known()
+        while True:
+            source = host.source(name)
+            with source.lock:
+                if host.source(name) is source:
+                    yield source
+                    return
+
+    def _known(self) -> Host:
+        if self.host is None:
+            raise RuntimeError("this needs a pool with host memory: AdapterPool(..., host=64)")
+        return self.host
+
+    # -- changes --
+
+    def put(self, name: str, staged: Staged, pinned: bool, source: Source | None) -> int:
+        """Write an adapter to a slot: its own one, or one that is free. Returns the slot."""
+        leaving: str | None = name
+        if name in self.loaded:
+            slot = self.loaded[name].slot
+        else:
+            slot, leaving = self.residents.free_slot(f"adapter {name!r}")
+        new = Loaded(slot, pinned)
+        if self.host is not None and source is not None:
+            self.host.put(name, source)
+        if leaving is not None:
+            del self.loaded[leaving]
+        self._write(slot, staged)
+        self.loaded[name] = new
+        return slot
+
+    def replace(self, name: str, staged: Staged, switch: bool, version: int | None) -> int | None:
+        """Put a version in place of the one in a slot; None: there is none."""
+        with self.lock:
+            old = self.loaded.get(name)
+            if old is None:
+                return None
+            if not old.batches:
+                new = Loaded(old.slot, old.pinned, version or old.version + 1)
+                del self.loaded[name]
+                self._write(new.slot, staged)
+                self.loaded[name] = new
+                if switch:
+                    self.residents.switch(name, new)
+                return new.version
+            place = self.residents.reserve(f"the new version of adapter {name!r}")
+        arrival = self.slots.write(place.slot, staged)
+        if arrival is not None:
+            arrival.synchronize()
+        with self.lock:
+            old = self.loaded.get(name)
+            if old is None and not self.is_known(name):
+                return None
+            after = 1 if old is None else old.version + 1
+            new = Loaded(place.slot, old is not None and old.pinned, version or after)
+            self.residents.replace(name, new)
+            if switch:
+                self.residents.switch(name, new)
+            return new.version
+
+    def replace_known(self, name: str, staged: Staged, switch: bool, new: Source) -> int:
+        """Put a version in place of what a registered name stands for, in a slot or not."""
+        host = self._known()
+        with self.locked(name) as old:
+            kept = old.staged
+            new.version, new.lock, new.staged = old.version + 1, old.lock, staged
+            host.put(name, new)
+            try:
+                self.replace(name, staged, switch, new.version)
+                host.settle(name, new)
+            except BaseException:
+                old.staged = kept
+                host.put(name, old)
+                raise
+            host.source(name)  # it may have been removed meanwhile
+            return new.version
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. RuntimeError while a batch holds it."""
+        with self.lock:
+            self.check_known(name)
+            loaded = self.loaded.get(name)
+            if loaded is not None:
+                loaded.check_free(name)
+                del self.loaded[name]
+                self.slots.clear(loaded.slot)
+            if self.host is not None:
+                self.host.remove(name)
+            self._freed.notify_all()
+
+    def enable(self, name: str, enabled: bool) -> None:
+        """Enable the current version of an adapter, or disable all versions."""
+        with self.lock:
+            self.check_known(name)
+            if self.host is not None:
+                self.host.source(name).enabled = enabled
+            if name in self.loaded:
+                self.slots.enable(self.loaded[name].slot, enabled)
+            for other, loaded in self.residents.retired() if not enabled else ():
+                if other == name:
+                    self.slots.enable(loaded.slot, False)
+
+    def _write(self, slot: int, staged: Staged) -> None:
+        # Kernels of an earlier batch may still be reading the slot on a stream that is not known.
+        self.slots.synchronize()
+        arrival = self.slots.write(slot, staged)
+        if arrival is not None:
+            arrival.synchronize()
+
+
+def _bring(versions: weakref.ref[Versions], name: str) -> None:
+    """Bring an adapter in a thread; `take` tries again, and raises what is wrong."""
+    found = versions()
+    if found is None:
+        return
+    try:
+        found.bring(name, None)
+    except (KeyError, OSError, RuntimeError, ValueError):
+        pass
+    finally:
+        found.arrived(name)

@@ -1,0 +1,132 @@
+"""One vLLM engine of `moelora bench engine`, in a process of its own.
+
+    python -m moelora.bench.engine.worker TOLD OUT
+
+TOLD is a JSON file of the arguments, OUT gets the results after each part. Whether moelora serves
+the engine is decided by MOELORA_VLLM, as in production.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelora.bench.engine.serving import DECODE, speed
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `moe_layers` reads the model
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+COMPARED = (2, 64)  # prompts for each adapter, tokens of each
+
+
+class Engine:
+    def __init__(self, told: dict[str, Any]):
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        adapters = told["adapters"] if told["lora"] else {}
+        options: dict[str, Any] = {
+            "max_model_len": max(told["prefill"][1], DECODE[1] + told["new"]) + 16,
+            "max_num_seqs": max(told["sequences"], told["prefill"][0]),
+            "enable_prefix_caching": False,
+            "tensor_parallel_size": told["tensor_parallel"],
+        }
+        if adapters:
+            number = len(adapters)
+            options |= {"enable_lora": True, "max_loras": number, "max_cpu_loras": number}
+            options["max_lora_rank"] = told["max_lora_rank"]
+        self.llm = LLM(model=told["model"], **options | told["options"])
+        self.vocab = self.llm.get_tokenizer().vocab_size  # without added tokens
+        self.names = list(adapters)
+        self.adapters = [LoRARequest(n, i, p) for i, (n, p) in enumerate(adapters.items(), 1)]
+        self.random = random.Random(1)
+
+    def prompts(self, lengths: Iterable[int]) -> list[list[int]]:
+        return [[self.random.randrange(self.vocab) for _ in range(n)] for n in lengths]
+
+    def run(self, prompts: list[list[int]], adapters: list[Any], **sampling: Any) -> Any:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        carried = adapters if any(adapters) else None
+        return self.llm.generate(given, params, use_tqdm=False, lora_request=carried)
+
+    def generate(self, prompts: list[list[int]], adapters: list[Any], new: int) -> None:
+        self.run(prompts, adapters, max_tokens=new)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def replies(self, prompts: list[list[int]], adapters: list[Any], new: int) -> list[Any]:
+        options = {"max_tokens": new, "logprobs": 1, "prompt_logprobs": 0}
+        return [reply(output) for output in self.run(prompts, adapters, **options)]
+
+    def layers(self) -> str:
+        """The experts classes of the model, of all workers."""
+        return ", ".join(sorted(set(self.llm.collective_rpc(moe_layers))))
+
+
+def moe_layers(worker: Any) -> str:
+    """The experts classes in a worker's model."""
+    found = set()
+    for module in worker.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        for kernel in (getattr(module, "_moe_kernel", None), getattr(method, "moe_kernel", None)):
+            if kernel is not None:
+                found.add(type(kernel.fused_experts).__name__)
+    return ", ".join(sorted(found)) or "no MoE kernel found"
+
+
+def reply(output: Any) -> dict[str, Any]:
+    """A request's result, as plain numbers: `top` has the best tokens at each step."""
+    ids = output.prompt_token_ids
+    prompt = [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
+    top = [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs]
+    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
+
+
+def main(told_path: str, out_path: str) -> None:
+    told = json.loads(Path(told_path).read_text())
+    written: dict[str, Any] = {}
+
+    def save(**more: Any) -> None:
+        written.update(more)
+        Path(out_path).write_text(json.dumps(written))
+
+    import vllm
+
+    engine = Engine(told)
+    save(layers=engine.layers(), vllm=vllm.__version__)
+    sequences = [told["sequences"]]
+    prefill, new = tuple(told["prefill"]), told["new"]
+    if engine.adapters:
+        count, length = COMPARED
+        prompts = engine.prompts([length] * count * len(engine.adapters))
+        replies = engine.replies(prompts, engine.adapters * count, 1)
+        save(prompts=[reply["prompt"] for reply in replies])
+
+    def keep(speed: dict[str, Any]) -> None:
+        save(speed={batch: usual_names(table) for batch, table in speed.items()})
+
+    speed(engine, told["reps"], sequences, keep, prefill=prefill, new=new)
+    sys.stdout.flush()
+    os._exit(0)  # no teardown of the engine
+
+
+def usual_names(table: dict[str, Any]) -> dict[str, Any]:
+    """`decode_32` of a run with one number of sequences is its `decode`."""
+    return {name.partition("_")[0]: measured for name, measured in table.items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,290 @@
+"""AdapterPool with host memory: more adapters than slots, which come when they are needed."""
+
+import threading
+import time
+
+import pytest
+import torch
+from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
+
+from moelora.adapters import host as host_module
+
+SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
+
+
+def folders(tmp_path, number, r=2):
+    """Folders of adapters, and what each adds to the weights of layer 0."""
+    found = []
+    for seed in range(number):
+        state, delta = wrapped(r=r, seed=seed)
+        path = write(tmp_path / f"adapter{seed}", state, CONFIG | {"r": r, "lora_alpha": 2 * r})
+        found.append((path, delta))
+    return found
+
+
+def bytes_of(rank):
+    """Of the float32 factors of gate, up and down in one layer."""
+    return 4 * E * rank * 3 * (K + N)
+
+
+def test_adapters_come_when_they_are_held(tmp_path, device):
+    pool = make_pool(max_loras=2, host=3, device=device)
+    made = folders(tmp_path, 5)
+    pointers = [t.data_ptr() for t in pool._tensors()]
+    for seed, (path, _) in enumerate(made):
+        pool.register(f"n{seed}", path)
+    assert pool.names() == [] and len(pool.registered()) == 5
+    assert "n0" not in pool and not pool.ready("n0") and pool.host_bytes() == 0
+    for seed in (0, 1, 2, 3, 4, 0, 3):
+        with pool.hold([f"n{seed}"]) as held:
+            mapping = pool.mapping([f"n{seed}", None], held=held)
+            assert mapping.tolist() == [pool.lookup(f"n{seed}", held=held), -1]
+            check(pool, f"n{seed}", made[seed][1], 2.0)
+            assert pool.version(f"n{seed}") == held.version(f"n{seed}") == 1
+    assert len(pool) == 2 and pool.names() == ["n0", "n3"]
+    assert pool.host_bytes() == 3 * bytes_of(rank=2)
+    assert pointers == [t.data_ptr() for t in pool._tensors()]
+
+
+def test_what_is_added_comes_back(device):
+    """Tensors without a folder stay in host memory; slots are for whoever is needed."""
+    pool = make_pool(max_loras=1, host=2, device=device)
+    states = [wrapped(seed=seed) for seed in range(3)]
+    for seed in range(2):
+        pool.add(f"n{seed}", states[seed][0], config=CONFIG)
+    assert pool.names() == ["n1"] and pool.registered() == ["n0", "n1"]
+    for seed in (0, 1, 0):
+        check(pool, f"n{seed}", states[seed][1], 2.0)
+    before = snapshot(pool)
+    why = "no host memory for adapter 'n2': all 2 places have adapters without a folder"
+    with pytest.raises(RuntimeError, match=why):
+        pool.add("n2", states[2][0], config=CONFIG)
+    with pytest.raises(RuntimeError, match=why):
+        pool.register("n2", states[2][0], config=CONFIG)
+    assert snapshot(pool)[1] == before[1] and pool.registered() == ["n0", "n1"]
+    pool.remove("n0")
+    with pytest.raises(KeyError, match="no adapter 'n0' is registered; 1 others are .'n1'."):
+        pool.lookup("n0")
+    pool.register("n2", states[2][0], config=CONFIG)
+    check(pool, "n2", states[2][1], 2.0)
+
+
+def test_refusals(tmp_path):
+    pool = make_pool(max_loras=2, host=2)
+    (path, _), (large, _) = folders(tmp_path, 1)[0], folders(tmp_path / "large", 1, r=16)[0]
+    pool.register("a", path)
+    with pytest.raises(ValueError, match="adapter 'a' is already loaded"):
+        pool.register("a", path)
+    with pytest.raises(ValueError, match="adapter 'b': .* has rank 16, but max_rank of the pool"):
+        pool.register("b", large)
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
+        pool.register("b", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="config= is for state dicts"):
+        pool.register("b", path, config=SMALL)
+    with pytest.raises(ValueError, match="name is '__base__'"):
+        pool.register("__base__", path)
+    with pytest.raises(KeyError, match="no adapter 'b' is registered"):
+        pool.prefetch(["a", "b"])
+    with pytest.raises(KeyError, match="no adapter 'b' is registered"):
+        pool.ready("b")
+    for name in "bc":
+        pool.register(name, path)
+    with pytest.raises(RuntimeError, match="a batch names 3 adapters, the pool has 2 slots"):
+        pool.mapping(["a", "b", "c"])
+    with pytest.raises(ValueError, match="host is -1, wanted >= 0"):
+        make_pool(host=-1)
+    without = make_pool()
+    for act in (lambda: without.register("a", path), lambda: without.prefetch(["a"])):
+        with pytest.raises(RuntimeError, match="needs a pool with host memory: AdapterPool"):
+            act()
+
+
+def test_a_folder_that_is_damaged_later(tmp_path):
+    """The batch that needs it is told, and no other."""
+    pool = make_pool(max_loras=1, host=1)
+    (path, _), (other, delta) = folders(tmp_path, 2)
+    pool.register("a", path)
+    pool.register("b", other)
+    (path / "adapter_model.safetensors").write_bytes(b"damaged")
+    pool.prefetch(["a"])
+    with pytest.raises(ValueError, match="adapter 'a': .* cannot be read"):
+        pool.lookup("a")
+    check(pool, "b", delta, 2.0)
+
+
+def test_slots_in_use_are_waited_for(tmp_path):
+    pool = make_pool(max_loras=1, host=2)
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]):
+        with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 1 are pinned or in"):
+            pool.lookup("b")
+        assert pool.names() == ["a"]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="no slot"), pool.hold(["b"], timeout=0.05):
+            pass
+        assert time.monotonic() - start >= 0.05
+    found = []
+
+    def wait():
+        with pool.hold(["b"], timeout=60):
+            found.append(pool.names())
+
+    with pool.hold(["a"]):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(0.1)
+        assert found == []
+    thread.join(30)
+    assert found == [["b"]]
+    kept = pool.keep(["b"])  # dropped without release
+    thread = threading.Thread(target=lambda: found.append(pool.keep(["a"], timeout=60)))
+    thread.start()
+    del kept
+    thread.join(30)
+    assert "a" in pool
+
+
+def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
+    """While another adapter is read from its folder, here forever."""
+    pool = make_pool(max_loras=2, host=2)
+    made = folders(tmp_path, 2)
+    for name, (path, _) in zip("ab", made, strict=True):
+        pool.register(name, path)
+    check(pool, "a", made[0][1], 2.0)
+    begun, go = threading.Event(), threading.Event()
+    copied = host_module.Host.copied
+
+    def slowly(self, staged):
+        begun.set()
+        assert go.wait(60)
+        return copied(self, staged)
+
+    monkeypatch.setattr(host_module.Host, "copied", slowly)
+    pool.prefetch(["b", None])
+    assert begun.wait(60)
+    check(pool, "a", made[0][1], 2.0)
+    with pool.hold(["a"]) as held:
+        assert pool.mapping(["a"], held=held).tolist() == [0]
+    assert not pool.ready("b")
+    go.set()
+    end = time.monotonic() + 60
+    while not pool.ready("b"):
+        assert time.monotonic() < end
+    check(pool, "b", made[1][1], 2.0)
+
+
+@torch.inference_mode()
+def test_threads_write_to_a_pool_of_inference_mode(tmp_path, device):
+    pool = make_pool(max_loras=1, host=1, device=device)
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("a", path)
+    pool.prefetch(["a"])
+    end = time.monotonic() + 60
+    while not pool.ready("a"):
+        assert time.monotonic() < end
+    check(pool, "a", delta, 2.0)
+
+
+def test_disabled_adapters_stay_so(tmp_path):
+    pool = make_pool(max_loras=1, host=2)
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    pool.disable("a")
+    pool.lookup("a")
+    assert pool.adapter_enabled.tolist() == [False]
+    pool.lookup("b")
+    assert pool.adapter_enabled.tolist() == [True]
+    pool.lookup("a")
+    assert pool.adapter_enabled.tolist() == [False]
+    pool.enable("a")
+    assert pool.adapter_enabled.tolist() == [True]
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["folder", "tensors"])
+def test_a_new_version_in_a_slot_or_not(tmp_path, device, tensors):
+    pool = make_pool(max_loras=1, host=4, device=device)
+    made = folders(tmp_path, 4)
+    for name, (path, _) in zip("ab", made, strict=False):
+        pool.register(name, path)
+    check(pool, "a", made[0][1], 2.0)
+
+    def update(name, seed, **options):
+        if tensors:
+            state = {k: t.to(device) for k, t in wrapped(r=2, seed=seed)[0].items()}
+            return pool.update(name, state, config=SMALL, **options)
+        return pool.update(name, made[seed][0], **options)
+
+    assert update("a", 2) == 2  # in a slot
+    assert update("b", 3) == 2  # in none
+    assert pool.names() == ["a"]
+    for name, seed in (("a", 2), ("b", 3), ("a", 2), ("b", 3)):
+        check(pool, name, made[seed][1], 2.0)
+        assert pool.version(name) == 2
+    with pool.hold(["b"]) as held, pytest.raises(RuntimeError, match="no slot for the new version"):
+        assert held.version("b") == 2
+        update("b", 0)
+    check(pool, "a", made[2][1], 2.0)
+    check(pool, "b", made[3][1], 2.0)
+    assert pool.version("b") == 2, "it was refused"
+
+
+def test_a_thousand_names_of_twenty_folders(tmp_path):
+    """100 of them in use, by four threads; memory is that of `host` adapters."""
+    pool = make_pool(max_loras=8, host=16)
+    made = folders(tmp_path, 20, r=1)
+    for number in range(1000):
+        pool.register(f"n{number}", made[number % 20][0])
+    assert len(pool.registered()) == 1000
+    errors, seen = [], set()
+
+    def work(seed):
+        drawn = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(40):
+                number = int(torch.randint(100, (1,), generator=drawn))
+                pool.prefetch([f"n{(number + 1) % 100}"])
+                with pool.hold([f"n{number}"], timeout=60):
+                    check(pool, f"n{number}", made[number % 20][1], 2.0)
+                seen.add(number)
+        except BaseException as error:  # noqa: BLE001, reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert len(seen) > 50
+    assert pool.host_bytes() <= 16 * bytes_of(rank=1)
+    assert len(pool) <= 8
+
+
+@pytest.mark.gpu
+def test_layers_are_waited_for_one_by_one(tmp_path):
+    """Copies are behind a long kernel; the host goes on, and readers get all of them."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pool = make_pool(max_loras=2, host=2, device="cuda")
+    for name, (path, _) in zip("ab", made := folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    pool.lookup("a")
+    pool.prefetch(["b"])
+    while not pool.ready("b"):
+        time.sleep(0.001)
+    pool.remove("b")
+    pool.register("b", made[1][0])
+    torch.cuda._sleep(200_000_000)  # readers' stream is busy for about 0.1 s
+    start = time.monotonic()
+    with pool.hold(["a", "b"], layerwise=True) as held:
+        assert time.monotonic() - start < 0.08, "the host waits for nothing"
+        assert not pool.ready("b") and pool.ready("a")
+        for layer in LAYERS:
+            held.wait(layer.name)
+        slot = pool.lookup("b", held=held)
+        factors = pool.layer(LAYERS[0].name)["w2_lora_b"][slot].clone()
+        torch.cuda.synchronize()
+        assert pool.ready("b")
+        assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
+    check(pool, "b", made[1][1], 2.0)

@@ -1,0 +1,223 @@
+"""Adapters that change while they are used: every answer is that of one version."""
+
+import threading
+
+import pytest
+import torch
+from adapter_cases import CONFIG, check, make_pool, wrapped
+from conftest import needs_gpu
+from covering import extent
+
+import moelora
+from moelora.adapters import AdapterPool, MoELayer
+
+STATES = [wrapped(seed=seed) for seed in range(5)]
+
+
+def add(pool, name, seed):
+    return pool.add(name, STATES[seed][0], config=CONFIG)
+
+
+def change(pool, name, seed, **options):
+    return pool.update(name, STATES[seed][0], config=CONFIG, **options)
+
+
+def test_batches_switch_in_their_next_step():
+    pool = make_pool(max_loras=3)
+    old = add(pool, "a", 0)
+    with pool.hold(["a"]) as held, pool.hold(["a"]) as other:
+        assert pool.lookup("a", held=other) == old
+        assert change(pool, "a", 1, in_flight="switch") == 2
+        assert held.version("a") == other.version("a") == 1, "no step has begun"
+        (new,) = pool.mapping(["a"], held=held).tolist()
+        assert new != old and held.version("a") == 2
+        with pytest.raises(RuntimeError, match="no slot"):
+            for seed in (2, 3):  # the other one may still compute with the first version
+                pool.add(f"n{seed}", STATES[seed][0], config=CONFIG, pin=True)
+        assert pool.mapping(["a"], held=other).tolist() == [new]
+        add(pool, "n3", 3)
+    check(pool, "a", STATES[1][1], 2.0)
+
+
+def test_a_version_that_no_step_has_seen_is_skipped():
+    pool = make_pool(max_loras=3)
+    add(pool, "a", 0)
+    with pool.hold(["a"]) as held:
+        for seed in range(1, 5):
+            assert change(pool, "a", seed, in_flight="switch") == seed + 1
+        assert held.version("a") == 1
+        pool.lookup("a", held=held)
+        assert held.version("a") == 5
+        assert change(pool, "a", 0, in_flight="finish") == 6
+        pool.lookup("a", held=held)
+        assert held.version("a") == 5, "it finishes"
+        assert change(pool, "a", 1, in_flight="switch") == 7
+        pool.lookup("a", held=held)
+        assert held.version("a") == 7
+    for name in "bc":
+        add(pool, name, 2)
+    assert set(pool.names()) == {"a", "b", "c"}, "all slots are free again"
+
+
+def test_refusals():
+    pool = make_pool(max_loras=1)
+    add(pool, "a", 0)
+    with pytest.raises(ValueError, match="in_flight is 'now', wanted 'finish' or 'switch'"):
+        change(pool, "a", 1, in_flight="now")
+    with pytest.raises(KeyError, match="no adapter 'b' is loaded"):
+        change(pool, "b", 1)
+    with pool.hold(["a"]), pytest.raises(RuntimeError, match="no slot for the new version of adap"):
+        change(pool, "a", 1, in_flight="switch")
+    check(pool, "a", STATES[0][1], 2.0)
+    assert pool.version("a") == 1
+
+
+# ---- under load ----
+
+EXPERTS, HIDDEN, INTER, RANK, ROWS, LAYERS, TOP_K = 4, 64, 32, 8, 4, 2, 2
+KINDS = 6  # different versions; they repeat
+UPDATES = 2500  # of each of four tests
+
+
+class Model:
+    """Layers of experts, one after the other, with the adapters of a pool."""
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.device, self.dtype = device, dtype
+        self.layers = [MoELayer(f"layers.{n}.experts", EXPERTS, HIDDEN, INTER) for n in range(2)]
+        self.x = torch.randn(ROWS, HIDDEN).to(device, dtype)
+        self.w13 = (torch.randn(EXPERTS, 2 * INTER, HIDDEN) / 8).to(device, dtype)
+        self.w2 = (torch.randn(EXPERTS, HIDDEN, INTER) / 6).to(device, dtype)
+        self.ids = torch.randint(EXPERTS, (ROWS, TOP_K), dtype=torch.int32).to(device)
+        self.weights = torch.full((ROWS, TOP_K), 0.5, device=device)
+        self.states = [self.state(kind) for kind in range(KINDS)]
+
+    def state(self, kind):
+        drawn, found = torch.Generator().manual_seed(kind), {}
+        for layer in self.layers:
+            for projection in ("gate_up", "down"):
+                wide, tall = layer.shape(projection)
+                for side, shape in (("A", (RANK, wide)), ("B", (tall, RANK))):
+                    key = f"{layer.name}.{projection}_proj.lora_{side}.weight"
+                    t = torch.randn(EXPERTS, *shape, generator=drawn) / 3
+                    found[key] = t.to(self.device, self.dtype)
+        return found
+
+    def pool(self, **options):
+        return AdapterPool(
+            self.layers, 4, RANK, dtype=self.dtype, device=self.device, w13_slices=1, **options
+        )
+
+    def __call__(self, pool, mapping):
+        x = self.x
+        for layer in self.layers:
+            x = x + moelora.fused_experts_lora(
+                x,
+                self.w13,
+                self.w2,
+                self.weights,
+                self.ids,
+                token_lora_mapping=mapping,
+                **pool.layer(layer.name),
+            )
+        return x
+
+    def answers(self):
+        """By kind of version, and last without an adapter."""
+        pool, found = self.pool(), []
+        for kind in range(KINDS):
+            pool.add("a", self.states[kind], config=CONFIG_OF_MODEL, replace=bool(kind))
+            found.append(self(pool, pool.mapping(["a"] * ROWS)))
+        return [*found, self(pool, pool.mapping([None] * ROWS))]
+
+
+CONFIG_OF_MODEL = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+
+
+class Steps:
+    """Steps of a model over one mapping: on a GPU, replays of a graph that is captured once."""
+
+    def __init__(self, model, pool):
+        self.model, self.pool = model, pool
+        self.mapping = torch.full((ROWS,), -1, dtype=torch.int32, device=model.device)
+        self.graph = None
+        if model.device == "cuda":
+            self.stream = torch.cuda.Stream()
+            with torch.cuda.stream(self.stream):
+                model(pool, self.mapping)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, stream=self.stream):
+                    self.out = model(pool, self.mapping)
+
+    def __call__(self, names, held):
+        """What a step gives, and the version of "a" in it."""
+        if self.graph is None:
+            self.pool.mapping(names, held=held, out=self.mapping)
+            version = held.version("a")
+            return self.model(self.pool, self.mapping), version
+        with torch.cuda.stream(self.stream):
+            self.pool.mapping(names, held=held, out=self.mapping)
+            version = held.version("a")
+            held.wait()
+            self.graph.replay()
+            out = self.out.clone()
+        self.stream.synchronize()
+        return out, version
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "switch"])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+@pytest.mark.parametrize("host", [0, 4])
+def test_every_answer_is_that_of_one_version(device, in_flight, host):
+    """Batches of a few steps, while another thread updates as fast as it can."""
+    model = Model(device)
+    answers = model.answers()
+    assert len({a.sum().item() for a in answers}) == KINDS + 1, "they differ"
+    pool = model.pool(host=host)
+    pool.add("a", model.states[0], config=CONFIG_OF_MODEL)
+    names = ["a", None, "a", "a"]
+    rows = torch.tensor([name == "a" for name in names])
+    readers = [Steps(model, pool) for _ in range(2)]
+    done, seen, switched, errors = threading.Event(), set(), [], []
+
+    def generate(steps):
+        try:
+            while not done.is_set():
+                with pool.hold(["a"], timeout=60) as held:
+                    versions = []
+                    for _ in range(4):
+                        out, version = steps(names, held)
+                        wanted = answers[(version - 1) % KINDS]
+                        assert torch.equal(out[rows], wanted[rows]), version
+                        assert torch.equal(out[~rows], answers[-1][~rows])
+                        versions.append(version)
+                    assert versions == sorted(versions)
+                    if in_flight == "finish":
+                        assert len(set(versions)) == 1
+                    seen.update(versions)
+                    switched.append(len(set(versions)) > 1)
+        except BaseException as error:  # noqa: BLE001, reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=generate, args=(steps,)) for steps in readers]
+    for thread in threads:
+        thread.start()
+    number = extent(nightly=UPDATES, ci=150) if device == "cpu" else UPDATES
+    version = 1
+    while version < number and not errors:
+        state = model.states[version % KINDS]
+        try:
+            version = pool.update("a", state, config=CONFIG_OF_MODEL, in_flight=in_flight)
+        except RuntimeError as error:  # more versions are held than there are slots
+            assert "no slot for the new version" in str(error)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert pool.version("a") == number
+    assert len(seen) > 5
+    assert any(switched) == (in_flight == "switch")

@@ -1,0 +1,146 @@
+/* Tests the backward of a projection, or of adapters alone: gradients against those of the CPU, and
+ * part of the tokens with another kernel bit for bit. */
+#ifndef EMULATION_PROJECTIONS_H
+#define EMULATION_PROJECTIONS_H
+
+#include "training.h"
+
+RUN(gemm_backward)
+
+/* Rows of tokens and of their choices that are not equally spaced. */
+static inline moelora_tensor spread_tokens(moelora_tensor t) {
+  const int64_t n = t.size[2], row = n + ONE_OF(1, 8, 16), token = t.size[1] * row + ONE_OF(3, 8);
+  moelora_tensor wide = random_tensor(t.dtype, 3e4, SIZES(t.size[0] * token));
+  wide.ndim = 3;
+  for (int i = 0; i < 3; i++)
+    wide.size[i] = t.size[i];
+  wide.stride[0] = token, wide.stride[1] = row, wide.stride[2] = 1;
+  for (int64_t m = 0; m < t.size[0]; m++)
+    for (int64_t j = 0; j < t.size[1]; j++)
+      for (int64_t i = 0; i < n; i++)
+        write_value(wide.data, t.dtype, m * token + j * row + i,
+                    read_value(t.data, t.dtype, (m * t.size[1] + j) * n + i));
+  return wide;
+}
+
+/* All gradients of a call, as an array. */
+enum { MOST_OF_PROJECTION = 3 + 2 * MOELORA_MAX_SLICES };
+static inline int list_gemm_gradients(moelora_gemm_grads *g, moelora_tensor **all) {
+  int count = 0;
+  all[count++] = &g->x;
+  all[count++] = &g->topk_weights;
+  all[count++] = &g->bias;
+  for (int i = 0; i < MOELORA_MAX_SLICES; i++)
+    all[count++] = &g->lora.a[i], all[count++] = &g->lora.b[i];
+  return count;
+}
+
+static void test_projection(uint64_t number) {
+  seed(number + 9000);
+  const bool alone = random_in(0, 2) == 0, quantized = !alone && maybe();
+  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64));
+  const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
+  const int64_t n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
+  moelora_layout layout = {0};
+  if (quantized)
+    layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
+  const bool per_row = maybe();
+  const int32_t most = n % 4 == 0 ? 4 : n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;
+  moelora_gemm_backward_args args = {
+      .forward =
+          {
+              .x =
+                  random_tensor(dtype, 1, SIZES(per_row ? s.tokens * s.top_k : s.tokens, s.hidden)),
+              .w = alone ? absent : draw_weights(dtype, s, n, s.hidden, &layout),
+              .w_layout = layout,
+              .bias = !alone && maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
+              .routing = random_routing(s),
+              .adapters = draw_adapters(s, 130),
+              .lora = alone || random_in(0, 5)
+                          ? draw_lora(s, dtype, maybe() ? most : 1, n, s.hidden)
+                          : (moelora_lora){0},
+              .mul_routed_weight = maybe(),
+          },
+      .num_experts = alone ? (int32_t)s.experts : 0,
+      .dout = random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, n)),
+      .accumulate = maybe(),
+  };
+  moelora_gemm_args *forward = &args.forward;
+  if (maybe())
+    forward->x = spread_rows(forward->x, s.hidden + ONE_OF(1, 8, 64));
+  if (random_in(0, 2) == 0)
+    args.dout = spread_tokens(args.dout);
+  args.grads = (moelora_gemm_grads){
+      .topk_weights = gradient_of(&forward->routing.topk_weights, MOELORA_F32),
+      .lora = gradients_of_lora(&forward->lora, dtype),
+      .bias = gradient_of(&forward->bias, maybe() ? dtype : MOELORA_F32),
+  };
+  if (random_in(0, 7))
+    args.grads.x = random_tensor(dtype, 1, SIZES(forward->x.size[0], s.hidden));
+  if (args.grads.x.data && maybe())
+    args.grads.x = spread_rows(args.grads.x, s.hidden + ONE_OF(1, 8, 64));
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d rank=%lld slices=%d%s%s%s%s",
+           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
+           (long long)s.experts, (long long)s.hidden, (long long)n, layout.format,
+           (long long)(forward->lora.num_slices ? forward->lora.a[0].size[2] : 0),
+           forward->lora.num_slices, alone ? " alone" : "", per_row ? " per row" : "",
+           forward->mul_routed_weight ? " weighted" : "", args.accumulate ? " accumulate" : "");
+
+  moelora_gemm_backward_args on_cpu = args;
+  moelora_tensor *got[MOST_OF_PROJECTION], *want[MOST_OF_PROJECTION];
+  const int count = list_gemm_gradients(&args.grads, got);
+  list_gemm_gradients(&on_cpu.grads, want);
+  for (int i = 1; i < count; i++)
+    if (got[i]->data)
+      *want[i] = like(got[i]);
+  if (args.grads.x.data)
+    on_cpu.grads.x = random_tensor(dtype, 1, SIZES(forward->x.size[0], s.hidden));
+  moelora_force_variant(NULL);
+  run_gemm_backward(&on_cpu, serial);
+  force_any(dtype, &layout);
+  run_gemm_backward(&args, gpu());
+  moelora_tensor dx = {0};
+  if (args.grads.x.data) { /* without the space between rows */
+    dx = new_tensor(dtype, SIZES(args.grads.x.size[0], s.hidden));
+    for (int64_t i = 0; i < count_of(&dx); i++)
+      write_value(dx.data, dtype, i,
+                  read_value(args.grads.x.data, dtype,
+                             i / s.hidden * args.grads.x.stride[0] + i % s.hidden));
+    compare("dx", &dx, &on_cpu.grads.x, 6);
+  }
+  static const char *const names[] = {"dx",    "dt",    "dbias", "da[0]", "db[0]", "da[1]",
+                                      "db[1]", "da[2]", "db[2]", "da[3]", "db[3]"};
+  for (int i = 1; i < count; i++) {
+    compare_if(names[i], got[i], want[i], 6);
+    if (got[i]->data)
+      hash_tensor(got[i]);
+  }
+
+  /* A part of the tokens, by another kernel: its rows have the same bits. */
+  const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
+  const int64_t rows = per_row ? s.top_k : 1;
+  moelora_gemm_backward_args less = args;
+  less.forward.x = part(&forward->x, first * rows, some * rows);
+  less.forward.routing.topk_ids = part(&forward->routing.topk_ids, first, some);
+  less.forward.routing.topk_weights = part(&forward->routing.topk_weights, first, some);
+  less.forward.adapters.token_lora_mapping =
+      part(&forward->adapters.token_lora_mapping, first, some);
+  less.dout = part(&args.dout, first, some);
+  less.grads = (moelora_gemm_grads){
+      .x = new_tensor(dtype, SIZES(some * rows, s.hidden)),
+      .topk_weights = new_tensor(MOELORA_F32, SIZES(some, s.top_k)),
+  };
+  DESCRIBE(", %lld tokens from %lld", (long long)some, (long long)first);
+  char plan[512];
+  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  force_any(dtype, &layout);
+  run_gemm_backward(&less, gpu());
+  if (dx.data)
+    same_rows(&less.grads.x, &dx, first * rows, plan);
+  if (args.grads.topk_weights.data)
+    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, first, plan);
+  release_all();
+}
+
+#endif

@@ -1,0 +1,242 @@
+"""Safe to have installed: what vLLM runs where moelora cannot, and what `moelora doctor` says."""
+
+import importlib.metadata
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Spec
+from vllm_layer import Layer, load, platform
+
+import moelora
+from moelora import integrations
+from moelora.__main__ import main
+
+pytest_plugins = ["vllm_fixtures"]
+
+SERVING = Path(__file__).parents[2] / "docs/serving.md"
+OWN = "vLLM's own path runs"
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def doctor(vllm, monkeypatch, capsys):
+    """Runs the command on a machine that has a GPU, a wheel and vLLM; (exit status, lines)."""
+    report = load("moelora.integrations.vllm.report")
+    value = "moelora.integrations.vllm:register"
+    entry = importlib.metadata.EntryPoint("moelora", value, report.GROUP)
+    entries = [entry]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(report, "version", lambda: "0.33.0")
+    monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: (f"correct on {GPU}", True))
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    vllm.set("vllm.platforms", "current_platform", platform())
+
+    def run():
+        status = main(["doctor"])
+        return status, capsys.readouterr().out.splitlines()
+
+    run.report = report
+    return run
+
+
+def test_the_sample_in_the_docs_is_what_it_prints(doctor, request):
+    if "0.33.0" not in request.node.callspec.id:
+        pytest.skip("the sample is of 0.33")
+    status, lines = doctor()
+    assert status == 0
+    sample = SERVING.read_text().split("$ moelora doctor\n", 1)[1].split("```", 1)[0]
+    plain = [line.replace(moelora.__version__, "VERSION") for line in lines]
+    assert plain == [
+        re.sub(r"^moelora [\d.]+,", "moelora VERSION,", s) for s in sample.splitlines()
+    ]
+
+
+def test_every_format_has_a_line(doctor):
+    _, lines = doctor()
+    interface = load("moelora.integrations.vllm.interface")
+    assert doctor.report.FORMATS.keys() == interface.METHODS.keys()
+    text = "\n".join(lines)
+    assert all(label in text for label in doctor.report.FORMATS.values())
+    assert text.count("  moelora") >= len(interface.METHODS) - 1
+    assert text.count("not in this release") == 1, "one of two classes of compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "is_on"),
+    [("moelora", True), ("other,moelora", True), ("other", False), ("", False)],
+)
+def test_vllm_plugins_may_leave_it_out(doctor, monkeypatch, plugins, is_on):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    status, lines = doctor()
+    assert (status == 0) == is_on
+    why = f"plugin: off: VLLM_PLUGINS={plugins} does not name moelora, so vLLM does not load it"
+    assert (why in lines) == (not is_on)
+
+
+def test_reasons_for_off(doctor, vllm, monkeypatch):
+    def said():
+        status, lines = doctor()
+        assert status == 1 and lines[-1] == OWN
+        return lines[2].removeprefix("plugin: off: ")
+
+    monkeypatch.setenv("MOELORA_VLLM", "0")
+    assert said() == "MOELORA_VLLM=0"
+    monkeypatch.delenv("MOELORA_VLLM")
+    vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
+    assert said() == "the platform is not CUDA"
+    vllm.set("vllm.platforms", "current_platform", platform(capability=75))
+    assert said() == "there is no GPU of compute capability 8.0 or newer"
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 0)
+    assert said().startswith("this build of moelora has no CUDA kernels")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert said().startswith("no installed package has moelora's entry point")
+
+
+def test_a_release_that_changed(doctor, vllm):
+    """Of a method: that one alone. Of what all layers need: everything."""
+    fp8 = load("vllm.model_executor.layers.quantization.fp8").Fp8MoEMethod
+    vllm.monkeypatch.setattr(fp8, "__init__", lambda self, other: None)
+    status, lines = doctor()
+    (line,) = (line for line in lines if " Fp8MoEMethod " in line)
+    assert status == 0 and "vLLM's own path: vllm." in line and "has the parameters" in line
+    vllm.monkeypatch.setattr(vllm.TritonExperts, "apply", lambda self: None)
+    status, lines = doctor()
+    assert status == 1
+    assert "TritonExperts.apply has the parameters ['self'], not" in lines[2]
+
+
+def test_an_engine_that_cannot_be_imported(doctor, monkeypatch):
+    def fails():
+        raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.report, "problem_here", fails)
+    status, lines = doctor()
+    assert (status, lines[-1]) == (1, "plugin: off: ImportError: " + "libcudart.so.13: cannot open"
+                                   " shared object file")  # fmt: skip
+
+
+def test_without_vllm(monkeypatch, capsys):
+    from moelora.integrations.vllm import report
+
+    monkeypatch.setattr(report, "version", lambda: None)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "moelora doctor: vLLM is not installed in this environment\n"
+
+
+def test_kernels_of_this_machine():
+    """Whatever it has, the command says so in one line."""
+    from moelora.commands.doctor import kernels
+
+    said, correct = kernels()
+    assert "\n" not in said
+    assert correct == (moelora._C.WITH_CUDA == 1 and torch.cuda.is_available())
+
+
+# ---- in the engine ----
+
+
+def test_a_registration_that_fails_leaves_nothing_behind(vllm, lines, caplog):
+    """One line, without a traceback; hooks of the first parts are taken back."""
+    experts = load("moelora.integrations.vllm.experts")
+
+    def fails():
+        raise RuntimeError("something that nobody thought of")
+
+    vllm.monkeypatch.setattr(experts, "install", fails)
+    before = vllm.LoRAKernelMeta.prepare_tensors
+    with caplog.at_level(logging.INFO, "vllm.moelora"):
+        vllm.register()
+    (line,) = lines
+    assert line == (
+        "moelora: could not register: RuntimeError: something that nobody thought of; " + OWN
+    )
+    assert vllm.LoRAKernelMeta.prepare_tensors is before
+    assert vllm.chosen() is vllm.TritonExperts
+
+
+def test_kernels_that_do_not_run_on_this_gpu(vllm, lines, monkeypatch):
+    """A driver that is too old, another family: found by a launch in the worker, not by users."""
+    why = "kernels of this build do not run on the H900: no kernel image is available"
+    for name in ("experts", "deltas"):
+        place = load(f"moelora.integrations.vllm.{name}")
+        monkeypatch.setattr(place, "reason_against_device", lambda: why)
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="many", tokens=9).build())
+    for _ in range(2):
+        assert (layer.step()() == vllm.OWN).all()
+    assert lines == [f"moelora: {why}; {OWN}"]
+    assert vllm.own_calls == 2
+
+
+def fake_gpu(monkeypatch, launch):
+    """A machine with a GPU, on which a layer is what `launch` returns."""
+    integrations._tried_out.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H900")
+    tiny, calls = integrations._tiny_layer, []
+    monkeypatch.setattr(integrations, "_tiny_layer", lambda device: tiny(torch.device("cpu")))
+    operator = moelora.ops.fused_experts_lora
+
+    def fused_experts_lora(**given):
+        calls.append(given)
+        return operator(**given) if len(calls) % 2 else launch(operator(**given))
+
+    monkeypatch.setattr(moelora.ops, "fused_experts_lora", fused_experts_lora)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("launch", "wanted"),
+    [
+        (lambda y: y, None),
+        (lambda y: y + 1, "kernels of this build compute something else on the H900"),
+        (lambda y: 1 / 0, "kernels of this build do not run on the H900: division by zero"),
+    ],
+    ids=["correct", "wrong", "fails"],
+)
+def test_a_first_launch_is_compared_with_the_cpu(monkeypatch, launch, wanted):
+    calls = fake_gpu(monkeypatch, launch)
+    for _ in range(2):
+        said = integrations.reason_against_device()
+        assert said == wanted or said.startswith(wanted)
+    assert len(calls) == 2, "once in a process"
+    integrations._tried_out.cache_clear()
+
+
+def test_nothing_is_launched_before_cuda_is_initialized_or_in_a_capture(monkeypatch):
+    calls = fake_gpu(monkeypatch, lambda y: y)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert integrations.reason_against_device() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert integrations.reason_against_device() is None
+    assert calls == []
+
+
+def test_the_tiny_layer_leaves_defaults_alone():
+    """Engines set them; adapters, base rows and both experts are in it."""
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float16)
+    try:
+        given = integrations._tiny_layer(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    with_adapters = moelora.fused_experts_lora(**given)
+    without = moelora.fused_experts_lora(**given | {"adapter_enabled": torch.tensor([False])})
+    assert with_adapters.isfinite().all() and with_adapters.abs().max() > 0.1
+    assert [torch.equal(a, b) for a, b in zip(with_adapters, without, strict=True)] == [0, 1, 0]
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_this_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.cuda.init()
+    assert integrations.reason_against_device() is None

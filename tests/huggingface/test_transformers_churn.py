@@ -1,0 +1,111 @@
+"""More adapters than slots, and adapters that change, in a model of transformers."""
+
+import threading
+
+import pytest
+import torch
+from hf_models import PLACES, qwen3, tokens
+from whole_models import make_whole_model, write_adapters
+
+import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers import continuous
+
+PLACE = [PLACES[0], PLACES[2]]
+
+
+@pytest.fixture(params=PLACE)
+def churning(request, tmp_path):
+    """A model with three adapters and one slot, and the same model with a slot for each."""
+    device, dtype = request.param
+    models = [make_whole_model(qwen3, dtype, device) for _ in range(2)]
+    folders = write_adapters(models[0], tmp_path)
+    pools = [
+        moelora_hf.load_adapters(models[0], folders, max_loras=1, host=2, targets="all"),
+        moelora_hf.load_adapters(models[1], folders, targets="all"),
+    ]
+    return *models, *pools, list(folders)
+
+
+def check(got, wanted):
+    """The same bits on a CPU; on a GPU the number of slots may choose another kernel."""
+    if got.device.type == "cpu":
+        assert torch.equal(got, wanted)
+    else:
+        torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_more_adapters_than_slots(churning):
+    model, roomy, pool, _, names = churning
+    assert len(names) > 2 and len(pool) <= pool.max_loras == 1
+    ids = tokens(rows=1, length=5).to(model.device)
+    for name in (*names, None, *names):
+        got = model(ids, adapter_names=[name]).logits
+        check(got, roomy(ids, adapter_names=[name]).logits)
+        with moelora_hf.use_adapters(model, [name]):
+            assert torch.equal(model(ids).logits, got)
+    with pytest.raises(RuntimeError, match="a batch names 2 adapters, the pool has 1 slots"):
+        model(ids.expand(2, -1), adapter_names=names[:2])
+
+
+@torch.no_grad()
+def test_threads_wait_for_slots(churning):
+    model, roomy, _, _, names = churning
+    ids, errors = tokens(rows=1, length=5).to(model.device), []
+    wanted = {name: roomy(ids, adapter_names=[name]).logits for name in names}
+
+    def work(start):
+        try:
+            with torch.no_grad():
+                for turn in range(6):
+                    name = names[(start + turn) % len(names)]
+                    got = model(ids, adapter_names=[name]).logits
+                    check(got, wanted[name])
+        except BaseException as error:  # noqa: BLE001, reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+@torch.no_grad()
+@pytest.mark.skipif(bool(continuous.missing()), reason="continuous batching without arguments")
+def test_requests_of_more_adapters_than_slots(churning):
+    from test_continuous_batching import alone, options, texts
+
+    model, roomy, _, _, names = churning
+    every = tokens(rows=1, length=7)[0].tolist()
+    prompts = [every[: 4 + n] for n in range(len(names))]
+    if model.dtype != torch.float32:
+        pytest.skip("two tokens may be as likely in bfloat16")
+    wanted = [alone(roomy, p, n) for p, n in zip(prompts, names, strict=True)]
+    got = model.generate_batch(prompts, adapter_names=names, **options())
+    assert texts(got) == wanted
+
+
+@torch.no_grad()
+def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
+    model = make_whole_model(qwen3, torch.float32, "cpu")
+    folders = write_adapters(model, tmp_path)
+    pool = moelora_hf.load_adapters(model, folders, max_loras=len(folders) + 1, targets="all")
+    ids = tokens(rows=1, length=5)
+    first, second = list(folders)[:2]
+    old, new = (model(ids, adapter_names=[name]).logits for name in (first, second))
+    with moelora_hf.use_adapters(model, [first]):
+        assert pool.update(first, folders[second]) == 2
+        assert torch.equal(model(ids).logits, old), "it finishes"
+    with moelora_hf.use_adapters(model, [first]):
+        assert torch.equal(model(ids).logits, new)
+        assert pool.update(first, folders[first], in_flight="switch") == 3
+        assert torch.equal(model(ids).logits, old)
+
+
+def test_refusals(tmp_path):
+    model = make_whole_model(qwen3, torch.float32, "cpu")
+    folders = write_adapters(model, tmp_path)
+    with pytest.raises(ValueError, match="do not fit into max_loras=1; pass host= for more"):
+        moelora_hf.load_adapters(model, folders, max_loras=1)
