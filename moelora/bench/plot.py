@@ -94,6 +94,7 @@ def draw(files: Sequence[str], out: str) -> Path:
 
 def times(axes: Axes, rows: Sequence[Case]) -> None:
     """A bar for each way to run a case: the bound, moelora, the baselines."""
+    unit, scale = ("milliseconds", 1e3) if rows[0]["ours_us"] > 5e3 else ("microseconds", 1.0)
     labels: list[str] = []
     for row in rows:
         label = _case(row, *_varying(rows, "adapters"))
@@ -105,15 +106,17 @@ def times(axes: Axes, rows: Sequence[Case]) -> None:
         }
         for who, us in ways.items():
             color = {"bound": "0.7", "moelora": "C0", "moelora without": "C9"}.get(who, "C3")
-            bar = axes.barh(len(labels), us, color=color)
-            axes.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=8)
+            bar = axes.barh(len(labels), us / scale, color=color)
+            axes.bar_label(bar, fmt="{:,.4g}", padding=2, fontsize=8)
             labels.append(f"{label}: {who}" if len(rows) > 1 else who)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter("{x:,.4g}")
     tokens = rows[0]["tokens"]
-    title = f"A layer, {tokens} tokens" + ("" if len(rows) > 1 else f", {_case(rows[0])}")
-    axes.set(xlabel="microseconds (lower is better)", title=title)
+    title = f"A layer, {tokens} token" + ("s" if tokens > 1 else "")
+    title += "" if len(rows) > 1 else f", {_case(rows[0])}"
+    axes.set(xlabel=f"{unit} (lower is better)", title=title)
     axes.grid(axis="x", alpha=0.3)
 
 
