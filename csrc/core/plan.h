@@ -120,6 +120,7 @@ typedef struct moelora_shrink_load {
   /* over blocks of a GEMM */
   int64_t max_blocks;
   bool by_position; /* x is ordered by position */
+  int64_t x_rows;   /* different rows of x, if it is not */
   /* over windows */
   moelora_delta_order order;
   const moelora_routes *routes;

@@ -141,9 +141,11 @@ static void log_align(const moelora_align_plan *plan) {
 
 static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
   if (plan->variant)
-    log_part(what, "%s part=%d shares=%d group=%d listed=%d few=%d window=%d span=%d work=%lld",
-             plan->variant->name, plan->part, plan->shares, plan->group, plan->listed, plan->few,
-             plan->window, plan->span, (long long)plan->work);
+    log_part(
+        what,
+        "%s part=%d shares=%d group=%d listed=%d few=%d by_adapter=%d window=%d span=%d work=%lld",
+        plan->variant->name, plan->part, plan->shares, plan->group, plan->listed, plan->few,
+        plan->by_adapter, plan->window, plan->span, (long long)plan->work);
 }
 
 static void log_expand(const char *what, const moelora_expand_plan *plan) {

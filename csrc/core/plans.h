@@ -174,6 +174,7 @@ typedef struct moelora_shrink_plan {
   int32_t group;                  /* blocks that concurrent CTAs work on */
   bool listed;                    /* segments listed by the sort are distributed evenly over CTAs */
   bool few;                       /* over blocks: a single pass of all CTAs finds all items */
+  bool by_adapter;                /* listed segments are taken adapter by adapter */
   int32_t window;                 /* rows */
   int32_t span;                   /* over whole segments: K extent of each partial sum */
   int64_t work;                   /* upper bound of useful CTAs */

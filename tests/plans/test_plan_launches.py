@@ -59,6 +59,24 @@ def test_grids(launches, device, tokens):
     assert adapted["w13"]["grid"] == adapted["w2"]["grid"] == "overlapped"
 
 
+@pytest.mark.parametrize("format, inter", [("native", 512), ("w8a8", 1024)])
+def test_tiles_with_few_k_steps_run(launches, format, inter):
+    many = {"tokens": 16384, "hidden": 7168}  # 28 columns
+    at_most, more = (launches(H200, format, inter=i, **many) for i in (inter, inter + 128))
+    assert (at_most["w13"]["run"], at_most["w2"]["run"]) == ("1", "7")
+    assert more["w2"]["run"] == "1"
+    assert launches(H200, format, inter=inter, tokens=64, hidden=7168)["w2"]["run"] == "1"
+    assert launches(A100, format, inter=inter, **many)["w2"]["run"] == "1"
+
+
+@pytest.mark.parametrize("hidden, tokens", [(4096, 4096), (2048, 16384)])
+def test_shrinks_of_much_x_go_by_adapter(launches, hidden, tokens):
+    much = launches(H200, tokens=tokens, hidden=hidden, rank=16)
+    assert (much["shrink13"]["by_adapter"], much["shrink2"]["by_adapter"]) == ("1", "0")
+    little = launches(H200, tokens=tokens // 2, hidden=hidden, rank=16)
+    assert little["shrink13"]["by_adapter"] == ("1" if tokens > 4096 else "0")
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "int4"])
 def test_few_rows_of_four_bits_are_dealt_out_evenly_behind_a_shrink(launches, format):
     adapted = launches(H200, format, tokens=32, rank=16)

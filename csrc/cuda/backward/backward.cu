@@ -41,6 +41,9 @@ SummedGradients summed(const moelora_experts_backward_problem *b) {
   s.add_factors(&b->b2, 1);
   s.add_bias(&b->bias13);
   s.add_bias(&b->bias2);
+  s.pairs = b->pairs;
+  s.num_pairs = b->num_pairs;
+  s.num_sparse = b->num_sparse;
   return s;
 }
 
@@ -154,8 +157,8 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
   const size_t dz_bytes = needs->dz ? bytes_of(rows, p->hidden) : 0;
   size_t slot_bytes = 0;
   if (p->routes.token_lora_mapping.data && gradients.num_factors) {
-    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, gradients.any_shared(&p->routes),
-                                             weighted, !b->accumulate, &arena);
+    const moelora_gradient_uses uses = gradients.uses(&p->routes, weighted, b->accumulate);
+    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, &uses, &arena);
     const moelora_gradients_launch g = describe_gradients(b, &l);
     slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }

@@ -158,7 +158,8 @@ typedef struct moelora_shrink_launch {
   const float *scalings; /* [max_loras] or NULL */
   float unit;            /* factor of all of xa */
   void *xa;              /* output, the later adapters.xa */
-  bool by_row; /* ordered by flat row, with any strides: only for shrinks of whole segments */
+  bool by_row;     /* ordered by flat row, with any strides: only for shrinks of whole segments */
+  bool by_adapter; /* CTAs take listed segments adapter by adapter */
 } moelora_shrink_launch;
 
 /* Sum over top_k:

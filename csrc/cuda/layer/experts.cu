@@ -129,8 +129,8 @@ moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *varia
                       const moelora_exec *exec) {
   const int missing = moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
   const moelora_shrink_launch s = {
-      g->schedule, g->tokens, g->adapters, routes->lora_scalings, 1.f / (float)(1 << missing),
-      xa,          false};
+      g->schedule, g->tokens, g->adapters,     routes->lora_scalings, 1.f / (float)(1 << missing),
+      xa,          false,     plan->by_adapter};
   return moelora_cuda_shrink(&s, plan, exec);
 }
 

@@ -1,9 +1,9 @@
 /* Work items of the blockwise shrink: up to `part` tokens of a segment, per team that takes
  * tokens, by up to RANKS rows of A, slice after slice.
  *
- * If the sort has listed segments, every CTA counts the items of all segments, adapter by adapter,
- * and takes every gridDim-th: CTAs differ by at most one item, and concurrent ones have the tokens
- * of one adapter, whose rows of x they share in L2. Otherwise
+ * If the sort has listed segments, every CTA counts the items of all segments and takes every
+ * gridDim-th: CTAs differ by at most one item, and concurrent ones share A or x in L2; adapter by
+ * adapter they share the rows of x of its tokens. Otherwise
  * segments are searched in blocks: the items of a block are distributed to `shares` work units,
  * and these to CTAs, such that concurrent CTAs work on a `group` of adjacent blocks; each warp of
  * a CTA searches the items of one work unit. That is also used for few segments. */
@@ -136,22 +136,24 @@ template <class S> struct ShrinkItems {
   }
 
 private:
-  /* Visits segments [low, high) in the order of their adapters, with several loads in flight. */
+  /* Visits segments [low, high) of the list, or of its order by adapter, with several loads in
+   * flight. */
   template <class Visit>
   static __device__ __forceinline__ void visit(const ShrinkParams &p, int low, int high,
                                                Visit visit) {
     const int experts = p.s.schedule.num_experts, adapters = p.s.schedule.max_loras + 1;
-    int adapter = low / experts, expert = low - adapter * experts;
+    const int step = p.s.by_adapter ? adapters : 1, segments = experts * adapters;
+    int key = p.s.by_adapter ? low % experts * adapters + low / experts : low;
 #pragma unroll 1
     for (int base = low; base < high; base += kSegments) {
       int4 batch[kSegments];
       int keys[kSegments];
 #pragma unroll
       for (int u = 0; u < kSegments; u++) {
-        keys[u] = expert * adapters + adapter;
-        batch[u] = load_segment(p.s, keys[u]);
-        if (base + u + 1 < high && ++expert == experts)
-          expert = 0, adapter++;
+        keys[u] = key;
+        batch[u] = load_segment(p.s, key);
+        if (base + u + 1 < high)
+          key += key + step < segments ? step : step + 1 - segments;
       }
 #pragma unroll
       for (int u = 0; u < kSegments; u++)

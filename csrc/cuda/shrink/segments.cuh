@@ -239,7 +239,7 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
     list.all = all;
   __syncwarp();
   const int count = min(all - listed, kListedItems);
-  if (s.tokens.divisor.value && count > 0)
+  if (s.by_adapter && count > 0)
     order_items(list, count);
 }
 

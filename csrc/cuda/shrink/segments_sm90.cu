@@ -202,7 +202,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
       // Wait until consumers have released the stage, then issue the copies, which arrive on its
       // barrier.
       warp.wait_empty();
-      gather.copy(warp.sX());
+      gather.template copy<true>(warp.sX());
       barrier_arrive_cp_async(warp.full());
     }
   }

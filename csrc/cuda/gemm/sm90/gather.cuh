@@ -40,8 +40,9 @@ struct GatherShare {
     left = tokens.k - lane * CHUNK;
     gX = (const uint16_t *)tokens.x + (left > 0 ? lane * 8 : 0); // never past the end of x
   }
-  /* Copies the next 128 bytes of each row. Elements past the end of K are zero-filled. */
-  __device__ __forceinline__ void copy(uint32_t sX) {
+  /* Copies the next 128 bytes of each row. Elements past the end of K are zero-filled. FEW: most
+   * stages have few rows, after which a branch pays. */
+  template <bool FEW = false> __device__ __forceinline__ void copy(uint32_t sX) {
     uint32_t at[CHUNKS][PLACES];
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++)
@@ -52,7 +53,9 @@ struct GatherShare {
       }
     asm volatile("" : "+l"(gX));
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < ROWS; i++) {
+      if (FEW && token[i] == kNoRow)
+        break;
       if (token[i] != kNoRow) {
         const uint16_t *from = row_address(gX, token[i], 16);
 #pragma unroll
@@ -60,6 +63,7 @@ struct GatherShare {
           copy_async_16(at[j][i % PLACES] + i * STEP * kRowBytes, from + j * LANES * 8,
                         left > j * LANES * CHUNK ? 16 : 0);
       }
+    }
     gX += left > 8 * CHUNK ? kDepth : 0;
     left -= 8 * CHUNK;
   }

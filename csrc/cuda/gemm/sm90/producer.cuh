@@ -124,6 +124,8 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   const bool fetches =
       !in_fixup && threadIdx.x == S::FIRST_PRODUCER && (S::CLUSTER == 1 || cluster_rank() == 0);
   TileScheduler<S> next(g, fetches);
+  SegmentList<S> list;
+  AdaptersHeader adapters;
   while (next.more()) {
     next.begin(g);
     const ClusterTile tile = next.tile;
@@ -131,14 +133,15 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     typename Mainloop::WeightLoads weights;
     weights.begin(g, tile);
-    SegmentList<S> list;
+    if constexpr (!S::RUNS)
+      list = {}, adapters = {};
     list.base = smem.segments();
-    AdaptersHeader adapters = {};
 
     // K loop, in parts.
+    const bool within_run = next.is_within_run();
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
-      const int end = Parts::end(part, Parts::TILE + 1, k_steps);
+      const int end = within_run ? k_steps : Parts::end(part, Parts::TILE + 1, k_steps);
       if (elect_one()) { // the same lane every time
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
@@ -164,9 +167,9 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       step = end;
 
       // Between parts, find the adapters of this tile and the next tile.
-      if (part == Parts::ADAPTERS)
+      if (part == Parts::ADAPTERS && !next.continues())
         adapters = adapters_header(list, count, find_adapters(g, tile, list));
-      if (part == Parts::TILE)
+      if (part == Parts::TILE || within_run)
         next.advance(g);
     }
 
@@ -217,19 +220,22 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
       rows.find(g, next.tile, next.count(), thread);
   };
   find_rows();
+  SegmentList<S> list;
+  int adapter_stages;
   while (next.more()) {
     const ClusterTile tile = next.tile;
     const int count = next.count();
     scales.begin(g);
     rows.begin(g, scales, thread, smem);
-    SegmentList<S> list;
+    if constexpr (!S::RUNS)
+      list = {}, adapter_stages = 0;
     list.base = smem.segments();
-    int adapter_stages = 0;
 
     // K loop, in parts.
+    const bool within_run = next.is_within_run();
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
-      const int end = Parts::end(part, Parts::ROWS + 1, k_steps);
+      const int end = within_run ? k_steps : Parts::end(part, Parts::ROWS + 1, k_steps);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {
@@ -242,11 +248,11 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
       }
 
       // Between parts, find the adapters of this tile, the next tile, and its rows.
-      if (part == Parts::ADAPTERS)
+      if (part == Parts::ADAPTERS && !next.continues())
         adapter_stages = find_adapters(g, tile, list);
-      if (part == Parts::TILE)
+      if (part == Parts::TILE || within_run)
         next.advance(g);
-      if (part == Parts::ROWS)
+      if (part == Parts::ROWS && !next.continues())
         find_rows();
     }
 

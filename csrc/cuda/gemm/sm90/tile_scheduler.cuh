@@ -70,6 +70,10 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
   /* Number of valid tokens of the tile. */
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
+  /* Whether the previous tile was of the same run: another column of the same block. */
+  __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
+  /* Whether the next tile is also of the same run, so that nothing is to be looked up. */
+  __device__ __forceinline__ bool is_within_run() const { return continues() && left() > 0; }
   /* Fetches the next tile, except during the first tile, which should issue its loads first: there
    * `advance` fetches. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
@@ -86,10 +90,11 @@ template <class S> struct TileScheduler {
   }
 
 private:
-  int packed; // count() | left() << 8: producers have few registers
+  static constexpr int CONTINUES = 1 << 16;
+  int packed; // count() | left() << 8 | CONTINUES: producers have few registers
 
   /* Tiles of the run after this one. */
-  __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 : 0; }
+  __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 & 0xff : 0; }
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 
   __device__ __forceinline__ void fetch(const moelora_gemm_launch &g) const {
@@ -109,7 +114,7 @@ private:
   }
   /* Moves `tile` to the next column of its run. */
   __device__ __forceinline__ void next_column(const moelora_gemm_launch &g) {
-    packed -= 1 << 8;
+    packed = packed - (1 << 8) | CONTINUES;
     tile.column += 1 + tile.is_shared();
     if (tile.is_shared())
       tile.column = min(tile.column, tile_columns<S>(g) - 1);
@@ -154,7 +159,7 @@ private:
         tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
         count = g.schedule.blocks.counts[tile.block];
       }
-      packed = count | left << 8;
+      packed = S::RUNS ? count | max(left, 0) << 8 : count;
       if constexpr (S::HALF_TILES)
         tile.half = past < 0 ? 0 : 1 + past % 2;
       shorten(g);
