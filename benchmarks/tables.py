@@ -82,10 +82,21 @@ TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, s
 QLORA = """engine: engine, layers: layers, sequences: batch, tokens of each: length,
     checkpointing: checkpointing, tokens/s: tokens_per_s, weights (GB): weights_gb,
     peak (GB): peak_gb"""
+GAP = "trainer and engine: pair, prompts of: who, mean: mean, median: median, largest: most"
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
-RATIOS = "ratio", "share", "share_base", "max_err_ratio", "ttft_ms_ratio", "tok_s_ratio"
+RATIOS = (
+    "ratio",
+    "share",
+    "share_base",
+    "max_err_ratio",
+    "mean",
+    "median",
+    "most",
+    "ttft_ms_ratio",
+    "tok_s_ratio",
+)
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
@@ -111,6 +122,7 @@ TABLES = {
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
     "training_tenants": ("training-tenants", lambda r: True, TENANTS),
+    "sampler_gap": ("e2e-sampler", lambda r: r["topic"] == "gap", GAP),
     "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
@@ -562,6 +574,13 @@ def training_peers():
     return f"{card('training')}:\n\n{markdown(titles, said)}"
 
 
+def sampler_bits():
+    """Elements of a trainer's MoE layers that differ from an engine's."""
+    (row,) = (r for r in rows_of("e2e-sampler") if r["topic"] == "sampler")
+    return f"""On an {card("e2e-sampler")} {row["differing"]} of {row["elements"]:,} elements of
+        {row["rows"]:,} rows differ."""
+
+
 def invariance_found():
     meta, _ = load("invariance")
     return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
@@ -643,6 +662,7 @@ MADE = {
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
+    "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
 }
 COMPUTED = {"training-memory": training_memory.table}  # not measured
 SENTENCES = {

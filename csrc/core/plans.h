@@ -243,17 +243,18 @@ typedef struct moelora_experts_plan {
   bool scales_x;                         /* a launch multiplies x by routing weights */
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */
-  bool z_by_row; /* z is ordered by flat row, without the padding of blocks */
+  bool z_by_row;                 /* z is ordered by flat row, without the padding of blocks */
   const moelora_variant *sum;
 } moelora_experts_plan;
 
 /* One product with transposed weights, and the shrink before it. */
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
-  bool vectors;         /* y, w and the outputs allow 16-byte accesses */
-  bool a_vectors;       /* also the factors A, which extend K of w */
-  bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
-  int64_t num_counters; /* of the tile scheduler */
+  bool vectors;          /* y, w and the outputs allow 16-byte accesses */
+  bool a_vectors;        /* also the factors A, which extend K of w */
+  bool shrinks_vectors;  /* y and the factors B allow 16-byte accesses */
+  int32_t shrink_tokens; /* rows per work unit of the shrink: 64, or 32 with few rows per pair */
+  int64_t num_counters;  /* of the tile scheduler */
   int32_t l2_elements;
 } moelora_back_product_plan;
 
@@ -270,7 +271,7 @@ typedef struct moelora_backward_plan {
   const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product with w13 */
   /* CUDA */
   moelora_back_product_plan
-      product[2];    /* with w2, fused with the gradient of the activation; with w13 */
+      product[2]; /* with w2, fused with the gradient of the activation; with w13 */
   moelora_align_plan align;
   const moelora_variant *sum;
 } moelora_backward_plan;
