@@ -279,7 +279,9 @@ def test_every_table_is_on_a_page():
     wanted |= {f"from {topic}" for topic, *_ in (*tables.TABLES.values(), *tables.MADE.values())}
     found = re.findall(r"^<!-- (?:site: )?(\w[\w ,-]*) -->$", text, re.M)
     found = {name for names in found for name in names.split(", ")}
-    assert wanted <= found and all(name.startswith("from ") for name in found - wanted)
+    others = {"dialects", "end of dialects"}  # of benchmarks.dialect_table
+    assert wanted <= found
+    assert all(name.startswith("from ") for name in found - wanted - others)
 
 
 @needs_checkout
