@@ -88,6 +88,7 @@ def words(tmp_path, adapters, *more, model="org/model"):
     return ["bench", "engine", model, "--lora", *adapters, *small, *out, *more]
 
 
+@pytest.mark.slow
 def test_three_engines_a_table_and_a_picture(tmp_path, vllm, adapters, capsys):
     picture = tmp_path / "engine.svg"
     assert main(words(tmp_path, adapters, "--picture", str(picture))) == 0

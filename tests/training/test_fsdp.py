@@ -41,7 +41,13 @@ def train(environment, *words):
 
 
 @pytest.mark.parametrize("environment", [pytest.param(ON_CPUS, id="cpu"), TWO])
-@pytest.mark.parametrize("experts", [[], ["--quantized"]], ids=["16 bits", "mxfp4"])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        pytest.param([], id="16 bits"),
+        pytest.param(["--quantized"], id="mxfp4", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_one_process(tmp_path, environment, experts):
     lines = train(environment, "--check", "--steps", "2", "--out", str(tmp_path), *experts)
     assert any(line.startswith("gradients of") for line in lines), lines
