@@ -36,8 +36,7 @@ demo:
 # tests in C run under sanitizers, in pytest; without them the examples alone do.
 test: export MOELORA_WERROR = 1
 test: build
-	$(MAKE) --no-print-directory -j 2 lint types conformance test-c CTESTS='$(C_EXAMPLES)'
-	$(MAKE) --no-print-directory test-py
+	$(MAKE) --no-print-directory -j 3 lint types conformance test-c test-py CTESTS='$(C_EXAMPLES)'
 
 # `make test` and the checks that CI has no time for: all parametrizations and slow tests
 # (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
@@ -48,20 +47,23 @@ nightly: test
 	$(MAKE) --no-print-directory test-c emulate sanitize fuzz test-lowest
 
 # torch by itself first: the other packages then find it there and cannot pull in another one. Without a
-# GPU it is the CPU's, unless pip was told of other indexes. TORCH_INDEX= takes the one of pip's index.
-HAS_GPU = $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
-TORCH_INDEX ?= $(if $(HAS_GPU)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL),,https://download.pytorch.org/whl/cpu)
-TORCH_SIZE = $(if $(findstring /cpu,$(TORCH_INDEX)$(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)),for the CPU: 0.2,\
-  with CUDA's libraries: 2 to 3)
+# GPU it is torch's CPU build, unless pip is configured with indexes or folders of its own. Modules
+# are compiled when they are imported, which most of these never are.
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 $(VENV)/.ready: requirements-torch.txt requirements.txt
 	@$(PYTHON) -c '' || \
 	  { echo "PYTHON is $(PYTHON), which does not start: make PYTHON=... names a Python >= 3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moelora's demo and tests need Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "pip downloads torch $(strip $(TORCH_SIZE)) GB; then other packages: 0.2 GB"
-	$(PY) -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url %) $$(cat requirements-torch.txt)
-	$(PY) -m pip install --quiet -r requirements.txt
+	@set -e; index=; size="for the CPU: 0.2 GB"; \
+	if $(PY) -m pip config list 2> /dev/null | grep -Eq '(index-url|find-links)='; then \
+	  size="from the indexes of pip's configuration: 0.2 GB for the CPU, 2 to 3 with CUDA's libraries"; \
+	elif nvidia-smi -L > /dev/null 2>&1; then size="with CUDA's libraries: 2 to 3 GB"; \
+	else index="--extra-index-url $(TORCH_CPU)"; fi; \
+	echo "pip downloads torch $$size; then other packages: 0.2 GB"; \
+	$(PY) -m pip install --quiet --no-compile $$index $$(cat requirements-torch.txt)
+	$(PY) -m pip install --quiet --no-compile -r requirements.txt
 	touch $@
 
 build: $(VENV)/.ready
@@ -251,7 +253,7 @@ docs-version: build/docs/.ready
 
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
-	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	build/docs/bin/python -m pip install --quiet --no-compile -r requirements-docs.txt
 	touch $@
 
 # For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest

@@ -48,7 +48,7 @@ def misses(meta, rows):
             ]
         if row.get("max_err_ratio", 0.0) > ALLOWED:
             whose = "of vLLM" if row["format"] == "fp8_block" else "in bf16"
-            errors.append(f"{case}: our error is {row['max_err_ratio']} times that {whose}")
+            errors.append(f"{case}: moelora's error is {row['max_err_ratio']} times that {whose}")
     return goals, errors
 
 

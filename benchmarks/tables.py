@@ -29,6 +29,7 @@ PAGES = (
     "docs/batch-invariance.md",
     "docs/training.md",
     "docs/transformers.md",
+    "docs/adapters.md",
 )
 # "column: field of a case"; a column that no case has is left out.
 CASE = "model: model, tokens: tokens, rank: rank"
@@ -70,13 +71,21 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
 TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
+ARRIVALS = """adapters come: policy, slots: slots, adapters: adapters,
+    median first token (ms): ttft_ms, × resident: ttft_ms_ratio, 95th percentile (ms): ttft_p95_ms,
+    tokens/s of all at once: tok_s, tokens/s × resident: tok_s_ratio"""
+UPDATES = """while: what, tensors: layout, layers: layers, rank: rank, GiB: gib, an update (ms): ms,
+    shortest: low, longest: high, a step (ms): step_ms, longest step (ms): step_max_ms"""
 TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us,
     axolotl: peers.axolotl_multi.fwdbwd_us, peak (MiB): peak_mib"""
+QLORA = """engine: engine, layers: layers, sequences: batch, tokens of each: length,
+    checkpointing: checkpointing, tokens/s: tokens_per_s, weights (GB): weights_gb,
+    peak (GB): peak_gb"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
-RATIOS = "ratio", "share", "share_base", "max_err_ratio"
+RATIOS = "ratio", "share", "share_base", "max_err_ratio", "ttft_ms_ratio", "tok_s_ratio"
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
@@ -99,7 +108,10 @@ TABLES = {
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
+    "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
+    "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
     "training_tenants": ("training-tenants", lambda r: True, TENANTS),
+    "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
@@ -253,7 +265,7 @@ def delta_ranges():
         )
         said.append(f"""{at}'s is {span(usual)} times as fast as vLLM's default (median
             {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
-            modes for the case, which is faster than ours in {sum(b < 1 for b in best)} of
+            modes for the case, which is faster than moelora in {sum(b < 1 for b in best)} of
             {len(best)} cases""")
     where = card("delta")
     return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."
@@ -532,14 +544,21 @@ def training_peers():
     def case(row):
         return row["shape"], row["tokens"], row["rank"], row["tenants"]
 
-    quantized = {case(row): row["ours_us"] for row in rows if row["format"] == "mxfp4"}
+    def peers(row, names):
+        return [row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in names]
+
+    quantized = {case(row): row for row in rows if row["format"] == "mxfp4"}
+    both = any(row["peers"] for row in quantized.values())
+    if both:
+        titles.append("Unsloth, MXFP4")
     said = []
     for row in rows:
         if row["peers"] and row["format"] == "bf16":
-            peers = (row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in ("yard", *PEERS))
-            times = thousands(*map(round, (quantized.get(case(row), 0), *peers)))
+            other = quantized.get(case(row), {"ours_us": 0, "peers": {}})
+            times = [other["ours_us"], *peers(row, ("yard", *PEERS))]
+            times += peers(other, ("unsloth_mx",)) if both else []
             named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
-            said.append([*named, *times])
+            said.append([*named, *thousands(*map(round, times))])
     return f"{card('training')}:\n\n{markdown(titles, said)}"
 
 
@@ -608,9 +627,10 @@ def decode_parts():
     return f"{card('kernels-decode')}:\n\n{markdown(titles.split(', '), rows)}"
 
 
-PICTURES = {  # {file: what `moelora bench plot` takes beside the results of `layer`}
-    "docs/layer.png": [],
-    "docs/beside.png": ["--picture", "beside", "--vllm-version", "0.33"],
+PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
+    "docs/layer.png": ("layer", []),
+    "docs/beside.png": ("layer", ["--picture", "beside", "--vllm-version", "0.33"]),
+    "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
 }
 # {name: (topic of a file, its table)}
 MADE = {
@@ -669,8 +689,9 @@ def main():
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
         from moelora.__main__ import main as moelora
 
-        for picture, more in PICTURES.items():
-            moelora(["bench", "plot", str(path_of("layer")), "--out", picture, *more])
+        for picture, (topic, more) in PICTURES.items():
+            if path_of(topic):
+                moelora(["bench", "plot", str(path_of(topic)), "--out", picture, *more])
     else:
         print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *SENTENCES))))
 

@@ -303,7 +303,7 @@ class Compiler:
         ]
         flags += ["-Wall", "-Wextra"]
         if SANITIZE:
-            flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
+            flags += ["-O0", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
             flags += ["-fno-sanitize-recover=all"]
         if source.parent.name == "glue":
             # torch reports errors by C++ exceptions, which pass through our boxed functions.

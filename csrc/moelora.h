@@ -383,6 +383,12 @@ typedef struct moelora_experts_grads {
    * num_slices is 0, or that of the factors. */
   moelora_lora w13_lora, w2_lora;
   moelora_tensor w13_bias, w2_bias; /* [E, 2I] and [E, K] */
+  /* Present: gradients of factors are sparse. Those of one factor of all pairs are [1, S, *, *],
+   * with the same S for all factors, and pairs [max_loras, E] int32 has the index of each pair of
+   * adapter and (local) expert, at most one pair for an index. Pairs with another value than 0 to
+   * S - 1 have no gradient, and indices without a pair are not written. Factors that experts share
+   * keep their shape. */
+  moelora_tensor pairs;
 } moelora_experts_grads;
 
 /* For row p of token m, with expert e, adapter l, routing weight t, and gate_up as saved:
@@ -413,6 +419,8 @@ typedef struct moelora_experts_backward_args {
   /* Accumulate into the gradients of factors and biases, which must be initialized. Otherwise they
    * are overwritten, with zeros where nothing contributes. The other two are always overwritten. */
   bool accumulate;
+  /* saved.gate_up may be overwritten and need not be kept: a GPU takes less memory. */
+  bool overwrites_gate_up;
 } moelora_experts_backward_args;
 
 moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,

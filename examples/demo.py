@@ -231,7 +231,7 @@ def show(console: Console, results: Results, served: Served, oracle_name: str, d
     table.add_column("text")
     for adapter in ADAPTERS:
         table.add_column(label(adapter, served), justify="right")
-    table.add_column("mixed batch,\neach its own", justify="right", style="bold")
+    table.add_column("mixed batch,\nown adapters", justify="right", style="bold")
     for domain in DOMAINS:
         best = min(ADAPTERS, key=lambda adapter: results.losses[domain, adapter])
         cells = []
@@ -296,7 +296,7 @@ def plot(results: Results, served: Served, path: Path):
         left.bar(places, heights, width, label=name, color=color)
     for x, domain in enumerate(DOMAINS):
         left.hlines(results.mixed[domain], x - 0.45, x + 0.45, color="black", lw=1.5)
-    left.plot([], [], color="black", lw=1.5, label="mixed batch, each its own")
+    left.plot([], [], color="black", lw=1.5, label="mixed batch, own adapters")
     left.set_xticks(range(len(DOMAINS)), DOMAINS)
     left.set_ylabel("loss, nats per byte")
     left.set_title("held-out text of each domain")

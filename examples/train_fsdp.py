@@ -34,7 +34,6 @@ TOLERANCE = 1e-4  # of a gradient's norm: the parts of a batch add in another or
 
 def load(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The base model with a new adapter, attached; the same in all processes."""
-    torch.manual_seed(0)
     if args.quantized:
         folder = args.out / "model"
         if dist.get_rank() == 0:
@@ -48,6 +47,7 @@ def load(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     config = LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], target_parameters=TARGETS
     )
+    torch.manual_seed(0)  # only now: not every process has drawn a folder
     model = get_peft_model(base, config).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros, with which the gradients of A are zero

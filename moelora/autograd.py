@@ -112,8 +112,9 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
             _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
             result = _Projection.apply(op, counts, *_flat(args))  # type: ignore[no-untyped-call]
             return None if _written[op] else result
-        results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
-        return results[0] if name == "fused_experts_lora" else results
+        keeps = name == "fused_experts_lora_saving"
+        results = _Layer.apply(keeps, counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
+        return results if keeps else results[0]
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
     raise AssertionError("an argument requires a gradient")
 
@@ -134,6 +135,7 @@ NO_BACKWARD = {
     "fused_moe_lora_gemm_backward": TWICE,
     "fused_experts_lora_backward": TWICE,
     "fused_experts_lora_backward_out": TWICE,
+    "fused_experts_lora_backward_over": TWICE,
 }
 FROZEN = {
     "w": WEIGHTS,
@@ -224,21 +226,28 @@ def _is_absent(value: Tensor) -> bool:
     return value.dim() == 1 and isinstance(value.size(0), int) and value.size(0) == 0
 
 
+def _may_overwrite(saved: Tensor) -> bool:
+    """Whether a backward has saved tensors to itself: it is the only one of its graph, and runs."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return type(saved) is Tensor and asked is not None and not asked()
+
+
 class _Layer(torch.autograd.Function):
-    """fused_experts_lora_saving, with its list arguments flattened.
+    """fused_experts_lora_saving, with its list arguments flattened. `keeps`: the caller has what it
+    saves, so that the backward may not write to it.
 
     Saves tensors with autograd, so that in-place writes between forward and backward are detected;
     absent ones, which all calls share, are constants.
     """
 
     @staticmethod
-    def forward(ctx: Any, counts: list[int], *flat: Any) -> Any:
+    def forward(ctx: Any, keeps: bool, counts: list[int], *flat: Any) -> Any:
         op = torch.ops.moelora.fused_experts_lora_saving.default
         with torch._C._AutoDispatchBelowAutograd():
             out, *saved = op(*_nested(counts, flat))
         saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
         ctx.save_for_backward(*saved, *(v for v, s in zip(flat, saves, strict=True) if s))
-        ctx.counts, ctx.saves = counts, saves
+        ctx.keeps, ctx.counts, ctx.saves = keeps, counts, saves
         ctx.rest = [v for v, s in zip(flat, saves, strict=True) if not s]
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
@@ -246,25 +255,26 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-        nothing = [None] * (1 + len(ctx.saves))
+        nothing = [None] * (2 + len(ctx.saves))
         if grad_out is None:
             return tuple(nothing)
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
         saved = [next(tensors) for _ in range(3)]
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
-        needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
+        needs = _nested(ctx.counts, ctx.needs_input_grad[2:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         grad_out = _in_rows(grad_out)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
-        found = torch.ops.moelora.fused_experts_lora_backward.default(
-            grad_out, *saved, *common, wanted, False, *last
-        )
+        over = not ctx.keeps and _may_overwrite(saved[0])
+        ops = torch.ops.moelora
+        op = ops.fused_experts_lora_backward_over if over else ops.fused_experts_lora_backward
+        found = op.default(grad_out, *saved, *common, wanted, False, *last)
         grads = by_argument(found, len(args[6]))
         result = [[None] * count if count >= 0 else None for count in ctx.counts]
         for name, place in _PLACES.items():
             if WANTED[name] & wanted:
                 result[place] = grads[name]
-        return None, *_flat(tuple(result))
+        return None, None, *_flat(tuple(result))
 
 
 def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:

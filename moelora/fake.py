@@ -202,6 +202,7 @@ def _projection_gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
 OUTPUTS: dict[str, Callable[[dict[str, Any]], tuple[Tensor, ...]]] = {
     "fused_experts_lora_saving": _saved,
     "fused_experts_lora_backward": _gradients,
+    "fused_experts_lora_backward_over": _gradients,
     "fused_moe_lora_gemm_backward": _projection_gradients,
 }
 

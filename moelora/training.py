@@ -27,6 +27,7 @@ __all__ = [
     "Tenants",
     "fused_experts_lora_backward",
     "fused_experts_lora_saving",
+    "touched_pairs",
 ]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
@@ -152,6 +153,7 @@ def fused_experts_lora_backward(
     float32: bool = False,
     grads: Gradients | None = None,
     accumulate: bool = False,
+    pairs: Tensor | None = None,
     **options: Any,
 ) -> Gradients:
     """Gradients of `fused_experts_lora`.
@@ -187,6 +189,12 @@ def fused_experts_lora_backward(
         whose last is 1; that of `topk_weights` is float32.
     accumulate : bool
         Add to the gradients of factors and biases in `grads`.
+    pairs : Tensor, shape (max_loras, E), int32, optional
+        Index of each pair of adapter and (local) expert in sparse gradients: those of factors in
+        `grads` then have S matrices, shape (S, R, K) for instance, instead of (max_loras, E, R, K).
+        At most one pair may have an index. Pairs with another value than 0 to S - 1 get no
+        gradient, and indices without a pair are not written. `touched_pairs` makes it. Factors that
+        experts share are not sparse.
     **options
         The forward's other arguments, token_lora_mapping, ..., batch_invariant.
 
@@ -229,12 +237,16 @@ def fused_experts_lora_backward(
         absent = absent_tensor(hidden_states)
         given = grads._asdict()
         buffers = [
-            factor_list(given[name]) if name in FACTORS else or_absent(given[name], absent)
+            [_with_pairs(buffer, pairs) for buffer in factor_list(given[name])]
+            if name in FACTORS
+            else or_absent(given[name], absent)
             for name in WANTED
         ]
         op = operators.fused_experts_lora_backward_out.default
-        run(op, *before, *buffers, accumulate, *last)
+        run(op, *before, *buffers, or_absent(pairs, absent), accumulate, *last)
         return grads
+    if pairs is not None:
+        raise ValueError("pairs has the indices of gradients in grads, which is None")
     names = set(present if wanted is None else wanted)
     if unknown := names - set(WANTED):
         raise ValueError(f"wanted has {sorted(unknown)}, expected some of {list(WANTED)}")
@@ -249,6 +261,62 @@ def fused_experts_lora_backward(
             if name in names
         }
     )
+
+
+def _with_pairs(buffer: Tensor, pairs: Tensor | None) -> Tensor:
+    """A sparse gradient (S, rows, columns) with a dimension of adapters, as the operator has it."""
+    return buffer if pairs is None or buffer.dim() != 3 else buffer.unsqueeze(0)
+
+
+@typed
+def touched_pairs(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    max_loras: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Indices of the pairs of adapter and expert that tokens reach, for sparse gradients.
+
+    Parameters
+    ----------
+    topk_ids : Tensor, shape (M, top_k)
+        Experts of each token; those out of range are skipped, as by `fused_experts_lora`.
+    token_lora_mapping : Tensor, shape (M,)
+        Adapter of each token; none if out of range.
+    max_loras, num_experts : int
+        Adapters and (local) experts of the factors.
+    expert_map : Tensor, optional
+        As of `fused_experts_lora`.
+
+    Returns
+    -------
+    Tensor, shape (max_loras, num_experts), int32
+        In the order of (adapter, expert), from 0 on; -1 where no token is. On the device of
+        `topk_ids`, without waiting for it.
+    Tensor, shape ()
+        How many there are: at most `min(max_loras * num_experts, topk_ids.numel())`, which is the
+        number of gradients to allocate where nothing may wait for a device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from moelora.training import touched_pairs
+    >>> pairs, count = touched_pairs(torch.tensor([[0, 2], [2, 1]]), torch.tensor([1, -1]), 2, 3)
+    >>> pairs.tolist(), count.item()
+    ([[-1, -1, -1], [0, -1, 1]], 2)
+    """
+    ids, adapter = topk_ids.long(), token_lora_mapping.long().unsqueeze(1)
+    if expert_map is not None:
+        there = (ids >= 0) & (ids < expert_map.numel())
+        ids = torch.where(there, expert_map.long()[ids * there], -1)
+    used = (ids >= 0) & (ids < num_experts) & (adapter >= 0) & (adapter < max_loras)
+    last = max_loras * num_experts  # of no pair
+    flat = torch.where(used, adapter * num_experts + ids, last).flatten()
+    touched = ids.new_zeros(last + 1).index_fill(0, flat, 1)[:last]
+    counted = touched.cumsum(0)
+    index = torch.where(touched > 0, counted - 1, -1).view(max_loras, num_experts)
+    return index.int(), touched.sum()
 
 
 def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:

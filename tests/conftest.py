@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Workers of pytest-xdist share the cores; OpenMP reads this once, when torch is imported.
@@ -45,3 +46,9 @@ def pytest_collection_modifyitems(config, items):
     if not NIGHTLY:
         items[:], dropped = thin(items)
         config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_finish():
+    """Nothing imported so far is garbage: collections leave its million objects out."""
+    gc.collect()
+    gc.freeze()

@@ -4,8 +4,8 @@ Arrivals are those of a Poisson process, adapters have Zipf's distribution. One 
 prefilled between two decode steps of all that run: the first in the queue whose adapter may start.
 
     resident   a slot for every adapter
-    ahead      adapters are brought when a request of theirs arrives; one starts when its adapter
-               is there, or, if nothing runs, as soon as its copies are under way, layer by layer
+    ahead      the adapters of the first requests are brought while they wait; one starts when its
+               adapter is there, or, if nothing runs, as soon as copies are under way, by layers
     blocking   the loop brings the adapter of the first request, and waits for it
 """
 
@@ -57,7 +57,7 @@ class Loop:
             while coming and coming[0].arrival <= now:
                 self.waiting.append(coming.popleft())
                 self.absent += self.waiting[-1].adapter not in self.pool
-            if self.policy == "ahead" and self.waiting:
+            if self.policy == "ahead":
                 self.pool.prefetch(request.adapter for request in self.waiting)
             began = self.begin(start)
             if any(self.rows):

@@ -152,13 +152,15 @@ typedef struct moelora_experts_problem {
 } moelora_experts_problem;
 
 /* Gradient of a factor [max_loras, experts, rows, columns], or of a bias [1, E, 1, N], with
- * contiguous columns. `experts` is 1 if all experts share the factor. */
+ * contiguous columns. `experts` is 1 if all experts share the factor. If sparse, [1, experts, rows,
+ * columns] of the pairs that a table has. */
 typedef struct moelora_gradient {
   void *data; /* NULL: not requested */
   moelora_dtype dtype;
   int32_t loras, experts;
   int64_t rows, columns;
   int64_t stride_l, stride_e, stride_i;
+  bool sparse;
 } moelora_gradient;
 
 typedef struct moelora_experts_backward_problem {
@@ -170,7 +172,11 @@ typedef struct moelora_experts_backward_problem {
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
   moelora_gradient a13[2], b13[2], a2, b2, bias13, bias2;
+  const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
+  int64_t num_pairs;    /* of the factors, also if no token has an adapter */
+  int32_t num_sparse;   /* sparse gradients of a factor; other indices: not wanted */
   bool accumulate;
+  bool overwrites_gate_up; /* of forward.saved */
 } moelora_experts_backward_problem;
 
 /* The backward of a projection. */

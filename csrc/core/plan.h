@@ -142,10 +142,6 @@ typedef struct moelora_windows {
   int64_t count;  /* maximum number of windows */
 } moelora_windows;
 
-/* plan_windows.c: number of columns of a layer's result, of `columns`, that are computed and summed
- * over top_k at a time in training. */
-int64_t moelora_plan_columns(const moelora_routes *routes, int64_t columns);
-
 /* plan_windows.c: splits the rows into equal windows of at most `most` rows for `workers` workers.
  * A window has at most as many workers as items, which are `part` rows of a segment in each of
  * `columns` columns. */

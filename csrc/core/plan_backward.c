@@ -189,7 +189,8 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
            moelora_is_vector_row(p->saved.gate_up, p->saved.gate_up_stride, p->intermediate)},
       {.w = &p->w13,
        .lora = moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts),
-       .y_stride = p->w13.n,
+       .y = problem->overwrites_gate_up ? p->saved.gate_up : NULL,
+       .y_stride = problem->overwrites_gate_up ? p->saved.gate_up_stride : p->w13.n,
        .y_rows = routes->num_rows,
        .rows_are_vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0},
   };
@@ -208,7 +209,6 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
     plan->product[i] = plan_product(routes, &loads[i], variants[i], device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
                       device, NULL, &plan->align);
-  plan->dx_window = moelora_plan_columns(routes, p->hidden);
   plan->sum = moelora_plan_sum(
       p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->hidden), NULL, device);
   return MOELORA_OK;

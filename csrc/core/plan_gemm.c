@@ -235,9 +235,11 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
   plan->shrink[1] =
       moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
-  /* Windows of packed weights would need tensor maps of their own. */
-  plan->out_window =
-      p->saved.gate_up && !p->w2.packed ? moelora_plan_columns(routes, p->hidden) : p->hidden;
+  /* In training, z takes as little memory as possible. */
+  const bool sm90 = plan->w2->needs == MOELORA_SM90;
+  plan->z_by_row =
+      p->saved.gate_up &&
+      (!sm90 || (moelora_variant_saves(plan->w2) && !moelora_is_e4m3_kernel(plan->w2->format)));
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }

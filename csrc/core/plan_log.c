@@ -238,7 +238,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   log_shrink("shrink2", &plan->shrink[1]);
   log_projection("w2", plan->w2, &plan->projection[1]);
   if (plan->sum)
-    log_part("sum", "%s columns=%lld", plan->sum->name, (long long)plan->out_window);
+    log_part("sum", "%s by_row=%d", plan->sum->name, plan->z_by_row);
 }
 
 static void log_back_product(const char *what, const moelora_back_product_plan *product) {
@@ -296,7 +296,7 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   log_align(&plan->align);
   log_back_product("w2", &plan->product[0]);
   log_back_product("w13", &plan->product[1]);
-  log_part("sum", "%s columns=%lld", plan->sum->name, (long long)plan->dx_window);
+  log_part("sum", "%s", plan->sum->name);
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,

@@ -1,21 +1,5 @@
-/* Windows of routed rows that the kernels of adapters alone iterate over, and windows of columns
- * of a layer in training. */
+/* Windows of routed rows that the kernels of adapters alone iterate over. */
 #include "core/plan.h"
-
-enum {
-  WINDOW_ELEMENTS = 1 << 25, /* 64 MiB of rows that wait for their sum */
-  MOST_WINDOWS = 4,          /* each reads the rows before the product again */
-  WINDOW_COLUMNS = 256,      /* a multiple of all tiles */
-};
-
-int64_t moelora_plan_columns(const moelora_routes *routes, int64_t columns) {
-  const int64_t rows = routes->num_rows;
-  if (routes->top_k == 1 || rows <= WINDOW_ELEMENTS / columns)
-    return columns;
-  const int64_t full = moelora_divide_up(rows, WINDOW_ELEMENTS / columns + 1);
-  const int64_t windows = full < MOST_WINDOWS ? full : MOST_WINDOWS;
-  return moelora_divide_up(moelora_divide_up(columns, windows), WINDOW_COLUMNS) * WINDOW_COLUMNS;
-}
 
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
                                     moelora_delta_order order, int64_t most, int64_t part,

@@ -243,7 +243,7 @@ typedef struct moelora_experts_plan {
   bool scales_x;                         /* a launch multiplies x by routing weights */
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */
-  int64_t out_window;            /* columns of out that are computed at a time */
+  bool z_by_row; /* z is ordered by flat row, without the padding of blocks */
   const moelora_variant *sum;
 } moelora_experts_plan;
 
@@ -271,7 +271,6 @@ typedef struct moelora_backward_plan {
   /* CUDA */
   moelora_back_product_plan
       product[2];    /* with w2, fused with the gradient of the activation; with w13 */
-  int64_t dx_window; /* columns of dx that are computed at a time */
   moelora_align_plan align;
   const moelora_variant *sum;
 } moelora_backward_plan;

@@ -99,6 +99,8 @@ typedef struct gradients {
   const moelora_gemm_args *gemm;     /* its factors, routes and tables are also inputs */
   moelora_arg seen[16];
   int32_t count;
+  moelora_arg pairs;  /* tensor NULL: no gradient is sparse */
+  int64_t num_sparse; /* -1: not known yet */
 } gradients;
 
 /* Checks that an output shares no memory with inputs and earlier outputs. */
@@ -134,10 +136,20 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
                   "%s has dtype %s, expected float32%s%s", moelora_label_of(arg).text,
                   moelora_dtype_name(t->dtype), dtype == MOELORA_F32 ? "" : " or ",
                   dtype == MOELORA_F32 ? "" : moelora_dtype_name(dtype));
-  for (int32_t i = 0; i < t->ndim; i++)
-    MOELORA_TRY(moelora_check_size(arg, i, like.tensor->size[i], moelora_size_of(like, i)));
-  MOELORA_TRY(check_output(all, arg));
   const bool factor = t->ndim == 4;
+  const bool sparse =
+      factor && all->pairs.tensor && like.tensor->size[1] == all->pairs.tensor->size[1];
+  for (int32_t i = sparse ? 2 : 0; i < t->ndim; i++)
+    MOELORA_TRY(moelora_check_size(arg, i, like.tensor->size[i], moelora_size_of(like, i)));
+  if (sparse) {
+    if (all->num_sparse < 0)
+      all->num_sparse = t->size[1];
+    MOELORA_TRY(moelora_check_size(all->pairs, 0, like.tensor->size[0], moelora_size_of(like, 0)));
+    MOELORA_TRY(moelora_check_size(arg, 0, 1, moelora_words("the first size of sparse gradients")));
+    MOELORA_TRY(moelora_check_size(arg, 1, all->num_sparse,
+                                   moelora_words("the number of sparse gradients of others")));
+  }
+  MOELORA_TRY(check_output(all, arg));
   *gradient = (moelora_gradient){
       .data = t->data,
       .dtype = t->dtype,
@@ -148,7 +160,24 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
       .stride_l = factor ? moelora_stride(t, 0) : 0,
       .stride_e = moelora_stride(t, factor ? 1 : 0),
       .stride_i = factor ? moelora_stride(t, 2) : 0,
+      .sparse = sparse,
   };
+  return MOELORA_OK;
+}
+
+/* Checks the table of sparse gradients, if there is one; its size against each factor later. */
+static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
+                                  const moelora_routes *routes) {
+  const moelora_arg arg = MOELORA_ARG("grads.pairs", pairs);
+  if (moelora_is_absent(pairs))
+    return MOELORA_OK;
+  MOELORA_TRY(moelora_check_view(arg, 2, "[max_loras, E]"));
+  MOELORA_TRY(moelora_check_dtype(arg, MOELORA_I32, NULL));
+  MOELORA_TRY(
+      moelora_check_size(arg, 1, routes->num_experts, moelora_words("the number of experts")));
+  MOELORA_TRY(moelora_check_contiguous(arg));
+  all->pairs = arg;
+  all->inputs[all->num_inputs++] = arg;
   return MOELORA_OK;
 }
 
@@ -214,7 +243,8 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   const moelora_experts_grads *grads = &args->grads;
   const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
   const moelora_arg dout = MOELORA_ARG("dout", &args->dout);
-  *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate};
+  *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
+                                                .overwrites_gate_up = args->overwrites_gate_up};
   MOELORA_TRY(moelora_check_layer(forward, &problem->forward));
   MOELORA_TRY(check_saved_views(forward, &problem->forward));
 
@@ -226,13 +256,25 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   problem->dout = dout.tensor->data;
   problem->dout_stride = moelora_stride(dout.tensor, 0);
 
+  if (args->overwrites_gate_up) {
+    const moelora_arg gate_up = gate_up_of(&forward->saved);
+    const moelora_arg others[] = {x, dout, w13_shrink_of(&forward->saved),
+                                  w2_shrink_of(&forward->saved)};
+    MOELORA_TRY(moelora_check_distinct(gate_up));
+    for (int32_t i = 0; i < 4; i++)
+      if (!moelora_is_absent(others[i].tensor))
+        MOELORA_TRY(moelora_check_disjoint(gate_up, others[i]));
+    MOELORA_TRY(moelora_check_disjoint_layer(gate_up, forward));
+  }
   gradients all = {
       .dtype = x.tensor->dtype,
       .inputs = {x, dout, gate_up_of(&forward->saved), w13_shrink_of(&forward->saved),
                  w2_shrink_of(&forward->saved)},
       .num_inputs = 5,
       .layer = forward,
+      .num_sparse = -1,
   };
+  MOELORA_TRY(check_pairs(&all, &grads->pairs, &problem->forward.routes));
   MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.hidden_states", &grads->hidden_states), x, "[M, K]",
                        &problem->dx, &problem->dx_stride));
   MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
@@ -241,6 +283,12 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
                                      problem->a13, problem->b13));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
                                      &problem->b2));
+  if (all.num_sparse >= 0) {
+    const moelora_tensor *pairs = all.pairs.tensor;
+    problem->pairs = pairs->data;
+    problem->num_pairs = pairs->size[0] * pairs->size[1];
+    problem->num_sparse = (int32_t)all.num_sparse;
+  }
   MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
                              MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
                              &problem->bias13));

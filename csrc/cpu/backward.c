@@ -29,6 +29,7 @@ typedef struct backward_layout {
   float *dt;       /* [P, blocks of I] partial dt by flat row */
   float *dz;       /* [P, K] */
   float *xa13, *xa2, *yb13, *yb2;
+  int32_t *pairs; /* [max_loras, E] index in sparse gradients or -1; NULL: none are sparse */
   size_t bytes;
 } backward_layout;
 
@@ -80,6 +81,8 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
     layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
   if (want->yb2)
     layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
+  if (problem->pairs)
+    layout.pairs = moelora_take_array(&arena, (size_t)problem->num_pairs, sizeof(int32_t));
   layout.bytes = arena.used;
   return layout;
 }
@@ -281,6 +284,7 @@ static void add_product(const backward *b, moelora_columns ranks, moelora_column
       .wide = wide,
       .transposed = transposed,
       .gradient = gradient,
+      .pairs = b->layout.pairs,
       .accumulate = b->problem->accumulate,
   };
   moelora_cpu_grouped_product(&product, b->exec);
@@ -422,13 +426,22 @@ static void load_rows(const backward *b, const void *from, int64_t stride, const
                        &tasks);
 }
 
+/* Copies the table of sparse gradients, which other threads may change. */
+static void read_pairs(const backward *b) {
+  const moelora_experts_backward_problem *problem = b->problem;
+  for (int64_t i = 0; problem->pairs && i < problem->num_pairs; i++) {
+    const int32_t index = moelora_read_i32(&problem->pairs[i]);
+    b->layout.pairs[i] = index >= 0 && index < problem->num_sparse ? index : -1;
+  }
+}
+
 static void zero_gradients(const backward *b) {
   const moelora_experts_backward_problem *problem = b->problem;
   const moelora_gradient *const all[] = {&problem->a13[0], &problem->a13[1], &problem->b13[0],
                                          &problem->b13[1], &problem->a2,     &problem->b2};
   for (size_t i = 0; i < sizeof all / sizeof *all && !problem->accumulate; i++)
     if (all[i]->data)
-      moelora_cpu_zero_gradient(all[i], b->exec);
+      moelora_cpu_zero_gradient(all[i], b->layout.pairs, problem->num_pairs, b->exec);
 }
 
 moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
@@ -467,6 +480,7 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
     b.dout = layout->dout;
     b.dout_stride = forward.hidden;
   }
+  read_pairs(&b);
   zero_gradients(&b);
   if (b.want.v)
     back_through_w2(&b);

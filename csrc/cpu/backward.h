@@ -141,10 +141,13 @@ typedef struct moelora_grouped_product {
   moelora_columns ranks, wide;
   bool transposed; /* the gradient's columns are ranks: of B */
   const moelora_gradient *gradient;
+  const int32_t *pairs; /* [max_loras, E] of a sparse gradient: its index or -1 */
   bool accumulate;
 } moelora_grouped_product;
 
-void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const moelora_exec *exec);
+/* pairs: as of a product, `num_pairs` of them. */
+void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
+                               int64_t num_pairs, const moelora_exec *exec);
 /* The gradient must be zeroed, or is accumulated into. */
 void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec);
 

@@ -280,9 +280,9 @@ static void finish_inputs(const gemm_backward *b) {
 static void zero_gradients(const gemm_backward *b) {
   for (int32_t i = 0; i < MOELORA_MAX_SLICES && !b->problem->accumulate; i++) {
     if (b->problem->a[i].data)
-      moelora_cpu_zero_gradient(&b->problem->a[i], b->exec);
+      moelora_cpu_zero_gradient(&b->problem->a[i], NULL, 0, b->exec);
     if (b->problem->b[i].data)
-      moelora_cpu_zero_gradient(&b->problem->b[i], b->exec);
+      moelora_cpu_zero_gradient(&b->problem->b[i], NULL, 0, b->exec);
   }
 }
 

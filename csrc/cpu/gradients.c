@@ -3,6 +3,8 @@
  *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
  *   gradient[l, e] (+)= wide^T ranks        the same: of B
  *
+ * A sparse gradient is that of pairs alone: gradient[0, pairs[l, e]].
+ *
  * A task is a tile of one gradient. It processes up to MOELORA_PART_ROWS rows at a time:
  *
  *   ranks [64 ranks][rows], panel [rows][64 columns]      float32
@@ -21,18 +23,29 @@ static char *gradient_row(const moelora_gradient *g, int64_t l, int64_t e, int64
                                moelora_dtype_bytes(g->dtype);
 }
 
+typedef struct zero_tasks {
+  const moelora_gradient *gradient;
+  const int32_t *pairs;
+} zero_tasks;
+
 static void zero_row(void *context, int64_t index, int32_t worker) {
   (void)worker;
-  const moelora_gradient *g = context;
-  const int64_t i = index % g->rows, e = index / g->rows % g->experts;
-  memset(gradient_row(g, index / g->rows / g->experts, e, i), 0,
-         (size_t)g->columns * moelora_dtype_bytes(g->dtype));
+  const zero_tasks *tasks = context;
+  const moelora_gradient *g = tasks->gradient;
+  const int64_t i = index % g->rows, group = index / g->rows;
+  const int64_t l = g->sparse ? 0 : group / g->experts;
+  const int64_t e = g->sparse ? tasks->pairs[group] : group % g->experts;
+  if (e >= 0)
+    memset(gradient_row(g, l, e, i), 0, (size_t)g->columns * moelora_dtype_bytes(g->dtype));
 }
 
-void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const moelora_exec *exec) {
-  moelora_gradient copy = *gradient;
-  const int64_t rows = (int64_t)copy.loras * copy.experts * copy.rows;
-  moelora_cpu_parallel(exec, rows, (double)rows * (double)copy.columns, zero_row, &copy);
+void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
+                               int64_t num_pairs, const moelora_exec *exec) {
+  zero_tasks tasks = {gradient, pairs};
+  const int64_t groups =
+      gradient->sparse ? num_pairs : (int64_t)gradient->loras * gradient->experts;
+  const int64_t rows = groups * gradient->rows;
+  moelora_cpu_parallel(exec, rows, (double)rows * (double)gradient->columns, zero_row, &tasks);
 }
 
 /* to[i] = (or +=) values[i], rounded to the dtype of the gradient. */
@@ -92,22 +105,21 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
       ->add_rows(m, width, rows, scratch->x, scratch->panel.rows, scratch->c, width);
 }
 
-/* Writes c, m ranks from `rank` by n columns from `begin`, to a gradient. */
-static void put_tile(const moelora_grouped_product *p, int32_t adapter, int64_t expert,
-                     int64_t rank, int64_t m, int64_t begin, int64_t n,
-                     const moelora_back_scratch *scratch) {
+/* Writes c, m ranks from `rank` by n columns from `begin`, to gradient [l, e]. */
+static void put_tile(const moelora_grouped_product *p, int32_t l, int64_t e, int64_t rank,
+                     int64_t m, int64_t begin, int64_t n, const moelora_back_scratch *scratch) {
   const moelora_gradient *g = p->gradient;
   const size_t bytes = moelora_dtype_bytes(g->dtype);
   const int64_t width = moelora_row_width(n);
   float line[MOELORA_BACK_COLUMNS];
   for (int64_t i = 0; i < m && !p->transposed; i++)
     put(p->variant, g->dtype, p->accumulate, scratch->c + i * width, n,
-        gradient_row(g, adapter, expert, rank + i) + (size_t)begin * bytes);
+        gradient_row(g, l, e, rank + i) + (size_t)begin * bytes);
   for (int64_t j = 0; j < n && p->transposed; j++) {
     for (int64_t i = 0; i < m; i++)
       line[i] = scratch->c[i * width + j];
     put(p->variant, g->dtype, p->accumulate, line, m,
-        gradient_row(g, adapter, expert, begin + j) + (size_t)rank * bytes);
+        gradient_row(g, l, e, begin + j) + (size_t)rank * bytes);
   }
 }
 
@@ -126,7 +138,10 @@ static void product_tile(void *context, int64_t index, int32_t worker) {
   const int64_t ranks = moelora_rank_of(&p->sorted->tables, adapter, (int32_t)p->ranks.count);
   const int64_t m = moelora_min(MOELORA_BACK_COLUMNS, ranks - rank);
   const int64_t n = moelora_min(MOELORA_BACK_COLUMNS, p->wide.count - begin);
-  if (m <= 0)
+  const int64_t pair = (int64_t)adapter * p->routes->num_experts + expert;
+  const int32_t l = p->gradient->sparse ? 0 : adapter;
+  const int32_t e = p->gradient->sparse ? p->pairs[pair] : tasks->shared ? 0 : expert;
+  if (m <= 0 || e < 0)
     return;
   moelora_back_scratch *scratch = &p->scratch[worker];
   memset(scratch->c, 0, (size_t)(m * moelora_row_width(n)) * sizeof(float));
@@ -136,7 +151,7 @@ static void product_tile(void *context, int64_t index, int32_t worker) {
       add_rows(p, first, moelora_min(MOELORA_PART_ROWS, segment->end - first), rank, m, begin, n,
                scratch);
   }
-  put_tile(p, adapter, tasks->shared ? 0 : expert, rank, m, begin, n, scratch);
+  put_tile(p, l, e, rank, m, begin, n, scratch);
 }
 
 void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec) {
@@ -145,7 +160,8 @@ void moelora_cpu_grouped_product(const moelora_grouped_product *product, const m
       .product = product,
       .rank_tiles = moelora_ceil_div(product->ranks.count, MOELORA_BACK_COLUMNS),
       .wide_tiles = moelora_ceil_div(product->wide.count, MOELORA_BACK_COLUMNS),
-      .shared = product->gradient->experts == 1 && routes->num_experts > 1,
+      .shared =
+          !product->gradient->sparse && product->gradient->experts == 1 && routes->num_experts > 1,
   };
   const int64_t groups = tasks.shared ? routes->max_loras : product->segments->count;
   moelora_cpu_parallel(exec,

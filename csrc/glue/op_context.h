@@ -12,7 +12,7 @@
 #include "glue/abi.h"
 #include "moelora.h"
 
-/* fused_experts_lora_backward_out: 22 tensors, 8 lists, 1 workspace. */
+/* fused_experts_lora_backward_out: 23 tensors, 8 lists, 1 workspace. */
 #define OP_MAX_HANDLES (24 + 8 * MOELORA_MAX_SLICES)
 #define OP_MAX_OUTPUTS 11
 

@@ -120,6 +120,12 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   run(ctx, &op->args);
 }
 
+/* The same, in less memory: gate_up is overwritten. */
+void op_run_backward_over(moelora_op_context *ctx, op_backward_args *op) {
+  op->args.overwrites_gate_up = true;
+  op_run_backward(ctx, op);
+}
+
 /* Number of slices of a projection for which the caller passes gradients; 0: not requested. */
 static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
                             const char *name_b, int32_t num_b) {

@@ -130,6 +130,7 @@ class _Reader:
         self._weights = weights
         self._modules = modules
         self._saved: dict[str, LinearLayer] = {}  # saved weights, by key
+        self._finite = False  # all factors are, as `read` has found
         self._places: list[Place] = []
         self._ranks: dict[str, int] = {}
         self._scalings: dict[str, float] = {}
@@ -206,6 +207,9 @@ class _Reader:
                 check_rank(name, rank, max_linear_rank, "max_linear_rank")
         for text, linear in self._saved.items():
             self._check_saved(text, linear, None if own is None else own(linear.name))
+        if isinstance(self._weights, State):
+            keys = [place.key.text for place in self._places]
+            self._finite = self._weights.check_together(keys)
         return Adapter(self._of_experts.join(), self._of_linears.join())
 
     def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
@@ -227,7 +231,7 @@ class _Reader:
             return expert_pairs.stacked(place, tensor, rank, self._exchanged, order)
 
         dtype = check_dtype(text, self._weights.dtype(text))
-        return Factor(text, dtype, rank, scaling, read)
+        return Factor(text, dtype, rank, scaling, read, lambda: self._finite)
 
     def _absent(self, place: Place) -> bool:
         """Whether the factor is an empty one, for a projection that the layer lacks."""

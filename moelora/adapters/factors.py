@@ -18,7 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Factor:
     """A checked factor that has not been read yet.
 
-    `read` returns its tensor; for experts, (E or 1, r, in) or (E or 1, out, r).
+    `read` returns its tensor; for experts, (E or 1, r, in) or (E or 1, out, r). `finite`: whether
+    it is known to contain neither NaN nor infinities.
     """
 
     key: str
@@ -26,13 +27,27 @@ class Factor:
     rank: int
     scaling: float
     read: Callable[[], torch.Tensor]
+    finite: Callable[[], bool] = bool
 
     def tensor(self) -> torch.Tensor:
         """Read it; ValueError if it contains NaN or infinities."""
         tensor = self.read()
-        if not torch.isfinite(tensor).all():
+        if not self.finite() and not torch.isfinite(tensor).all():
             raise ValueError(f"{self.key} holds NaN or Inf")
         return tensor
+
+
+def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
+    """Index of the first tensor with NaN or infinities, or None.
+
+    For many tensors of one GPU: one pass over all, and one synchronization with the host.
+    """
+    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
+    if not filled:
+        return None
+    largest = torch._foreach_norm([tensors[number] for number in filled], float("inf"))
+    finite = torch.stack(list(largest)).isfinite().tolist()
+    return next((n for n, ok in zip(filled, finite, strict=True) if not ok), None)
 
 
 def common_dtype(factors: Sequence[Factor]) -> torch.dtype:

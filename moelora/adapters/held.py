@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moelora.adapters.transfer import Arrival
@@ -129,30 +130,47 @@ class Residents:
         self.loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._retired: list[tuple[str, Loaded]] = []
         self._reserved: weakref.WeakSet[Reservation] = weakref.WeakSet()
+        self.wanted: set[str] = set()
 
-    def free_slot(self, what: str) -> tuple[int, str | None]:
+    def free_slot(self, what: str, ahead: bool = False) -> tuple[int, str | None]:
         """A slot that no batch uses, and the name of the adapter to evict from it, if any.
 
-        Raises RuntimeError, which says `what` needed it, if there is none.
+        Adapters that are `wanted` soon are evicted last, and `ahead` of a batch not at all. Raises
+        NoSlot, which says `what` needed it, if there is none.
         """
         taken = {one.slot for one in self.loaded.values()}
         taken |= {one.slot for _, one in self.retired()} | {one.slot for one in self._reserved}
         free = set(range(self.max_loras)) - taken
         if free:
             return min(free), None
-        for other, loaded in self.loaded.items():
-            if not loaded.pinned and not loaded.batches:
-                return loaded.slot, other
-        raise NoSlot(f"no slot for {what}: all {self.max_loras} are pinned or in use")
+        idle = [name for name, one in self.loaded.items() if not one.pinned and not one.batches]
+        leaving = next((name for name in idle if name not in self.wanted), None)
+        if leaving is None and idle and not ahead:
+            leaving = idle[0]
+        if leaving is None:
+            raise NoSlot(f"no slot for {what}: all {self.max_loras} are pinned or in use")
+        return self.loaded[leaving].slot, leaving
 
-    def reserve(self, what: str) -> Reservation:
+    def reserve(self, what: str, ahead: bool = False) -> Reservation:
         """A slot of `free_slot`, taken from whoever is evicted."""
-        slot, leaving = self.free_slot(what)
+        slot, leaving = self.free_slot(what, ahead)
         reservation = Reservation(slot)
         self._reserved.add(reservation)
         if leaving is not None:
             del self.loaded[leaving]
         return reservation
+
+    def want(self, names: Sequence[str]) -> list[str]:
+        """Adapters that batches will use soon, the first one first; returns those that fit."""
+        others = {
+            one.slot
+            for name, one in self.loaded.items()
+            if (one.pinned or one.batches) and name not in names
+        }
+        others |= {one.slot for _, one in self.retired()}
+        fitting = list(names)[: max(0, self.max_loras - len(others))]
+        self.wanted = set(fitting)
+        return fitting
 
     def replace(self, name: str, new: Loaded) -> None:
         """Put a new version in place of one that batches may hold."""

@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 
 from moelora.adapters.layers import LinearLayer, LinearPair
-from moelora.adapters.stacks import Place, fitted, padded
+from moelora.adapters.stacks import Conversions, Copies, Place, padded
 
 
 class LinearFactors(TypedDict):
@@ -64,15 +64,15 @@ class LinearStacks:
         """(lora_a, lora_b, lora_ranks) of a layer."""
         return self._a[name], self._b[name], self._ranks[name]
 
-    def stage(self, adapter: Mapping[str, LinearPair]) -> StagedLinears:
+    def stage(self, adapter: Mapping[str, LinearPair], convert: Conversions) -> StagedLinears:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         staged = {}
         for name, pair in adapter.items():
             dtype = self._a[name].dtype
             scaled = pair.b if pair.scaling == 1 else pair.b.float() * pair.scaling
             staged[name] = (
-                fitted(f"lora_A of {name}", pair.a, dtype),
-                fitted(f"lora_B of {name}", scaled, dtype),
+                convert.of(f"lora_A of {name}", pair.a, dtype),
+                convert.of(f"lora_B of {name}", scaled, dtype),
             )
         return staged
 
@@ -83,9 +83,10 @@ class LinearStacks:
         a, b = a.detach()[slot, 0], b.detach()[slot, 0]
         rows = a.T if self.layers[name].embedding else a
         rank = 0 if staged is None else staged[0].size(0)
-        rows[rank:].zero_()
-        b[:, rank:].zero_()
+        copies = Copies()
+        copies.zero(rows[rank:], b[:, rank:])
         if staged is not None:
-            rows[:rank].copy_(staged[0], non_blocking=True)
-            b[:, :rank].copy_(staged[1], non_blocking=True)
+            copies.add(rows[:rank], staged[0])
+            copies.add(b[:, :rank], staged[1])
+        copies.run()
         ranks[slot] = rank

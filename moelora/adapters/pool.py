@@ -26,20 +26,11 @@ from moelora.adapters.held import Held, Loaded
 from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors
+from moelora.adapters.names import check_name
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.stacks import Place, places_of
 from moelora.adapters.versions import Versions
-
-BASE = "__base__"  # PEFT's name for rows without an adapter
-
-
-def check_name(name: object) -> None:
-    """Raises ValueError for what no adapter can be called."""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name is {name!r}, wanted a non-empty string")
-    if name == BASE:
-        raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
 
 
 class AdapterPool:
@@ -252,8 +243,10 @@ class AdapterPool:
     def prefetch(self, names: Iterable[str | None]) -> None:
         """Begin to bring adapters to slots, in threads; `ready` says when one is there.
 
-        One for which no slot is free, or whose folder is refused, is left where it is: `hold`
-        raises what is wrong. KeyError for an unknown name.
+        `names` are those of all requests that wait, the first one first; the next call replaces
+        them. As many as fit beside adapters in use get or keep slots, and only `hold` evicts them.
+        One whose folder is refused is left where it is: `hold` raises what is wrong. KeyError for
+        an unknown name.
         """
         self._with_host("prefetch")
         self._versions.bring_ahead([name for name in dict.fromkeys(names) if name is not None])

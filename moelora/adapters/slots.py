@@ -15,7 +15,7 @@ import torch
 
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
-from moelora.adapters.stacks import ExpertStacks, Place, StagedExperts
+from moelora.adapters.stacks import Conversions, ExpertStacks, Place, StagedExperts
 from moelora.adapters.transfer import Arrival, Streams
 
 
@@ -130,8 +130,11 @@ class Slots:
 
     def stage(self, adapter: Adapter) -> Staged:
         """Check an adapter and convert it; ValueError says what does not fit."""
-        experts = self.experts.stage(adapter.experts)
-        return Staged(experts, self.linears.stage(adapter.linears))
+        convert = Conversions()
+        experts = self.experts.stage(adapter.experts, convert)
+        staged = Staged(experts, self.linears.stage(adapter.linears, convert))
+        convert.check()
+        return staged
 
     def enable(self, slot: int, enabled: bool) -> None:
         for tables in self.tables.values():

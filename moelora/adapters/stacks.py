@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moelora.adapters.factors import check_rank
+from moelora.adapters.factors import check_rank, first_not_finite
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,12 +51,49 @@ def padded(rank: int) -> int:
     return -(-rank // 8) * 8
 
 
-def fitted(where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a factor to the dtype of its stack; ValueError if that dtype cannot represent it."""
-    converted = tensor.to(dtype)
-    if not torch.isfinite(converted).all():
-        raise ValueError(f"{where} overflows {dtype}")
-    return converted
+class Conversions:
+    """Factors in the dtypes of their stacks; ValueError for one that its dtype cannot represent.
+
+    Those on a GPU are checked together, by `check`.
+    """
+
+    def __init__(self) -> None:
+        self._unchecked: list[tuple[str, torch.Tensor]] = []
+
+    def of(self, where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        converted = tensor.to(dtype)
+        if converted.device.type == "cuda":
+            self._unchecked.append((f"{where} overflows {dtype}", converted))
+        elif not torch.isfinite(converted).all():
+            raise ValueError(f"{where} overflows {dtype}")
+        return converted
+
+    def check(self) -> None:
+        found = first_not_finite([tensor for _, tensor in self._unchecked])
+        if found is not None:
+            raise ValueError(self._unchecked[found][0])
+
+
+class Copies:
+    """Copies to a slot, in few calls: other threads launch kernels meanwhile."""
+
+    def __init__(self) -> None:
+        self._zero: list[torch.Tensor] = []
+        self._into: list[torch.Tensor] = []
+        self._of: list[torch.Tensor] = []
+
+    def zero(self, *parts: torch.Tensor) -> None:
+        self._zero += [part for part in parts if part.numel()]
+
+    def add(self, into: torch.Tensor, factor: torch.Tensor) -> None:
+        self._into.append(into)
+        self._of.append(factor.expand(into.shape))
+
+    def run(self) -> None:
+        if self._zero:
+            torch._foreach_zero_(self._zero)
+        if self._into:
+            torch._foreach_copy_(self._into, self._of, non_blocking=True)
 
 
 @dataclass
@@ -131,7 +168,9 @@ class ExpertStacks:
             stack(outer, k, r),
         )
 
-    def stage(self, adapter: Mapping[str, Mapping[Projection, Pair]]) -> StagedExperts:
+    def stage(
+        self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions
+    ) -> StagedExperts:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
@@ -150,7 +189,8 @@ class ExpertStacks:
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for stack, factor in zip(self._named(layer), chosen, strict=True):
-                factors[name].append(None if factor is None else self._fitted(name, stack, factor))
+                own = None if factor is None else self._fitted(name, stack, factor, convert)
+                factors[name].append(own)
                 rank = max(rank, 0 if factor is None else factor[0].size(1))
         return StagedExperts(rank, 1.0 if fold else scalings.pop(), factors)
 
@@ -169,6 +209,7 @@ class ExpertStacks:
         layer: str,
         stack: tuple[str, torch.Tensor, torch.Tensor],
         factor: tuple[torch.Tensor, torch.Tensor],
+        convert: Conversions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check a pair against its stacks and convert it to their dtype."""
         projection, *stacks = stack
@@ -179,7 +220,7 @@ class ExpertStacks:
                 raise ValueError(
                     f"{where} differs between experts, but the pool has shared_outer=True"
                 )
-            converted.append(fitted(where, tensor, into.dtype))
+            converted.append(convert.of(where, tensor, into.dtype))
         return converted[0], converted[1]
 
     def write(
@@ -190,17 +231,18 @@ class ExpertStacks:
     ) -> None:
         """Write the staged factors of a layer to a slot; what has none becomes zero."""
         stacks = self._named(self.layers[name])
+        copies = Copies()
         for (_, trained_a, trained_b), factor in zip(
             stacks, staged or [None] * len(stacks), strict=True
         ):
             # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
             a, b = trained_a.detach()[slot], trained_b.detach()[slot]
             rank = 0 if factor is None else factor[0].size(1)
-            a[:, rank:].zero_()
-            b[:, :, rank:].zero_()
+            copies.zero(a[:, rank:], b[:, :, rank:])
             if factor is not None:
-                a[:, :rank].copy_(factor[0], non_blocking=True)
-                b[:, :, :rank].copy_(factor[1], non_blocking=True)
+                copies.add(a[:, :rank], factor[0])
+                copies.add(b[:, :, :rank], factor[1])
+        copies.run()
 
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:

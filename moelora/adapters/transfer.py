@@ -96,5 +96,6 @@ class Streams:
 
     def _of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side:
-            self._side[device] = torch.cuda.Stream(device)
+            # Its small kernels go between those of readers, which fill the GPU.
+            self._side[device] = torch.cuda.Stream(device, priority=-1)
         return self._side[device]

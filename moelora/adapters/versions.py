@@ -120,7 +120,8 @@ class Versions:
     def bring(self, name: str, held: Held | None) -> None:
         """Bring a registered adapter to a slot if it is in none, and hold it.
 
-        Its copies are under way then.
+        Its copies are under way then. Without `held`, ahead of a batch, other adapters that are
+        wanted soon keep their slots.
         """
         with self.locked(name) as source:
             with self.lock:
@@ -128,7 +129,7 @@ class Versions:
                     return
             staged = self._known().staged(name, source)
             with self.lock:
-                place = self.residents.reserve(f"adapter {name!r}")
+                place = self.residents.reserve(f"adapter {name!r}", ahead=held is None)
             enabled = source.enabled
             arrival = self.slots.write(place.slot, staged, enabled)
             with self.lock:
@@ -142,13 +143,13 @@ class Versions:
         self.bring(name, held)  # it was added anew, or evicted, meanwhile
 
     def bring_ahead(self, names: Sequence[str]) -> None:
-        """Begin to bring adapters in threads."""
+        """Begin to bring adapters in threads, the first ones, as far as slots can be freed."""
         with self.lock:
             for name in names:
                 self.check_known(name)
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READERS, "moelora-adapters")
-            for name in names:
+            for name in self.residents.want(names):
                 if name not in self.loaded and name not in self._coming:
                     self._coming.add(name)
                     self._readers.submit(_bring, weakref.ref(self), name)
@@ -275,7 +276,8 @@ def _bring(versions: weakref.ref[Versions], name: str) -> None:
     if found is None:
         return
     try:
-        found.bring(name, None)
+        if name in found.residents.wanted:
+            found.bring(name, None)
     except (KeyError, OSError, RuntimeError, ValueError):
         pass
     finally:

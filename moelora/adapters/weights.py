@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moelora.adapters.factors import first_not_finite
 from moelora.files import file_in, read_json
 from moelora.storage import check_held
 
@@ -60,6 +61,15 @@ class State:
         self._state = state
         devices = {tensor.device for tensor in state.values()}
         self._stays = len(devices) == 1 and devices.pop().type == "cuda"
+
+    def check_together(self, keys: Sequence[str]) -> bool:
+        """Whether these tensors are on a GPU, and were checked there. ValueError for NaN or Inf."""
+        if not self._stays:
+            return False
+        found = first_not_finite([self._state[key].detach() for key in keys])
+        if found is not None:
+            raise ValueError(f"{keys[found]} holds NaN or Inf")
+        return True
 
     def keys(self) -> Sequence[str]:
         return list(self._state)

@@ -3,8 +3,8 @@
 The commands in a checkout's benchmarks/, which produced the numbers in README and docs, share its
 cases, shapes, timers and result files.
 
-A *baseline* is one way to run a layer (ours is one of them). All baselines of a case read the same
-tensors, are compared with float64 before timing, and are timed in turn in one process.
+A *baseline* is one way to run a layer (moelora is one of them). All baselines of a case read the
+same tensors, are compared with float64 before timing, and are timed in turn in one process.
 """
 
 from rich.console import Console

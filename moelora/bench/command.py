@@ -74,7 +74,7 @@ QUICK = {
         "models": "qwen3",
         "tokens": "16,1024,4096",
         "ranks": "16",
-        "baselines": "vllm,grouped_mm,loop",
+        "baselines": "grouped_mm,loop",
         "budget_ms": 20.0,
     },
     "cpu": {
@@ -294,9 +294,12 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
             bench = layer = found = None  # free memory before the next one is drawn
             same_a = "transformers" in args.baselines
             layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
+            situation = Situation(key, args.tp, args.mix, args.routing)
+            if not rows and args.baselines:
+                for line in first_look(layer, situation, timer, args):
+                    progress.say(line)
             found, missing = baselines.baselines_of(layer, args.baselines, options)
             absent |= missing
-            situation = Situation(key, args.tp, args.mix, args.routing)
             bench = Bench(layer, found, situation, timer, args.budget_ms)
             for tokens in args.tokens:
                 if tokens != args.tokens[0]:
@@ -315,6 +318,17 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
                 break
     remarks = [f"not measured: {name}: {why}" for name, why in absent.items()]
     return rows, remarks + ([f"deadline: {done} of {total} cases done"] if late else [])
+
+
+def first_look(
+    layer: Layer, situation: Situation, timer: GraphTimer | TurnTimer, args: argparse.Namespace
+) -> list[str]:
+    """moelora alone on the first case: some baselines import and compile for a minute."""
+    alone, _ = baselines.baselines_of(layer, [], baselines.Options())
+    bench = Bench(layer, alone, situation, timer, args.budget_ms / 4)
+    generator = torch.Generator(layer.device).manual_seed(0)
+    measured = bench.measure(args.tokens[0], generator)
+    return [f"first look, baselines follow: {result(row)}" for row in measured]
 
 
 def result(row: Case) -> str:

@@ -190,7 +190,7 @@ class Bench:
             if not errors[key] < tolerance_of(self.layer):
                 raise RuntimeError(
                     f"{self.situation.key} {self.layer.dtype} M={len(batch.x)} rank {rank}: {who} "
-                    f"is off by {near:.3g} from float64 and by {far:.3g} from ours"
+                    f"is off by {near:.3g} from float64 and by {far:.3g} from moelora"
                 )
         return plan, errors, self.error_ratios(nears)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moelora.bench import chart, results
+from moelora.bench import arrivals, chart, results
 from moelora.bench.engine import picture
 from moelora.bench.results import Case, baseline_name
 from moelora.bench.shapes import MODELS
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = topics.add_parser("plot", help="draw result files of bench")
     add = parser.add_argument
-    add("files", nargs="+", help="result files of layers")
+    add("files", nargs="+", help="result files")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
     pictures = {
         "roofline": "flops under the roof and the cost of adapters; times of one number of tokens",
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
+        "arrivals": "times to the first token, of one file of benchmarks.churn",
         "engine": "tokens per second of engines, of one file of bench engine",
     }
     about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--picture {args.picture} draws one file, not {len(args.files)}")
         if args.picture == "engine":
             path = picture.draw(args.files[0], args.out)
+        elif args.picture == "arrivals":
+            path = arrivals.draw(args.files[0], args.out)
         elif args.picture == "beside":
             ranks = [int(rank) for rank in args.rank.split(",")]
             path = chart.draw(args.files[0], args.out, ranks, args.vllm_version)
@@ -91,6 +94,7 @@ def draw(files: Sequence[str], out: str) -> Path:
 
 def times(axes: Axes, rows: Sequence[Case]) -> None:
     """A bar for each way to run a case: the bound, moelora, the baselines."""
+    unit, scale = ("milliseconds", 1e3) if rows[0]["ours_us"] > 5e3 else ("microseconds", 1.0)
     labels: list[str] = []
     for row in rows:
         label = _case(row, *_varying(rows, "adapters"))
@@ -102,15 +106,17 @@ def times(axes: Axes, rows: Sequence[Case]) -> None:
         }
         for who, us in ways.items():
             color = {"bound": "0.7", "moelora": "C0", "moelora without": "C9"}.get(who, "C3")
-            bar = axes.barh(len(labels), us, color=color)
-            axes.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=8)
+            bar = axes.barh(len(labels), us / scale, color=color)
+            axes.bar_label(bar, fmt="{:,.4g}", padding=2, fontsize=8)
             labels.append(f"{label}: {who}" if len(rows) > 1 else who)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter("{x:,.4g}")
     tokens = rows[0]["tokens"]
-    title = f"A layer, {tokens} tokens" + ("" if len(rows) > 1 else f", {_case(rows[0])}")
-    axes.set(xlabel="microseconds (lower is better)", title=title)
+    title = f"A layer, {tokens} token" + ("s" if tokens > 1 else "")
+    title += "" if len(rows) > 1 else f", {_case(rows[0])}"
+    axes.set(xlabel=f"{unit} (lower is better)", title=title)
     axes.grid(axis="x", alpha=0.3)
 
 

@@ -168,10 +168,40 @@ def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
         assert pool.mapping(["a"], held=held).tolist() == [0]
     assert not pool.ready("b")
     go.set()
-    end = time.monotonic() + 60
-    while not pool.ready("b"):
-        assert time.monotonic() < end
+    wait_until(lambda: pool.ready("b"))
     check(pool, "b", made[1][1], 2.0)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
+    """Or the adapters of two waiting requests would evict each other, and neither would begin."""
+    pool = make_pool(max_loras=2, host=4)
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    pool.prefetch(["a", "b", "c", "a", "d"])  # the first two fit
+    wait_until(lambda: pool.ready("a") and pool.ready("b"))
+    pool.prefetch(["b", "a", "c", "d"])
+    time.sleep(0.05)
+    assert set(pool.names()) == {"a", "b"}
+    with pool.hold(["a"]):
+        pool.prefetch(["c", "b"])  # one slot, beside that of a batch
+        wait_until(lambda: pool.ready("c"))
+        assert set(pool.names()) == {"a", "c"}
+        with pool.hold(["d"]):
+            assert set(pool.names()) == {"a", "d"}, "a batch evicts what is only wanted"
+            pool.prefetch(["c"])
+            time.sleep(0.05)
+            assert set(pool.names()) == {"a", "d"}
+    pool.prefetch([])
+    pool.lookup("b")
+    pool.lookup("c")
+    assert set(pool.names()) == {"b", "c"}
 
 
 @torch.inference_mode()
@@ -180,9 +210,7 @@ def test_threads_write_to_a_pool_of_inference_mode(tmp_path, device):
     ((path, delta),) = folders(tmp_path, 1)
     pool.register("a", path)
     pool.prefetch(["a"])
-    end = time.monotonic() + 60
-    while not pool.ready("a"):
-        assert time.monotonic() < end
+    wait_until(lambda: pool.ready("a"))
     check(pool, "a", delta, 2.0)
 
 
@@ -271,8 +299,7 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
         pool.register(name, path)
     pool.lookup("a")
     pool.prefetch(["b"])
-    while not pool.ready("b"):
-        time.sleep(0.001)
+    wait_until(lambda: pool.ready("b"))
     pool.remove("b")
     pool.register("b", made[1][0])
     torch.cuda._sleep(200_000_000)  # readers' stream is busy for about 0.1 s

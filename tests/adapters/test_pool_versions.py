@@ -1,5 +1,6 @@
 """Adapters that change while they are used: every answer is that of one version."""
 
+import sys
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from covering import extent
 
 import moelora
 from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters.factors import first_not_finite
 
 STATES = [wrapped(seed=seed) for seed in range(5)]
 
@@ -70,6 +72,35 @@ def test_refusals():
         change(pool, "a", 1, in_flight="switch")
     check(pool, "a", STATES[0][1], 2.0)
     assert pool.version("a") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_tensors_are_checked_together(dtype, device):
+    """NaN and infinities anywhere; empty tensors, and the largest numbers, are fine."""
+    large = torch.finfo(dtype).max
+    tensors = [torch.full((3, 5), -large), torch.empty(0, 4), torch.zeros(2), torch.ones(7, 9).T]
+    tensors = [t.to(device, dtype) for t in tensors]
+    assert first_not_finite(tensors) is None and first_not_finite(tensors[1:2]) is None
+    for at, place, value in ((0, (2, 4), "nan"), (2, (0,), "inf"), (3, (8, 6), "-inf")):
+        wrong = [t.clone() for t in tensors]
+        wrong[at][place] = float(value)
+        assert first_not_finite(wrong) == at
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_tensors_that_are_not_finite_are_refused(device, value):
+    pool = make_pool(device=device)
+    state = {key: t.to(device) for key, t in STATES[0][0].items()}
+    pool.add("a", state, config=CONFIG)
+    key = next(key for key in state if "lora_B" in key)
+    wrong = state | {key: torch.full_like(state[key], float(value))}
+    with pytest.raises(ValueError, match=f"adapter 'a': {key} holds NaN or Inf"):
+        pool.update("a", wrong, config=CONFIG)
+    half = make_pool(dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="adapter 'a': lora_B of .* overflows torch.float16"):
+        half.add("a", state | {key: torch.full_like(state[key], 1e6)}, config=CONFIG)
+    assert half.names() == []
+    check(pool, "a", STATES[0][1], 2.0)
 
 
 # ---- under load ----
@@ -145,6 +176,7 @@ class Steps:
         self.graph = None
         if model.device == "cuda":
             self.stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
             with torch.cuda.stream(self.stream):
                 model(pool, self.mapping)
                 self.graph = torch.cuda.CUDAGraph()
@@ -167,12 +199,21 @@ class Steps:
         return out, version
 
 
+@pytest.fixture
+def often():
+    """Threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize("in_flight", ["finish", "switch"])
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 )
 @pytest.mark.parametrize("host", [0, 4])
-def test_every_answer_is_that_of_one_version(device, in_flight, host):
+def test_every_answer_is_that_of_one_version(device, in_flight, host, often):
     """Batches of a few steps, while another thread updates as fast as it can."""
     model = Model(device)
     answers = model.answers()
@@ -206,7 +247,7 @@ def test_every_answer_is_that_of_one_version(device, in_flight, host):
     threads = [threading.Thread(target=generate, args=(steps,)) for steps in readers]
     for thread in threads:
         thread.start()
-    number = extent(nightly=UPDATES, ci=150) if device == "cpu" else UPDATES
+    number = extent(nightly=UPDATES, ci=150)
     version = 1
     while version < number and not errors:
         state = model.states[version % KINDS]

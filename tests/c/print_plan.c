@@ -16,11 +16,11 @@
  *
  *   ORDER SORT SHRINK EXPAND WAVES
  *
- * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM COLUMNS,
- * the columns of dx at a time. With `project` and `alone`, they are backwards of w13 with mapped
- * rows of x, and of its adapters alone; prints VARIANT BLOCK_ROWS SHRINK SUM. With `tiles`, prints
- * every row that supports the layer as separate launches, with the nanoseconds per 1000 weights of
- * the cost model; the selected one is in brackets:
+ * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM. With
+ * `project` and `alone`, they are backwards of w13, and of its adapters alone; prints VARIANT
+ * BLOCK_ROWS SHRINK SUM. With `tiles`, prints every row that supports the layer as separate
+ * launches, with the nanoseconds per 1000 weights of the cost model; the selected one is in
+ * brackets:
  *
  *   NAME=NS [NAME=NS] ...
  *
@@ -144,8 +144,8 @@ static void print_backward(const moelora_experts_problem *layer,
   if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
     printf("error: %s\n", moelora_error_message());
   else
-    printf("%s %d %s %s %lld\n", plan.variant->name, plan.variant->block_m,
-           name_of(plan.align.rows.variant), name_of(plan.sum), (long long)plan.dx_window);
+    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
+           name_of(plan.align.rows.variant), name_of(plan.sum));
 }
 
 static void print_projection(const moelora_experts_problem *layer,

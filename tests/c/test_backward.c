@@ -139,6 +139,26 @@ static void check_slopes(moelora_experts_backward_args *args, const pair *pairs,
   }
 }
 
+/* Sparse gradients have the same bits, in an order of their own and without the last pair. */
+static void check_sparse(const moelora_experts_backward_args *args) {
+  const int32_t pairs = SLOTS * EXPERTS;
+  const moelora_tensor *whole = &args->grads.w2_lora.b[0];
+  moelora_experts_backward_args sparse = *args;
+  if (whole->size[1] != EXPERTS)
+    return; /* experts share the factor */
+  sparse.grads = (moelora_experts_grads){.w2_lora = {.num_slices = 1}};
+  sparse.grads.pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, EXPERTS));
+  sparse.grads.w2_lora.b[0] =
+      new_tensor(MOELORA_F32, SIZES(1, pairs - 1, whole->size[2], whole->size[3]));
+  for (int32_t i = 0; i < pairs; i++)
+    ((int32_t *)sparse.grads.pairs.data)[i] = pairs - 2 - i; /* -1 of the last */
+  run_backward(&sparse, serial);
+  const size_t bytes = (size_t)(whole->size[2] * whole->size[3]) * sizeof(float);
+  for (int32_t i = 0; i < pairs - 1; i++)
+    CHECK(memcmp((char *)whole->data + i * bytes,
+                 (char *)sparse.grads.w2_lora.b[0].data + (pairs - 2 - i) * bytes, bytes) == 0);
+}
+
 static void test_gradients(moelora_activation activation, bool early, int32_t slices,
                            uint64_t number) {
   seed(number);
@@ -173,6 +193,7 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   one.grads.w2_lora.b[0] = like(&args.forward.w2_lora.b[0]);
   run_backward(&one, serial);
   CHECK(same_bytes(&one.grads.w2_lora.b[0], &args.grads.w2_lora.b[0]));
+  check_sparse(&args);
   release_all();
 }
 
@@ -199,6 +220,8 @@ static void test_refusals(void) {
   REFUSES(bad.grads.hidden_states = bad.dout, "grads.hidden_states shares memory with dout");
   REFUSES(bad.grads.w2_bias = bad.grads.hidden_states,
           "grads.w2_bias.size(0) is 9, w2_bias.size(0) is 3");
+  const moelora_tensor pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, EXPERTS + 1));
+  REFUSES(bad.grads.pairs = pairs, "grads.pairs.size(1) is 4, the number of experts is 3");
   REFUSES(bad.forward.w2_bias = absent, "grads.w2_bias is given, but w2_bias is absent");
   moelora_experts_args forward = good.forward;
   forward.saved.gate_up = absent;

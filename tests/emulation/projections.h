@@ -112,7 +112,7 @@ static void test_projection(uint64_t number) {
   static const char *const names[] = {"dx",    "dt",    "dbias", "da[0]", "db[0]", "da[1]",
                                       "db[1]", "da[2]", "db[2]", "da[3]", "db[3]"};
   for (int i = 1; i < count; i++) {
-    compare_if(names[i], got[i], want[i], 6);
+    compare_if(names[i], got[i], want[i], i == 1 ? 60 : 6); /* dt: terms may cancel */
     if (got[i]->data)
       hash_tensor(got[i]);
   }

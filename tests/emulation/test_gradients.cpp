@@ -88,6 +88,7 @@ struct Case {
   std::vector<float> weights;
   int32_t block_rows, cluster, grain;
   bool searches; // segments are not listed
+  bool few;      // pairs of few rows have a kernel of their own, if it can
   std::vector<Product> products;
   Bias bias;
 };
@@ -102,22 +103,29 @@ static Operand draw_operand(const Case &c, moelora_row_index index, int64_t widt
   return o;
 }
 
-static Product draw_product(const Case &c, int64_t most_columns) {
+/* aligned: the kernel for pairs of few rows can write its gradients. */
+static Product draw_product(const Case &c, int64_t most_columns, bool aligned) {
   Product p = {};
   p.slices = (int32_t)draw(1, 2);
   p.max_rank = (int32_t)(maybe() ? draw(1, 16) : draw(0, 1) ? 8 * draw(1, 4) : draw(1, 70));
   p.ranks_slice = p.max_rank + (maybe() ? (16 - p.max_rank % 16) % 16 : 0);
   p.transposed = maybe();
+  if (aligned) {
+    p.max_rank = (p.max_rank + 7) / 8 * 8;
+    p.ranks_slice = (p.max_rank + 15) / 16 * 16;
+    p.slices = p.transposed ? 1 : p.slices;
+  }
   p.weighted = maybe();
   p.ranks = draw_operand(c, (moelora_row_index)draw(0, 2), p.slices * p.ranks_slice);
-  const int64_t columns = maybe() ? draw(1, most_columns) : 8 * draw(1, most_columns / 8);
+  const int64_t columns =
+      !aligned && maybe() ? draw(1, most_columns) : 8 * draw(1, most_columns / 8);
   p.wide = draw_operand(c, (moelora_row_index)draw(0, 2), columns);
   for (int i = 0; i < 2; i++) {
-    p.dtype[i] = maybe() ? MOELORA_F32 : c.dtype;
+    p.dtype[i] = !aligned && maybe() ? MOELORA_F32 : c.dtype;
     p.shared[i] = draw(0, 2) == 0;
     p.wanted[i] = i >= p.slices || draw(0, 4) > 0;
   }
-  p.pad = draw(0, 2) ? 0 : draw(1, 9);
+  p.pad = draw(0, 2) ? 0 : aligned ? 8 : draw(1, 9);
   return p;
 }
 
@@ -147,8 +155,14 @@ static Case draw_case(uint64_t n) {
   c.cluster = kind == 2 ? 2 : 1;
   c.grain = 8;
   c.searches = maybe();
+  c.few = draw(0, 3) > 0;
+  const bool aligned = maybe();
   for (int64_t i = draw(1, 3); i > 0; i--)
-    c.products.push_back(draw_product(c, split || many ? 40 : 300));
+    c.products.push_back(draw_product(c,
+                                      split || many         ? 40
+                                      : aligned && !maybe() ? 700
+                                                            : 300,
+                                      aligned));
   c.bias = {draw_operand(c, (moelora_row_index)draw(0, 2), draw(1, 200)), maybe(),
             maybe() ? MOELORA_F32 : c.dtype};
   return c;
@@ -207,7 +221,20 @@ static std::vector<uint16_t> lie(const Case &c, const Operand &o, const moelora_
   return memory;
 }
 
-static Results run(const Case &c, bool accumulate) {
+/* Indices of pairs in sparse gradients, some of them -1. */
+struct Pairs {
+  std::vector<int32_t> index; // [loras, experts]
+  int32_t count = 0;          // of gradients, one of which has no pair
+};
+
+/* Whether the kernel for pairs of few rows can write a gradient: its memory is aligned. */
+static bool allows_few(const Case &c, const Product &p, int slice) {
+  const int64_t columns = p.transposed ? p.max_rank : p.wide.width;
+  return p.dtype[slice] == c.dtype && columns % 8 == 0 && p.pad % 8 == 0 &&
+         !(p.transposed && p.slices > 1);
+}
+
+static Results run(const Case &c, bool accumulate, const Pairs *pairs = nullptr) {
   moelora_exec exec = {};
   exec.device = MOELORA_CUDA;
   const moelora_backend *backend;
@@ -227,11 +254,19 @@ static Results run(const Case &c, bool accumulate) {
   from.token_lora_mapping = {c.mapping.data(), {1, 0}, false};
   from.lora_ranks = c.ranks.empty() ? nullptr : c.ranks.data();
 
-  bool shared = false, weighted = false;
+  bool shared = false, weighted = false, few = !accumulate && c.few;
   for (const Product &p : c.products) {
+    for (int i = 0; i < p.slices; i++)
+      few = few && (!p.wanted[i] || p.shared[i] || allows_few(c, p, i));
     shared = shared || (p.wanted[0] && p.shared[0]) || (p.slices > 1 && p.wanted[1] && p.shared[1]);
     weighted = weighted || p.weighted;
   }
+  const moelora_gradient_uses uses = {shared,
+                                      weighted,
+                                      !accumulate,
+                                      pairs ? pairs->index.data() : nullptr,
+                                      pairs ? pairs->count : 0,
+                                      few};
   moelora_align_plan plan;
   moelora_plan_blocks(&from, c.block_rows, c.cluster, &device, nullptr, &plan);
   std::vector<char> memory;
@@ -259,7 +294,7 @@ static Results run(const Case &c, bool accumulate) {
     if (plan.segments > 0)
       blocks.segments = (moelora_segment *)take(4 * (size_t)plan.segments);
     scratch = moelora_cuda_take_scratch(&from, MOELORA_ALIGN_SEGMENTED, &plan, &arena);
-    list = moelora_cuda_take_gradient_rows(&from, shared, weighted, !accumulate, &arena);
+    list = moelora_cuda_take_gradient_rows(&from, &uses, &arena);
     bytes = arena.used;
     exec.workspace_bytes = bytes;
   }
@@ -285,10 +320,12 @@ static Results run(const Case &c, bool accumulate) {
     to.weighted = p.weighted;
     to.transposed = p.transposed;
     for (int i = 0; i < p.slices; i++) {
-      results.gradients.push_back(new_gradient(p.dtype[i], c.loras, p.shared[i] ? 1 : c.experts,
-                                               p.transposed ? p.wide.width : p.max_rank,
-                                               p.transposed ? p.max_rank : p.wide.width, p.pad,
-                                               accumulate));
+      const bool sparse = pairs && !p.shared[i];
+      const int64_t experts = p.shared[i] ? 1 : sparse ? pairs->count : c.experts;
+      results.gradients.push_back(new_gradient(
+          p.dtype[i], sparse ? 1 : c.loras, experts, p.transposed ? p.wide.width : p.max_rank,
+          p.transposed ? p.max_rank : p.wide.width, p.pad, accumulate));
+      results.gradients.back().view.sparse = sparse;
       to.gradient[i] = results.gradients.back().view;
       if (p.wanted[i])
         to.gradient[i].data = results.gradients.back().bytes.data();
@@ -298,8 +335,7 @@ static Results run(const Case &c, bool accumulate) {
                            NAN);
   launch.slots = slots.data();
   moelora_arena nothing = {};
-  const moelora_gradient_rows sizes =
-      moelora_cuda_take_gradient_rows(&from, shared, weighted, !accumulate, &nothing);
+  const moelora_gradient_rows sizes = moelora_cuda_take_gradient_rows(&from, &uses, &nothing);
   CHECK(moelora_cuda_gradient_slot_bytes(&launch, &sizes) ==
             moelora_cuda_gradient_slot_bytes(&launch, &list),
         "slots of a list without memory are others");
@@ -418,6 +454,37 @@ static void check_accumulated(const Case &c, const Results &written) {
   }
 }
 
+/* Checks that sparse gradients have the bits of `whole`, and that nothing else is written. */
+static void check_sparse(const Case &c, const Results &whole) {
+  Pairs pairs;
+  for (int64_t i = 0; i < c.loras * c.experts; i++)
+    pairs.index.push_back(draw(0, 3) ? pairs.count++ : (int32_t)-draw(1, 2));
+  const int32_t unused = pairs.count++;
+  const Results found = run(c, false, &pairs);
+  size_t i = 0;
+  for (const Product &p : c.products)
+    for (int slice = 0; slice < p.slices; slice++, i++) {
+      const Memory &all = whole.gradients[i], &some = found.gradients[i];
+      const moelora_gradient &g = some.view;
+      if (!g.sparse) {
+        CHECK(all.bytes == some.bytes, "shared gradient %zu differs beside sparse ones", i);
+        continue;
+      }
+      for (int64_t at = 0; at < g.rows * g.columns; at++)
+        CHECK(isnan(some.get(0, unused, at / g.columns, at % g.columns)),
+              "sparse gradient %zu is written at an index without a pair", i);
+      for (size_t pair = 0; p.wanted[slice] && pair < pairs.index.size(); pair++) {
+        const int64_t l = (int64_t)pair / c.experts, e = (int64_t)pair % c.experts;
+        for (int64_t at = 0; pairs.index[pair] >= 0 && at < g.rows * g.columns; at++) {
+          const float want = all.get(l, e, at / g.columns, at % g.columns);
+          const float got = some.get(0, pairs.index[pair], at / g.columns, at % g.columns);
+          CHECK(got == want, "sparse gradient %zu of adapter %lld, expert %lld is %g, not %g", i,
+                (long long)l, (long long)e, got, want);
+        }
+      }
+    }
+}
+
 static void test_gradients() {
   const Case c = draw_case(number);
   const Results whole = run(c, c.loras > 100);
@@ -435,6 +502,7 @@ static void test_gradients() {
     }
   check_bias(c, whole.bias);
   check_accumulated(c, whole);
+  check_sparse(c, whole);
 
   // One adapter alone, and next to others with NaN.
   const int64_t l = draw(0, c.loras - 1);
@@ -450,6 +518,7 @@ static void test_gradients() {
         if (c.mapping[(size_t)token] != l)
           o->values[at] = NAN;
       }
+  alone.few = !c.few;
   check_same(whole, run(alone, false), l, "differs from what it is alone");
   check_same(whole, run(spoiled, false), l, "takes a NaN of others");
 }

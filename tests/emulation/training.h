@@ -214,14 +214,23 @@ static void test_training(uint64_t number) {
   on_cpu.grads = copy_of(&args.grads);
   moelora_force_variant(NULL);
   run_experts_backward(&on_cpu, serial);
+  moelora_experts_backward_args over = args;
+  over.overwrites_gate_up = true;
+  over.grads = copy_of(&args.grads);
+  over.forward.saved.gate_up = like(&forward->saved.gate_up);
   force_any(dtype, &layout);
   run_experts_backward(&args, gpu());
-  moelora_tensor *got[MOST_GRADIENTS], *expected[MOST_GRADIENTS];
+  run_experts_backward(&over, gpu());
+  moelora_tensor *got[MOST_GRADIENTS], *expected[MOST_GRADIENTS], *same[MOST_GRADIENTS];
   const char *names[MOST_GRADIENTS];
   const int count = list_gradients(&args.grads, got, names);
   list_gradients(&on_cpu.grads, expected, names);
+  list_gradients(&over.grads, same, names);
   for (int i = 0; i < count; i++) {
     compare_if(names[i], got[i], expected[i], 6);
+    if (got[i]->data && !same_bytes(got[i], same[i]))
+      FAIL("training%s: other bits of %s in the memory of gate_up (%s)", drawn, names[i],
+           moelora_last_plan());
     if (got[i]->data)
       hash_tensor(got[i]);
   }

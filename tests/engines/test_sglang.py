@@ -587,3 +587,39 @@ def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
     HookRegistry.hooks.clear()
     moelora_sglang.register()
     assert [target for target, _, _ in HookRegistry.hooks] == [f"{moelora_sglang.LAYER}.__init__"]
+
+
+# ---- safe to have installed ----
+
+
+def test_kernels_that_do_not_run_on_this_gpu(sglang, monkeypatch, caplog):
+    why = "kernels of this build do not run on the H900: no kernel image is available"
+    monkeypatch.setattr(moelora_sglang, "reason_against_device", lambda: why)
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        for _ in range(2):
+            layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv"))
+    assert type(layer._lora_runner) is MoeRunner
+    assert caplog.messages == [
+        f"moelora: a MoE layer is not moelora's: {why}; SGLang's own path runs"
+    ]
+
+
+def test_a_release_whose_layers_are_other_ones(sglang, monkeypatch, caplog):
+    def asks(layer):
+        return layer.something_of_another_release
+
+    monkeypatch.setattr(moelora_sglang, "reason_against_layer", asks)
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv"))
+    assert type(layer._lora_runner) is MoeRunner
+    (line,) = caplog.messages
+    assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
+
+
+def test_a_release_without_hooks(sglang, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
+        for _ in range(2):
+            moelora_sglang.register()
+    (line,) = caplog.messages
+    assert line.startswith("moelora: could not register: ModuleNotFoundError: ")

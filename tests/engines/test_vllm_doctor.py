@@ -173,6 +173,18 @@ def test_kernels_that_do_not_run_on_this_gpu(vllm, lines, monkeypatch):
     assert vllm.own_calls == 2
 
 
+def test_a_layer_of_another_release(vllm, lines, monkeypatch):
+    """It has what the plugin replaces, and lacks a field that it reads."""
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="absent").build())
+    del layer.experts.moe_config.swiglu_limit
+    for _ in range(2):
+        assert (layer() == vllm.OWN).all()
+    (line,) = lines
+    assert "the layer is not as expected (" in line and "swiglu_limit" in line
+    assert line.endswith(OWN)
+
+
 def fake_gpu(monkeypatch, launch):
     """A machine with a GPU, on which a layer is what `launch` returns."""
     integrations._tried_out.cache_clear()

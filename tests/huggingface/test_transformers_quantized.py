@@ -189,6 +189,7 @@ def test_the_example(capsys, monkeypatch):
         return load(model, {"law": code, "code": law, "poems": poems})
 
     monkeypatch.setattr(moelora_hf, "load_adapters", load_swapped)
+    monkeypatch.setattr(quantized, "CHECKPOINTS", quantized.CHECKPOINTS[:1])
     assert quantized.main() == 1
 
 

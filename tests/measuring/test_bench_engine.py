@@ -146,6 +146,21 @@ def test_wrong_words_are_refused(tmp_path, vllm, adapters, more, message, capsys
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("layers", "log", "served"),
+    [
+        ("TritonExpertsWithLoRA", "", True),
+        ("QuantizedExpertsWithLoRA", "moelora: no biases; vLLM's own path runs", False),
+        ("TritonExperts", "moelora: version 0.1.0 runs MoE layers", False),
+        ("unknown", "moelora: version 0.1.0 runs MoE layers; MOELORA_VLLM=0 leaves them", True),
+        ("unknown", "", False),
+    ],
+)
+def test_who_serves_is_known_by_classes_and_the_log(layers, log, served):
+    """The log alone, if vLLM's workers do not say their classes."""
+    assert engine.serves(layers, log) == served
+
+
 def test_two_adapters_of_one_name_are_refused(tmp_path, vllm, adapters, capsys):
     assert main(words(tmp_path, [adapters[0], f"law={adapters[1]}"])) == 2
     assert "two adapters of one name" in capsys.readouterr().err

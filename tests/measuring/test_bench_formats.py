@@ -255,7 +255,7 @@ def test_a_larger_error_than_that_of_bf16_fails_the_command(monkeypatch, tmp_pat
     assert asked == [["bench", "--ranks", "16", "--out", out]]
     assert os.environ["MOELORA_PEERS"] == "there"
     said = capsys.readouterr().out
-    assert said == "qwen3 int4 M=1 rank 16: our error is 1.51 times that in bf16\n"
+    assert said == "qwen3 int4 M=1 rank 16: moelora's error is 1.51 times that in bf16\n"
 
 
 def case(**more):

@@ -141,10 +141,12 @@ def test_results_go_to_a_file_as_soon_as_they_are_there(bench, monkeypatch, tmp_
 
     monkeypatch.setattr(Bench, "measure", measure)
     bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop")
-    first, second = said
-    assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", first)
-    line = r"\[1/2, \d+ s\] 4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,]+ us, without "
-    assert re.match(line, second) and "loop with them" in second
+    begin, look, first = said
+    assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", begin)
+    line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,]+ us, without "
+    assert re.match(rf"\[0/2, \d+ s\] first look, baselines follow: {line}", look)
+    assert "loop" not in look
+    assert re.match(rf"\[1/2, \d+ s\] {line}", first) and "loop with them" in first
 
 
 def test_quick_measures_one_layer_of_few_tokens(monkeypatch):

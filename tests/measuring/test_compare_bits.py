@@ -70,6 +70,7 @@ def test_what_differs_is_named(checkout, capsys):
     assert last == "after: 0 calls as before, 2 differ (packing 2)"
 
 
+@pytest.mark.slow
 def test_another_kernel_has_other_bits(capsys):
     if _C.usable().count("gemm_f32_scalar") == sum("f32" in name for name in _C.usable()):
         pytest.skip("this CPU has one kernel")
@@ -102,6 +103,7 @@ def test_failures_are_compared(checkout, capsys):
     assert "2 calls as before, 2 of them fail" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_a_build(checkout, tmp_path, capsys):
     out = tmp_path / "bits.json"
     assert run("--out", out, f"now={MODULE}") == 0

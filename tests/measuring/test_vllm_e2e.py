@@ -216,6 +216,7 @@ def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     assert not any(row["ok"] for row in topics(written, "layers"))
 
 
+@pytest.mark.slow
 def test_an_installed_vllm_is_not_unpacked(tmp_path, peers, monkeypatch, capsys):
     site, out = tmp_path / "installed", tmp_path / "out.json"
     words = ["--only", "answers", "--out", str(out), "--work", str(tmp_path / "work")]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import needs_gpu, on_gpu
+from covering import extent
 
 import moelora
 from benchmarks import invariance
@@ -126,7 +127,7 @@ def test_what_asked_for_it_is_taken_and_changes_nothing(device):
         moelora.set_batch_invariant(1)
 
 
-@pytest.mark.parametrize("value", ["1", "0", "", "yes"])
+@pytest.mark.parametrize("value", extent(nightly=["1", "0", "", "yes"], ci=["0"]))
 def test_nobody_reads_the_environment_variable(value):
     code = """
 import torch, moelora

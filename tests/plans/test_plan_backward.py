@@ -14,7 +14,7 @@ def backward(answer):  # noqa: F811
         words = answer(device, "backward", *args, **problem)
         if words.startswith("error: "):
             return words.removeprefix("error: ")
-        variant, rows, sort, total, _ = words.split()
+        variant, rows, sort, total = words.split()
         return variant, int(rows), sort, total
 
     return ask
@@ -108,19 +108,6 @@ def test_weights_of_two_formats(backward, device):
 def test_refusals(backward):
     assert "no float32 kernel for a backward" in backward(HOPPER, dtype="float32")
     assert backward(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
-
-
-def test_windows_of_columns(answer):  # noqa: F811
-    """Of large batches whose rows are summed; whole tiles of columns."""
-
-    def columns(**problem):
-        return int(answer(HOPPER, "backward", **problem).split()[-1])
-
-    assert columns(tokens=2048) == 2048
-    assert columns(tokens=4096) == 1024
-    assert columns(tokens=16384) == columns(tokens=100_000) == 512
-    assert columns(tokens=100_000, top_k=1) == 2048
-    assert columns(tokens=16384, hidden=2880) == 768
 
 
 # ---- a projection, and adapters alone ----

@@ -486,36 +486,38 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
     assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
 
 
-CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
 
 
 @pytest.mark.parametrize(
-    ("gpu", "given", "index", "size"),
+    ("gpu", "configured", "index", "size"),
     [
-        (False, {}, CPU_INDEX, "for the CPU: 0.2 GB"),
-        (True, {}, None, "with CUDA's libraries: 2 to 3 GB"),
-        (False, {"PIP_INDEX_URL": "https://example.org/simple"}, None, "with CUDA's libraries"),
-        (False, {"PIP_EXTRA_INDEX_URL": "https://example.org/cpu"}, None, "for the CPU"),
+        (False, "global.timeout='60'", CPU_INDEX, "for the CPU: 0.2 GB"),
+        (True, "", [], "with CUDA's libraries: 2 to 3 GB"),
+        (False, ":env:.index-url='https://example.org/simple'", [], "indexes of pip's config"),
+        (False, "global.extra-index-url='https://example.org/cpu'", [], "indexes of pip's config"),
+        (True, "global.find-links='/wheels'", [], "indexes of pip's config"),
     ],
 )
-def test_torch_is_that_of_the_machine_and_its_size_is_said_first(tmp_path, gpu, given, index, size):
-    """Without a GPU nobody downloads CUDA's libraries, and who told pip of an index keeps it."""
+def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
+    tmp_path, gpu, configured, index, size
+):
+    """Without a GPU nobody downloads CUDA's libraries; pip's configuration goes first."""
     for name, text in {
         "nvidia-smi": f"exit {0 if gpu else 9}",
         "python3": "exit 0",
-        "python": 'echo "$@"',
+        "python": f'case "$*" in *config*) echo "{configured}";; *) echo "$@";; esac',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE"))}
-    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python", f"PYTHON={tmp_path}/python3"]
     said = output("make", "-s", f"{tmp_path}/.ready", *words, cwd=ROOT, env=environment)
     first, torch, others = said.splitlines()
     assert size in first
-    assert torch.split() == ["-m", "pip", "install", "--quiet", *(index or "").split()] + (
-        (ROOT / "requirements-torch.txt").read_text().split()
-    )
+    wanted = (ROOT / "requirements-torch.txt").read_text().split()
+    assert torch.split() == ["-m", "pip", "install", "--quiet", *index, *wanted]
     assert others.endswith("-r requirements.txt")
 
 

@@ -68,7 +68,7 @@ def delta_of(pool, name, layer=0):
         a, b = a[slot].expand(E, -1, -1), b[slot].expand(E, -1, -1)
         # Beyond its rank an adapter must not have anything.
         assert not a[:, rank:].any() and not b[:, :, rank:].any()
-        return scale * b.float() @ a.float()
+        return (scale * b.float() @ a.float()).cpu()
 
     a, b = stacks["w13_lora_a"], stacks["w13_lora_b"]
     if isinstance(a, torch.Tensor):

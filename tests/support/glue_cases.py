@@ -105,8 +105,12 @@ def training_calls(experts, base):
         ("fused_experts_lora_backward", (*before, 255, False)),
         ("fused_experts_lora_backward", (*before, 4 + 32 + 64, True)),
         ("fused_experts_lora_backward", (grad_out, gate_up, none, none, *base, 3, False)),
-        ("fused_experts_lora_backward_out", (*before, *into, False)),
-        ("fused_experts_lora_backward_out", (*before, *some, none.clone(), none.clone(), True)),
+        ("fused_experts_lora_backward_over", (grad_out, gate_up.clone(), *before[2:], 255, False)),
+        ("fused_experts_lora_backward_out", (*before, *into, none, False)),
+        (
+            "fused_experts_lora_backward_out",
+            (*before, *some, none.clone(), none.clone(), none, True),
+        ),
     ]
 
 

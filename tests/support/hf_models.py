@@ -35,6 +35,18 @@ def deepseek_v3():
     return small_models.config("deepseek_v3", routed_scaling_factor=1.5)
 
 
+def one_layer(config):
+    """`config` with one layer, of experts: compilers trace each layer anew."""
+
+    def shorter():
+        made = config()
+        made.num_hidden_layers = 1
+        made.mlp_only_layers, made.first_k_dense_replace = [], 0
+        return made
+
+    return shorter
+
+
 MODELS = [mixtral, qwen3, gpt_oss, deepseek_v2, deepseek_v3]
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROWS = ["a", None, "b", "a", "c"]

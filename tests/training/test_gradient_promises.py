@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from conftest import on_gpu
+from glue_cases import op_calls, operator
 from gradient_cases import DEVICES, FEW_PLACES, PLACES, by_autograd, by_hand, flat, grad_like
 from quantized_cases import ALL_FORMATS, build
 
@@ -296,3 +297,40 @@ def test_kernels(variant, device):
         scale = max(1.0, want[name].abs().max().item())
         assert (grad - want[name]).abs().max() <= limit * scale, name
         assert device == "cpu" or same_bits(grad, want[name]), name
+
+
+# ---- what a backward writes to ----
+
+
+@pytest.mark.parametrize("name", ["per_expert", "biases", "relu2", "weight_on_input"])
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_the_backward_of_autograd_may_overwrite_what_it_saved(place, name):
+    """With the same bits; but not while the graph is kept, nor what the caller holds."""
+    p, grad_out = problem(SPECS[name], place)
+    want = by_hand(p.kwargs(), grad_out)
+    given = p.kwargs() | {"hidden_states": p.hidden_states.detach().requires_grad_()}
+    loss = (moelora.fused_experts_lora(**given).float() * grad_out.float()).sum()
+    for keeps in (True, True, False):
+        found = torch.autograd.grad(loss, given["hidden_states"], retain_graph=keeps)[0]
+        assert same_bits(found, want["hidden_states"])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, given["hidden_states"])
+    out, saved = moelora.fused_experts_lora_saving(**given)
+    before = [t.clone() for t in saved]
+    out.backward(grad_out)
+    assert all(same_bits(now, was) for now, was in zip(saved, before, strict=True))
+    assert same_bits(given["hidden_states"].grad, want["hidden_states"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gate_up_to_overwrite_is_memory_of_its_own(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    name = "fused_experts_lora_backward_over"
+    args = next(args for called, args in op_calls(device, dtype) if called == name)
+    rows = args[1].shape
+    for gate_up, message in (
+        (args[1][:1].expand(rows), "gate_up"),
+        (args[5].flatten()[: rows.numel()].view(rows), "gate_up"),  # of w13
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            operator(name)(args[0], gate_up, *args[2:])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import guarded_empty
+from covering import extent
 from gradient_cases import (
     FEW_PLACES,
     PLACES,
@@ -61,7 +62,7 @@ def test_edge_cases(name, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_random_problems(place):
-    check_random(25, 500, place)
+    check_random(extent(nightly=25, ci=10), 500, place)
 
 
 @pytest.mark.slow

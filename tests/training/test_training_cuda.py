@@ -127,18 +127,16 @@ def test_a_step_of_quantized_weights_is_captured(name):
 
 
 @pytest.mark.parametrize("name", [None, "mxfp4", "fp8_block_w8a8"])
-def test_windows_of_columns(name):
-    """A large batch is summed in windows of columns: rows have the bits that they have in smaller
-    ones, which are not, and gradients of factors those of their sums."""
+def test_a_large_batch_has_the_bits_of_smaller_ones(name):
+    """Whatever order rows of the forward and of gradients have in memory."""
     spec = Spec(
         tokens=2200,
         top_k=8,
         experts=16,
-        hidden=2048,
+        hidden=1024,
         inter=128,
         ranks=(8, 16, 4),
         mix="many",
-        bias=True,
         dtype=torch.bfloat16,
     )
     p = (build(spec, ALL_FORMATS[name], spec.dtype) if name else spec.build()).to("cuda")
@@ -146,8 +144,8 @@ def test_windows_of_columns(name):
     grad_out = grad_like(arguments["hidden_states"].shape, spec.dtype, "cuda")
     whole = step(arguments, grad_out)
     served = moelora.fused_experts_lora(**arguments, batch_invariant=True)
-    invariant, _ = moelora.fused_experts_lora_saving(**arguments, batch_invariant=True)
-    assert same_bits(invariant, served)
+    saving, _ = moelora.fused_experts_lora_saving(**arguments, batch_invariant=True)
+    assert same_bits(saving, served)
     factors = {}
     for half in (slice(0, 1100), slice(1100, 2200)):
         part = arguments | {name: arguments[name][half].contiguous() for name in CHANGING}

@@ -1,15 +1,14 @@
 /* The backward of a layer: sequence of launches and workspace.
  *
  *   [round factors], resolve, align, [list rows of gradients], [weigh x],
- *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation, [factors of w2],
- *   shrink by B13, dz = dgu W13 + yb13 A13 and its sum to dx, [dt], [factors of w13], [biases]
+ *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation,
+ *   shrink by B13, dz = dgu W13 + yb13 A13, sum to dx, [dt], [factors], [biases]
  *
  * dgu, h and dz are ordered by flat row, which takes no memory for the rows that pad blocks; yb2,
- * yb13 and the parts of dt by position in the blocks of rows. dz has the dtype of the call, for any
- * number of rows: the result of a token does not depend on the rest of the batch. Of large batches
- * it is computed and summed in windows of columns. h, dz and the slots of gradients are needed one
- * after the other, and share memory. Steps whose results are not needed are skipped; launches do
- * not depend on the contents of device memory. */
+ * yb13 and the parts of dt by position in the blocks of rows. dgu overwrites gate_up, if the caller
+ * allows it. dz has the dtype of the call, for any number of rows: the result of a token does not
+ * depend on the rest of the batch. Steps whose results are not needed are skipped; launches do not
+ * depend on the contents of device memory. */
 #include <math.h>
 
 #include "cuda/backward/steps.cuh"
@@ -24,12 +23,13 @@ struct BackwardLayout {
   moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
-  void *dgu;                  // [P, N]
-  float *dt;                  // [position, dt_parts]
+  void *dgu;                  // [P, N], in the memory of gate_up if that may be overwritten
+  int64_t dgu_stride;
+  float *dt; // [position, dt_parts]
   int32_t dt_parts;
-  void *h;         // [P, I]
-  void *dz;        // [P, dx_window], in the memory of h
-  float *slots[2]; // of factors of w13, in the memory of h; of w2, after it
+  void *h;  // [P, I]
+  void *dz; // [P, K]; also the slots of gradients
+  float *slots;
   size_t bytes;
 };
 
@@ -41,27 +41,17 @@ SummedGradients summed(const moelora_experts_backward_problem *b) {
   s.add_factors(&b->b2, 1);
   s.add_bias(&b->bias13);
   s.add_bias(&b->bias2);
+  s.pairs = b->pairs;
+  s.num_pairs = b->num_pairs;
+  s.num_sparse = b->num_sparse;
   return s;
 }
 
-moelora_gradients_launch begin_gradients(const moelora_experts_backward_problem *b, float *slots) {
-  moelora_gradients_launch g = {};
-  g.dtype = b->forward.dtype;
-  g.top_k = b->forward.routes.top_k;
-  g.accumulate = b->accumulate;
-  g.slots = slots;
-  return g;
-}
-
-/* Products that compute gradients of the factors of w13; with operands, if the layout has memory.
- */
-moelora_gradients_launch gradients_of_w13(const moelora_experts_backward_problem *b,
-                                          const BackwardLayout *l) {
+/* Adds the products that compute gradients of the factors of w13. */
+void add_gradients_of_w13(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
+                          const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
   const moelora_factors *lora = &p->w13_lora;
-  moelora_gradients_launch g = begin_gradients(b, l->slots[0]);
-  if (!has_adapters(&p->routes, lora))
-    return g;
   const int64_t slice = moelora_padded_rank(lora->max_rank), slices = lora->num_slices;
   moelora_gradient_product a = {};
   a.ranks = {l->yb13, slice * slices, MOELORA_ROW_POSITION};
@@ -72,32 +62,28 @@ moelora_gradients_launch gradients_of_w13(const moelora_experts_backward_problem
   a.columns = p->hidden;
   for (int i = 0; i < slices; i++)
     a.gradient[i] = b->a13[i];
-  add_product(&g, a);
+  add_product(g, a);
   for (int i = 0; i < slices; i++) {
     moelora_gradient_product of_b = {};
     const size_t at = (size_t)i * (size_t)p->saved.shrink_stride[0][1];
     of_b.ranks = {(const uint16_t *)p->saved.shrink[0] + at, p->saved.shrink_stride[0][0],
                   MOELORA_ROW_FLAT};
-    of_b.wide = {(const uint16_t *)l->dgu + (l->dgu ? (size_t)(i * lora->slice_n) : 0), p->w13.n,
-                 MOELORA_ROW_FLAT};
+    of_b.wide = {(const uint16_t *)l->dgu + (l->dgu ? (size_t)(i * lora->slice_n) : 0),
+                 l->dgu_stride, MOELORA_ROW_FLAT};
     of_b.slices = 1;
     of_b.max_rank = lora->max_rank;
     of_b.columns = lora->slice_n;
     of_b.transposed = true;
     of_b.gradient[0] = b->b13[i];
-    add_product(&g, of_b);
+    add_product(g, of_b);
   }
-  return g;
 }
 
 /* The same for w2. */
-moelora_gradients_launch gradients_of_w2(const moelora_experts_backward_problem *b,
-                                         const BackwardLayout *l) {
+void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
+                         const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
   const moelora_factors *lora = &p->w2_lora;
-  moelora_gradients_launch g = begin_gradients(b, l->slots[1]);
-  if (!has_adapters(&p->routes, lora))
-    return g;
   moelora_gradient_product a = {};
   a.ranks = {l->yb2, moelora_padded_rank(lora->max_rank), MOELORA_ROW_POSITION};
   a.wide = {l->h, p->intermediate, MOELORA_ROW_FLAT};
@@ -106,24 +92,30 @@ moelora_gradients_launch gradients_of_w2(const moelora_experts_backward_problem 
   a.columns = p->intermediate;
   a.weighted = !p->apply_router_weight_on_input;
   a.gradient[0] = b->a2;
-  add_product(&g, a);
+  add_product(g, a);
   moelora_gradient_product of_b = a;
   of_b.ranks = {p->saved.shrink[1], p->saved.shrink_stride[1][0], MOELORA_ROW_FLAT};
   of_b.wide = {b->dout, b->dout_stride, MOELORA_ROW_TOKEN};
   of_b.columns = p->hidden;
   of_b.transposed = true;
   of_b.gradient[0] = b->b2;
-  add_product(&g, of_b);
+  add_product(g, of_b);
+}
+
+/* All of them; with operands, if the layout has memory. */
+moelora_gradients_launch describe_gradients(const moelora_experts_backward_problem *b,
+                                            const BackwardLayout *l) {
+  const moelora_experts_problem *p = &b->forward;
+  moelora_gradients_launch g = {};
+  g.dtype = p->dtype;
+  g.top_k = p->routes.top_k;
+  g.accumulate = b->accumulate;
+  g.slots = l->slots;
+  if (has_adapters(&p->routes, &p->w13_lora))
+    add_gradients_of_w13(&g, b, l);
+  if (has_adapters(&p->routes, &p->w2_lora))
+    add_gradients_of_w2(&g, b, l);
   return g;
-}
-
-/* Columns are windows of K. */
-int64_t num_windows(const moelora_experts_backward_problem *b, const moelora_backward_plan *plan) {
-  return (b->forward.hidden + plan->dx_window - 1) / plan->dx_window;
-}
-
-size_t most(size_t a, size_t b) {
-  return a > b ? a : b;
 }
 
 BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_backward_plan *plan,
@@ -134,12 +126,15 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
   const bool weighted = !p->apply_router_weight_on_input;
   moelora_arena arena = moelora_workspace_of(exec);
   BackwardLayout l = {};
+  l.dgu_stride = p->w13.n;
+  if (b->overwrites_gate_up)
+    l.dgu = p->saved.gate_up, l.dgu_stride = p->saved.gate_up_stride;
   l.rounded[0] = moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
   l.rounded[1] =
       moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
   const int64_t of_w2 = plan->product[0].num_counters, of_w13 = plan->product[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w2 > of_w13 ? of_w2 : of_w13,
-                               1 + (int)num_windows(b, plan), &plan->align, true, weighted);
+                               2, &plan->align, true, weighted);
   const size_t by_position = positions(&l.alignment), rows = (size_t)p->routes.num_rows;
   const auto bytes_of = [](size_t count, int64_t columns) {
     return moelora_times(moelora_times(count, (size_t)columns), 2);
@@ -154,26 +149,22 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     l.dt_parts = (int32_t)((p->intermediate + MOELORA_DT_OUTPUTS - 1) / MOELORA_DT_OUTPUTS);
     l.dt = (float *)moelora_take_array(&arena, moelora_times(by_position, (size_t)l.dt_parts),
                                        sizeof(float));
-    l.dgu = moelora_take(&arena, bytes_of(rows, p->w13.n));
+    if (!b->overwrites_gate_up)
+      l.dgu = moelora_take(&arena, bytes_of(rows, p->w13.n));
   }
-  const bool wants_h = needs->v && has_adapters(&p->routes, &p->w2_lora) && b->a2.data;
-  const size_t h_bytes = wants_h ? bytes_of(rows, p->intermediate) : 0;
-  const size_t dz_bytes = needs->dz ? bytes_of(rows, plan->dx_window) : 0;
-  size_t slot_bytes[2] = {0, 0};
+  if (needs->v && has_adapters(&p->routes, &p->w2_lora) && b->a2.data)
+    l.h = moelora_take(&arena, bytes_of(rows, p->intermediate));
+  const size_t dz_bytes = needs->dz ? bytes_of(rows, p->hidden) : 0;
+  size_t slot_bytes = 0;
   if (p->routes.token_lora_mapping.data && gradients.num_factors) {
-    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, gradients.any_shared(&p->routes),
-                                             weighted, !b->accumulate, &arena);
-    const moelora_gradients_launch of[] = {gradients_of_w13(b, &l), gradients_of_w2(b, &l)};
-    for (int i = 0; i < 2; i++)
-      slot_bytes[i] = moelora_cuda_gradient_slot_bytes(&of[i], &l.rows);
+    const moelora_gradient_uses uses = gradients.uses(&p->routes, weighted, b->accumulate);
+    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, &uses, &arena);
+    const moelora_gradients_launch g = describe_gradients(b, &l);
+    slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }
-  moelora_arena shared = arena;
-  if (wants_h)
-    l.h = moelora_take(&shared, h_bytes);
-  l.slots[1] = (float *)moelora_take(&shared, slot_bytes[1]);
-  l.dz = moelora_take(&arena, most(dz_bytes, slot_bytes[0]));
-  l.slots[0] = (float *)l.dz;
-  l.bytes = most(arena.used, shared.used);
+  l.dz = moelora_take(&arena, dz_bytes > slot_bytes ? dz_bytes : slot_bytes);
+  l.slots = (float *)l.dz;
+  l.bytes = arena.used;
   return l;
 }
 
@@ -215,28 +206,12 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   g.through.gate_up_stride = p->saved.gate_up_stride;
   g.through.h = l->h;
   g.through.dgu = l->dgu;
-  g.through.dgu_stride = p->w13.n;
+  g.through.dgu_stride = l->dgu_stride;
   g.through.dt = l->dt;
   g.through.dt_parts = l->dt_parts;
   g.through.activation = gradient_of(&p->activation);
   MOELORA_TRY(back_shrink(&g, &plan->product[0], routes, l->yb2, exec));
   return multiply(&g, &plan->product[0], exec);
-}
-
-/* Columns [first, first + columns) of K of a product. */
-moelora_back_launch window_of(const moelora_back_launch *g, int64_t first, int64_t columns) {
-  moelora_back_launch window = *g;
-  moelora_weights *w = &window.weights.w;
-  const int64_t tile = moelora_tile_depth(w->format);
-  const int64_t bytes = w->format == MOELORA_NATIVE ? 2 : 1; // strides of tiles count them
-  w->data = (const char *)w->data + first / tile * w->stride_kt * bytes;
-  w->k = columns;
-  window.weights.n_out = (int32_t)columns;
-  for (int i = 0; i < window.adapters.lora.num_slices; i++) {
-    moelora_factor *a = &window.adapters.lora.a[i];
-    a->data = (const uint16_t *)a->data + first;
-  }
-  return window;
 }
 
 /* yb13, then dz and dx if needed. */
@@ -247,32 +222,22 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
   const moelora_routes *routes = &l->alignment.routes;
   moelora_back_launch g =
       back_product(&l->alignment, &p->w13, &l->rounded[0].to, &plan->product[1]);
+  g.schedule.tile_counter = tile_counter(&l->alignment, 1);
   g.schedule.blocks.weights = nullptr;
   g.tokens.x = l->dgu;
-  g.tokens.stride = p->w13.n;
+  g.tokens.stride = l->dgu_stride;
   g.tokens.divisor = moelora_divisor_of(1);
   g.epilogue.out = l->dz;
+  g.epilogue.out_stride[0] = routes->top_k * p->hidden;
+  g.epilogue.out_stride[1] = p->hidden;
   MOELORA_TRY(back_shrink(&g, &plan->product[1], routes, l->yb13, exec));
-  if (!plan->needs.dz)
+  if (plan->needs.dz)
+    MOELORA_TRY(multiply(&g, &plan->product[1], exec));
+  if (!b->dx)
     return MOELORA_OK;
-  const int64_t windows = num_windows(b, plan);
-  for (int64_t i = 0; i < windows; i++) {
-    const int64_t first = i * plan->dx_window;
-    const int64_t columns = i + 1 < windows ? plan->dx_window : p->hidden - first;
-    moelora_back_launch window = window_of(&g, first, columns);
-    window.schedule.tile_counter = tile_counter(&l->alignment, 1 + (int)i);
-    window.epilogue.out_stride[0] = routes->top_k * columns;
-    window.epilogue.out_stride[1] = columns;
-    MOELORA_TRY(multiply(&window, &plan->product[1], exec));
-    if (!b->dx)
-      continue;
-    moelora_sum_launch s =
-        sum_of_rows(&l->alignment, l->dz, columns, p->apply_router_weight_on_input,
-                    (uint16_t *)b->dx + first, b->dx_stride);
-    s.holds_next = i + 1 < windows;
-    MOELORA_TRY(moelora_cuda_sum(&s, plan->sum, exec));
-  }
-  return MOELORA_OK;
+  const moelora_sum_launch s = sum_of_rows(&l->alignment, l->dz, p->hidden,
+                                           p->apply_router_weight_on_input, b->dx, b->dx_stride);
+  return moelora_cuda_sum(&s, plan->sum, exec);
 }
 
 moelora_status finish_weights(const moelora_experts_backward_problem *b, const BackwardLayout *l,
@@ -336,18 +301,16 @@ extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_ba
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   if (l.x)
     MOELORA_TRY(weigh_tokens(p, routes, l.x, exec));
-  const moelora_gradients_launch w13 = gradients_of_w13(b, &l), w2 = gradients_of_w2(b, &l);
-  if (w13.count || w2.count)
+  const moelora_gradients_launch gradients = describe_gradients(b, &l);
+  if (gradients.count)
     MOELORA_TRY(moelora_cuda_list_gradient_rows(&l.rows, routes, &l.alignment.blocks, exec));
   if (plan->needs.v)
     MOELORA_TRY(back_through_w2(b, plan, &l, exec));
-  if (w2.count)
-    MOELORA_TRY(moelora_cuda_factor_gradients(&w2, &l.rows, exec));
   if (plan->needs.dz || plan->needs.yb13)
     MOELORA_TRY(back_through_w13(b, plan, &l, exec));
   if (b->dtopk_weights)
     MOELORA_TRY(finish_weights(b, &l, exec));
-  if (w13.count)
-    MOELORA_TRY(moelora_cuda_factor_gradients(&w13, &l.rows, exec));
+  if (gradients.count)
+    MOELORA_TRY(moelora_cuda_factor_gradients(&gradients, &l.rows, exec));
   return finish_biases(b, &l, exec);
 }

@@ -50,9 +50,9 @@ typedef struct moelora_weight_gradients {
 moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
                                              const moelora_exec *exec);
 
-/* zero.cu: zeros a whole gradient. */
-moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient,
-                                          const moelora_exec *exec);
+/* zero.cu: zeros a whole gradient, or those of a sparse one that `pairs` has an index of. */
+moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
+                                          int64_t num_pairs, const moelora_exec *exec);
 
 #ifdef __cplusplus
 }

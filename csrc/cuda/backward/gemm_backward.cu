@@ -109,8 +109,9 @@ GemmBackwardLayout lay_out(const moelora_gemm_backward_problem *b,
                               : 0;
   size_t slot_bytes = 0;
   if (has_adapters(&p->routes, &p->lora) && gradients.num_factors) {
-    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, gradients.any_shared(&p->routes),
-                                             p->mul_routed_weight, !b->accumulate, &arena);
+    const moelora_gradient_uses uses =
+        gradients.uses(&p->routes, p->mul_routed_weight, b->accumulate);
+    l.rows = moelora_cuda_take_gradient_rows(&l.alignment.routes, &uses, &arena);
     const moelora_gradients_launch g = describe_gradients(b, plan, &l);
     slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }

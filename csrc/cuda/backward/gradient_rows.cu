@@ -83,22 +83,35 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
   }
 }
 
-/* Splits `groups` groups of rows, `experts` neighboring pairs each, into parts. */
+/* Index of a pair in sparse gradients, or -1. Read once: other streams may write to the table. */
+__device__ __forceinline__ int sparse_index(const ListLaunch &s, int pair) {
+  const int index = s.list.given[pair];
+  return index >= 0 && index < s.list.num_sparse ? index : -1;
+}
+
+/* Splits `groups` groups of rows, `experts` neighboring pairs each, into parts. sparse: [groups]
+ * indices in sparse gradients, or NULL. */
 __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_parts &parts,
-                                    int groups, int experts, int32_t *warp_sum) {
+                                    int groups, int experts, const int32_t *sparse,
+                                    int32_t *warp_sum) {
   const int per_thread = (groups + ALIGN_THREADS - 1) / ALIGN_THREADS;
   const int low = min((int)threadIdx.x * per_thread, groups), high = min(low + per_thread, groups);
   const auto rows_of = [&](int group) {
     return s.list.begin[(int64_t)(group + 1) * experts] - s.list.begin[(int64_t)group * experts];
   };
-  const auto parts_of = [&](int rows) {
+  const auto parts_of = [&](int group, int rows) {
     return rows > 0 ? (rows + MOELORA_GRADIENT_ROWS - 1) / MOELORA_GRADIENT_ROWS
-                    : (int)s.list.zeroes;
+                    : (int)(s.list.zeroes && !(sparse && sparse[group] < 0));
   };
-  int own_parts = 0, own_splits = 0, own_slots = 0, all_parts, all_splits, all_slots;
+  const auto is_few = [&](int rows) { return parts.few && rows <= MOELORA_GRADIENT_FEW; };
+  int own_parts = 0, own_splits = 0, own_slots = 0, own_few = 0;
+  int all_parts, all_splits, all_slots, all_few;
   for (int group = low; group < high; group++) {
-    const int count = parts_of(rows_of(group));
-    own_parts += count;
+    const int rows = rows_of(group), count = parts_of(group, rows);
+    if (is_few(rows))
+      own_few += count;
+    else
+      own_parts += count;
     if (count > 1)
       own_splits++, own_slots += count;
   }
@@ -108,26 +121,31 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
   __syncthreads();
   int slot = block_sum_before(own_slots, warp_sum, &all_slots);
   __syncthreads();
+  int few = block_sum_before(own_few, warp_sum, &all_few);
+  __syncthreads();
   for (int group = low; group < high; group++) {
-    const int rows = rows_of(group), count = parts_of(rows);
+    const int rows = rows_of(group), count = parts_of(group, rows);
     const int adapter = experts == 1 ? group / s.num_experts : group;
     const int expert = experts == 1 ? group % s.num_experts : 0;
     const int rank = s.ranks ? max(s.ranks[adapter], 0) : INT32_MAX;
+    const int to[2] = {sparse ? 0 : adapter, sparse ? sparse[group] : expert};
     const int first = s.list.begin[(int64_t)group * experts];
     if (count > 1)
-      parts.split[split++] = {adapter, expert, rank, slot, count};
+      parts.split[split++] = {{to[0], to[1]}, rank, slot, count};
     for (int i = 0; i < count; i++) {
       const int done = i * MOELORA_GRADIENT_ROWS;
-      parts.part[part++] = {adapter,
-                            expert,
-                            rank,
-                            first + done,
-                            min(rows - done, MOELORA_GRADIENT_ROWS),
-                            count > 1 ? slot++ : -1};
+      moelora_gradient_part &to_fill = is_few(rows) ? parts.few[few++] : parts.part[part++];
+      to_fill = {adapter,
+                 expert,
+                 {to[0], to[1]},
+                 rank,
+                 first + done,
+                 min(rows - done, MOELORA_GRADIENT_ROWS),
+                 count > 1 ? slot++ : -1};
     }
   }
   if (threadIdx.x == 0)
-    parts.count[0] = all_parts, parts.count[1] = all_splits;
+    parts.count[0] = all_parts, parts.count[1] = all_splits, parts.count[2] = all_few;
 }
 
 __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constant__ ListLaunch s) {
@@ -138,8 +156,11 @@ __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constan
   const int per_thread = (pairs + ALIGN_THREADS - 1) / ALIGN_THREADS;
   const int low = min((int)threadIdx.x * per_thread, pairs), high = min(low + per_thread, pairs);
   int own = 0, all;
-  for (int pair = low; pair < high; pair++)
+  for (int pair = low; pair < high; pair++) {
     own += segment_of(s, pair / s.num_experts, pair % s.num_experts).count;
+    if (s.list.sparse)
+      s.list.sparse[pair] = sparse_index(s, pair);
+  }
   int begin = block_sum_before(own, warp_sum, &all);
   for (int pair = low; pair < high; pair++) {
     s.list.begin[pair] = begin;
@@ -148,17 +169,18 @@ __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constan
   if (threadIdx.x == 0)
     s.list.begin[pairs] = all;
   __syncthreads();
-  cut(s, s.list.pairs, pairs, 1, warp_sum);
+  cut(s, s.list.pairs, pairs, 1, s.list.sparse, warp_sum);
   if (s.list.adapters.part)
-    cut(s, s.list.adapters, s.max_loras, s.num_experts, warp_sum);
+    cut(s, s.list.adapters, s.max_loras, s.num_experts, nullptr, warp_sum);
 }
 
 __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ ListLaunch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int parts = s.list.pairs.count[0];
-  for (int p = blockIdx.x; p < parts; p += (int)gridDim.x) {
-    const moelora_gradient_part part = s.list.pairs.part[p];
+  const moelora_gradient_parts &pairs = s.list.pairs;
+  const int parts = pairs.count[0], all = parts + pairs.count[2];
+  for (int p = blockIdx.x; p < all; p += (int)gridDim.x) {
+    const moelora_gradient_part part = p < parts ? pairs.part[p] : pairs.few[p - parts];
     const moelora_segment segment = segment_of(s, part.adapter, part.expert);
     const int block = segment.position / s.blocks.rows;
     const int done = part.first - s.list.begin[part.adapter * s.num_experts + part.expert];
@@ -180,7 +202,8 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
 }
 
 /* Allocates the parts of `groups` groups. */
-moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moelora_arena *arena) {
+moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, bool few,
+                                  moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
   moelora_gradient_parts parts = {};
   parts.most_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
@@ -190,31 +213,39 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, moe
                                                            sizeof(moelora_gradient_part));
   parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
                                                              sizeof(moelora_gradient_split));
-  parts.count = (int32_t *)moelora_take(arena, 2 * sizeof(int32_t));
+  if (few) {
+    parts.most_few = zeroes || groups < rows ? groups : rows;
+    parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_few,
+                                                            sizeof(moelora_gradient_part));
+  }
+  parts.count = (int32_t *)moelora_take(arena, 3 * sizeof(int32_t));
   return parts;
 }
 
 } // namespace
 
 extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
-                                                                 bool shared, bool weighted,
-                                                                 bool zeroes,
+                                                                 const moelora_gradient_uses *uses,
                                                                  moelora_arena *arena) {
   moelora_gradient_rows list = {};
   const size_t rows = (size_t)routes->num_rows;
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-  list.zeroes = zeroes;
+  list.zeroes = uses->zeroes;
+  list.given = uses->pairs;
+  list.num_sparse = uses->num_sparse;
   list.position = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
   list.row = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
   list.token = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
-  if (weighted)
+  if (uses->weighted)
     list.weight = (float *)moelora_take_array(arena, rows, sizeof(float));
   list.segments = (moelora_segment *)moelora_take_array(
       arena, (size_t)(pairs + routes->num_experts), sizeof(moelora_segment));
   list.begin = (int32_t *)moelora_take_array(arena, (size_t)pairs + 1, sizeof(int32_t));
-  list.pairs = take_parts(pairs, routes->num_rows, zeroes, arena);
-  if (shared)
-    list.adapters = take_parts(routes->max_loras, routes->num_rows, zeroes, arena);
+  if (uses->pairs)
+    list.sparse = (int32_t *)moelora_take_array(arena, (size_t)pairs, sizeof(int32_t));
+  list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, uses->few, arena);
+  if (uses->shared)
+    list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, false, arena);
   return list;
 }
 
@@ -242,6 +273,6 @@ extern "C" moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient
                                                 kThreads, 0, exec, s)));
   }
   MOELORA_TRY((launch_blocks<find_parts>("find_gradient_parts", 1, ALIGN_THREADS, 0, exec, s)));
-  return launch_kernel<list_rows>("list_gradient_rows", list->pairs.most_parts, kThreads, 0, exec,
-                                  s);
+  return launch_kernel<list_rows>(
+      "list_gradient_rows", list->pairs.most_parts + list->pairs.most_few, kThreads, 0, exec, s);
 }

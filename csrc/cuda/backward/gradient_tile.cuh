@@ -22,6 +22,9 @@ struct GradientProduct {
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
   int32_t first_tile, tiles; // range of its tiles within a part
+  struct {
+    int32_t columns, first; // column tiles; first tile within a pair of few rows
+  } few;
 };
 
 /* Products over the parts of one kind. */
@@ -29,7 +32,7 @@ struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
-  int32_t tiles; // tiles per part
+  int32_t tiles, few_tiles; // tiles per part; per pair of few rows
   int64_t slot_floats;
   float *slots;
 };
@@ -80,6 +83,13 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
+/* threadIdx.x, such that nothing that follows from it is kept in registers during the K loop. */
+__device__ __forceinline__ int epilogue_thread() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 /* Index of an element within a product's part of a slot: in the order of the gradient. */
 __device__ __forceinline__ int64_t slot_index(const GradientProduct &p, int rank, int column) {
   return p.transposed ? (int64_t)column * (p.slices * p.padded_rank) + rank
@@ -92,14 +102,14 @@ __device__ __forceinline__ int64_t slot_index(const GradientProduct &p, int rank
  * same ones in all of its lines. */
 template <class T, class S, int WIDTH, bool TRANSPOSED, class Sums>
 __device__ __forceinline__ void write_lines(const GradientProduct &p, const GradientTile &tile,
-                                            const int (&pair)[2], int rank, bool accumulate,
+                                            const int32_t (&to)[2], int rank, bool accumulate,
                                             const Sums &sums) {
   constexpr int UNITS = (TRANSPOSED ? S::RANKS : kColumns) / WIDTH; // of a line
   constexpr int LINES = TRANSPOSED ? kColumns : S::RANKS, STEP = S::THREADS / UNITS;
-  const int own = threadIdx.x % UNITS * WIDTH;
-#pragma unroll 2
+  const int thread = epilogue_thread(), own = thread % UNITS * WIDTH;
+#pragma unroll 1
   for (int i = 0; i < (LINES + STEP - 1) / STEP; i++) {
-    const int line = threadIdx.x / UNITS + i * STEP;
+    const int line = thread / UNITS + i * STEP;
     const int of_ranks = TRANSPOSED ? own : line, c = TRANSPOSED ? line : own;
     const int at = tile.rank + of_ranks, slice = at >= p.padded_rank;
     const int r = at - (slice ? p.padded_rank : 0), column = tile.column + c;
@@ -110,34 +120,34 @@ __device__ __forceinline__ void write_lines(const GradientProduct &p, const Grad
     float v[WIDTH];
     sums.template load<TRANSPOSED>(v, of_ranks, c);
     const int count = TRANSPOSED ? rank - r : r < rank ? WIDTH : 0;
-    const int64_t to = pair[0] * g.stride_l + pair[1] * g.stride_e +
-                       (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
+    const int64_t offset = to[0] * g.stride_l + to[1] * g.stride_e +
+                           (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
     if (g.dtype == MOELORA_F32)
-      put<WIDTH>((float *)g.data + to, v, count, accumulate);
+      put<WIDTH>((float *)g.data + offset, v, count, accumulate);
     else
-      put<WIDTH>((T *)g.data + to, v, count, accumulate);
+      put<WIDTH>((T *)g.data + offset, v, count, accumulate);
   }
 }
 
 template <class T, class S, int WIDTH, class Sums>
 __device__ __forceinline__ void write_units(const GradientProduct &p, const GradientTile &tile,
-                                            const int (&pair)[2], int rank, bool accumulate,
+                                            const int32_t (&to)[2], int rank, bool accumulate,
                                             const Sums &sums) {
   if (p.transposed)
-    write_lines<T, S, WIDTH, true>(p, tile, pair, rank, accumulate, sums);
+    write_lines<T, S, WIDTH, true>(p, tile, to, rank, accumulate, sums);
   else
-    write_lines<T, S, WIDTH, false>(p, tile, pair, rank, accumulate, sums);
+    write_lines<T, S, WIDTH, false>(p, tile, to, rank, accumulate, sums);
 }
 
-/* pair: indices of the gradient in its first two dimensions. */
+/* to: the gradient, by its first two dimensions. */
 template <class T, class S, class Sums>
 __device__ __forceinline__ void write_tile(const GradientProduct &p, const GradientTile &tile,
-                                           const int (&pair)[2], int rank, bool accumulate,
+                                           const int32_t (&to)[2], int rank, bool accumulate,
                                            const Sums &sums) {
   if (p.gradient_vectors)
-    write_units<T, S, 8>(p, tile, pair, rank, accumulate, sums);
+    write_units<T, S, 8>(p, tile, to, rank, accumulate, sums);
   else
-    write_units<T, S, 1>(p, tile, pair, rank, accumulate, sums);
+    write_units<T, S, 1>(p, tile, to, rank, accumulate, sums);
 }
 
 #endif

@@ -12,7 +12,7 @@
  * Rows past the end of a part are zero in both operands. Accumulators are stored to the gradient
  * through shared memory; if a gradient has several parts, to float32 slots, which sum_slots() adds
  * in order. */
-#include "cuda/backward/gradient_tile.cuh"
+#include "cuda/backward/gradients_few.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 namespace {
@@ -68,40 +68,8 @@ template <int RANKS_> struct GradientShape {
     };
     Index index[INDICES];
     moelora_gradient_part part[2]; // of the current and of the next tile
+    int64_t of_pairs, all;         // tiles; here to save registers
   };
-};
-
-struct GradientLaunch {
-  GradientGroup group[2];  // of pairs, of adapters
-  const int32_t *index[3]; // [P] by moelora_row_index
-  const float *weight;
-  bool accumulate;
-};
-
-/* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
- * of its rows, of which `size` are valid. */
-template <class T> struct RowCopies {
-  const T *from;   // in row 0
-  uint32_t stride; // in bytes; used with vectors
-  int size;        // valid elements; the rest is zero-filled
-  bool vectors;
-
-  __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
-                                           int left, bool is_vectors) {
-    size = max(min(left, 8), 0);
-    from = (const T *)operand.data + (size ? offset : 0);
-    stride = (uint32_t)(operand.stride * (int)sizeof(T));
-    vectors = is_vectors;
-  }
-  /* Zero-fills unless the row is `there`. */
-  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, uint32_t to,
-                                       int row, bool there) const {
-    if (vectors)
-      copy_async_16(to, row_address(from, (uint32_t)row, stride),
-                    there ? size * (int)sizeof(T) : 0);
-    else
-      copy_elements(to, from + row * operand.stride, there ? size : 0);
-  }
 };
 
 /* A thread's work on one tile of one part. */
@@ -111,7 +79,6 @@ template <class T, class S> struct PartTile {
   const GradientProduct &p;
   const moelora_gradient_part &part;
   GradientTile tile;
-  const int32_t *wide_index, *ranks_index;
   uint32_t active; // bit mask of the m16 tiles that have ranks
   RowCopies<T> wide, ranks;
 
@@ -121,19 +88,16 @@ template <class T, class S> struct PartTile {
                                       const GradientProduct &product,
                                       const moelora_gradient_part &of_part, GradientTile at)
       : s(launch), group(of), p(product), part(of_part), tile(at) {
-    wide_index = s.index[p.wide.index] + part.first;
-    ranks_index = s.index[p.ranks.index] + part.first;
     active = 0;
 #pragma unroll
     for (int i = 0; i < S::TILES; i++)
       if (ranks_left(16 * i) > 0)
         active |= 1u << i;
     const int column = tile.column + threadIdx.x % CHUNKS * 8;
-    wide.describe(p.wide, column, p.columns - column, p.wide_vectors);
+    wide.describe(p.wide, column, p.columns - column);
     const int own = threadIdx.x % RANK_CHUNKS * 8, at_rank = tile.rank + own;
     const int slice = at_rank >= p.padded_rank;
-    ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at_rank, ranks_left(own),
-                   p.ranks_vectors);
+    ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at_rank, ranks_left(own));
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
@@ -150,10 +114,11 @@ template <class T, class S> struct PartTile {
     if (i >= S::ROWS)
       return;
     const bool there = at < part.count;
-    copy_async_4(shared_address(&index.wide[i]), wide_index + at, there);
-    copy_async_4(shared_address(&index.ranks[i]), ranks_index + at, there);
+    const int row = part.first + at;
+    copy_async_4(shared_address(&index.wide[i]), s.index[p.wide.index] + row, there);
+    copy_async_4(shared_address(&index.ranks[i]), s.index[p.ranks.index] + row, there);
     if (p.weighted)
-      copy_async_4(shared_address(&index.weight[i]), s.weight + part.first + at, there);
+      copy_async_4(shared_address(&index.weight[i]), s.weight + row, there);
     if (!there)
       index.wide[i] = 0, index.ranks[i] = 0, index.weight[i] = 0.f;
   }
@@ -172,7 +137,7 @@ template <class T, class S> struct PartTile {
 #pragma unroll
     for (int j = 0; j < S::ROWS * CHUNKS / S::THREADS; j++) {
       const int i = threadIdx.x / CHUNKS + j * (S::THREADS / CHUNKS);
-      wide.copy(p.wide, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
+      wide.copy(p.wide, p.wide_vectors, sWide + i * S::WIDE_PITCH, index.wide[i], i < left);
     }
     const uint32_t sRanks = shared_address(stage.ranks) + threadIdx.x % RANK_CHUNKS * 16;
     constexpr int STEP = S::THREADS / RANK_CHUNKS; // rows per iteration
@@ -182,7 +147,7 @@ template <class T, class S> struct PartTile {
 #pragma unroll
     for (int j = 0; j < (S::ROWS + STEP - 1) / STEP; j++) {
       const int i = threadIdx.x / RANK_CHUNKS + j * STEP;
-      ranks.copy(p.ranks, sRanks + i * S::RANKS_PITCH, index.ranks[i], i < left);
+      ranks.copy(p.ranks, p.ranks_vectors, sRanks + i * S::RANKS_PITCH, index.ranks[i], i < left);
     }
   }
 
@@ -284,7 +249,7 @@ template <class T, class S> struct PartTile {
   __device__ __forceinline__ void
   put_sums(typename S::Sums &sums,
            const float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int thread = epilogue_thread(), lane = thread % 32, warp = thread / 32;
     const int first = warp / 4 * S::WARP_TILES;
 #pragma unroll
     for (int i = 0; i < S::WARP_TILES; i++) {
@@ -307,14 +272,16 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* Stores the sums to the gradient, or, if it has several parts, to this part's slot. */
+  /* Stores the sums to the gradient, if there is one, or, if it has several parts, to this part's
+   * slot. */
   __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
-    const int pair[2] = {part.adapter, part.expert};
+    if (part.to[1] < 0)
+      return;
     if (part.slot < 0)
-      return write_tile<T, S>(p, tile, pair, part.count > 0 ? rank() : 0, s.accumulate,
+      return write_tile<T, S>(p, tile, part.to, part.count > 0 ? rank() : 0, s.accumulate,
                               shared.sums);
     float *to = group.slots + part.slot * group.slot_floats + p.slot_offset;
-    for (int at = threadIdx.x; at < S::RANKS * kColumns; at += S::THREADS) {
+    for (int at = epilogue_thread(); at < S::RANKS * kColumns; at += S::THREADS) {
       const int r = p.transposed ? at % S::RANKS : at / kColumns;
       const int c = p.transposed ? at / S::RANKS : at % kColumns;
       const int rank = tile.rank + r, column = tile.column + c;
@@ -332,10 +299,9 @@ struct GradientWork {
 
   __device__ __forceinline__ GradientWork(const GradientLaunch &s, int64_t work, int64_t of_pairs) {
     group = &s.group[work >= of_pairs];
-    const uint64_t at = (uint64_t)(work >= of_pairs ? work - of_pairs : work);
-    const uint32_t tiles = (uint32_t)group->tiles;
-    number = at >> 32 ? (int)(at / tiles) : (int)((uint32_t)at / tiles);
-    tile = (int)(at - (uint64_t)number * tiles);
+    const int64_t at = work >= of_pairs ? work - of_pairs : work;
+    number = divide_work(at, group->tiles);
+    tile = (int)(at - (int64_t)number * group->tiles);
   }
 };
 
@@ -347,24 +313,28 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t of_pairs =
-      s.group[0].tiles ? (int64_t)s.group[0].parts.count[0] * s.group[0].tiles : 0;
-  const int64_t all =
-      of_pairs + (s.group[1].tiles ? (int64_t)s.group[1].parts.count[0] * s.group[1].tiles : 0);
+  if (threadIdx.x == 0) {
+    const auto tiles_of = [](const GradientGroup &group) {
+      return group.tiles ? (int64_t)group.parts.count[0] * group.tiles : 0;
+    };
+    shared.of_pairs = tiles_of(s.group[0]);
+    shared.all = shared.of_pairs + tiles_of(s.group[1]);
+  }
+  __syncthreads();
   // Issues the copies of a tile's part, with one warp.
   const auto load_part = [&](int64_t work, moelora_gradient_part &to) {
-    const GradientWork found(s, work, of_pairs);
+    const GradientWork found(s, work, shared.of_pairs);
     const auto *from = (const int32_t *)&found.group->parts.part[found.number];
     if (threadIdx.x < sizeof to / sizeof(int32_t))
       copy_async_4(shared_address((int32_t *)&to + threadIdx.x), from + threadIdx.x, true);
   };
   const auto tile_of = [&](int64_t work, const moelora_gradient_part &part) {
-    const GradientWork found(s, work, of_pairs);
+    const GradientWork found(s, work, shared.of_pairs);
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(*found.group, found.tile, &tile);
     return PartTile<T, S>(s, *found.group, p, part, tile);
   };
-  if ((int64_t)blockIdx.x >= all)
+  if ((int64_t)blockIdx.x >= shared.all)
     return;
   int own = 0;
   load_part(blockIdx.x, shared.part[own]);
@@ -372,22 +342,22 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   copy_async_wait<0>();
   __syncthreads();
   tile_of(blockIdx.x, shared.part[own]).load_first(shared);
-  for (int64_t work = blockIdx.x; work < all; work += gridDim.x, own ^= 1) {
-    const PartTile<T, S> tile = tile_of(work, shared.part[own]);
+  for (int64_t work = blockIdx.x; work < shared.all; work += gridDim.x, own ^= 1) {
+    const moelora_gradient_part &part = shared.part[own];
     const int64_t next = work + gridDim.x;
-    if (next < all)
+    if (next < shared.all)
       load_part(next, shared.part[own ^ 1]);
-    if (tile.part.count > 0) {
-      tile.run(shared);
-    } else { // zeros; the next part has to arrive
+    if (part.count > 0 && part.to[1] >= 0) {
+      tile_of(work, part).run(shared);
+    } else { // zeros or nothing; the next part has to arrive
       copy_async_commit();
       copy_async_wait<0>();
       __syncthreads();
     }
-    if (next < all)
+    if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
-    tile.store(shared);
-    __syncthreads(); // all threads have read the sums
+    tile_of(work, part).store(shared); // found anew: the K loop needs all registers
+    __syncthreads();                   // all threads have read the sums
   }
 }
 
@@ -426,9 +396,10 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
     const moelora_gradient_split split = group.parts.split[found.number];
     GradientTile tile;
     const GradientProduct &p = find_tile<S::RANKS>(group, found.tile, &tile);
-    const int pair[2] = {split.adapter, split.expert};
+    if (split.to[1] < 0)
+      continue;
     const float *slots = group.slots + split.slot * group.slot_floats + p.slot_offset;
-    write_tile<T, S>(p, tile, pair, min(split.rank, p.max_rank), s.accumulate,
+    write_tile<T, S>(p, tile, split.to, min(split.rank, p.max_rank), s.accumulate,
                      SlotSums{group, p, tile, slots, split.parts});
   }
 }
@@ -436,7 +407,7 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
 /* ---- host ---- */
 
 bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *list) {
-  return list->adapters.most_parts > 0 && gradient.experts == 1;
+  return list->adapters.most_parts > 0 && gradient.experts == 1 && !gradient.sparse;
 }
 
 /* Whether units of 8 elements of a gradient allow 16-byte accesses. */
@@ -512,6 +483,21 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
+/* Pairs with few rows, of which there are none without a list. */
+template <class T, int RANKS>
+moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
+  using S = FewShape<RANKS>;
+  GradientGroup &group = s.group[0];
+  for (int i = 0; i < group.count; i++) {
+    GradientProduct &p = group.product[i];
+    p.few.columns = (p.columns + kFewColumns - 1) / kFewColumns;
+    p.few.first = group.few_tiles;
+    group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
+  }
+  return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.most_few * group.few_tiles,
+                                            S::THREADS, sizeof(typename S::SharedStorage), exec, s);
+}
+
 template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moelora_exec *exec) {
   using S = GradientShape<RANKS>;
   static_assert(sizeof(typename S::SharedStorage) <= kPortableShared, "shared memory of a CTA");
@@ -534,6 +520,10 @@ template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moe
 
 template <class T>
 moelora_status launch_any(GradientLaunch &s, int32_t most, const moelora_exec *exec) {
+  if (s.group[0].count && s.group[0].parts.few)
+    MOELORA_TRY((most <= 16   ? launch_few<T, 16>(s, exec)
+                 : most <= 32 ? launch_few<T, 32>(s, exec)
+                              : launch_few<T, 64>(s, exec)));
   if (most <= 16)
     return launch<T, 16>(s, exec);
   if (most <= 32)

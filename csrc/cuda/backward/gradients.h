@@ -28,10 +28,14 @@ extern "C" {
 /* Rows of a part, which one CTA processes for a tile of a gradient. A multiple of the rows of a
  * stage; large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
+/* The largest number of rows of a pair whose gradients a kernel of their own computes: one that
+ * keeps the ranks of all rows in shared memory. */
+#define MOELORA_GRADIENT_FEW 128
 
 /* A part of the rows that a gradient sums over. */
 typedef struct moelora_gradient_part {
   int32_t adapter, expert; /* expert is 0 if shared */
+  int32_t to[2];           /* its gradient, by the first two dimensions; -1: it has none */
   int32_t rank;            /* true rank; may exceed that of the stack */
   int32_t first, count;    /* range in the list of rows; 0 rows: the gradient is zero */
   int32_t slot;            /* of its float32 tiles; -1: the gradient has one part */
@@ -39,16 +43,17 @@ typedef struct moelora_gradient_part {
 
 /* Slots of a gradient with several parts. */
 typedef struct moelora_gradient_split {
-  int32_t adapter, expert, rank;
+  int32_t to[2], rank;
   int32_t slot, parts;
 } moelora_gradient_split;
 
 /* Parts of the gradients of one kind, in the workspace. */
 typedef struct moelora_gradient_parts {
-  moelora_gradient_part *part;   /* [most_parts] */
+  moelora_gradient_part *few;    /* [most_few] pairs of few rows or none, whole */
+  moelora_gradient_part *part;   /* [most_parts] the others */
   moelora_gradient_split *split; /* [most_splits] */
-  int32_t *count;                /* [2] numbers of parts and splits */
-  int64_t most_parts, most_splits, most_slots;
+  int32_t *count;                /* [3] numbers of parts, splits and few */
+  int64_t most_parts, most_splits, most_slots, most_few;
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
@@ -60,12 +65,32 @@ typedef struct moelora_gradient_rows {
   moelora_gradient_parts pairs;    /* of (adapter, expert) */
   moelora_gradient_parts adapters; /* of adapters; part is NULL if not requested */
   bool zeroes;                     /* gradients without rows get a part with 0 rows */
+  const int32_t *given;            /* [max_loras * E] the caller's indices in sparse gradients */
+  int32_t num_sparse;              /* others have no gradient */
+  int32_t *sparse;                 /* [max_loras * E] a copy; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* Allocates the list. shared: some factor has one gradient for all experts; weighted: some product
- * has weights; zeroes: gradients are overwritten, not accumulated. */
-moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes, bool shared,
-                                                      bool weighted, bool zeroes,
+/* What a list is for. */
+typedef struct moelora_gradient_uses {
+  bool shared;          /* some factor has one gradient for all experts */
+  bool weighted;        /* some product has weights */
+  bool zeroes;          /* gradients are overwritten, not accumulated */
+  const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
+  int32_t num_sparse;
+  bool few; /* pairs of few rows are listed apart: is_few_gradient of all that are not shared */
+} moelora_gradient_uses;
+
+/* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a
+ * call, and 16-byte accesses to units of 8 elements. */
+static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
+  return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
+         g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_e % 8 == 0 &&
+         g->stride_l % 8 == 0;
+}
+
+/* Allocates the list. */
+moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
+                                                      const moelora_gradient_uses *uses,
                                                       moelora_arena *arena);
 
 /* Fills the list. Reads resolved routes (token_lora_mapping, topk_weights if weighted) and, for

@@ -17,6 +17,9 @@ inline bool has_adapters(const moelora_routes *routes, const moelora_factors *lo
 struct SummedGradients {
   const moelora_gradient *factors[2 * MOELORA_MAX_SLICES], *biases[2];
   int num_factors, num_biases;
+  const int32_t *pairs; // [max_loras, E] indices in sparse gradients; NULL: none are sparse
+  int64_t num_pairs;
+  int32_t num_sparse;
 
   void add_factors(const moelora_gradient *of, int count) {
     for (int i = 0; i < count; i++)
@@ -31,17 +34,24 @@ struct SummedGradients {
   bool any_shared(const moelora_routes *routes) const {
     bool shared = false;
     for (int i = 0; i < num_factors; i++)
-      shared = shared || (factors[i]->experts == 1 && routes->num_experts > 1);
+      shared =
+          shared || (factors[i]->experts == 1 && !factors[i]->sparse && routes->num_experts > 1);
     return shared;
+  }
+  moelora_gradient_uses uses(const moelora_routes *routes, bool weighted, bool accumulate) const {
+    bool few = true;
+    for (int i = 0; i < num_factors; i++)
+      few = few && moelora_is_few_gradient(factors[i], accumulate);
+    return {any_shared(routes), weighted, !accumulate, pairs, num_sparse, few};
   }
   /* Zeros those to which no row contributes: of factors without adapters, all without tokens. */
   moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
     if (routes->num_rows == 0 || !routes->token_lora_mapping.data)
       for (int i = 0; i < num_factors; i++)
-        MOELORA_TRY(moelora_cuda_zero_gradient(factors[i], exec));
+        MOELORA_TRY(moelora_cuda_zero_gradient(factors[i], pairs, num_pairs, exec));
     if (routes->num_rows == 0)
       for (int i = 0; i < num_biases; i++)
-        MOELORA_TRY(moelora_cuda_zero_gradient(biases[i], exec));
+        MOELORA_TRY(moelora_cuda_zero_gradient(biases[i], nullptr, 0, exec));
     return MOELORA_OK;
   }
 };
@@ -78,8 +88,7 @@ inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_pro
                                   plan->variant->dtype, exec);
 }
 
-/* The product itself. With adapters, the previous kernel is the shrink, or one that read the output
- * and did not let this one start early. */
+/* The product itself, directly after the shrink. */
 inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_product_plan *plan,
                                const moelora_exec *exec) {
   moelora_back_launcher *const launch = moelora_cuda_back_launchers[plan->variant->id];

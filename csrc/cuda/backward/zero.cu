@@ -1,4 +1,5 @@
-/* Zeros a gradient that no row contributes to: one CTA per row. */
+/* Zeros a gradient that no row contributes to, or the wanted ones of a sparse gradient: one CTA per
+ * row. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -7,14 +8,23 @@ namespace {
 
 constexpr int kThreads = 128;
 
+struct ZeroLaunch {
+  moelora_gradient gradient;
+  const int32_t *pairs; // of a sparse gradient
+  int64_t rows;
+};
+
 template <class Word>
-__global__ void __launch_bounds__(kThreads)
-    zero_gradient(const __grid_constant__ moelora_gradient g) {
+__global__ void __launch_bounds__(kThreads) zero_gradient(const __grid_constant__ ZeroLaunch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t rows = (int64_t)g.loras * g.experts * g.rows;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t i = row % g.rows, e = row / g.rows % g.experts, l = row / g.rows / g.experts;
+  const moelora_gradient &g = s.gradient;
+  for (int64_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
+    const int64_t i = row % g.rows, group = row / g.rows;
+    const int64_t l = g.sparse ? 0 : group / g.experts;
+    const int64_t e = g.sparse ? s.pairs[group] : group % g.experts;
+    if (e < 0 || e >= g.experts)
+      continue;
     Word *to = (Word *)g.data + l * g.stride_l + e * g.stride_e + i * g.stride_i;
     for (int64_t column = threadIdx.x; column < g.columns; column += kThreads)
       to[column] = 0;
@@ -24,11 +34,13 @@ __global__ void __launch_bounds__(kThreads)
 } // namespace
 
 extern "C" moelora_status moelora_cuda_zero_gradient(const moelora_gradient *g,
+                                                     const int32_t *pairs, int64_t num_pairs,
                                                      const moelora_exec *exec) {
-  const int64_t rows = (int64_t)g->loras * g->experts * g->rows;
+  const int64_t rows = (g->sparse ? num_pairs : (int64_t)g->loras * g->experts) * g->rows;
+  const ZeroLaunch s = {*g, pairs, rows};
   if (rows == 0 || g->columns == 0)
     return MOELORA_OK;
   return g->dtype == MOELORA_F32
-             ? launch_kernel<zero_gradient<uint32_t>>("zero_gradient", rows, kThreads, 0, exec, *g)
-             : launch_kernel<zero_gradient<uint16_t>>("zero_gradient", rows, kThreads, 0, exec, *g);
+             ? launch_kernel<zero_gradient<uint32_t>>("zero_gradient", rows, kThreads, 0, exec, s)
+             : launch_kernel<zero_gradient<uint16_t>>("zero_gradient", rows, kThreads, 0, exec, s);
 }

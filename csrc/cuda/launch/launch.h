@@ -177,7 +177,6 @@ typedef struct moelora_sum_launch {
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
   bool add;        /* accumulate into out */
-  bool holds_next; /* the next kernel overwrites z, and may not start early */
   void *out;       /* [M, columns] */
   int64_t out_stride;
   int32_t columns;

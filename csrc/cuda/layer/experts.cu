@@ -7,7 +7,8 @@
  *
  * Intermediate results are stored by position in the blocks of rows, so that TMA can read and
  * write them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
- * [position, K]. In training z is computed and summed in windows of columns, if there are many. */
+ * [position, K]. In training z is ordered by flat row, if the kernel of w2 can
+ * do so, which takes less memory. */
 #include "cuda/backward/gradients.h"
 #include "cuda/layer/alignment.cuh"
 #include "cuda/layer/rows.h"
@@ -45,8 +46,13 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  moelora_gemm_launcher *const launch = g->before.rows ? moelora_cuda_saving_launchers[variant->id]
-                                                       : moelora_cuda_gemm_launchers[variant->id];
+  // Kernels for training store what precedes the activation, or a PLAIN epilogue's rows by flat
+  // row.
+  const bool by_row = !g->epilogue.out_by_position && plan->epilogue == MOELORA_EPILOGUE_PLAIN &&
+                      variant->needs == MOELORA_SM90;
+  moelora_gemm_launcher *const launch = g->before.rows || by_row
+                                            ? moelora_cuda_saving_launchers[variant->id]
+                                            : moelora_cuda_gemm_launchers[variant->id];
   return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
@@ -128,11 +134,10 @@ moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *varia
   return moelora_cuda_shrink(&s, plan, exec);
 }
 
-/* What precedes a projection: quantizes its tokens, and shrinks. */
-moelora_status prepare_tokens(moelora_gemm_launch *g, const moelora_variant *variant,
-                              const moelora_projection_plan *plan,
-                              const moelora_shrink_plan *shrink_plan, const moelora_routes *routes,
-                              void *xa, const QuantizedRows *quantized, const moelora_exec *exec) {
+moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
+                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink_plan,
+                       const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
+                       const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
     MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
@@ -143,14 +148,6 @@ moelora_status prepare_tokens(moelora_gemm_launch *g, const moelora_variant *var
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
-  return MOELORA_OK;
-}
-
-moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink_plan,
-                       const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
-                       const moelora_exec *exec) {
-  MOELORA_TRY(prepare_tokens(g, variant, plan, shrink_plan, routes, xa, quantized, exec));
   return launch_gemm(g, variant, plan, exec);
 }
 
@@ -183,18 +180,13 @@ struct ExpertsLayout {
   size_t bytes;
 };
 
-/* Windows of columns of z and out. */
-int64_t num_windows(const moelora_experts_problem *p, const moelora_experts_plan *plan) {
-  return (p->hidden + plan->out_window - 1) / plan->out_window;
-}
-
 ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                               const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
   ExpertsLayout l;
   const int64_t of_w13 = plan->projection[0].num_counters, of_w2 = plan->projection[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w13 > of_w2 ? of_w13 : of_w2,
-                               1 + (int)num_windows(p, plan), &plan->align, true, false);
+                               2, &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = plan->scales_x
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
@@ -202,7 +194,8 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.xa13 = take_xa(&arena, &l.alignment, &p->w13_lora);
   l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
-  l.z = moelora_take_array(&arena, moelora_times(rows, (size_t)plan->out_window), 2);
+  l.z = moelora_take_array(
+      &arena, moelora_times(plan->z_by_row ? (size_t)p->routes.num_rows : rows, hidden), 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
   l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
@@ -236,54 +229,6 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
   s.projection[0] = saved_shrink(&p->w13, p->dtype, &p->w13_lora, &p->saved, 0, l->xa13);
   s.projection[1] = saved_shrink(&p->w2, p->dtype, &p->w2_lora, &p->saved, 1, l->xa2);
   return moelora_cuda_save_rows(&s, exec);
-}
-
-/* Outputs [first, first + columns) of a projection. */
-moelora_gemm_launch window_of(const moelora_gemm_launch *g, int64_t first, int64_t columns) {
-  moelora_gemm_launch window = *g;
-  moelora_weights *w = &window.weights.w;
-  const int64_t bytes = w->format == MOELORA_NATIVE ? 2 : 1; // strides of tiles count them
-  w->data = (const char *)w->data + first / 64 * w->stride_nt * bytes;
-  if (w->bias)
-    w->bias = (const uint16_t *)w->bias + first;
-  window.weights.n_out = (int32_t)columns;
-  moelora_factors *lora = &window.adapters.lora;
-  lora->slice_n = columns;
-  for (int i = 0; i < lora->num_slices; i++)
-    lora->b[i].data = (const uint16_t *)lora->b[i].data + first * lora->b[i].stride_i;
-  return window;
-}
-
-/* z and out, in windows of columns, after prepare_tokens(). */
-moelora_status multiply_and_sum(const moelora_gemm_launch *g, const moelora_experts_problem *p,
-                                const moelora_experts_plan *plan, const ExpertsLayout *l,
-                                const moelora_exec *exec) {
-  const moelora_routes *routes = &l->alignment.routes;
-  const int64_t windows = num_windows(p, plan);
-  for (int64_t i = 0; i < windows; i++) {
-    const int64_t first = i * plan->out_window;
-    const int64_t columns = i + 1 < windows ? plan->out_window : p->hidden - first;
-    moelora_gemm_launch window = windows > 1 ? window_of(g, first, columns) : *g;
-    window.schedule.tile_counter = tile_counter(&l->alignment, 1 + (int)i);
-    window.epilogue.out_stride[0] = columns;
-    MOELORA_TRY(launch_gemm(&window, plan->w2, &plan->projection[1], exec));
-    moelora_sum_launch s = {};
-    s.routes = *routes;
-    s.z = l->z;
-    s.z_stride = columns;
-    s.columns = (int32_t)columns;
-    s.positions = l->alignment.blocks.positions;
-    s.holds_next = i + 1 < windows;
-    if (!p->apply_router_weight_on_input) {
-      s.weights = routes->topk_weights;
-      s.weights_stride[0] = routes->topk_weights_stride[0];
-      s.weights_stride[1] = routes->topk_weights_stride[1];
-    }
-    s.out = (uint16_t *)p->out + first;
-    s.out_stride = p->out_stride;
-    MOELORA_TRY(moelora_cuda_sum(&s, plan->sum, exec));
-  }
-  return MOELORA_OK;
 }
 
 /* saves_alone: computes what is to be saved, but not `out`, which another kernel writes. */
@@ -320,19 +265,39 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
                       &l.x_fp8, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, &plan->projection[1]);
+  g.schedule.tile_counter = tile_counter(&l.alignment, 1);
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
   g.tokens.divisor = moelora_divisor_of(0);
   g.epilogue.out = l.z;
-  g.epilogue.out_by_position = true;
-  if (!saves_alone) {
-    MOELORA_TRY(prepare_tokens(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2,
-                               &l.h_fp8, exec));
-    MOELORA_TRY(multiply_and_sum(&g, p, plan, &l, exec));
-  } else if (g.schedule.blocks.packed_ranks) {
+  g.epilogue.out_by_position = !plan->z_by_row;
+  g.epilogue.out_stride[0] = p->hidden * (plan->z_by_row ? routes->top_k : 1);
+  g.epilogue.out_stride[1] = p->hidden;
+  if (!saves_alone)
+    MOELORA_TRY(project(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2,
+                        &l.h_fp8, exec));
+  else if (g.schedule.blocks.packed_ranks)
     MOELORA_TRY(shrink(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec));
+  if (p->saved.gate_up)
+    MOELORA_TRY(save_rows(p, &l, exec));
+  if (saves_alone)
+    return MOELORA_OK;
+
+  moelora_sum_launch s = {};
+  s.routes = *routes;
+  s.z = l.z;
+  s.z_stride = p->hidden;
+  s.columns = (int32_t)p->hidden;
+  s.positions = l.alignment.blocks.positions;
+  s.by_row = plan->z_by_row;
+  if (!p->apply_router_weight_on_input) {
+    s.weights = routes->topk_weights;
+    s.weights_stride[0] = routes->topk_weights_stride[0];
+    s.weights_stride[1] = routes->topk_weights_stride[1];
   }
-  return p->saved.gate_up ? save_rows(p, &l, exec) : MOELORA_OK;
+  s.out = p->out;
+  s.out_stride = p->out_stride;
+  return moelora_cuda_sum(&s, plan->sum, exec);
 }
 
 } // namespace

@@ -80,8 +80,7 @@ template <class Rows, class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads, kLightResident)
     sum_rows(const __grid_constant__ moelora_sum_launch s) {
   wait_for_previous_kernel();
-  if (!s.holds_next)
-    start_next_kernel();
+  start_next_kernel();
   const int32_t chunks = (s.columns + WIDTH - 1) / WIDTH;
   const int64_t count = s.routes.num_tokens * chunks;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;

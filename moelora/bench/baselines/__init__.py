@@ -83,8 +83,8 @@ BASELINES = {
 }
 READ_QUANTIZED = {"ours", "unpacked", "unpacking"}
 ABOUT = {
-    "unpacked": "ours on quantized weights that were unpacked before",
-    "unpacking": "ours on quantized weights that every call unpacks",
+    "unpacked": "moelora on quantized weights that were unpacked before",
+    "unpacking": "moelora on quantized weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
     "vllm": "an installed vLLM's layer, without adapters",

@@ -33,11 +33,13 @@ from moelora.bench import console, results
 from moelora.bench.engine import picture
 from moelora.bench.engine.jobs import Job
 from moelora.bench.engine.serving import DECODE, PREFILL, speed_row
+from moelora.bench.engine.worker import UNKNOWN
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 WORKER = "moelora.bench.engine.worker"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes as a largest rank
 SERVED = "ExpertsWithLoRA"  # how the names of moelora's classes in vLLM end
+REGISTERED = "runs MoE layers"  # in vLLM's log
 
 
 @dataclass
@@ -198,10 +200,17 @@ def measure(
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(log)
         return f"{setup.name}: {end}; its log is {kept}"
-    if setup.moelora and (SERVED not in runs[setup.name]["layers"] or OWN_PATH in log):
+    if setup.moelora and not serves(runs[setup.name]["layers"], log):
         reasons = [line.strip() for line in log.splitlines() if "moelora: " in line]
         return f"moelora did not serve all layers of experts; vLLM's log: {' '.join(reasons[-3:])}"
     return None
+
+
+def serves(layers: str, log: str) -> bool:
+    """Whether moelora served every layer of experts, by their classes and vLLM's log."""
+    if layers == UNKNOWN:
+        return REGISTERED in log and OWN_PATH not in log
+    return SERVED in layers and OWN_PATH not in log
 
 
 def rows_of(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

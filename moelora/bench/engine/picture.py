@@ -18,6 +18,7 @@ def draw(file: str | Path, out: str | Path) -> Path:
     """A bar for each engine, of prefill and of decode; ValueError if the file has no engine."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     meta, cases = results.read(file)
@@ -34,7 +35,9 @@ def draw(file: str | Path, out: str | Path) -> Path:
         speeds = [row.get(f"{phase}_tok_s", 0) for _, row, _ in bars]
         drawn = axes.barh([bar[0] for bar in bars], speeds, color=[bar[2] for bar in bars])
         axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        axes.margins(x=0.2)
+        axes.margins(x=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set(title=phase, xlabel="tokens per second (higher is better)")
         axes.grid(axis="x", alpha=0.3)
     figure.axes[0].invert_yaxis()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
-from moelora.adapters.pool import BASE
+from moelora.adapters.names import BASE
 from moelora.integrations import training
 from moelora.integrations.peft import linears, sources
 from moelora.integrations.transformers.calls import batch_shape, check_implementation

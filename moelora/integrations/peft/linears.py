@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelora.adapters.pool import BASE
+from moelora.adapters.names import BASE
 from moelora.integrations.peft.sources import base_of, wrapped_layers
 from moelora.integrations.transformers.deltas import Products
 

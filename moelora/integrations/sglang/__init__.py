@@ -66,11 +66,19 @@ def _announce() -> None:
     )
 
 
+def _reason(reason_against: Callable[[Any], str | None], layer: Any) -> str | None:
+    """Why a layer stays with SGLang, whatever its release calls what is asked of it."""
+    try:
+        return reason_against_device() or reason_against(layer)
+    except (AttributeError, ImportError, TypeError) as error:
+        return f"it is not as expected ({type(error).__name__}: {error})"
+
+
 def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
-    reason = reason_against_device() or reason_against(base_layer)
+    reason = _reason(reason_against, base_layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
         return original(cls, base_layer, *args, **kwargs)
@@ -92,7 +100,7 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
             layer._base_run_moe_core = runner.run_base
     if getattr(layer, "_lora_runner", None) is None:
         return
-    reason = reason_against_device() or reason_against_layer(layer)
+    reason = _reason(reason_against_layer, layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
     else:
@@ -108,11 +116,14 @@ def register() -> None:
     if reason := problem_here():
         _say(reason)
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if _exists(RUNNER):
-        HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
-    HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
+        if _exists(RUNNER):
+            HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
+        HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
+    except Exception as error:
+        _say(f"could not register: {type(error).__name__}: {str(error):.300}")
 
 
 def problem_here() -> str | None:

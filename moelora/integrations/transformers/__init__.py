@@ -28,7 +28,7 @@ undone. They raise for MXFP4 experts that transformers has swizzled, which no ot
 For adapters that PEFT has loaded, see `moelora.integrations.peft`.
 """
 
-from moelora.adapters.pool import BASE
+from moelora.adapters.names import BASE
 from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
     enable_checkpointing,

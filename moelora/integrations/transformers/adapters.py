@@ -13,7 +13,7 @@ import torch
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
 from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
-from moelora.adapters.pool import check_name
+from moelora.adapters.names import check_name
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,

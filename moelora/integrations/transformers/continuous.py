@@ -22,7 +22,7 @@ import transformers
 
 from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
-from moelora.adapters.pool import BASE
+from moelora.adapters.names import BASE
 from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.serving import WAIT_S, Serving
 

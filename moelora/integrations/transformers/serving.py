@@ -13,7 +13,7 @@ from torch import nn
 from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
 from moelora.adapters.linears import LinearFactors
-from moelora.adapters.pool import BASE
+from moelora.adapters.names import BASE
 from moelora.adapters.slots import LayerFactors
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens

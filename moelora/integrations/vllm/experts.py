@@ -61,7 +61,10 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         if getattr(self, "post_gemm2_hook", None) is not None:
             return "the rows before the weighted sum are wanted"
         if activation not in self._reasons:
-            self._reasons[activation] = self._find_reason(activation)
+            try:
+                self._reasons[activation] = self._find_reason(activation)
+            except AttributeError as error:  # of another release
+                self._reasons[activation] = f"the layer is not as expected ({error})"
         return self._reasons[activation]
 
     def _find_reason(self, activation: Any) -> str | None:

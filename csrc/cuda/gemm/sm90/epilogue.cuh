@@ -79,7 +79,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
                                                const WarpContext<S> &warp) {
     const int lane = threadIdx.x & 31;
     const bool gated = GENERAL ? g.weights.gated : IS_GATED;
-    const bool by_position = !(GENERAL || S::TRANSPOSED) || g.epilogue.out_by_position;
+    const bool by_position =
+        !S::BY_ROW && (!(GENERAL || S::TRANSPOSED) || g.epilogue.out_by_position);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
     // Add the bias, and apply what needs no per-token data.

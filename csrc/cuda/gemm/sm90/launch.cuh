@@ -53,7 +53,9 @@ struct LaunchSm90 {
       MOELORA_TRY(map_factors<S>(g, BF16, &maps.b));
     switch (plan->epilogue) {
     case MOELORA_EPILOGUE_GATED:
-      return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
+      if constexpr (!S::BY_ROW)
+        return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
+      break;
     case MOELORA_EPILOGUE_PLAIN:
       if constexpr (S::SWAP_AB)
         return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);

@@ -187,6 +187,7 @@ template <class S, class T> struct ThroughEpilogue {
         if (8 * j >= header.count)
           break;
         const int64_t at = position + 8 * j;
+        const int32_t next = row_of(g, header, share, j + BUFFERS); // early, to hide its latency
         float2 weight = {1.f, 1.f};
         if (g.schedule.blocks.weights)
           weight = *(const float2 *)&g.schedule.blocks.weights[at + mine];
@@ -215,8 +216,7 @@ template <class S, class T> struct ThroughEpilogue {
         }
 
         // Store the rows, and load the next ones to the same buffer.
-        const int32_t row = row_of(g, header, share, j);
-        const int32_t next = row_of(g, header, share, j + BUFFERS);
+        const int32_t row = row_of(g, header, share, j); // in L1 since its load was issued
         warp.sync();
         if (8 * j + share.token < header.count)
           store_rows(g, form, first, share, p, row);

@@ -1,0 +1,301 @@
+/* Gradients of factors of pairs with few rows, or none: grouped GEMMs whose time is that of their
+ * outputs, which go from registers to memory.
+ *
+ *   CTA     all ranks rows of a pair in shared memory, up to RANKS columns of them
+ *   warp    slabs of 32 columns of wide: rows by cp.async in a pipeline of its own, mma.sync,
+ *           exchange within quads, 16-byte stores
+ *
+ * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
+ * ones have one slice.
+ * The gradient's rows are the M of m16n8k16: ranks of A, columns of B. K is the rows of the pair,
+ * in their order; rows past the end are zero in both operands. */
+#ifndef MOELORA_CUDA_GRADIENTS_FEW_CUH
+#define MOELORA_CUDA_GRADIENTS_FEW_CUH
+
+#include "cuda/backward/gradient_tile.cuh"
+#include "cuda/backward/row_copies.cuh"
+
+constexpr int kFewColumns = 512; // of wide, of a tile
+
+template <int RANKS_> struct FewShape {
+  static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
+  static constexpr int ROWS = 32, COLUMNS = 32, STAGES = 3; // of a warp's pipeline
+  static constexpr int WIDE_PITCH = 2 * COLUMNS + 16, RANKS_PITCH = 2 * RANKS + 16;
+  static constexpr int RANK_TILES = RANKS / 16, CTAS = 4;
+
+  struct SharedStorage {
+    char ranks[MOELORA_GRADIENT_FEW * RANKS_PITCH];
+    char wide[WARPS][STAGES][ROWS * WIDE_PITCH];
+    int32_t wide_row[MOELORA_GRADIENT_FEW], ranks_row[MOELORA_GRADIENT_FEW];
+    float weight[MOELORA_GRADIENT_FEW];
+  };
+};
+
+/* Tile `tile` of a pair, and its product. */
+template <int RANKS>
+__device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGroup &group,
+                                                                int tile, GradientTile *found) {
+  int p = 0;
+  while (p + 1 < group.count && tile >= group.product[p + 1].few.first)
+    p++;
+  const GradientProduct &product = group.product[p];
+  const int at = tile - product.few.first;
+  *found = {at / product.few.columns * RANKS, at % product.few.columns * kFewColumns};
+  return product;
+}
+
+/* Lane q of each quad gets what its lanes have of tile q, in their order: x[i] is lane i's x[q]. */
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? x[j] : x[j + 1], 1);
+    x[j] = odd ? other : x[j];
+    x[j + 1] = odd ? x[j + 1] : other;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[j] : x[j + 2], 2);
+    x[j] = upper ? other : x[j];
+    x[j + 2] = upper ? x[j + 2] : other;
+  }
+}
+
+/* A warp's work on a tile of a pair. */
+template <class T, class S, bool TRANSPOSED> struct FewTile {
+  static constexpr int M_TILES = TRANSPOSED ? S::COLUMNS / 16 : S::RANK_TILES;
+  static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
+  static constexpr int QUADS = (N_TILES + 3) / 4; // groups of n8 tiles that are stored together
+  const GradientProduct &p;
+  const moelora_gradient_part &part;
+  GradientTile tile;
+  typename S::SharedStorage &shared;
+  int rank;
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+  __device__ __forceinline__ int warp() const { return threadIdx.x >> 5; }
+  /* First column of a slab. */
+  __device__ __forceinline__ int column_of(int slab) const {
+    return tile.column + (slab * S::WARPS + warp()) * S::COLUMNS;
+  }
+  __device__ __forceinline__ int slabs() const {
+    const int left = min(p.columns - tile.column, kFewColumns) - warp() * S::COLUMNS;
+    return max(0, (left + S::WARPS * S::COLUMNS - 1) / (S::WARPS * S::COLUMNS));
+  }
+  __device__ __forceinline__ int passes() const { return (part.count + S::ROWS - 1) / S::ROWS; }
+  __device__ __forceinline__ uint32_t sWide(int step) const {
+    return shared_address(shared.wide[warp()][step % S::STAGES]);
+  }
+
+  /* Issues the copies of the rows of a pass, of a slab's columns. */
+  __device__ __forceinline__ void load(int slab, int pass, int step) const {
+    constexpr int CHUNKS = S::COLUMNS / 8;
+    const int chunk = lane() % CHUNKS, column = column_of(slab) + chunk * 8;
+    RowCopies<T> wide;
+    wide.describe(p.wide, column, p.columns - column);
+#pragma unroll
+    for (int j = 0; j < S::ROWS * CHUNKS / 32; j++) {
+      const int i = lane() / CHUNKS + j * (32 / CHUNKS), row = pass * S::ROWS + i;
+      wide.copy(p.wide, p.wide_vectors, sWide(step) + i * S::WIDE_PITCH + chunk * 16,
+                row < part.count ? shared.wide_row[row] : 0, row < part.count);
+    }
+  }
+
+  /* Accumulates the products of a pass. */
+  __device__ __forceinline__ void multiply(int pass, int step,
+                                           float (&rAcc)[M_TILES][N_TILES][4]) const {
+    // Addresses from which ldmatrix.trans loads an operand A: 16 rows of K by 16 columns in the
+    // order of m16k16; and an operand B: in that of two k16n8.
+    const int l = lane(), a_row = l % 8 + l / 16 * 8, a_column = l / 8 % 2 * 8;
+    const int b_row = l % 16, b_column = l / 16 * 8;
+    const uint32_t sRanks = shared_address(shared.ranks) + pass * S::ROWS * S::RANKS_PITCH;
+    const int left = part.count - pass * S::ROWS;
+#pragma unroll
+    for (int k = 0; k < S::ROWS; k += 16) {
+      if (k >= left)
+        break;
+      const uint32_t a = TRANSPOSED ? sWide(step) + (k + a_row) * S::WIDE_PITCH + 2 * a_column
+                                    : sRanks + (k + a_row) * S::RANKS_PITCH + 2 * a_column;
+      const uint32_t b = TRANSPOSED ? sRanks + (k + b_row) * S::RANKS_PITCH + 2 * b_column
+                                    : sWide(step) + (k + b_row) * S::WIDE_PITCH + 2 * b_column;
+      uint32_t rA[M_TILES][4];
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++)
+        if (TRANSPOSED || has_ranks(16 * m))
+          load_matrix_x4_trans(rA[m], a + 32 * m);
+#pragma unroll
+      for (int n = 0; n < N_TILES; n += 2) {
+        if (TRANSPOSED && !has_ranks(8 * n))
+          continue;
+        uint32_t rB[4];
+        load_matrix_x4_trans(rB, b + 16 * n);
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++)
+          if (TRANSPOSED || has_ranks(16 * m)) {
+            mma_16816<T>(rAcc[m][n], rA[m], rB);
+            mma_16816<T>(rAcc[m][n + 1], rA[m], rB + 2);
+          }
+      }
+    }
+  }
+
+  /* Whether 16 columns of ranks from `own` on have any below the true rank. */
+  __device__ __forceinline__ bool has_ranks(int own) const { return ranks_left(own) > 0; }
+  __device__ __forceinline__ int ranks_left(int own) const {
+    const int at = tile.rank + own, slice = at >= p.padded_rank;
+    return at < p.slices * p.padded_rank ? rank - at + slice * p.padded_rank : 0;
+  }
+
+  /* Stores a slab: 8 neighbors of a lane at once, columns of A, ranks of B. */
+  __device__ __forceinline__ void store(int slab, const float (&rAcc)[M_TILES][N_TILES][4]) const {
+    const int quad = lane() % 4, first = column_of(slab);
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        // The gradient's row: a column of wide, or a rank.
+        const int line = 16 * m + 8 * half + lane() / 4;
+        const int at = tile.rank + (TRANSPOSED ? 0 : line), slice = at >= p.padded_rank;
+        const int r = at - (slice ? p.padded_rank : 0), column = first + (TRANSPOSED ? line : 0);
+        const bool exists =
+            TRANSPOSED ? column < p.columns : at < p.slices * p.padded_rank && r < p.max_rank;
+        const moelora_gradient &g = p.gradient[slice];
+        T *const to = (T *)g.data + part.to[0] * g.stride_l + part.to[1] * g.stride_e +
+                      (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
+        const int left = rank - r; // ranks from the first of this row on
+#pragma unroll
+        for (int n = 0; n < QUADS; n++) {
+          uint32_t x[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            constexpr int LAST = N_TILES - 1;
+            const int n8 = 4 * n + j < LAST ? 4 * n + j : LAST;
+            const int own = TRANSPOSED ? 8 * n8 + 2 * quad : 0;
+            x[j] = pack2<T>(own < left ? rAcc[m][n8][2 * half] : 0.f,
+                            own + TRANSPOSED < left ? rAcc[m][n8][2 * half + 1] : 0.f);
+          }
+          transpose_quad(x);
+          const int unit = 32 * n + 8 * quad;
+          if (exists && unit < 8 * N_TILES &&
+              (TRANSPOSED ? r + unit < p.max_rank : column + unit < p.columns))
+            *(uint4 *)(to + unit) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+      }
+  }
+
+  /* All slabs of this warp; the rows of ranks and their indices are there. */
+  __device__ __forceinline__ void run() const {
+    const int all = slabs(), each = passes();
+    if (each == 0) { // zeros
+      float rAcc[M_TILES][N_TILES][4] = {};
+#pragma unroll 1
+      for (int slab = 0; slab < all; slab++)
+        store(slab, rAcc);
+      return;
+    }
+    int slab = 0, pass = 0, ahead_slab = 0, ahead_pass = 0;
+    const auto load_next = [&](int step) {
+      if (ahead_slab < all)
+        load(ahead_slab, ahead_pass, step);
+      copy_async_commit();
+      if (++ahead_pass == each)
+        ahead_pass = 0, ahead_slab++;
+    };
+#pragma unroll 1
+    for (int step = 0; step < S::STAGES - 1; step++)
+      load_next(step);
+    float rAcc[M_TILES][N_TILES][4] = {};
+#pragma unroll 1
+    for (int step = 0; slab < all; step++) {
+      // Wait for the stage, and until all lanes have read the previous one.
+      copy_async_wait<S::STAGES - 2>();
+      __syncwarp();
+      load_next(step + S::STAGES - 1);
+      multiply(pass, step, rAcc);
+      if (++pass < each)
+        continue;
+      store(slab, rAcc);
+      pass = 0, slab++;
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            rAcc[m][n][i] = 0.f;
+    }
+    copy_async_wait<0>();
+  }
+};
+
+/* Copies the rows of ranks to shared memory and scales them. Called by all threads. */
+template <class T, class S>
+__device__ __forceinline__ void
+load_few_ranks(const GradientLaunch &s, const GradientProduct &p, const moelora_gradient_part &part,
+               const GradientTile &tile, int rank, typename S::SharedStorage &shared) {
+  constexpr int CHUNKS = S::RANKS / 8, STEP = S::THREADS / CHUNKS;
+  for (int i = threadIdx.x; i < part.count; i += S::THREADS) {
+    shared.wide_row[i] = s.index[p.wide.index][part.first + i];
+    shared.ranks_row[i] = s.index[p.ranks.index][part.first + i];
+    if (p.weighted)
+      shared.weight[i] = s.weight[part.first + i];
+  }
+  __syncthreads();
+  const int chunk = threadIdx.x % CHUNKS, at = tile.rank + chunk * 8;
+  const int slice = at >= p.padded_rank;
+  const int left = at < p.slices * p.padded_rank ? rank - at + slice * p.padded_rank : 0;
+  RowCopies<T> ranks;
+  ranks.describe(p.ranks, slice * (p.ranks_slice - p.padded_rank) + at, left);
+  const int rows = (part.count + 15) / 16 * 16;
+  const auto place = [&](int i) {
+    return shared_address(shared.ranks) + i * S::RANKS_PITCH + chunk * 16;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x / CHUNKS; i < rows; i += STEP)
+    ranks.copy(p.ranks, p.ranks_vectors, place(i), i < part.count ? shared.ranks_row[i] : 0,
+               i < part.count);
+  copy_async_commit();
+  copy_async_wait<0>();
+  if (p.weighted)
+#pragma unroll 1
+    for (int i = threadIdx.x / CHUNKS; i < part.count; i += STEP) {
+      T *const row = (T *)(shared.ranks + i * S::RANKS_PITCH) + chunk * 8;
+      const float weight = shared.weight[i];
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        row[j] = Element<T>::round(Element<T>::to_float(row[j]) * weight);
+    }
+  __syncthreads();
+}
+
+/* Persistent kernel over the tiles of all pairs with few rows. */
+template <class T, class S>
+__global__ void __launch_bounds__(S::THREADS, S::CTAS)
+    gradients_few(const __grid_constant__ GradientLaunch s) {
+  extern __shared__ __align__(128) char memory[];
+  typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const GradientGroup &group = s.group[0];
+  const int64_t all = (int64_t)group.parts.count[2] * group.few_tiles;
+#pragma unroll 1
+  for (int64_t work = blockIdx.x; work < all; work += gridDim.x) {
+    const int number = divide_work(work, group.few_tiles);
+    const moelora_gradient_part part = group.parts.few[number];
+    GradientTile tile;
+    const GradientProduct &p =
+        find_few_tile<S::RANKS>(group, (int)(work - (int64_t)number * group.few_tiles), &tile);
+    if (part.to[1] < 0)
+      continue;
+    const int rank = part.count > 0 ? min(part.rank, p.max_rank) : 0;
+    if (part.count > 0)
+      load_few_ranks<T, S>(s, p, part, tile, rank, shared);
+    if (p.transposed)
+      FewTile<T, S, true>{p, part, tile, shared, rank}.run();
+    else
+      FewTile<T, S, false>{p, part, tile, shared, rank}.run();
+    __syncthreads(); // all warps have read the rows
+  }
+}
+
+#endif

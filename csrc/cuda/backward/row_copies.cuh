@@ -1,0 +1,54 @@
+/* Copies of rows of gradient operands to shared memory, and what the kernels that use them share.
+ */
+#ifndef MOELORA_CUDA_ROW_COPIES_CUH
+#define MOELORA_CUDA_ROW_COPIES_CUH
+
+#include "cuda/backward/gradient_tile.cuh"
+
+struct GradientLaunch {
+  GradientGroup group[2];  // of pairs, of adapters
+  const int32_t *index[3]; // [P] by moelora_row_index
+  const float *weight;
+  bool accumulate;
+};
+
+/* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
+ * of its rows, of which `size` are valid. */
+template <class T> struct RowCopies {
+  const T *from; // in row 0
+  int size;      // valid elements; the rest is zero-filled
+
+  __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,
+                                           int left) {
+    size = max(min(left, 8), 0);
+    from = (const T *)operand.data + (size ? offset : 0);
+  }
+  /* Zero-fills unless the row is `there`. */
+  __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, bool vectors,
+                                       uint32_t to, int row, bool there) const {
+    if (vectors)
+      copy_async_16(to,
+                    row_address(from, (uint32_t)row, (uint32_t)(operand.stride * (int)sizeof(T))),
+                    there ? size * (int)sizeof(T) : 0);
+    else
+      copy_elements(to, from + row * operand.stride, there ? size : 0);
+  }
+};
+
+/* at / by, bit by bit: the compiler's division is a call, for which it would spill registers. */
+__device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
+  uint32_t quotient = 0;
+#pragma unroll 1
+  for (int bit = 30; bit >= 0; bit--)
+    if (at >= (uint64_t)by << bit)
+      at -= (uint64_t)by << bit, quotient |= 1u << bit;
+  return (int)quotient;
+}
+
+/* Number of the part or split that tile `at` of all belongs to, each with `tiles`. */
+__device__ __forceinline__ int divide_work(int64_t at, int tiles) {
+  return at >> 32 ? divide_wide((uint64_t)at, (uint32_t)tiles)
+                  : (int)((uint32_t)at / (uint32_t)tiles);
+}
+
+#endif
