@@ -155,8 +155,6 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
       .variant = v,
       .vectors = is_vector_product(load),
       .a_vectors = a_vectors && load->w->k % 8 == 0,
-      .shrink_tokens =
-          routes->num_rows <= 32 * (int64_t)routes->num_experts * routes->max_loras ? 32 : 64,
       .shrinks_vectors = moelora_is_vector_row(load->y, load->y_stride, load->w->n) &&
                          lora->slice_n % 8 == 0 && lora->max_rank % 8 == 0 &&
                          moelora_are_vector_factors(lora->b, lora->num_slices),

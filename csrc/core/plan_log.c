@@ -242,11 +242,9 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
 }
 
 static void log_back_product(const char *what, const moelora_back_product_plan *product) {
-  log_part(what,
-           "%s vectors=%d a_vectors=%d shrinks_vectors=%d shrink_tokens=%d counters=%lld "
-           "l2_elements=%d",
+  log_part(what, "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d",
            product->variant->name, product->vectors, product->a_vectors, product->shrinks_vectors,
-           product->shrink_tokens, (long long)product->num_counters, product->l2_elements);
+           (long long)product->num_counters, product->l2_elements);
 }
 
 void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,

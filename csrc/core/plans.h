@@ -250,11 +250,10 @@ typedef struct moelora_experts_plan {
 /* One product with transposed weights, and the shrink before it. */
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
-  bool vectors;          /* y, w and the outputs allow 16-byte accesses */
-  bool a_vectors;        /* also the factors A, which extend K of w */
-  bool shrinks_vectors;  /* y and the factors B allow 16-byte accesses */
-  int32_t shrink_tokens; /* rows per work unit of the shrink: 64, or 32 with few rows per pair */
-  int64_t num_counters;  /* of the tile scheduler */
+  bool vectors;         /* y, w and the outputs allow 16-byte accesses */
+  bool a_vectors;       /* also the factors A, which extend K of w */
+  bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
+  int64_t num_counters; /* of the tile scheduler */
   int32_t l2_elements;
 } moelora_back_product_plan;
 

@@ -55,9 +55,10 @@ struct moelora_back_launch : moelora_gemm_launch {
 
 /* shrink.cu: yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the true rank
  * to the next multiple of 16; base rows are not written. Slice i uses columns of y from i *
- * slice_n on. Of `g`, only schedule, tokens and adapters are used. */
+ * slice_n on. Of `g`, only schedule, tokens and adapters are used; vectors: y and B allow 16-byte
+ * accesses. */
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
-                                        void *yb, const moelora_back_product_plan *plan,
-                                        moelora_dtype dtype, const moelora_exec *exec);
+                                        void *yb, bool vectors, moelora_dtype dtype,
+                                        const moelora_exec *exec);
 }
 #endif

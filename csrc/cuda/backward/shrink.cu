@@ -3,10 +3,10 @@
  * for rows of adapter l and r below its true rank; zero from there to the next multiple of 16.
  * Ranks of B are contiguous, while operand A of a product needs them as rows: ldmatrix transposes.
  *
- * A work unit is up to TOKENS rows of a block, a slice, and up to RANKS ranks. A CTA loops over the
+ * A work unit is up to 64 rows of a block, a slice, and up to RANKS ranks. A CTA loops over the
  * segments among its rows, and for each over K, with a cp.async pipeline:
  *
- *   X [TOKENS rows][64 of K]        those of the segment
+ *   X [64 rows][64 of K]        those of the segment
  *   B [64 of K][RANKS]          zeros past the end of K
  *
  * K is accumulated in k16 steps in order: the result of a row does not depend on other rows. */
@@ -17,13 +17,13 @@
 
 namespace {
 
-constexpr int kThreads = 128, kStages = 4;
+constexpr int kThreads = 128, kTokens = 64, kStages = 4;
 
-template <int TOKENS> struct ShrinkStage {
-  SwizzledRow sX[TOKENS], sB[kDepth];
+struct Stage {
+  SwizzledRow sX[kTokens], sB[kDepth];
 };
-template <int TOKENS> constexpr int kSharedStages = kStages * (int)sizeof(ShrinkStage<TOKENS>);
-static_assert(kSharedStages<64> <= (int)kPortableShared, "a CTA's shared memory");
+constexpr int kSharedStages = kStages * (int)sizeof(Stage);
+static_assert(kSharedStages <= (int)kPortableShared, "a CTA's shared memory");
 
 struct BackShrinkParams {
   moelora_gemm_launch g;
@@ -38,19 +38,18 @@ struct PartSegment {
 };
 
 /* One segment of a part: 16 TILES ranks. */
-template <class T, bool VECTORS, int TILES, int TOKENS> struct BackShrink {
-  using Stage = ShrinkStage<TOKENS>;
+template <class T, bool VECTORS, int TILES> struct BackShrink {
   static constexpr int RANKS = 16 * TILES;
   const BackShrinkParams &p;
   uint32_t base;
   int64_t position; // first row of the part
   int slice, chunk, expert;
-  uint32_t row[TOKENS / 16]; // of y, for token threadIdx.x / 8 + 16 i
+  uint32_t row[kTokens / 16]; // of y, for token threadIdx.x / 8 + 16 i
 
   /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++)
+    for (int i = 0; i < kTokens / 16; i++)
       row[i] = (uint32_t)position + min((int)threadIdx.x / 8 + 16 * i, count - 1);
     find_x_rows(p.g.schedule.blocks, p.g.tokens, row);
   }
@@ -68,7 +67,7 @@ template <class T, bool VECTORS, int TILES, int TOKENS> struct BackShrink {
     const T *y = (const T *)p.g.tokens.x + slice * lora.slice_n;
     const int left = depth - at - lane * 8;
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++) {
+    for (int i = 0; i < kTokens / 16; i++) {
       const int t = (int)threadIdx.x / 8 + 16 * i;
       copy_chunk<VECTORS>(sX(step) + t * kRowBytes + ((lane ^ t & 7) << 4),
                           y + (int64_t)row[i] * p.g.tokens.stride + (left > 0 ? at + lane * 8 : 0),
@@ -152,8 +151,8 @@ template <class T, bool VECTORS, int TILES, int TOKENS> struct BackShrink {
   }
 };
 
-template <class T, bool VECTORS, int TILES, int TOKENS>
-__global__ void __launch_bounds__(kThreads, TOKENS == 32 ? 4 : 3)
+template <class T, bool VECTORS, int TILES>
+__global__ void __launch_bounds__(kThreads, 3)
     back_shrink(const __grid_constant__ BackShrinkParams p) {
   extern __shared__ __align__(128) char shared[];
   wait_for_previous_kernel();
@@ -164,60 +163,51 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 32 ? 4 : 3)
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int chunk = unit % p.chunks, slice = unit / p.chunks % slices;
     const int part = unit / p.chunks / slices % p.parts, block = unit / p.chunks / slices / p.parts;
-    const int count = min(TOKENS, blocks.counts[block] - part * TOKENS);
+    const int count = min(kTokens, blocks.counts[block] - part * kTokens);
     if (count <= 0)
       continue;
-    const int64_t position = (int64_t)block * blocks.rows + part * TOKENS;
-    constexpr int LANES = TOKENS / 32;
-    Segments<LANES> segments;
+    const int64_t position = (int64_t)block * blocks.rows + part * kTokens;
+    Segments<kTokens / 32> segments;
     segments.load(blocks, most, position, count);
-    BackShrink<T, VECTORS, TILES, TOKENS> shrink = {
-        p, shared_address(shared), position, slice, chunk, blocks.expert_ids[block], {}};
+    BackShrink<T, VECTORS, TILES> shrink = {p,     shared_address(shared),   position, slice,
+                                            chunk, blocks.expert_ids[block], {}};
     shrink.find_rows(count);
     for (int low = 0, high; low < count; low = high) {
       high = segments.next(low + 1, count);
-      const int packed = __shfl_sync(
-          0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[LANES - 1], low % 32);
+      const int packed =
+          __shfl_sync(0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[1], low % 32);
       if (packed >= 0 && packed % kRanks > chunk * 16 * TILES)
         shrink.run({low, high, packed});
     }
   }
 }
 
-template <class T, bool VECTORS, int TILES, int TOKENS>
+template <class T, bool VECTORS, int TILES>
 moelora_status launch(BackShrinkParams p, const moelora_exec *exec) {
   const moelora_blocks &blocks = p.g.schedule.blocks;
-  p.parts = (blocks.rows + TOKENS - 1) / TOKENS;
+  p.parts = (blocks.rows + kTokens - 1) / kTokens;
   p.chunks = (p.g.adapters.lora.max_rank + 16 * TILES - 1) / (16 * TILES);
-  return launch_kernel<back_shrink<T, VECTORS, TILES, TOKENS>>(
+  return launch_kernel<back_shrink<T, VECTORS, TILES>>(
       "back_shrink", blocks.max_blocks * p.parts * p.chunks * p.g.adapters.lora.num_slices,
-      kThreads, kSharedStages<TOKENS>, exec, p);
-}
-
-template <class T, int TOKENS>
-moelora_status launch_vectors(const BackShrinkParams &p, const moelora_exec *exec) {
-  const int rank = p.g.adapters.lora.max_rank;
-  return rank <= 16   ? launch<T, true, 1, TOKENS>(p, exec)
-         : rank <= 32 ? launch<T, true, 2, TOKENS>(p, exec)
-                      : launch<T, true, 4, TOKENS>(p, exec);
+      kThreads, kSharedStages, exec, p);
 }
 
 template <class T>
-moelora_status launch_any(const BackShrinkParams &p, const moelora_back_product_plan *plan,
-                          const moelora_exec *exec) {
-  if (!plan->shrinks_vectors)
-    return launch<T, false, 1, 64>(p, exec);
-  return plan->shrink_tokens == 32 ? launch_vectors<T, 32>(p, exec)
-                                   : launch_vectors<T, 64>(p, exec);
+moelora_status launch_any(const BackShrinkParams &p, bool vectors, const moelora_exec *exec) {
+  const int rank = p.g.adapters.lora.max_rank;
+  if (!vectors)
+    return launch<T, false, 1>(p, exec);
+  return rank <= 16   ? launch<T, true, 1>(p, exec)
+         : rank <= 32 ? launch<T, true, 2>(p, exec)
+                      : launch<T, true, 4>(p, exec);
 }
 
 } // namespace
 
 extern "C" moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g,
-                                                   const float *scalings, void *yb,
-                                                   const moelora_back_product_plan *plan,
+                                                   const float *scalings, void *yb, bool vectors,
                                                    moelora_dtype dtype, const moelora_exec *exec) {
   const BackShrinkParams p = {*g, scalings, yb, 0, 0};
-  return dtype == MOELORA_BF16 ? launch_any<__nv_bfloat16>(p, plan, exec)
-                               : launch_any<__half>(p, plan, exec);
+  return dtype == MOELORA_BF16 ? launch_any<__nv_bfloat16>(p, vectors, exec)
+                               : launch_any<__half>(p, vectors, exec);
 }

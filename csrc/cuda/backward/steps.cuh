@@ -84,7 +84,8 @@ inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_pro
   if (!yb)
     return MOELORA_OK;
   g->adapters.xa = yb;
-  return moelora_cuda_back_shrink(g, routes->lora_scalings, yb, plan, plan->variant->dtype, exec);
+  return moelora_cuda_back_shrink(g, routes->lora_scalings, yb, plan->shrinks_vectors,
+                                  plan->variant->dtype, exec);
 }
 
 /* The product itself, directly after the shrink. */
