@@ -74,7 +74,7 @@ TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
 ARRIVALS = """adapters come: policy, slots: slots, adapters: adapters,
     median first token (ms): ttft_ms, × resident: ttft_ms_ratio, 95th percentile (ms): ttft_p95_ms,
     tokens/s of all at once: tok_s, tokens/s × resident: tok_s_ratio"""
-UPDATES = """while: what, tensors: layout, layers: layers, rank: rank, GiB: gib, an update (ms): ms,
+UPDATES = """while: what, tensors: layout, layers: layers, GiB: gib, an update (ms): ms,
     shortest: low, longest: high, a step (ms): step_ms, longest step (ms): step_max_ms"""
 TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us,
@@ -425,8 +425,8 @@ def claim():
     return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
         **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
         its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput
-        without adapters. A training step of a layer is {" and ".join(training)}. Measured on
-        {card("e2e-12-layers")} in bf16, with twelve layers of the model."""
+        without adapters, on {card("e2e-12-layers")} in bf16, with twelve layers of the model. A training
+        step of a layer is {" and ".join(training)}, on {card("training")}."""
 
 
 def alternatives():
