@@ -425,8 +425,8 @@ def claim():
     return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
         **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
         its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput
-        without adapters, on {card("e2e-12-layers")} in bf16, with twelve layers of the model. A training
-        step of a layer is {" and ".join(training)}, on {card("training")}."""
+        without adapters, on {card("e2e-12-layers")} in bf16, with twelve layers of the model. A
+        training step of a layer is {" and ".join(training)}, on {card("training")}."""
 
 
 def alternatives():

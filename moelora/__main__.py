@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             needs = f"needs {package}: pip install {_what_brings(package)}"
             commands.add_parser(name, help=needs, add_help=False).set_defaults(needs=needs)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     args, more = parser.parse_known_args(argv)
     if "needs" in args:
         print(f"moelora {args.needs}", file=sys.stderr)

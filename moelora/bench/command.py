@@ -341,7 +341,13 @@ def result(row: Case) -> str:
     }
     if row["best_rival"]:
         times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
-    return f"{what}: " + ", ".join(f"{name} {us:,.0f} us" for name, us in times.items())
+    unit, scale = unit_of(row)
+    return f"{what}: " + ", ".join(f"{name} {us / scale:,.1f} {unit}" for name, us in times.items())
+
+
+def unit_of(row: Case) -> tuple[str, float]:
+    """Unit of the times of a case, and its microseconds."""
+    return ("ms", 1e3) if row["ours_us"] > 5e3 else ("us", 1.0)
 
 
 def headlines(rows: list[Case]) -> list[str]:
@@ -381,7 +387,7 @@ def show(rows: list[Case], remarks: list[str], console: Console) -> None:
 
 
 def table_of(rows: list[Case]) -> Table:
-    unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
+    unit, scale = unit_of(rows[0])
     table = Table(title=f"{unit} per layer", caption=" ".join(CAPTION.split()))
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
     beside = {

@@ -143,7 +143,7 @@ def test_results_go_to_a_file_as_soon_as_they_are_there(bench, monkeypatch, tmp_
     bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop")
     begin, look, first = said
     assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", begin)
-    line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,]+ us, without "
+    line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
     assert re.match(rf"\[0/2, \d+ s\] first look, baselines follow: {line}", look)
     assert "loop" not in look
     assert re.match(rf"\[1/2, \d+ s\] {line}", first) and "loop with them" in first
