@@ -29,7 +29,8 @@ BITS = {"bf16": 16.0, "FP8": 8.0, "INT4": 4.25, "MXFP4": 4.25}  # scales of grou
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model; `dense` are parameters of layers beside attention and experts."""
+    """Sizes of a model; `dense` is the number of parameters outside attention, experts, routers and
+    embeddings."""
 
     name: str
     formats: tuple[str, ...]

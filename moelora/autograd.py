@@ -209,7 +209,8 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
-    """`flat` split into lists of `counts` elements; negative: not a list."""
+    """Inverse of `_flat`: lists of `counts` elements; a negative count is one argument that is no
+    list."""
     values = iter(flat)
     return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 

@@ -46,20 +46,21 @@ def first_gap(a, b):
 
 
 def steps_compared(a, b):
-    """Those of two replies up to the first that differs, which is one of them."""
+    """Number of steps of two replies up to and including the first that differs."""
     step = parting(a, b)
     return len(a["tokens"]) if step is None else step + 1
 
 
 def near_tie(differences):
-    """What all but the share BEYOND of them do not exceed: of less than a hundred, the largest."""
+    """The 1 - BEYOND quantile of the differences (of fewer than 100, the maximum), but at least
+    TIE."""
     inner = math.ceil((1 - BEYOND) * len(differences))
     return max(TIE, sorted(differences)[inner - 1])
 
 
 def by_chance(steps):
-    """How many of them may be beyond a near-tie; more are in fewer than the share CHANCE of
-    cases, if each is with the probability BEYOND."""
+    """The smallest n with P(X > n) <= CHANCE, where X ~ Binomial(steps, BEYOND) is the number of
+    steps beyond a near-tie."""
     most, more = 0, 1 - (1 - BEYOND) ** steps
     while more > CHANCE:
         most += 1
@@ -68,7 +69,8 @@ def by_chance(steps):
 
 
 def compare(what, names, ours, theirs, same=SAME):
-    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies."""
+    """One row for the base and each adapter: `ours` and `theirs` are replies by adapter, then
+    prompt."""
     offs = [
         [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
         for a, b in zip(ours, theirs, strict=True)
@@ -113,7 +115,8 @@ def adapters_act(what, check):
 
 
 def compare_batches(name, check):
-    """An engine's mixed batch with each alone, and what its adapters do."""
+    """Compare an engine's mixed batch with uniform batches, and check that its adapters have an
+    effect."""
     rows = compare(f"{name}: mixed, each alone", check["names"], check["mixed"], check["alone"])
     return rows + adapters_act(name, check)
 

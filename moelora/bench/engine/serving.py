@@ -1,4 +1,4 @@
-"""What an engine is asked, and how long it takes. An adapter of None is the base model."""
+"""Requests that check and time an engine. An adapter of None is the base model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
 
 PREFILL = (16, 2048)  # prompts, tokens of each
-DECODE = (64, 32, 128)  # sequences if not told otherwise, prompt tokens, new tokens
+DECODE = (64, 32, 128)  # default number of sequences, prompt tokens, new tokens
 CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 

@@ -111,7 +111,7 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
                 f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
             )
         prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
-        # With host memory each request brings its own, when there is a slot.
+        # With host memory, each request loads its adapter when a slot is free.
         with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
             try:
                 serving.now.rows = None  # requests have their own from here on
