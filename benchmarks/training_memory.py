@@ -11,7 +11,7 @@ tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts
                 z P (I + K), attention 8 M K; and a copy of its factors and their gradients, 8 each
     logits      M V: float32, its gradient, and bfloat16
 
-A card has room for what RESERVED leaves to the CUDA context, libraries and fragmentation.
+The share RESERVED of a card's memory is left to the CUDA context, libraries and fragmentation.
 """
 
 from __future__ import annotations

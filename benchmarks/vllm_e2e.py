@@ -194,7 +194,7 @@ class Bench(Stages):
         return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
 
     def same_format(self):
-        """Whether vLLM's own engine reads what moelora's does."""
+        """Whether vLLM without moelora loads the same quantized checkpoint."""
         return self.args.format in (None, *FP8) or self.args.own_kernels
 
     def only_quantized(self, model):

@@ -1,15 +1,15 @@
-"""Replies of two engines, or of one in two batches: the same, but for what rounding does.
+"""Compares replies of two engines, or of one engine in two batches, up to rounding.
 
 A reply is {"prompt": log-probabilities of its prompt's tokens from the second on, "tokens": greedy
 ones, "top": at each step, log-probabilities of the best tokens by id}.
 
-Where greedy replies part, two tokens must have been so close that rounding could turn them round:
-the smaller of their gaps in the two replies is no more than what rounding did to one of both
-log-probabilities. How much that is, prompts tell, whose tokens are the same for both engines: all
-but a hundredth of their positions, those of the base model and of all adapters together, differ by
-no more than a near-tie, which TIE is at least. One position that is far off makes no others
-near-ties. As the last hundredth may be a step of a reply, too, so many of the compared steps of
-each row may part from a wider gap as chance explains: one of six, two of 36, three of 83.
+Where two greedy replies first differ, the two tokens must be a near-tie: the smaller of the gaps
+between their log-probabilities in the two replies is small enough for rounding to swap them. The
+threshold is estimated from the prompts, whose tokens are the same for both engines: it is the 1 -
+BEYOND quantile of the differences of their log-probabilities over the base model and all adapters,
+but at least TIE. A quantile is insensitive to single outliers. As a share BEYOND of the steps may
+exceed it, so many steps of each row may differ by a wider gap as by_chance() allows: one of six,
+two of 36, three of 83.
 """
 
 import json
@@ -17,11 +17,11 @@ import math
 import re
 import statistics
 
-TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
-BEYOND = 0.01  # the share of log-probabilities that rounding may move by more than a near-tie
-CHANCE = 0.05  # how often so many may be beyond it that correct engines are called wrong
+TIE = 0.3  # minimum threshold of a near-tie: kernels, and thus rounding, differ with batch size
+BEYOND = 0.01  # share of log-probabilities that may differ by more than a near-tie
+CHANCE = 0.05  # maximum probability that correct engines fail by the number of such steps
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
-WORSE = 1.25  # moelora's median distance in its baseline's: FP8 rounds activations, too
+WORSE = 1.25  # maximum ratio of moelora's median distance to the baseline's
 
 
 def differences(a, b):

@@ -131,8 +131,8 @@ def targets(
     rows: Sequence[dict[str, Any]],
     wanted: Iterable[tuple[str, str, dict[str, Any], dict[str, Any], float]],
 ) -> list[dict[str, Any]]:
-    """Rows of what is wanted, as far as it was measured: each (phase, name, the fields of our row,
-    those of theirs, ratio)."""
+    """Rows of the targets in `wanted` whose measurements exist. A target is (phase, name, fields
+    that select our row, fields that select theirs, minimum ratio)."""
 
     def find(phase: str, fields: dict[str, Any]) -> Any:
         for row in rows:
