@@ -23,9 +23,9 @@ def portable(device: str) -> list[str]:
     return ["cc80"] if device == "cuda" else []
 
 
-# Kernels of a layer, of its backward, around its projections, and of adapters alone: the role that
-# begins a variant's name and, after a space, words that the name contains. One variant of each role
-# can be forced.
+# Kinds of kernels: of a layer, of its backward, around its projections, of adapters alone. A kind
+# is the role, the first word of a variant's name, and further words that the name must contain. One
+# variant of each role can be forced.
 BASE = ("gemm", "decode")
 BACK = ("back",)
 AROUND = ("sort", "shrink blocks", "shrink segments", "sum")

@@ -72,7 +72,7 @@ def speed(
         def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
 
-        run()  # loads adapters, compiles what is compiled late
+        run()  # warm-up: loads adapters, runs late compilation
         seconds = []
         for _ in range(reps):
             start = time.perf_counter()

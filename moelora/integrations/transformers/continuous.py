@@ -41,7 +41,7 @@ class _Slot:
 
     @property
     def number(self) -> int:
-        """In the next batch; that of the last one when the request is done."""
+        """The adapter's slot for the next batch; once the request is done, its last slot."""
         if self.held is not None:
             self.last = self.pool.lookup(self.name, held=self.held)
         return self.last
