@@ -79,7 +79,7 @@ def make(model_type):
 
 
 def shrink(model):
-    """Gives experts behind the interface weights of a few numbers."""
+    """Replaces the weights of experts that have the experts interface by tiny zero tensors."""
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             for name, outer in ((up_name(module), 2), ("down_proj", 1)):

@@ -1,10 +1,10 @@
-"""Which dialects of adapters are read right, by what: the table of docs/adapters.md.
+"""Which libraries read which dialects of adapters correctly: the table of docs/adapters.md.
 
     python -m benchmarks.dialect_table --out docs/adapters.md
 
 Each dialect is written for every small model (`tests/support`) and read by
-`load_adapters`, and by PEFT with `moelora.integrations.peft.attach`; right is who has the logits of
-merged weights. What vLLM and SGLang do is read in their sources.
+`load_adapters`, and by PEFT with `moelora.integrations.peft.attach`; a result is right if its
+logits equal those of merged weights. The columns of vLLM and SGLang follow from their sources.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def rows(dialects, models):
 
 
 def cell(counts):
-    """What a reader wants to know of the models of one dialect."""
+    """Summarize the results of one dialect over all models."""
     if set(counts) == {RIGHT}:
         return "yes"
     if RIGHT not in counts and len(counts) == 1:

@@ -110,7 +110,7 @@ def sglang(base: Tensor, p: Problem, index: Tensor) -> Tensor:
 
 @dataclass
 class Pool:
-    """Tokens, and what is run on them."""
+    """Tokens from which batches are composed, and the operators to run on them."""
 
     name: str
     format: str

@@ -64,7 +64,7 @@ INSIDE = "MOELORA_UNDER_NCU"
 
 
 def run(wanted):
-    """Inside ncu: each case once, between cudaProfilerStart and Stop."""
+    """Run each case once under ncu, between cudaProfilerStart and cudaProfilerStop."""
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     for name in dict.fromkeys(model for model, _, _ in wanted):
         generator = torch.Generator("cuda").manual_seed(0)
@@ -78,7 +78,7 @@ def run(wanted):
             flush.zero_()
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
-            torch.cuda._sleep(1)  # its kernel tells cases apart
+            torch.cuda._sleep(1)  # its kernel marks the start of a case
             ours.run(batch, rank)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()

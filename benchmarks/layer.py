@@ -18,7 +18,7 @@ from moelora.bench import results
 
 STREAMED = 8  # tokens; up to here a layer on a CPU is bound by reading its weights
 COMPUTED = 512  # from here on by arithmetic
-ALLOWED = 1.5  # our error over that of the same layer in bf16; of FP8 activations, over vLLM's
+ALLOWED = 1.5  # maximum ratio to the error of the bf16 layer; with FP8 activations, to vLLM's
 
 
 def cpu_goals(row, features=""):

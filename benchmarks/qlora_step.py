@@ -65,7 +65,7 @@ class Draw:
         return empty.normal_(0, std, generator=self.make)
 
     def mxfp4(self, experts, rows, columns):
-        """Blocks and scales, for numbers of variance near 1 / columns."""
+        """Random MXFP4 blocks and scales; dequantized values have a variance near 1 / columns."""
         options = {"generator": self.make, "device": self.device, "dtype": torch.uint8}
         most = 127 - round(math.log2(2.93 * math.sqrt(columns)))
         blocks = torch.randint(256, (experts, rows, columns // 2), **options)

@@ -107,7 +107,7 @@ def reply(one):
 
 
 class Bench(Stages):
-    """The servers, what came of them, and the file that says so."""
+    """Runs servers of SGLang and writes their results to a file."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -147,7 +147,7 @@ class Bench(Stages):
         speed(client, self.args.reps, self.args.sequences, run.update)
 
     def server(self, name, manifest, ask):
-        """Starts one, and asks it: `ask` puts what comes of it into a dict."""
+        """Start a server and query it: `ask` stores the results in a dict."""
         flags, ours = SERVERS[name]
         folders = manifest["adapters"] if flags else []
         most = max(self.args.sequences)

@@ -134,8 +134,8 @@ AWAITED = "*Not measured yet.*"  # a table whose file, or its rows in it, are no
 
 
 def path_of(topic, device=None):
-    """The newest file of a topic, <card>-<topic>.json, or the one of a device; a CPU's topic begins
-    with "cpu-". None: not measured."""
+    """Path of the newest result file of a topic, optionally only those of `device`; None if there
+    is none. GPU results are in <card>-<topic>.json, CPU results (topic cpu-...) in <topic>.json."""
     folder = ROOT / "benchmarks/results"
     if topic.startswith("cpu-"):
         found = [folder / f"{topic}.json"]
@@ -317,7 +317,7 @@ def format_ranges():
 
 
 def quantized_layers():
-    """Of four bits and of FP8, how much faster than the fastest of vLLM's with adapters."""
+    """Speedup over the fastest of vLLM's layers with adapters, for 4-bit and for FP8 weights."""
     rows = cases("formats_all")
     found = {
         what: [r["ratio"] for r in rows if r["format"] in formats]
@@ -366,7 +366,7 @@ ENGINE_TABLES = {
 
 
 def engine_ranges():
-    """Tokens per second of engines with and without LoRA, of all that was measured."""
+    """Tokens per second of engines with and without LoRA, over all measurements."""
     said = []
     titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
 
@@ -621,8 +621,7 @@ def cpu_format_ranges():
 
 
 def decode_parts():
-    """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
-    memory's rate."""
+    """Time of each kind of kernel of a decode step / time to move its bytes at memory bandwidth."""
     _, same_card = load("layer", card("kernels-decode"))
     layers = {(r["model"], r["tokens"], r["rank"]): r for r in same_card}
     parts, rows = {}, []
@@ -692,7 +691,7 @@ def section(name):
 
 
 def filled(text):
-    """A page with all of its tables made anew."""
+    """A page with all of its tables regenerated."""
     between = re.compile(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", re.S)
     return between.sub(lambda m: f"<!-- {m[1]} -->\n{section(m[1])}\n<!-- /{m[1]} -->", text)
 

@@ -11,7 +11,7 @@ tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts
                 z P (I + K), attention 8 M K; and a copy of its factors and their gradients, 8 each
     logits      M V: float32, its gradient, and bfloat16
 
-A card has room for what RESERVED leaves to the CUDA context, libraries and fragmentation.
+The share RESERVED of a card's memory is left to the CUDA context, libraries and fragmentation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ BITS = {"bf16": 16.0, "FP8": 8.0, "INT4": 4.25, "MXFP4": 4.25}  # scales of grou
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model; `dense` are parameters of layers beside attention and experts."""
+    """Sizes of a model; `dense` is the number of parameters outside attention, experts, routers and
+    embeddings."""
 
     name: str
     formats: tuple[str, ...]

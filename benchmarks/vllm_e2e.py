@@ -133,7 +133,7 @@ def speeds(runs):
 
 
 class Bench(Stages):
-    """The engines of vLLM, what came of them, and the file that says so."""
+    """Runs engines of vLLM and writes their results to a file."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -194,11 +194,11 @@ class Bench(Stages):
         return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
 
     def same_format(self):
-        """Whether vLLM's own engine reads what moelora's does."""
+        """Whether vLLM without moelora loads the same quantized checkpoint."""
         return self.args.format in (None, *FP8) or self.args.own_kernels
 
     def only_quantized(self, model):
-        """Nobody reads what a large model's numbers stand for, where vLLM reads the numbers."""
+        """Flag to omit the dequantized copy of a large model if vLLM loads the quantized one."""
         return ["--only-quantized"] if model == "a3b" and self.same_format() else []
 
     def make(self, model, *options):
@@ -305,7 +305,7 @@ class Bench(Stages):
             job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT=flag)
             self.read(run, job)
             row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
-            # Another engine's rows are counted, not promised.
+            # Only moelora must be batch invariant; vLLM's differing rows are just reported.
             kept = row.get("matched", 0) > 0 and row.get("differing") == 0
             self.checks.append(row | {"ok": kept or name == "vllm"})
         self.write()
@@ -329,7 +329,7 @@ class Bench(Stages):
         self.read("moelora", job)
         job = self.engine("vllm", models[1], "--lora", "--check", ours=False)
         self.read("vllm", job)
-        # Numbers before they were quantized; those of MXFP4 are drawn.
+        # The weights before quantization; MXFP4 checkpoints are drawn quantized, with a dense copy.
         plain = "tiny" if (self.work / "tiny").exists() else f"{models[0]}-dense"
         pairs = {"moelora": (models[0], "--rows", rows), "vllm": (plain, "--usual")}
         for name, (model, *flags) in pairs.items():

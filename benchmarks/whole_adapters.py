@@ -126,7 +126,7 @@ class Steps:
 
 @dataclass
 class Turn:
-    """Something to be timed: its calls, and what brings it back to the beginning."""
+    """What is timed: `calls` calls of `call`, after `before` has reset its state."""
 
     call: object
     calls: int

@@ -50,11 +50,11 @@ TORCH_NAMES = {  # of torch.utils.cpp_extension
     "Hopper": "9.0",
     "Blackwell": "10.0;12.0",
 }
-# A CUDA source with this name in its folders or its own is not portable: it uses what this
-# architecture alone has, and is compiled for nothing else, whatever the list above. "sm80" is where
-# portable code starts.
+# A CUDA source with this name in its path uses features of this architecture only and is compiled
+# for no other, regardless of the list above. "sm80" denotes portable code.
 ONLY_FOR = {"sm90": "90a"}
-# A compiler takes a third of that for the largest of our sources; nvcc may run four at once.
+# Memory to reserve per job. The largest source takes a third of it per compiler process, of which
+# nvcc may run four at once.
 JOB_BYTES = 1 << 30
 # Objects of one source that the cache keeps, those used last.
 KEPT = 24
@@ -131,10 +131,10 @@ def cuda_archs_of(source):
 
 
 def cuda_arch_flags(source):
-    """Portable machine code for 9.x to 11.x is made from one PTX, that of the lowest of them: to
-    make PTX takes as long as to make machine code of it, and programmatic launches, which are all
-    that portable sources have from 9.0 on, are in each. From 12.0 on SMs are smaller, and so are
-    the bounds of some kernels: these have a PTX of their own."""
+    """The -gencode flags of a source. SASS for 9.x to 11.x is assembled from one PTX, that of the
+    lowest of them: generating PTX takes as long as assembling it, and portable sources use no
+    feature newer than programmatic dependent launch (9.0). From 12.0 on SMs are smaller, and some
+    kernels have other launch bounds, so that these need a second PTX."""
     archs, ptx = cuda_archs_of(source)
     if ptx is None:
         return [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
@@ -152,8 +152,8 @@ def cuda_arch_flags(source):
     return flags
 
 
-# Bytes that a kernel may spill outside of its main loop: the state of a tile's epilogue. Of
-# quantized weights the state of a tile in producers, too, which leave registers to consumers.
+# Bytes that a kernel may spill outside of its main loop: per-tile state of the epilogue and, with
+# quantized weights, also of producers, which leave registers to consumers.
 SPARED_BYTES = 16
 SPARED_BYTES_OF = {
     r"(gemm|saving)_\w+_w8a8_\d+": 640,
@@ -192,7 +192,7 @@ def report_ptxas(source, text):
 
 @functools.cache
 def identity(compiler):
-    """What a compiler calls itself; another release of it compiles all anew."""
+    """Version text of a compiler: with another release everything is recompiled."""
     done = subprocess.run([*compiler, "--version"], capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{shlex.join(compiler)} --version failed: {done.stderr}")
@@ -229,10 +229,10 @@ def digest(path):
 
 
 class Digests(dict):
-    """SHA-256 of files by name, relative to ROOT, as they were at first sight.
+    """SHA-256 of files by name, relative to ROOT; each file is read once.
 
-    Ours are all seen at the start: what is edited while a compiler runs then differs from what
-    is noted for its object, which is compiled again next time.
+    Files below csrc are read at the start. If one is edited while a compiler runs, the digest
+    stored with the object no longer matches, and the next build compiles it again.
     """
 
     def __init__(self):
@@ -245,7 +245,7 @@ class Digests(dict):
 
 
 def digest_of(command):
-    """Of a command's words; where the tree lies makes no difference."""
+    """SHA-256 of a command, independent of the location of the tree."""
     return hashlib.sha256(shlex.join(command).replace(f"{ROOT}/", "").encode()).hexdigest()
 
 
@@ -266,11 +266,11 @@ def cache_folder():
 
 
 class Compiler:
-    """Compiles sources to objects, each only when it, one of its headers, its command or the
-    compiler changed: their contents, for times change when a tree is copied.
+    """Compiles sources to objects, each only if the contents of the source or of a header, the
+    command or the compiler changed. Times are ignored: they change when a tree is copied.
 
-    STEM.COMMAND.CONTENTS.o in the cache has a list beside it, as sha256sum writes it, of what it
-    was made from. An object with warnings or spills is not in the cache, so that they show again.
+    STEM.COMMAND.CONTENTS.o in the cache comes with a list of its inputs, in the format of
+    sha256sum. Objects with warnings or spills are not cached, so that every build shows them.
     """
 
     def __init__(self, nvcc):
@@ -376,7 +376,7 @@ class Compiler:
         return obj, summary
 
     def compile_all(self, sources, title):
-        """Their objects. Says what it does, if there is anything to do."""
+        """Return the objects of sources; compile stale ones and print progress."""
         objects = {source: self.find(source) for source in sources}
         stale = [source for source in sources if objects[source] is None]
         if not stale:

@@ -209,7 +209,8 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
-    """`flat` split into lists of `counts` elements; negative: not a list."""
+    """Inverse of `_flat`: lists of `counts` elements; a negative count is one argument that is no
+    list."""
     values = iter(flat)
     return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 
@@ -293,8 +294,8 @@ WANTED_OF_PROJECTION = {"x": 1, "topk_weights": 2, "lora_a": 4, "lora_b": 8, "bi
 
 
 class _Projection(torch.autograd.Function):
-    """An operator of PROJECTIONS, whose arguments come with their lists unfolded. A delta writes to
-    its first argument, to which it adds or not."""
+    """An operator of PROJECTIONS, with its list arguments flattened. A delta writes to its first
+    argument, either overwriting it or adding to it."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, counts: list[int], *flat: Any) -> Any:

@@ -74,7 +74,7 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
-# What `**options` stands for: the keywords of `fused_experts_lora`, in their order.
+# Parameters that `**options` accepts: the keywords of `fused_experts_lora`, in order.
 OPTIONS = {
     p.name: p
     for p in inspect.signature(fused_experts_lora).parameters.values()

@@ -32,7 +32,7 @@ from moelora.terminal import printable
 DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
 
-MAX_BYTES = 1 << 20  # per file; a hundred plans take a hundredth of it
+MAX_BYTES = 1 << 20  # per file; far more than MAX_PLANS plans take
 MAX_PLANS = 1 << 10  # per file; the library accepts no more
 
 

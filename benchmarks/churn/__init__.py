@@ -1,5 +1,5 @@
-"""Adapters that come, go and change while a model serves: `python -m benchmarks.churn`.
+"""Adapters that are added, removed and updated while a model serves: `python -m benchmarks.churn`.
 
-`decoder` is a model with a batch that requests join and leave, `arrivals` the requests and who is
-served next, `updates` new versions under load.
+`decoder` is a model with a batch that requests join and leave, `arrivals` generates and schedules
+requests, `updates` installs new versions of adapters under load.
 """

@@ -29,7 +29,7 @@ from benchmarks.compare.processes import Build
 from moelora import _C
 from moelora.bench import results
 
-# What a build says of a call that it does not know, or does not take.
+# Exceptions of a build for a call that it does not have or does not support.
 REFUSALS = (AttributeError, TypeError, ValueError, NotImplementedError)
 # Large and finite in bfloat16 and float32, NaN in float16, no index. glibc wants it inverted.
 POISON = 0x7F
@@ -141,7 +141,7 @@ def difference(a, b):
 
 
 class Comparison:
-    """What all groups so far have told of the first build and another one."""
+    """Differences between the first build and another one, accumulated over groups."""
 
     def __init__(self, first, other, folder):
         self.first, self.other, self.folder = first, other, pathlib.Path(folder)

@@ -95,7 +95,7 @@ def distance(one, two):
 
 
 def pair(before, after):
-    """[(kernel, kernel)], one of them None where there is no partner."""
+    """Matches kernels of two builds: [(before, after)], None where there is no counterpart."""
     named = {(k.arch, k.name): k for k in after}
     pairs = [(k, named.pop((k.arch, k.name), None)) for k in before]
     for i, (kernel, other) in enumerate(pairs):

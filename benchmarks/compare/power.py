@@ -30,7 +30,7 @@ QUERY = "clocks.sm,power.draw.instant"
 
 
 def sample(line):
-    """(MHz, watts) of a line of nvidia-smi; None where it knows no number."""
+    """(MHz, watts) of a line of nvidia-smi; None if a value is not a number."""
     try:
         mhz, watts = (float(word) for word in line.split(","))
     except ValueError:

@@ -17,19 +17,19 @@ import sys
 from benchmarks import ROOT
 
 MODULE = "_C.abi3.so"
-ANSWER = "@"  # begins what a build's process says to us
+ANSWER = "@"  # prefix of answers in the output of a build's process
 
 
 def serve(worker):
-    """In the process of a build: runs the methods of `worker` that the other side asks for."""
+    """Run the methods of `worker` that the parent requests; in the process of a build."""
     for line in sys.stdin:
         asked = json.loads(line)
         print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
 
 
 class Build:
-    """Our side of a build's process. `worker` is a class "module:Class" of this repository, made
-    there of `arguments`; `folder` is a temporary one."""
+    """The parent's handle of a build's process, which constructs `worker`, "module:Class" in this
+    repository, from `arguments`. `folder` is temporary."""
 
     def __init__(self, text, folder, worker, *arguments, **environment):
         self.name, _, rest = text.partition("=")

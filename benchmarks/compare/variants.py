@@ -30,7 +30,7 @@ def parse(argv=None):
 
 
 def candidates(rows_per_expert: float) -> list[str]:
-    """Kernels of projections and layers that such a load might want."""
+    """Kernels of projections and layers that may be the fastest for this load."""
     found = []
     for name in _C.usable():
         block = re.search(r"_(\d+)x", name)

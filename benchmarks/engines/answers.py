@@ -1,15 +1,15 @@
-"""Replies of two engines, or of one in two batches: the same, but for what rounding does.
+"""Compares replies of two engines, or of one engine in two batches, up to rounding.
 
 A reply is {"prompt": log-probabilities of its prompt's tokens from the second on, "tokens": greedy
 ones, "top": at each step, log-probabilities of the best tokens by id}.
 
-Where greedy replies part, two tokens must have been so close that rounding could turn them round:
-the smaller of their gaps in the two replies is no more than what rounding did to one of both
-log-probabilities. How much that is, prompts tell, whose tokens are the same for both engines: all
-but a hundredth of their positions, those of the base model and of all adapters together, differ by
-no more than a near-tie, which TIE is at least. One position that is far off makes no others
-near-ties. As the last hundredth may be a step of a reply, too, so many of the compared steps of
-each row may part from a wider gap as chance explains: one of six, two of 36, three of 83.
+Where two greedy replies first differ, the two tokens must be a near-tie: the smaller of the gaps
+between their log-probabilities in the two replies is small enough for rounding to swap them. The
+threshold is estimated from the prompts, whose tokens are the same for both engines: it is the 1 -
+BEYOND quantile of the differences of their log-probabilities over the base model and all adapters,
+but at least TIE. A quantile is insensitive to single outliers. As a share BEYOND of the steps may
+exceed it, so many steps of each row may differ by a wider gap as by_chance() allows: one of six,
+two of 36, three of 83.
 """
 
 import json
@@ -17,11 +17,11 @@ import math
 import re
 import statistics
 
-TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
-BEYOND = 0.01  # the share of log-probabilities that rounding may move by more than a near-tie
-CHANCE = 0.05  # how often so many may be beyond it that correct engines are called wrong
+TIE = 0.3  # minimum threshold of a near-tie: kernels, and thus rounding, differ with batch size
+BEYOND = 0.01  # share of log-probabilities that may differ by more than a near-tie
+CHANCE = 0.05  # maximum probability that correct engines fail by the number of such steps
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
-WORSE = 1.25  # moelora's median distance in its baseline's: FP8 rounds activations, too
+WORSE = 1.25  # maximum ratio of moelora's median distance to the baseline's
 
 
 def differences(a, b):
@@ -46,20 +46,21 @@ def first_gap(a, b):
 
 
 def steps_compared(a, b):
-    """Those of two replies up to the first that differs, which is one of them."""
+    """Number of steps of two replies up to and including the first that differs."""
     step = parting(a, b)
     return len(a["tokens"]) if step is None else step + 1
 
 
 def near_tie(differences):
-    """What all but the share BEYOND of them do not exceed: of less than a hundred, the largest."""
+    """The 1 - BEYOND quantile of the differences (of fewer than 100, the maximum), but at least
+    TIE."""
     inner = math.ceil((1 - BEYOND) * len(differences))
     return max(TIE, sorted(differences)[inner - 1])
 
 
 def by_chance(steps):
-    """How many of them may be beyond a near-tie; more are in fewer than the share CHANCE of
-    cases, if each is with the probability BEYOND."""
+    """The smallest n with P(X > n) <= CHANCE, where X ~ Binomial(steps, BEYOND) is the number of
+    steps beyond a near-tie."""
     most, more = 0, 1 - (1 - BEYOND) ** steps
     while more > CHANCE:
         most += 1
@@ -68,7 +69,8 @@ def by_chance(steps):
 
 
 def compare(what, names, ours, theirs, same=SAME):
-    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies."""
+    """One row for the base and each adapter: `ours` and `theirs` are replies by adapter, then
+    prompt."""
     offs = [
         [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
         for a, b in zip(ours, theirs, strict=True)
@@ -113,7 +115,8 @@ def adapters_act(what, check):
 
 
 def compare_batches(name, check):
-    """An engine's mixed batch with each alone, and what its adapters do."""
+    """Compare an engine's mixed batch with uniform batches, and check that its adapters have an
+    effect."""
     rows = compare(f"{name}: mixed, each alone", check["names"], check["mixed"], check["alone"])
     return rows + adapters_act(name, check)
 

@@ -27,7 +27,7 @@ COMMON = {  # settings of every model
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
-DELTA = 0.5  # of an adapter, over what it is added to, by standard deviation
+DELTA = 0.5  # standard deviation of an adapter's delta over that of the base product
 
 
 @dataclass(frozen=True)

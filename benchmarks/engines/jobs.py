@@ -1,4 +1,4 @@
-"""Stages of commands, and a folder by which engines find moelora's plugins."""
+"""Runs commands in stages, and writes the entry points by which engines find moelora's plugins."""
 
 import shutil
 import time
@@ -10,7 +10,7 @@ from moelora.bench.engine.jobs import Job
 
 
 class Stages:
-    """Jobs in order and what came of them; none starts after the budget.
+    """Runs jobs in order and records their results; starts none after the budget is spent.
 
     `args` has `work`, a folder that is emptied, and `budget_s`.
     """
@@ -61,7 +61,7 @@ def write_logs(folder, out):
 
 
 def write_entry_points(folder):
-    """What an installed moelora tells of its plugins, for engines that have `folder` on their
+    """Write the entry points of an installed moelora, for engines that have `folder` on their
     path."""
     with open(ROOT / "pyproject.toml", "rb") as file:
         groups = tomllib.load(file)["project"]["entry-points"]

@@ -1,9 +1,9 @@
-"""Have rows of an engine's MoE layers the same bits in a mixed batch as alone?
+"""Check whether rows of an engine's MoE layers have the same bits in a mixed batch as alone.
 
-Hooks for `vllm_engine --bits`: a row is known by the bits that go into a layer, its
-hidden state and router logits, and so found again in another batch, unless what comes before the
-layer (attention, say) gave it other bits there. Requests with different adapters may agree in such
-a row: then it has several outputs, alone and in the mixed batch.
+Hooks for `vllm_engine --bits`: rows of two batches are matched by the bits of a layer's inputs,
+hidden state and router logits. A row stays unmatched if earlier layers (attention, say) computed
+other bits in the other batch. Requests with different adapters may have the same inputs: such a row
+has several outputs, alone and in the mixed batch.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ def digests(t: Tensor) -> list[tuple[int, int]]:
 
 
 class Rows:
-    """Of each phase, {(layer, what goes in): what came out}."""
+    """Digests of the rows of each phase: {(layer, hidden state, router logits): outputs}."""
 
     def __init__(self):
         self.phase = ""
@@ -51,8 +51,8 @@ class Rows:
         return record
 
     def compare(self, one: str, other: str) -> dict[str, int]:
-        """`rows` of `other`; of its different inputs those that `one` has, too, of these the ones
-        with an output that `one` has not, and those that `one` has not."""
+        """Counts of `other`: all rows, distinct inputs that `one` also has (matched), those of them
+        with an output that `one` lacks (differing), and inputs that `one` lacks (unmatched)."""
         a, b = self.seen[one], self.seen[other]
         both = a.keys() & b.keys()
         return {

@@ -45,7 +45,8 @@ class Maker(engine_model.Maker):
         return blocks, scales, dense.flatten(2)
 
     def layer(self, prefix):
-        """(common, quantized alone, dense alone) tensors of one layer."""
+        """Tensors of one layer: common ones, those of the quantized and those of the dense
+        checkpoint."""
         q, kv = HEADS * HEAD, KV_HEADS * HEAD
         std = 1 / math.sqrt(HIDDEN)
         common = {}

@@ -57,7 +57,7 @@ def four_bits(weight, zero_points=False):
 
 
 def int4(weight):
-    """Tensors of the checkpoint by name, and what they stand for."""
+    """Quantize to (tensors of the checkpoint by name, dequantized weight)."""
     q, scales, _, dense = four_bits(weight)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {"weight_packed": words(q), "weight_scale": scales, "weight_shape": shape}, dense
@@ -103,7 +103,7 @@ def nvfp4(weight):
 
 
 def e4m3(weight, dim):
-    """Numbers, one scale for all of `dim`, and what they stand for."""
+    """Quantize to (e4m3 values, scales reduced over `dim`, dequantized weight)."""
     scales = (weight.float().abs().amax(dim, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
     q = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return q, scales, q.float() * scales.float()
@@ -181,7 +181,8 @@ def settings(format, layers):
 
 
 def write(source, folders, quantize, device):
-    """Every file of weights, for `folders`: as quantized, and as what that stands for."""
+    """Write every weight file to `folders`: quantized to the first one, dequantized to the
+    others."""
     maps = [{} for _ in folders]
     for file in sorted(source.glob("*.safetensors")):
         made = [{} for _ in folders]

@@ -1,8 +1,8 @@
-"""The rows of an engine's MoE layers, for a trainer to repeat.
+"""Records inputs and outputs of an engine's MoE layers, for a trainer to replay.
 
 `vllm_engine --rows FILE` writes a list of calls, each {"layer", "x", "weights", "ids", "adapters",
-"out"}: what moelora's operator was given for the tokens of a batch and what it returned.
-`adapters` has, for each token, an index into the names of adapters, or -1.
+"out"}: inputs and output of moelora's operator for the tokens of a batch. `adapters` has, for each
+token, an index into the names of adapters, or -1.
 """
 
 import torch
@@ -13,7 +13,7 @@ class Calls:
     """Records calls of `fused_experts_lora` by moelora's plugin of vLLM."""
 
     def __init__(self):
-        self.phase: int | None = None  # index of an adapter that is alone; -1: of a mixed batch
+        self.phase: int | None = None  # index of the batch's only adapter; -1: mixed batch
         self.layers: dict[int, int] = {}
         self.slots: dict[int, int] = {}  # of the engine's pool
         self.calls: list[dict] = []

@@ -25,6 +25,6 @@ FAMILIES = {
 
 
 def groups(device: str) -> dict[str, Callable[[], Calls]]:
-    """All groups as "family name", families taking turns: the first few are of every kind."""
+    """All groups as "family name", interleaved so that the first few include every family."""
     families = ([(f"{name} {g}", c) for g, c in f(device)] for name, f in FAMILIES.items())
     return dict(group for turn in zip_longest(*families) for group in turn if group)

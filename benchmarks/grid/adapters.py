@@ -1,4 +1,4 @@
-"""Adapters alone in the words of vLLM and of SGLang."""
+"""Operators of adapters alone, with the interfaces of vLLM and of SGLang."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,8 @@ def factors(p: Problem, which: str) -> tuple[list, list]:
 
 
 def vllm(p: Problem, which: str, block: int) -> dict[str, Callable]:
-    """Its operators whole and in halves, by lists of blocks, or by the routing alone (block 0)."""
+    """vLLM's operators, both halves at once and separately; rows by lists of blocks, or by routing
+    only (block 0)."""
     x = p.hidden_states if which == "w13" else p.rows
     a, b = factors(p, which)
     experts, slots, (tokens, top_k) = p.w13.size(0), len(p.spec.ranks), p.topk_ids.shape

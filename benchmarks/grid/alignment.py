@@ -20,7 +20,8 @@ LIST_BLOCKS = (1, 5, 16, 64)
 
 
 def routes(size: tuple, device: str) -> tuple:
-    """ids and mapping, some of them out of range, weights, enabled adapters, expert_map."""
+    """(ids, mapping, weights, enabled adapters, expert_map); some ids and mappings are out of
+    range."""
     tokens, top_k, experts, adapters = size
     make = torch.Generator().manual_seed(tokens)
     dtype = torch.int64 if tokens % 2 else torch.int32

@@ -1,4 +1,4 @@
-"""How a call of the grid is planned, and what it writes to."""
+"""Plans forced on calls of the grid, and the tensors to which calls write."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +19,13 @@ DTYPES = {
 
 
 def portable(device: str) -> list[str]:
-    """What forces the kernels of every GPU."""
+    """The plan that limits a GPU to portable kernels."""
     return ["cc80"] if device == "cuda" else []
 
 
-# Kernels by what a variant's name begins with, and of a role's those with a word: a layer's, those
-# of its backward, those around its projections, those of adapters alone. One variant of each role
-# can be forced.
+# Kinds of kernels: of a layer, of its backward, around its projections, of adapters alone. A kind
+# is the role, the first word of a variant's name, and further words that the name must contain. One
+# variant of each role can be forced.
 BASE = ("gemm", "decode")
 BACK = ("back",)
 AROUND = ("sort", "shrink blocks", "shrink segments", "sum")
@@ -52,7 +52,8 @@ def plans(device: str, dtype: torch.dtype) -> list[str]:
 
 
 def planned(how: str, call: Callable):
-    """`call()` by a variant or a capability; then the environment's word counts again."""
+    """`call()` with a forced variant or capability; restores those of the environment
+    afterwards."""
     try:
         if how.startswith("cc"):
             _C.limit_capability(int(how[2:]))
@@ -81,12 +82,12 @@ def each_dtype(device: str, specs: dict[str, Spec], calls: Callable[[str, Spec],
 
 
 def present(arguments: dict, *needed: str) -> dict:
-    """Without what is absent, so that a build may not know its name."""
+    """Drop absent arguments, which older builds may not have, except those in `needed`."""
     return {k: v for k, v in arguments.items() if v is not None or k in needed}
 
 
 def filled(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    """A base product of the device and dtype of `like`: values, some of them -0."""
+    """A random base product with the device and dtype of `like`; some values are -0."""
     make = torch.Generator(like.device).manual_seed(len(shape))
     values = torch.randn(shape, generator=make, device=like.device)
     values.view(-1)[::5] = -0.0

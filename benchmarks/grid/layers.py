@@ -100,7 +100,8 @@ def gemm(p: Problem) -> dict[str, Callable]:
 
 
 def delta(p: Problem) -> dict[str, Callable]:
-    """Each delta new, added to a base product, weighted too, and in place of what was there."""
+    """Each delta in a new tensor, added to a base product, without and with routing weights, and
+    overwriting a tensor."""
     calls = {}
     operators = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
     for which, run in operators.items():
@@ -122,14 +123,16 @@ def delta(p: Problem) -> dict[str, Callable]:
 
 
 def forms(p: Problem) -> tuple[dict, dict]:
-    """What every variant shall run, and what runs kernels of its own or the same ones again."""
+    """(calls to run with every variant, calls that have their own kernels or would repeat the same
+    ones)."""
     run = layer(p)
     often = {name: run.pop(name) for name in ("layer", "layer, packed")} | gemm(p)
     return often, run if p.spec.mix == "absent" else run | delta(p)
 
 
 def around(device: str, p: Problem) -> Calls:
-    """By every kernel around a layer's projections, and by those of its adapters alone."""
+    """Calls with each kernel around a layer's projections forced, and each kernel of adapters
+    alone."""
     dtype = p.spec.dtype
     yield from with_plans({"layer": layer(p)["layer"]}, rows(device, dtype, *AROUND), table=False)
     if p.spec.mix != "absent":

@@ -27,7 +27,7 @@ FP8 = {
 
 
 def kernels_of(name: str) -> str:
-    """What the names of kernels call a format."""
+    """The name of a format in the names of kernels."""
     fp8 = "w8a16" if name == "fp8 native" else "w8a8"
     return fp8 if name in FP8 else name.split()[0]
 

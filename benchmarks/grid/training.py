@@ -15,8 +15,8 @@ def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
 
 
 def gradients(device):
-    """What a layer saves, and all of its gradients: new, in float32, and added to what is there;
-    and those of a projection.
+    """Saved tensors and all gradients of a layer: in new tensors, in float32, and accumulated into
+    existing tensors. Also the gradient of a projection.
     """
 
     def calls(device, spec):

@@ -181,7 +181,7 @@ static MOELORA_CONSTEXPR int32_t moelora_formats_of(moelora_kernel_format kernel
       ;
 }
 
-/* Whether any of them has zero points. */
+/* Whether any weight format of a kernel format has zero points. */
 static MOELORA_CONSTEXPR bool moelora_kernel_has_zeros(moelora_kernel_format kernel) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \

@@ -86,8 +86,8 @@ static const moelora_variant *prefer(const moelora_variant *usual, const moelora
                                              : usual;
 }
 
-/* The experts of a token read its row of x again: while only tokens of one adapter are shrunk, from
- * L2. If all of x stays there anyway, such an order measured slower. */
+/* Each expert of a token rereads its row of x. Shrinking the tokens of one adapter at a time keeps
+ * these rows in L2; the order is not used if all of x fits L2 anyway. */
 static bool goes_by_adapter(const moelora_shrink_load *load, const moelora_device_info *device) {
   return !load->by_position && 2 * load->depth * load->x_rows > device->l2_bytes / 2;
 }

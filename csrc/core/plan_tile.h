@@ -22,7 +22,7 @@ typedef struct moelora_access {
 typedef struct moelora_tile {
   const moelora_variant *variant;
   const char *why_not; /* it is not selected; NULL: it is */
-  double ns;           /* moelora_model_ns, if that decides; else 0 */
+  double ns;           /* moelora_model_ns if the selection depends on it; otherwise 0 */
 } moelora_tile;
 
 /* variants.c asserts that the table has no more rows. */

@@ -283,7 +283,7 @@ typedef enum moelora_delta_order {
   MOELORA_LISTED,   /* by the caller's lists */
 } moelora_delta_order;
 
-/* The same for the backward of a projection. */
+/* Intermediate results that a requested gradient of a projection depends on. */
 typedef struct moelora_gemm_backward_needs {
   bool dz, yb, xa;
 } moelora_gemm_backward_needs;

@@ -131,7 +131,7 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   return MOELORA_OK;
 }
 
-/* The same for a layer, forward or backward. */
+/* finish() for a layer, forward or backward. */
 static moelora_status finish_layer(moelora_call *call, prepared *p, size_t workspace,
                                    moelora_status (*launch)(const prepared *, const moelora_exec *),
                                    const moelora_experts_problem *forward) {

@@ -38,8 +38,9 @@ static inline __m512 e4m3_products(const uint8_t *chunk, float scale) {
   return _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(chunk)), _mm512_set1_ps(scale * 0x1p8f));
 }
 
-/* Rounds to bf16, to nearest even, in the high halves; the low halves are garbage. NaN stays NaN,
- * assumed quiet as the result of a product. */
+/* Rounds to bf16, ties to even, in the upper 16 bits of each lane; the lower 16 bits are
+ * unspecified. NaN is not rounded: as the result of a product it is quiet, so its upper half is a
+ * NaN. */
 static inline __m512i rounded_bf16(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), odd = _mm512_srli_epi32(bits, 16);
   const __m512i half =

@@ -130,7 +130,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
 /* tile.c: operand rows of x for sorted rows [first, first + m), as adapters read them */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
-/* The same for w, in scratch->x and scratch->x_scales. */
+/* Operand rows of x as w reads them, to scratch->x; if x is e4m3, also its scales, to
+ * scratch->x_scales. */
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 

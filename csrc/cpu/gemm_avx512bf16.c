@@ -22,7 +22,7 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 #include "cpu/dot.h"
 
 typedef uint16_t operand;
-typedef __m512i table; /* in the high halves of its words; the low halves are garbage */
+typedef __m512i table; /* bf16 in the upper 16 bits of each lane; the lower 16 are unspecified */
 
 static inline table table_bf16(const float *values, float zero, float scale, float tile_scale,
                                bool exact) {

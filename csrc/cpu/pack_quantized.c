@@ -95,7 +95,7 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
   }
 }
 
-/* The scale of a tile that has one of its own. */
+/* Copies the scale of a tile, for formats with one scale per tile. */
 static void pack_tile_scale(const moelora_quantized_problem *p, int64_t expert, int64_t first,
                             uint8_t *tile) {
   const int64_t half = p->tiles.half_tiles && first / MOELORA_PACK >= p->tiles.half_tiles;

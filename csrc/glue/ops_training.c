@@ -120,7 +120,7 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   run(ctx, &op->args);
 }
 
-/* The same, in less memory: gate_up is overwritten. */
+/* op_run_backward in less memory: overwrites gate_up. */
 void op_run_backward_over(moelora_op_context *ctx, op_backward_args *op) {
   op->args.overwrites_gate_up = true;
   op_run_backward(ctx, op);

@@ -13,6 +13,6 @@ PATH_MAX = 4096  # Linux
 
 
 def console() -> Console:
-    """A console: the terminal, or one wide enough for tables with paths of any length."""
+    """A console on the terminal; if output is redirected, one so wide that no path is wrapped."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=2 * PATH_MAX)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Relative to the norm of the reference. Baselines that merge adapters, or add them later, round
 # more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
-W8A8_TOLERANCE = 4e-2  # different rounding of a sum may select the next FP8 value, 6 % away
+W8A8_TOLERANCE = 4e-2  # sums that round differently may become adjacent e4m3 values
 
 
 def tolerance_of(layer: Layer) -> float:

@@ -36,7 +36,7 @@ class Run:
     # the checked call, instead of `call(0)`; may raise Skipped
     first: Callable[[], torch.Tensor] | None = None
     eager: bool = False  # synchronizes with the host, so CUDA graphs cannot capture it
-    of: Layer | None = None  # what it computes, if not the case's layer
+    of: Layer | None = None  # the layer it computes, if not the case's
 
 
 Runs: TypeAlias = dict[Key, Run]

@@ -39,7 +39,7 @@ def _problem(dtype: torch.dtype, device: str) -> dict[str, Any]:
 
 
 def _layer(dtype: torch.dtype, device: str) -> str:
-    """What is wrong with the layer, "" if nothing."""
+    """Error message about the layer, "" if its result is correct."""
     problem = _problem(dtype, device)
     want = reference.fused_experts_lora_ref(**problem)
     out = moelora.fused_experts_lora(**problem)

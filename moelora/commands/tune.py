@@ -66,7 +66,7 @@ def candidates(dtype: str, device: str, *roles: str) -> list[str]:
 
 
 def ran(variants: str, rank: int) -> bool:
-    """Whether the last layer, with this rank, ran all of them; only adapters have a shrink."""
+    """Whether the last layer ran all of `variants`; with rank 0 it has no shrink."""
     wanted = [v for v in variants.split(",") if rank or not v.startswith("shrink_")]
     return set(wanted) <= set(_C.last_plan().replace("=", " ").split())
 

@@ -78,7 +78,7 @@ def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> Gradi
 
 
 def naive_fused_experts_lora_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """The same of `naive_fused_experts_lora`, in the dtype and on the device of the input.
+    """Gradients of `naive_fused_experts_lora`, in the dtype and on the device of the input.
 
     Float32 factors beside 16-bit activations are rounded on their way in, and have gradients in
     float32.
@@ -122,7 +122,7 @@ def fused_moe_lora_gemm_backward_ref(grad_out: Tensor, **arguments: Any) -> Grad
 
 
 def naive_fused_moe_lora_gemm_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """The same of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input."""
+    """Gradients of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input."""
     return _gradients(
         naive_fused_moe_lora_gemm, grad_out, arguments, lambda t: t, TRAINED_OF_PROJECTION
     )

@@ -31,7 +31,8 @@ template <int RANKS_> struct GradientShape {
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int WARP_COLUMNS = 32;
   static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16
-  /* Steps whose index is in shared memory: those with a stage in flight, and as many ahead. */
+  /* Steps whose row indices are in shared memory: STAGES with rows in flight, and STAGES
+   * prefetched. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     }
     if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
-    tile_of(work, part).store(shared); // found anew: the K loop needs all registers
+    tile_of(work, part).store(shared); // recomputed: the K loop needs all registers
     __syncthreads();                   // all threads have read the sums
   }
 }

@@ -166,15 +166,14 @@ moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);
 
-/* float32 factors with a 16-bit dtype: each of `factors` with `wide` gets a copy in the arena,
- * rounded to `dtype`, and then refers to it. `depth` is the K of A. An arena without memory only
- * counts. */
+/* Float32 factors of a layer with a 16-bit dtype, and the same factors with data rounded to that
+ * dtype, in the arena. `depth` is the K of A. */
 typedef struct moelora_rounded_factors {
   moelora_factors from, to; /* `to` is not wide */
   int64_t depth;
 } moelora_rounded_factors;
 
-/* Factors that are not wide are kept and take no memory. */
+/* Allocates the rounded copies in the arena; factors that are not wide are used in place. */
 moelora_rounded_factors moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
                                                   const moelora_routes *routes, moelora_dtype dtype,
                                                   moelora_arena *arena);

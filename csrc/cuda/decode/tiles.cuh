@@ -16,7 +16,7 @@
 namespace decode {
 namespace {
 
-/* d = the product of the shrink item at `work`, which advances to the next one. */
+/* Computes the product of the shrink item at `work` into d and advances `work` to the next item. */
 template <class T>
 __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
                                                 WorkIterator &work, const TokenRows &tokens,

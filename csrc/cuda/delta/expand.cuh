@@ -55,7 +55,7 @@ __device__ __forceinline__ float element_of(const uint32_t (&v)[WORDS], int i) {
   return Element<T>::to_float(*(const T *)&bits);
 }
 
-/* COLUMNS adjacent elements of out, from `at` on. */
+/* Stores COLUMNS adjacent elements z to out, from element `at` on. */
 template <class T, int COLUMNS>
 __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
                                               const float (&z)[COLUMNS]) {

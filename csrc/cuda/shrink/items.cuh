@@ -72,7 +72,8 @@ template <class S> struct ShrinkItems {
     int own = 0, all;
     visit(p, low, high, [&](int, const int4 &, const SegmentCut<S> &cut) { own += cut.items(); });
     int before = sum_before<S::WARPS>(own, found, &all, [] { __syncthreads(); });
-    // First of the CTA's items, which are number cta + i * ctas of all, in this thread's segments.
+    // The CTA has items cta + i * ctas. The first of them in this thread's segments is number
+    // `next` of all items and number `slot` of the CTA's.
     int slot = before <= cta ? 0 : ceil_divide(before - cta, ctas), next = cta + slot * ctas;
     if (next < before + own)
       visit(p, low, high, [&](int key, const int4 &v, const SegmentCut<S> &cut) {

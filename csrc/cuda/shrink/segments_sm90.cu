@@ -329,7 +329,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rSum[i]);
 }
 
-/* Consumes an item with the smallest N that holds its columns, from N on. */
+/* Consumes an item with the smallest of N, 2N, 4N, ... that holds its columns. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,

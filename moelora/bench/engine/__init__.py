@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settle(args: argparse.Namespace) -> dict[str, Any]:
-    """What every worker is told; ValueError names the invalid option, or what is not installed."""
+    """Arguments of all workers; ValueError names the invalid option, or the missing package."""
     adapters = dict(map(adapter, args.lora))
     if len(adapters) < len(args.lora):
         raise ValueError("--lora has two adapters of one name, wanted NAME=FOLDER for one of them")
@@ -184,7 +184,8 @@ def measure(
     folder: Path,
     runs: dict[str, dict[str, Any]],
 ) -> str | None:
-    """Run one engine in a process of its own and keep what it wrote; says what went wrong."""
+    """Run one engine in its own process and store its results; returns the error, None if it has
+    none."""
     stem = folder / setup.name.replace(" ", "-")
     told, out = stem.with_suffix(".told"), stem.with_suffix(".json")
     told.write_text(json.dumps(job | {"lora": setup.lora}))
@@ -225,7 +226,8 @@ def rows_of(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def versions(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the workers say of vLLM and of their layers."""
+    """vLLM's version, the layers of each worker, and the distance between their
+    log-probabilities."""
     found = next(iter(runs.values()), {})
     layers = {name: run["layers"] for name, run in runs.items()}
     return {"vllm": found.get("vllm"), "layers": layers, "distance": distance(runs)}
@@ -245,7 +247,7 @@ def flat(rows: Iterable[Iterable[float]]) -> list[float]:
 
 
 def show(rows: Sequence[dict[str, Any]], runs: dict[str, dict[str, Any]], where: Console) -> None:
-    """The table, and what it says in words."""
+    """Print the table and a summary of it."""
     table = Table(title="tokens per second; milliseconds of the decode batch")
     for column in ("engine", "requests", "prefill", "decode", "first token", "each later token"):
         table.add_column(column, justify="right" if column != "engine" else "left")

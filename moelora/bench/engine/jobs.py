@@ -41,7 +41,7 @@ class Job:
         return self.seconds - (time.monotonic() - self.start)
 
     def wait(self) -> dict[str, Any]:
-        """What became of it, as `stop` says it."""
+        """Wait for the process until the deadline, then `stop` it; returns the record of `stop`."""
         try:
             code = self.process.wait(max(self.left(), 0.1))
             end = "ok" if code == 0 else f"exit status {code}"
@@ -50,7 +50,7 @@ class Job:
         return self.stop(end)
 
     def stop(self, end: str) -> dict[str, Any]:
-        """{"stage", "seconds", "end"}; nothing of it runs on."""
+        """Kill all processes of the group; returns {"stage", "seconds", "end"}."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What an engine is asked, and how long it takes. An adapter of None is the base model."""
+"""Requests that check and time an engine. An adapter of None is the base model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
 
 PREFILL = (16, 2048)  # prompts, tokens of each
-DECODE = (64, 32, 128)  # sequences if not told otherwise, prompt tokens, new tokens
+DECODE = (64, 32, 128)  # default number of sequences, prompt tokens, new tokens
 CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 
@@ -72,7 +72,7 @@ def speed(
         def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
 
-        run()  # loads adapters, compiles what is compiled late
+        run()  # warm-up: loads adapters, runs late compilation
         seconds = []
         for _ in range(reps):
             start = time.perf_counter()
@@ -131,8 +131,8 @@ def targets(
     rows: Sequence[dict[str, Any]],
     wanted: Iterable[tuple[str, str, dict[str, Any], dict[str, Any], float]],
 ) -> list[dict[str, Any]]:
-    """Rows of what is wanted, as far as it was measured: each (phase, name, the fields of our row,
-    those of theirs, ratio)."""
+    """Rows of the targets in `wanted` whose measurements exist. A target is (phase, name, fields
+    that select our row, fields that select theirs, minimum ratio)."""
 
     def find(phase: str, fields: dict[str, Any]) -> Any:
         for row in rows:

@@ -185,7 +185,7 @@ class AttachedExperts:
         if adapter_names is not None:
             if isinstance(self.model, peft.PeftModel):
                 where = "pass adapter_names to the PEFT model, not to the model inside it"
-            else:  # PEFT's hooks, which pass the names to other layers, belong to its wrapper
+            else:  # only PeftModel has the hooks that pass names to other layers
                 where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
             raise RuntimeError(where)
         self.take_layers()

@@ -67,7 +67,7 @@ def _announce() -> None:
 
 
 def _reason(reason_against: Callable[[Any], str | None], layer: Any) -> str | None:
-    """Why a layer stays with SGLang, whatever its release calls what is asked of it."""
+    """Why a layer stays with SGLang; a release with unexpected attributes is such a reason."""
     try:
         return reason_against_device() or reason_against(layer)
     except (AttributeError, ImportError, TypeError) as error:

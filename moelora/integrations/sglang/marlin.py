@@ -25,7 +25,7 @@ TENSOR_EXPONENT = {torch.float16: 14 - 7, torch.bfloat16: 126 - 7}  # of the NVF
 
 @functools.cache
 def _tile() -> Tensor:
-    """(1024,): the place in a tile's (columns, rows) of each nibble of its 128 words."""
+    """(1024,): position of each nibble of a tile's 128 words in the tile's (columns, rows)."""
     places = []
     for word in range(DEPTH * ROWS // 8):
         lane, warp = divmod(word, 4)

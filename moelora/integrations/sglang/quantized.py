@@ -87,7 +87,7 @@ def _int4_reason(layer: Any) -> str | None:
 
 
 def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
-    """As Marlin multiplies them: the scale of gate's tensor is up's, too, in 16 bits."""
+    """Same values as in Marlin: one 16-bit tensor scale, that of gate, for both gate and up."""
     inter = layer.intermediate_size_per_partition
     rows, columns = layer.hidden_size, inter
     if name == "w13":
@@ -114,8 +114,8 @@ NVFP4 = Kind(_nvfp4, _nvfp4_reason, others=("weight_scale",))
 
 
 def kind_of(base_layer: Any) -> Kind | None:
-    """What a layer's weights are, None for those of 16 or 32 bits; NotImplementedError if they are
-    of no kind that is read.
+    """Kind of a layer's quantized weights; None if they have 16 or 32 bits. Raises
+    NotImplementedError if the kind is not supported.
     """
     method = getattr(base_layer, "quant_method", None)
     if not hasattr(base_layer, "w13_weight"):

@@ -81,7 +81,8 @@ def _targets(target: str, linear: str) -> bool:
 
 
 def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Whether a group's layers have `weight_packed`: by its format, or the common one."""
+    """Whether layers of a group have `weight_packed`, by the group's format or else the
+    checkpoint's."""
     form = group.get("format") or config.get("format")
     if form == "mixed-precision" or form is None:
         weights, inputs = (settings_in(group, key) for key in ("weights", "input_activations"))

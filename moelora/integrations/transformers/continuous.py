@@ -41,7 +41,7 @@ class _Slot:
 
     @property
     def number(self) -> int:
-        """In the next batch; that of the last one when the request is done."""
+        """The adapter's slot for the next batch; once the request is done, its last slot."""
         if self.held is not None:
             self.last = self.pool.lookup(self.name, held=self.held)
         return self.last
@@ -111,7 +111,7 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
                 f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
             )
         prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
-        # With host memory each request brings its own, when there is a slot.
+        # With host memory, each request loads its adapter when a slot is free.
         with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
             try:
                 serving.now.rows = None  # requests have their own from here on

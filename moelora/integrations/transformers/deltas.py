@@ -108,7 +108,7 @@ def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
 
 
 def _is_recorded(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
-    """Whether autograd needs the backward of the delta, which lists of blocks have not."""
+    """Whether autograd records the delta; the operators of lists of blocks have no backward."""
     tensors = x, out, factors["lora_a"], factors["lora_b"]
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

@@ -26,7 +26,7 @@ def factory(config: Any) -> Any:
 
 
 def empty_model(config: Any) -> PreTrainedModel:
-    """A model of a configuration, on the meta device.
+    """Construct a model from its configuration, on the meta device.
 
     Parameters
     ----------

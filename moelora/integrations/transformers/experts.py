@@ -124,7 +124,7 @@ def _identify(experts: Experts) -> Activation:
     numbers = {names: _numbers(experts, names) for names in (LIMITS, ALPHAS, GATE_CAPS, UP_CAPS)}
     edges = [*numbers[LIMITS], *numbers[GATE_CAPS], *numbers[UP_CAPS]]
     gate, up = (t.to(device_of(experts)) for t in _samples(edges))
-    # What is lost where a module computes in float32 and where the forms of gelu cancel.
+    # Rounding of modules that compute in float32, and cancellation in forms of gelu.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
     got = experts._apply_gate(w13) if experts.has_gate else experts.act_fn(w13)
@@ -170,7 +170,7 @@ def _candidates(
     gate_caps: list[float],
     up_caps: list[float],
 ) -> list[Activation]:
-    """What moelora has for such a layout, its own numbers first."""
+    """Activations that moelora supports for the layout, default parameters first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
     if not getattr(experts, "is_concatenated", True):

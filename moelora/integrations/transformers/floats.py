@@ -127,5 +127,5 @@ def nvfp4(
 def _nvfp4_experts(
     weight: Any = None, weight_packed: Any = None, **scales: Any
 ) -> QuantizedWeights:
-    """With ModelOpt's or compressed-tensors' names."""
+    """Accepts the tensor names of ModelOpt (`weight`) and compressed-tensors (`weight_packed`)."""
     return QuantizedWeights.from_nvfp4(weight_packed if weight is None else weight, **scales)

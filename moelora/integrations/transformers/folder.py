@@ -150,7 +150,7 @@ class Folder:
         return tensor
 
     def skip(self, linear: str, scheme: Scheme) -> None:
-        """Counts a layer's tensors that the scheme does not use as read."""
+        """Marks the tensors of a layer that its scheme does not use as read."""
         self.unread -= {f"{linear}.{part}" for part in scheme.unused}
 
     def of_names(self) -> list[str]:

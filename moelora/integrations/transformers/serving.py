@@ -30,9 +30,9 @@ class _Now(threading.local):
 
 
 class Rows:
-    """The adapters of rows, for every batch that a thread passes to a model.
+    """The adapter of each row, for every batch that a thread passes to a model.
 
-    With `layerwise` the copies of adapters may be under way, and each layer waits for its own.
+    With `layerwise`, copies of adapters may still be in progress, and each layer waits for its own.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ FORMATS = {  # of interface.METHODS
 
 @dataclass(frozen=True)
 class Part:
-    """A class of layers, who runs it, and why that is not moelora."""
+    """Which implementation runs a class of layers, and the reason if it is not moelora."""
 
     layers: str
     cls: str
@@ -85,7 +85,8 @@ def _part(layers: str, cls: str, needed: interface.Interface) -> Part:
 
 
 def _classes(needed: interface.Interface) -> list[str]:
-    """Full names of what is replaced: a release that lacks the first has no such layers."""
+    """Full name of the first replaced function or class; a release without it has no such
+    layers."""
     return [f"{module}.{name}" for module, names in needed.replaced.items() for name in names][:1]
 
 

@@ -24,7 +24,7 @@ struct FloatColumns {
   float v[16];
 };
 
-/* Converts bf16 by hand: for the upper half the compiler would emit two instructions. */
+/* Masks the upper element of a bf16 pair: the compiler's conversion takes two instructions. */
 template <class T> __device__ __forceinline__ FloatColumns to_floats(const PackedColumns &c) {
   FloatColumns n;
   for (int i = 0; i < 16; i++) {

@@ -133,7 +133,7 @@ template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
   using S = WarpTile<E>;
-  // Transposed weights are dequantized to what they stand for.
+  // Transposed weights are fully dequantized: the epilogue has no scale left to apply.
   using N8Extent = Extent<8, E::TILES, E::TRANSPOSED ? MOELORA_KERNEL_NATIVE : E::FORMAT>;
   const bool gated =
       MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated);

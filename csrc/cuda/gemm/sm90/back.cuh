@@ -37,7 +37,7 @@ struct LaunchBack {
 
   template <bool THROUGH, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
-    // The epilogue's buffers take the place of a stage, where two CTAs fill an SM's memory.
+    // Where two CTAs share an SM, the buffers of the epilogue replace a pipeline stage.
     constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
     using S =
         std::conditional_t<NATIVE, TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>,
