@@ -23,7 +23,8 @@ def check_arguments(
 ) -> None:
     """ValueError for what is wrong whatever the pool is; it names the argument."""
     _count("rank", rank)
-    _count("accumulation", accumulation)
+    if accumulation is not None:
+        _count("accumulation", accumulation)
     if alpha is not None:
         _number("alpha", alpha, positive=True)
     _number("lr", lr, positive=sparse)  # SparseAdam refuses 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -142,11 +142,6 @@ class Tenant:
                 if stack.grad is not None:
                     stack.grad[self._slot].zero_()
 
-    def undo(self, before: Sequence[Tensor]) -> None:
-        """Have the parameters be those of `before` again."""
-        for parameter, value in zip(self.parameters(), before, strict=True):
-            parameter.detach().copy_(value)
-
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
         self._check_here()
@@ -188,6 +183,8 @@ class Tenant:
             ],
             "updates": self.updates,
             "pending": self.pending,
+            "accumulation": self.accumulation,
+            "max_norm": self.max_norm,
             "factors": factors,
         }
 
@@ -218,6 +215,9 @@ class Tenant:
             }
         )
         self.updates, self.pending = saved["updates"], saved["pending"]
+        # Files of before these were saved have none.
+        self.accumulation = saved.get("accumulation", self.accumulation)
+        self.max_norm = saved.get("max_norm", self.max_norm)
         for key, factor in factors.items():
             if (grad := saved["factors"][key]["gradient"]) is not None:
                 factor.put_gradient(grad)

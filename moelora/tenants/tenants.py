@@ -8,10 +8,10 @@ by tenant: an optimizer of the tenant's slot, the norm of its gradients, its acc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import replacing, write
 from moelora.tenants.arguments import check_arguments
+from moelora.tenants.branches import Branches
 from moelora.tenants.new import new_adapter
+from moelora.tenants.steps import Step, check_loss, named, numbers, touched
 from moelora.tenants.tenant import (
     STATE_FILE,
     Tenant,
@@ -33,6 +35,7 @@ from moelora.tenants.tenant import (
     read_state,
     stacks_of,
 )
+from moelora.tenants.undo import Undo
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
@@ -40,27 +43,6 @@ Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
 
 # Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
 _TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
-
-
-class Step(NamedTuple):
-    """What a call of `Tenants.step` did for one tenant.
-
-    Attributes
-    ----------
-    loss : float or None
-        Its loss; None if computing it raised.
-    norm : float or None
-        Norm of its gradients before clipping; None if they were only accumulated.
-    updated : bool
-        Whether its optimizer made a step.
-    stopped : str or None
-        Why this call stopped the tenant, None if it did not.
-    """
-
-    loss: float | None
-    norm: float | None = None
-    updated: bool = False
-    stopped: str | None = None
 
 
 class Tenants:
@@ -115,6 +97,8 @@ class Tenants:
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
         for stack in self._stacks:
             stack.requires_grad_()
+        self._freeze = finalize(self, _freeze, self._stacks)
+        self._freeze.atexit = False
 
     # -- tenants in and out --
 
@@ -133,7 +117,7 @@ class Tenants:
         weight_decay: float = 0.0,
         optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
         sparse: bool = False,
-        accumulation: int = 1,
+        accumulation: int | None = None,
         max_norm: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tenant:
@@ -151,8 +135,8 @@ class Tenants:
             Of a new adapter: its rank, its alpha (absent: twice the rank), the layers of the pool
             that it has factors of, by name or the end of it (absent: all), and what draws A.
         resume : bool
-            Restore what `save` wrote beside the adapter: the optimizer with its learning rate, and
-            accumulated gradients.
+            Restore what `save` wrote beside the adapter: the optimizer with its learning rate,
+            accumulated gradients, and `accumulation` and `max_norm` unless they are passed.
         lr, weight_decay : float
             Of `torch.optim.AdamW`.
         optimizer : callable, optional
@@ -161,10 +145,10 @@ class Tenants:
         sparse : bool
             Gradients and updates of experts alone that the batches of an update have reached, by
             `torch.optim.SparseAdam`: others keep their factors and moments.
-        accumulation : int
-            Batches for an update.
+        accumulation : int, optional
+            Batches for an update. Absent: 1, or what is resumed.
         max_norm : float, optional
-            Norm to clip its gradients to.
+            Norm to clip its gradients to. Absent: no clipping, or what is resumed.
 
         Returns
         -------
@@ -214,7 +198,6 @@ class Tenants:
         self.pool.add(name, adapter, pin=True)
         try:
             tenant = Tenant(name, self.pool, adapter)
-            tenant.accumulation, tenant.max_norm = accumulation, max_norm
             parameters = tenant.parameters()
             if optimizer is not None:
                 tenant.optimizer = optimizer(parameters)
@@ -231,6 +214,10 @@ class Tenants:
             tenant.clear()
             if saved is not None:
                 tenant.restore(saved)
+            if accumulation is not None:
+                tenant.accumulation = accumulation
+            if max_norm is not None:
+                tenant.max_norm = max_norm
         except BaseException:
             self.pool.remove(name)
             raise
@@ -262,14 +249,15 @@ class Tenants:
         return [name for name, tenant in self._tenants.items() if tenant.stopped is None]
 
     def close(self) -> None:
-        """End all training; the adapters stay in the pool, and are served."""
+        """End all training; the adapters stay in the pool, and are served.
+
+        It is called when no reference to the object is left.
+        """
         self._tenants.clear()
         if _TRAINED.get(id(self.pool)) is not self:
             return  # closed before; the pool may have other Tenants by now
         del _TRAINED[id(self.pool)]
-        for stack in self._stacks:
-            stack.requires_grad_(False)
-            stack.grad = None
+        self._freeze()
 
     # -- a step --
 
@@ -299,18 +287,40 @@ class Tenants:
         ValueError
             A loss has more than one element, or requires no gradient.
         RuntimeError
-            The backward of the joint graph failed. All accumulated gradients are dropped.
+            The backward raised, or grad mode is `torch.inference_mode`. If the part of the graph
+            that belongs to one loss raised, its tenant is named and stopped; the others, and all if
+            the shared part raised, are as before the call: the batch may be repeated.
 
         Notes
         -----
+        Any other exception, such as KeyboardInterrupt, leaves each tenant either updated or with
+        the factors and accumulated gradients of before the call, only its optimizer may have seen
+        the batch.
+
         Waits for the device three times: for the losses, and of those that are due for the norms
         and for whether their updates are finite. Works under `torch.no_grad`, with losses that
         require gradients.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step is called under torch.inference_mode, which records no gradients: leave it, "
+                "in the forward as well"
+            )
         tenants = {name: self[name] for name in losses}
         for name, loss in losses.items():
             if isinstance(loss, Tensor):
-                _check_loss(name, loss)
+                check_loss(name, loss)
+        undo = Undo(self._tenants.values())
+        try:
+            return self._step(tenants, losses, undo)
+        except BaseException:
+            undo.undo_all()
+            self._finish([t for t in self._tenants.values() if t.stopped is not None])
+            raise
+
+    def _step(
+        self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss], undo: Undo
+    ) -> dict[str, Step]:
         steps: dict[str, Step] = {}
         values: dict[str, Tensor] = {}
         for name, tenant in tenants.items():
@@ -325,32 +335,33 @@ class Tenants:
                 try:
                     with torch.enable_grad():
                         loss = loss()
-                    _check_loss(name, loss)
+                    check_loss(name, loss)
                 except Exception as error:
-                    tenant.stop(f"its loss raised {_named(error)}", error)
+                    tenant.stop(f"its loss raised {named(error)}", error)
                     continue
             values[name] = loss
-        for name, number in zip(values, _numbers(values.values()), strict=True):
+        for name, number in zip(values, numbers(values.values()), strict=True):
             steps[name] = Step(number)
             if not math.isfinite(number):
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
-            self._backward([(v, tenants[name].accumulation) for name, v in alive.items()])
+            self._backward(alive)
         due = []
         for name in alive:
             tenants[name].pending += 1
             if tenants[name].pending >= tenants[name].accumulation:
                 due.append(tenants[name])
-        before: dict[str, list[Tensor]] = {}
+        updated = []
         for tenant, norm in zip(due, self._take_gradients(due), strict=True):
             steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
             if not math.isfinite(norm):
                 tenant.stop(f"the norm of its gradients is {norm}")
             else:
-                before[tenant.name] = [p.detach().clone() for p in tenant.parameters()]
+                undo.keep(tenant)
                 self._update(tenant, norm)
-        for name in self._publish([tenants[name] for name in before], before):
+                updated.append(tenant)
+        for name in self._publish(updated, undo):
             steps[name] = steps[name]._replace(updated=True)
         self._finish([*due, *(tenants[n] for n in steps if tenants[n].stopped is not None)])
         for name, step in steps.items():
@@ -358,18 +369,30 @@ class Tenants:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
 
-    def _backward(self, losses: list[tuple[Tensor, int]]) -> None:
-        """Of the sum of losses, each divided by its number."""
-        device = losses[0][0].device
+    def _backward(self, losses: Mapping[str, Tensor]) -> None:
+        """Of the sum of losses, each divided by its tenant's number of batches."""
+        device = next(iter(losses.values())).device
+        branches = Branches(losses if len(losses) > 1 else {})
         try:
             with torch.enable_grad():  # the caller may be under no_grad
-                each = [x.reshape(()).to(device, torch.float32) / n for x, n in losses]
+                each = [
+                    loss.reshape(()).to(device, torch.float32) / self[name].accumulation
+                    for name, loss in losses.items()
+                ]
                 torch.stack(each).sum().backward()  # type: ignore[no-untyped-call] # of torch
-        except BaseException:
-            for tenant in self._tenants.values():
-                tenant.pending = 0
-            self._finish([t for t in self._tenants.values() if t.stopped is not None])
-            raise
+        except Exception as error:
+            what, state = f"raised {named(error)}", "as before this step, which does not count"
+            if (name := branches.failed()) is None:
+                raise RuntimeError(
+                    f"the backward of the losses of {list(losses)} {what}; all tenants are {state}"
+                ) from error
+            self[name].stop(f"the backward of its loss {what}", error)
+            raise RuntimeError(
+                f"the backward of the loss of {name!r} {what}; it is stopped, and all other "
+                f"tenants are {state}: repeat it without {name!r}"
+            ) from error
+        finally:
+            branches.close()
 
     def _take_gradients(self, due: Sequence[Tenant]) -> list[float]:
         """Give parameters their gradients; returns the norm of each tenant's."""
@@ -379,7 +402,7 @@ class Tenants:
                 factor.parameter.grad = factor.gradient()
             grads = [p.grad for p in tenant.parameters() if p.grad is not None]
             norms.append(get_total_norm(grads) if grads else torch.zeros(()))
-        return _numbers(norms)
+        return numbers(norms)
 
     def _update(self, tenant: Tenant, norm: float) -> None:
         parameters = tenant.parameters()
@@ -387,28 +410,24 @@ class Tenants:
             clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
         if isinstance(tenant.optimizer, SparseAdam):
             for parameter in parameters:
-                parameter.grad = None if parameter.grad is None else _touched(parameter.grad)
+                parameter.grad = None if parameter.grad is None else touched(parameter.grad)
         try:
             tenant.optimizer.step()
         except Exception as error:
-            tenant.stop(f"its optimizer raised {_named(error)}", error)
+            tenant.stop(f"its optimizer raised {named(error)}", error)
 
-    def _publish(
-        self, tenants: Sequence[Tenant], before: Mapping[str, Sequence[Tensor]]
-    ) -> list[str]:
+    def _publish(self, tenants: Sequence[Tenant], undo: Undo) -> list[str]:
         """Write updates that are finite to the slots, undo all others; returns whose they are."""
-        flags = iter(_numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
+        flags = iter(numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
         published = []
         for tenant in tenants:
             bad = sum(not next(flags) for _ in tenant.factors())
             if bad and tenant.stopped is None:
                 tenant.stop("its update is not finite in the dtype of the pool")
             if tenant.stopped is not None:
-                tenant.undo(before[tenant.name])
+                undo.undo(tenant)
                 continue
-            for factor in tenant.factors():
-                factor.publish()
-            tenant.updates += 1
+            undo.publish(tenant)
             published.append(tenant.name)
         return published
 
@@ -475,29 +494,7 @@ class Tenants:
             (Path(folder) / STATE_FILE).unlink(missing_ok=True)
 
 
-def _check_loss(name: str, loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"the loss of {name!r} is {what}, wanted a tensor of one element")
-    if not loss.requires_grad:
-        raise ValueError(
-            f"the loss of {name!r} requires no gradient: do its rows have its adapter?"
-        )
-
-
-def _numbers(scalars: Iterable[Tensor]) -> list[float]:
-    """Values of tensors of one element, with one transfer for each device."""
-    found = [s.detach().reshape(()).float() for s in scalars]
-    return torch.stack([s.to(found[0].device) for s in found]).tolist() if found else []
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _touched(grad: Tensor) -> Tensor:
-    """A gradient of experts, sparse: without those that are zero."""
-    experts = grad.flatten(1).any(1).nonzero().T
-    return torch.sparse_coo_tensor(
-        experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
-    )
+def _freeze(stacks: Sequence[Tensor]) -> None:
+    for stack in stacks:
+        stack.requires_grad_(False)
+        stack.grad = None

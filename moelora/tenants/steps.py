@@ -1,0 +1,58 @@
+"""What `Tenants.step` takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """What a call of `Tenants.step` did for one tenant.
+
+    Attributes
+    ----------
+    loss : float or None
+        Its loss; None if computing it raised.
+    norm : float or None
+        Norm of its gradients before clipping; None if they were only accumulated.
+    updated : bool
+        Whether its optimizer made a step.
+    stopped : str or None
+        Why this call stopped the tenant, None if it did not.
+    """
+
+    loss: float | None
+    norm: float | None = None
+    updated: bool = False
+    stopped: str | None = None
+
+
+def check_loss(name: str, loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss of {name!r} is {what}, wanted a tensor of one element")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of {name!r} requires no gradient: do its rows have its adapter?"
+        )
+
+
+def numbers(scalars: Iterable[Tensor]) -> list[float]:
+    """Values of tensors of one element, with one transfer for each device."""
+    found = [s.detach().reshape(()).float() for s in scalars]
+    return torch.stack([s.to(found[0].device) for s in found]).tolist() if found else []
+
+
+def named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def touched(grad: Tensor) -> Tensor:
+    """A gradient of experts, sparse: without those that are zero."""
+    experts = grad.flatten(1).any(1).nonzero().T
+    return torch.sparse_coo_tensor(
+        experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
+    )

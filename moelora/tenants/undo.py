@@ -1,0 +1,66 @@
+"""What a step that does not end takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moelora.tenants.tenant import Tenant
+
+
+class Undo:
+    """Accumulated gradients of tenants before a step, and factors of those that it updates."""
+
+    def __init__(self, tenants: Iterable[Tenant]) -> None:
+        self._tenants = list(tenants)
+        self._pending = {tenant: tenant.pending for tenant in self._tenants}
+        self._gradients = {
+            tenant: [
+                None if f.stack.grad is None else f.stack.grad[f.slot].clone()
+                for f in tenant.factors()
+            ]
+            for tenant in self._tenants
+            if tenant.pending and tenant.is_here()
+        }
+        self._factors: dict[Tenant, list[Tensor]] = {}
+
+    def keep(self, tenant: Tenant) -> None:
+        """Before an update of it."""
+        self._factors[tenant] = [p.detach().clone() for p in tenant.parameters()]
+
+    def undo(self, tenant: Tenant) -> None:
+        """Have the parameters be those before the update again."""
+        for parameter, value in zip(tenant.parameters(), self._factors.pop(tenant), strict=True):
+            parameter.detach().copy_(value)
+
+    def publish(self, tenant: Tenant) -> None:
+        """Write an update to the slots: all of it, or nothing. It is not undone any more."""
+        try:
+            for factor in tenant.factors():
+                factor.publish()
+        except BaseException:
+            self.undo(tenant)
+            for factor in tenant.factors():
+                factor.publish()
+            raise
+        del self._factors[tenant]
+        self._gradients.pop(tenant, None)
+        self._pending[tenant] = 0
+        tenant.updates += 1
+
+    def undo_all(self) -> None:
+        """Restore factors that are not published, and gradients that no update has used."""
+        for tenant in [*self._factors]:
+            self.undo(tenant)
+        for tenant in self._tenants:
+            tenant.pending = self._pending[tenant]
+            for factor in tenant.factors():
+                factor.parameter.grad = factor.stack.grad = None
+        for tenant, grads in self._gradients.items():
+            for factor, grad in zip(tenant.factors(), grads, strict=True):
+                if grad is not None:
+                    if factor.stack.grad is None:
+                        factor.stack.grad = torch.zeros_like(factor.stack)
+                    factor.stack.grad[factor.slot].copy_(grad)

@@ -1,0 +1,182 @@
+"""A step of tenants that does not end leaves them as they were; it stops the one that failed."""
+
+import gc
+
+import pytest
+import torch
+from tenant_house import PLACES, House, alone, same
+
+from moelora.tenants.factors import Factor
+from moelora.training import Tenants
+
+FLOAT32 = PLACES[0].values[0]
+
+
+def once(function, call, error):
+    """`function`, whose call of that number raises."""
+    calls = iter(range(10**6))
+
+    def raising(*args, **options):
+        if next(calls) == call:
+            raise error
+        return function(*args, **options)
+
+    return raising
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", ["gradients", "optimizer", "publish", "finish"])
+def test_an_interrupted_step_can_be_repeated(place, where, monkeypatch):
+    house = House(place)
+    for name in ("med", "code"):
+        house.add(name)
+    house.steps(["med", "code"], range(1))
+    assert house.tenants["code"].pending == 1
+    before = [t.clone() for t in house.pool._tensors()]
+    optimizer = house.tenants["code"].optimizer
+    of, name, call = {
+        "gradients": (Factor, "gradient", 3),
+        "optimizer": (optimizer, "step", 0),
+        "publish": (Factor, "publish", 2),
+        "finish": (Tenants, "_finish", 0),
+    }[where]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(of, name, once(getattr(of, name), call, KeyboardInterrupt()))
+        house.steps(["med", "code"], [1])
+    if where == "finish":  # all are published
+        assert [house.tenants[n].updates for n in ("med", "code")] == [2, 1]
+        assert house.tenants["code"].pending == 0 and house.tenants._stacks[0].grad is None
+        return
+    assert same(house.pool._tensors(), before)
+    assert [house.tenants[n].updates for n in ("med", "code")] == [1, 0]
+    assert house.tenants["code"].pending == 1
+    assert all(p.grad is None for n in ("med", "code") for p in house.tenants[n].parameters())
+    (step,) = house.steps(["med", "code"], [1])
+    for name in ("med", "code"):
+        factors, steps = alone(place, name, range(2))
+        assert step[name] == steps[1]  # norms of one batch, not of two
+        # The optimizer of "med" had made its step already, and so has moments of two.
+        if where == "gradients" or (name, where) == ("code", "optimizer"):
+            assert same(house.factors(name), factors)
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("of med")
+
+
+def hooked(loss):
+    loss = loss * 2
+    loss.register_hook(lambda _: 1 / 0)
+    return loss + 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("order", [("law", "med", "code"), ("med", "code", "law")])
+@pytest.mark.parametrize("bad", [lambda loss: Raising.apply(loss * 2) + 1, hooked])
+def test_a_backward_that_raises_stops_its_tenant(place, bad, order):
+    """Others lose nothing: they repeat the batch without it."""
+    house = House(place)
+    for name in order:
+        house.add(name)
+    house.steps(order, range(1))
+    losses = house.losses(order, 1)
+    with pytest.raises(RuntimeError, match="of the loss of 'med' raised .*repeat it without"):
+        house.tenants.step(losses | {"med": bad(losses["med"])})
+    assert house.tenants.running() == [name for name in order if name != "med"]
+    assert "the backward of its loss raised" in house.tenants["med"].stopped
+    assert not house.pool.adapter_enabled[house.pool.lookup("med")]
+    house.steps(order, range(1, 4))
+    for name in ("law", "code"):
+        assert same(house.factors(name), alone(place, name, range(4))[0])
+
+
+@pytest.mark.parametrize("names", [["code"], ["code", "med"]], ids=["one", "two"])
+def test_a_shared_backward_that_raises_stops_nobody(names):
+    house = House(FLOAT32)
+    for name in names:
+        house.add(name)
+    house.steps(names, range(1))
+    losses = house.losses(names, 1)
+    house.add("law")  # writes to the stacks that the graph has saved
+    with pytest.raises(RuntimeError, match="losses of .* raised .*modified by an inplace operatio"):
+        house.tenants.step(losses)
+    assert house.tenants.running() == [*names, "law"]
+    assert house.tenants["code"].pending == 1
+    house.steps(names, range(1, 4))
+    for name in names:
+        assert same(house.factors(name), alone(FLOAT32, name, range(4))[0])
+
+
+def test_who_is_stopped_before_a_backward_that_raises_is_disabled():
+    house = House(FLOAT32)
+    for name in ("code", "med"):
+        house.add(name)
+    losses = house.losses(["code", "med"], 0)
+    house.add("law")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        house.tenants.step(losses | {"med": lambda: 1 / 0})
+    assert house.tenants["med"].stopped and not house.tenants["code"].stopped
+    assert not house.pool.adapter_enabled[house.pool.lookup("med")]
+
+
+def test_watching_a_backward_keeps_no_graph():
+    house = House(FLOAT32)
+    for name in ("law", "med"):
+        house.add(name)
+    losses = house.losses(["law", "med"], 0)
+    loss = losses["med"] * 1
+    gone = []
+    loss.grad_fn.metadata["gone"] = Marked(gone)
+    house.tenants.step(losses | {"med": loss})
+    del losses, loss
+    assert gone == [True]
+
+
+class Marked:
+    def __init__(self, gone):
+        self.gone = gone
+
+    def __del__(self):
+        self.gone.append(True)
+
+
+def test_a_step_under_inference_mode_is_refused():
+    house = House(FLOAT32)
+    house.add("law")
+    loss = house.losses(["law"], 0)["law"]
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match="step is called under torch"),
+    ):
+        house.tenants.step({"law": loss})
+    assert house.tenants.step({"law": loss})["law"].updated
+
+
+def test_settings_are_resumed(tmp_path):
+    house = House(FLOAT32)
+    house.add("code")
+    house.tenants.save("code", tmp_path)
+    for changes, wanted in (
+        ({}, (2, 1e-3)),
+        ({"accumulation": 1}, (1, 1e-3)),
+        ({"max_norm": 0.5}, (2, 0.5)),
+    ):
+        tenant = House(FLOAT32).tenants.add("code", tmp_path, resume=True, **changes)
+        assert (tenant.accumulation, tenant.max_norm) == wanted
+
+
+def test_tenants_that_are_collected_are_closed():
+    house = House(FLOAT32)
+    house.add("law")
+    stack = house.tenants._stacks[0]
+    assert stack.requires_grad
+    del house.tenants
+    gc.collect()
+    assert not stack.requires_grad
+    Tenants(house.pool)
