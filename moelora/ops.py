@@ -307,8 +307,8 @@ def fused_experts_lora(
     ----------
     hidden_states : Tensor, shape (M, K)
         Input. float32, bfloat16 or float16 (CUDA: the latter two); the dtype of all weights,
-        biases and of the result. Factors have it too, or are float32 (CPU) and rounded to it in
-        every call.
+        biases and of the result. Factors have it too, or are float32 and rounded to it in every
+        call.
     w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights or QuantizedWeights
         Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantized ones must be
         created with the matching `gate_up`.

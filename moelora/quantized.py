@@ -257,13 +257,14 @@ class QuantizedWeights(FromFP8):
 
         Parameters
         ----------
-        weight : Tensor, shape (E, N, K / 2), uint8, or one for each expert
+        weight : Tensor, shape (E, N, K / 2), uint8 or float4_e2m1fn_x2, or one for each expert
             Two values of a row per byte, the even column in the low nibble; `weight_packed` of
             compressed-tensors.
         weight_scale : Tensor, shape (E, N, K / 16), float8_e4m3fn or uint8, or one for each expert
             Scales of 16 columns of a row; not negative.
         weight_scale_2 : Tensor, shape (E,) or (E, 2), float32, or one for each expert
-            Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it.
+            Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it; 0 if
+            all its weights are.
         weight_global_scale : Tensor, shape (E,) or (E, 2), float32, or one for each expert
             The reciprocal, as in compressed-tensors: `1 / weight_scale_2`. One of both is
             required.

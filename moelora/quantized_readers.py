@@ -172,7 +172,7 @@ def nvfp4(
     columns = 2 * half
     if columns % NVFP4_BLOCK:
         values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
-    values.check(values, (rows, half), torch.uint8)
+    values.check(values, (rows, half), torch.uint8, torch.float4_e2m1fn_x2)
     wanted = rows, columns // NVFP4_BLOCK
     scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
     given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
@@ -191,11 +191,12 @@ def nvfp4(
 
     def read(expert: int) -> Numbers:
         bits = scales[expert].view(torch.uint8)
+        bits = bits.masked_fill(bits == 0x80, 0)  # minus zero
         largest = int(bits.max())
         if largest >= 0x7F:
             what = "NaN" if largest & 0x7F == 0x7F else "negative"
             scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
-        return values[expert], bits, None
+        return values[expert].view(torch.uint8), bits, None
 
     shape = len(values), rows, columns
     return Checkpoint(
@@ -204,7 +205,7 @@ def nvfp4(
 
 
 def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
-    """(E, 1) or (E, 2) positive float32, from numbers or vectors per expert."""
+    """(E, 1) or (E, 2) float32 >= 0, from numbers or vectors per expert."""
     if len(scales) != len(values):
         got = f"{scales.name} has {len(scales)} experts"
         raise ValueError(f"{got}, expected {len(values)} as {values.name}")
@@ -215,8 +216,8 @@ def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
             got = f"has shape {tuple(scale.shape)} and dtype {str(scale.dtype)[6:]}"
             wanted = "a float32" + (", or two of gate and up" if halves == 2 else "")
             scales.fail(expert, got, wanted)
-        if not (scale.isfinite() & (scale > 0)).all():
-            scales.fail(expert, f"is {scale.flatten().tolist()}", "finite numbers above 0")
+        if not (scale.isfinite() & (scale >= 0)).all():
+            scales.fail(expert, f"is {scale.flatten().tolist()}", "finite numbers >= 0")
         found.append(scale.flatten())
     counts = {scale.numel() for scale in found}
     return torch.stack([scale.expand(max(counts)) for scale in found]).to(values[0].device)

@@ -249,6 +249,8 @@ def fused_experts_lora_backward(
         raise ValueError("pairs has the indices of gradients in grads, which is None")
     if isinstance(wanted, str):
         raise ValueError(f"wanted is {wanted!r}, expected a collection of names: [{wanted!r}]")
+    if isinstance(wanted, str):
+        raise ValueError(f"wanted is {wanted!r}, expected a collection of names: [{wanted!r}]")
     names = set(present if wanted is None else wanted)
     if unknown := names - set(WANTED):
         raise ValueError(f"wanted has {sorted(unknown)}, expected some of {list(WANTED)}")

@@ -409,7 +409,7 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem);
 
 /* device.c: number of threads that a CPU call may use, each with its own scratch memory; 1
- * elsewhere. */
+ * for a GPU. */
 int32_t moelora_workers(const moelora_exec *exec);
 /* device.c: properties of the device of the current call; never NULL. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);

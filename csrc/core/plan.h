@@ -132,7 +132,8 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device);
 moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
                                                 const moelora_device_info *device);
-/* Whether factors A and x satisfy `boxes`, for `rows` rows, `stride` elements apart. */
+/* Value of `moelora_shrink_load.boxes`: tensor maps can describe A, and offsets of `rows` rows of
+ * x, `stride` elements apart, fit 32 bits. */
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride);
 
 /* Windows of routed rows, and their distribution over workers. */

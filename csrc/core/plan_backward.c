@@ -63,7 +63,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int
                               : best->block_m < wanted && v->block_m > best->block_m;
 }
 
-/* One product of y (NULL: in the workspace) with rows of `w`. */
+/* What decides the plan of one backward product y w. y NULL: it lies in the workspace. */
 typedef struct back_load {
   const moelora_weights *w;
   moelora_factors lora; /* in the dtype of the call */

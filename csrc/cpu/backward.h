@@ -126,7 +126,7 @@ void moelora_cpu_back_project(const moelora_back_projection *projection, const m
 typedef struct moelora_columns {
   const float *rows;
   int64_t stride;
-  bool by_token; /* indexed by p / top_k; otherwise by sorted position */
+  bool by_token; /* true: row p / top_k; false: row of the sorted position */
   int64_t count;
 } moelora_columns;
 

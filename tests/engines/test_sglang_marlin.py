@@ -162,7 +162,7 @@ def set_scheme(**values):
         (
             "nvfp4",
             lambda layer: layer.w2_weight_scale_2.data.fill_(float("nan")),
-            "expected finite numbers above 0",
+            "expected finite numbers >= 0",
         ),
     ],
 )

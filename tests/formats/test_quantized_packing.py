@@ -147,6 +147,27 @@ def test_every_scale_of_nvfp4(device, dtype):
     assert not unpacked[:, 0].any()
 
 
+@every_device
+def test_zeros_and_float4_of_nvfp4(device, dtype):
+    """A minus zero among scales, an expert of zeros, and torch's dtype of two values in a byte."""
+    given = numbers("nvfp4", (2, 72, 96))
+    scales = given.scales.to(device).view(torch.uint8).clone()
+    scales[0, :2, 0] = torch.tensor([[0x00], [0x80]])[:, 0]
+    weights = QuantizedWeights.from_nvfp4(
+        by_bytes(given.q).to(device).view(torch.float4_e2m1fn_x2),
+        scales,
+        weight_scale_2=torch.tensor([1.0, 0.0], device=device),
+        dtype=dtype,
+    )
+    unpacked = weights.unpack().cpu()
+    wanted = QuantizedWeights.from_nvfp4(
+        by_bytes(given.q), given.scales, weight_scale_2=torch.ones(2), dtype=dtype
+    ).unpack()[0]
+    wanted[:2, :16] = 0
+    assert torch.equal(unpacked[0], wanted)
+    assert not unpacked[1].any()
+
+
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @every_device
 def test_scales_of_gate_and_of_up(device, dtype, gate_up):
@@ -505,7 +526,7 @@ BAD = [
     ("from_nvfp4", {"weight_scale_2": torch.ones(3)}, "weight_scale_2 has 3 experts, expected 2"),
     ("from_nvfp4", {"weight_scale_2": torch.ones(2, 2)}, "weight_scale_2 has shape"),
     ("from_nvfp4", {"weight_scale_2": torch.tensor([1, INF])}, r"weight_scale_2 is \[inf\], exp"),
-    ("from_nvfp4", {"weight_scale_2": torch.tensor([1.0, 0.0])}, "expected finite numbers above 0"),
+    ("from_nvfp4", {"weight_scale_2": torch.tensor([1.0, -1.0])}, "expected finite numbers >= 0"),
     (
         "from_nvfp4",
         {"weight_scale_2": None, "weight_global_scale": torch.tensor([1, 2e-39])},

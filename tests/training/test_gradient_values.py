@@ -374,6 +374,7 @@ def test_refusals_of_the_operator():
     refuse("w13_shrink is absent", saved=saved._replace(w13_shrink=torch.empty(0)))
     refuse(r"w2_shrink.size\(1\) is 15", saved=saved._replace(w2_shrink=saved.w2_shrink[:, 1:]))
     refuse(r"wanted has \['w13'\]", wanted=["w13"])
+    refuse("wanted is .hidden_states., expected a collection", wanted="hidden_states")
     refuse("pass one", wanted=["w2_bias"], grads=G())
     refuse("grads holds", accumulate=True)
     refuse(r"grad_w2_bias.size\(1\) is 3", grads=G(w2_bias=torch.zeros(4, 3)))

@@ -17,7 +17,8 @@ struct GemmBackwardLayout {
   moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
   void *dout;                 // [P, dout_stride] if dout is copied
   void *yb, *xa;              // [position, slices, padded rank]
-  void *dz;                   // [P, K], unless the product writes dx; also the slots of gradients
+  void *dz;                   // [P, K] by flat row; not needed if the product writes dx. `slots`
+                              // reuses this memory.
   float *slots;
   size_t bytes;
 };

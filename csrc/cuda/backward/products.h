@@ -11,7 +11,7 @@
 
 extern "C" {
 
-/* Outputs per warp in the sum over v h, each of which is one part of dt. */
+/* Outputs of one partial sum of dt = sum(v h), which a warp computes and writes. */
 #define MOELORA_DT_OUTPUTS 16
 
 /* The derivative of a gated activation g' q (u' + c) of clamped g' and u', with q = sigmoid(g' (a

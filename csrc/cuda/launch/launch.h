@@ -176,8 +176,8 @@ typedef struct moelora_sum_launch {
   /* adapters alone: flat rows that exist; tokens without any are left unchanged */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
-  bool add;        /* accumulate into out */
-  void *out;       /* [M, columns] */
+  bool add;  /* accumulate into out */
+  void *out; /* [M, columns] */
   int64_t out_stride;
   int32_t columns;
 } moelora_sum_launch;
@@ -191,7 +191,8 @@ moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_
                                         moelora_arena *arena);
 moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists, int32_t max_loras,
                                             bool with_counts, moelora_arena *arena);
-/* Fills the tables. overlaps: may start while the previous kernel drains. Lists may be NULL. */
+/* Writes the tables of `to` (and `to_lists`, may be NULL) from the caller's. `overlaps`: may start
+ * before the previous kernel has finished. */
 moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
                                     const moelora_list_blocks *from_lists,
                                     const moelora_list_blocks *to_lists, bool overlaps,

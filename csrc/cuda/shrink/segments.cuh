@@ -49,14 +49,14 @@ __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const Se
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
-  int64_t warp_length[WARPS];
-  int warp_used[WARPS];
-  int longest; // maximum rows of x of a segment
-  // The CTA's part, the first segment in it and where that starts, and the number of CTAs per
-  // segment (see SegmentLength).
-  int64_t part_begin, part_end, begin;
-  int first, ctas;
-  int all; // number of items of the part
+  int64_t warp_length[WARPS];   // scratch of sum_before: sums of the warps
+  int warp_used[WARPS];         // likewise, of the number of segments that are not empty
+  int longest;                  // maximum over segments of rows of x read, once per chunk of ranks
+  int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
+  int64_t begin;                // where segment `first` starts in that sum
+  int first;                    // the first segment of the part
+  int ctas;                     // CTAs per segment, which lengths count then; 0: rows read
+  int all;                      // number of items of the part
 };
 
 /* Sum of `value` over the preceding threads, and over all; calls `sync` once. */

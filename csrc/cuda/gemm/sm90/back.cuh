@@ -15,7 +15,7 @@ moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16
   const moelora_weights *w = &g->weights.w;
   const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
   const cuuint64_t matrix = w->stride_e ? (cuuint64_t)w->stride_e * 2 : row * w->n;
-  const cuuint64_t tile = 64 * 64 * 2, tiles = w->k / 64; // of a window of columns
+  const cuuint64_t tile = 64 * 64 * 2, tiles = w->k / 64;
   const cuuint64_t sizes[2][4] = {{(cuuint64_t)w->k, (cuuint64_t)w->n, 1, experts},
                                   {64, 64, tiles, experts * (w->n / 64)}};
   const cuuint64_t strides[2][3] = {{row, matrix, matrix},

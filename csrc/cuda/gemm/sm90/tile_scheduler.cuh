@@ -32,8 +32,8 @@ struct ClusterTile : Tile {
   __device__ __forceinline__ bool is_shared() const { return peer_block == block; }
 };
 
-/* Unpaired blocks: a cluster processes a pair of blocks over half of the columns, or an unpaired
- * block over all columns, two at a time. Every block then has the same number of tiles. */
+/* Tile columns per unit of work with UNPAIRED_BLOCKS. A cluster takes half of the columns of two
+ * paired blocks, or all columns of one block, two at a time: the same number of tiles. */
 __host__ __device__ inline int columns_each(int columns) {
   return (columns + 1) / 2;
 }
