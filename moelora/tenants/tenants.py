@@ -249,10 +249,7 @@ class Tenants:
         return [name for name, tenant in self._tenants.items() if tenant.stopped is None]
 
     def close(self) -> None:
-        """End all training; the adapters stay in the pool, and are served.
-
-        It is called when no reference to the object is left.
-        """
+        """End all training, as when the object is collected; the pool serves the adapters."""
         self._tenants.clear()
         if _TRAINED.get(id(self.pool)) is not self:
             return  # closed before; the pool may have other Tenants by now

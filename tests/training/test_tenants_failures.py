@@ -6,6 +6,7 @@ import pytest
 import torch
 from tenant_house import PLACES, House, alone, same
 
+import moelora
 from moelora.tenants.factors import Factor
 from moelora.training import Tenants
 
@@ -111,6 +112,32 @@ def test_a_shared_backward_that_raises_stops_nobody(names):
     house.steps(names, range(1, 4))
     for name in names:
         assert same(house.factors(name), alone(FLOAT32, name, range(4))[0])
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_that_ends_halfway(place, error, monkeypatch):
+    """The gradients of the last layer alone have been added to those of the batch before."""
+    house = House(place)
+    for name in ("law", "code"):
+        house.add(name)
+    house.steps(["law", "code"], range(1))
+    layer = moelora.fused_experts_lora
+
+    def hooked(*args, **options):
+        out = layer(*args, **options)
+        out.register_hook(once(lambda grad: None, 0, error()))
+        monkeypatch.undo()  # the first layer alone
+        return out
+
+    monkeypatch.setattr(moelora, "fused_experts_lora", hooked)
+    losses = house.losses(["law", "code"], 1)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else RuntimeError):
+        house.tenants.step(losses)
+    assert house.tenants.running() == ["law", "code"]
+    house.steps(["law", "code"], range(1, 4))
+    for name in ("law", "code"):
+        assert same(house.factors(name), alone(place, name, range(4))[0])
 
 
 def test_who_is_stopped_before_a_backward_that_raises_is_disabled():
