@@ -517,7 +517,7 @@ def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
     first, torch, others = said.splitlines()
     assert size in first
     wanted = (ROOT / "requirements-torch.txt").read_text().split()
-    assert torch.split() == ["-m", "pip", "install", "--quiet", *index, *wanted]
+    assert torch.split() == ["-m", "pip", "install", "--quiet", "--no-compile", *index, *wanted]
     assert others.endswith("-r requirements.txt")
 
 
