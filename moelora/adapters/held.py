@@ -39,16 +39,26 @@ class Loaded:
 class Held:
     """The versions that a batch holds; they are released when the last reference goes.
 
-    A pool returns it (`hold`, `keep`) and takes it (`mapping`, `lookup`).
+    A pool returns it (`hold`, `keep`) and takes it (`mapping`, `lookup`). `owner` identifies the
+    pool.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._released = False
         self._loaded: dict[str, Loaded] = {}
         self._next: dict[str, Loaded] = {}  # versions to switch to
 
     def add(self, name: str, loaded: Loaded) -> None:
         loaded.users.add(self)
         self._loaded[name] = loaded
+
+    def check(self, owner: object) -> None:
+        """RuntimeError if it is of another pool, or was released."""
+        if owner is not self._owner:
+            raise RuntimeError("held= is of another pool, wanted what hold or keep of this one gave")
+        if self._released:
+            raise RuntimeError("this batch was released; its adapters may be in other slots by now")
 
     def slot(self, name: str) -> int:
         """The slot of an adapter from the next step on. KeyError names what is held.
@@ -65,7 +75,8 @@ class Held:
         return new.slot
 
     def version(self, name: str) -> int:
-        """The version that is held. KeyError names what is held."""
+        """The version that is held. KeyError names what is held, RuntimeError after `release`."""
+        self.check(self._owner)
         return self._of(name).version
 
     def follow(self, old: Loaded, new: Loaded) -> None:
@@ -102,8 +113,11 @@ class Held:
 
     def release(self) -> None:
         """Let go of all."""
+        self._released = True
         for one in (*self._loaded.values(), *self._next.values()):
             one.users.discard(self)
+        self._loaded.clear()
+        self._next.clear()
 
     def _of(self, name: str) -> Loaded:
         if name not in self._loaded:

@@ -67,6 +67,7 @@ class Versions:
     def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
         """The slots of adapters that are held; it counts as a use, and begins a step."""
         with self.lock:
+            held.check(self)
             for name in names:
                 if name in self.loaded:
                     self.loaded.move_to_end(name)
@@ -84,18 +85,19 @@ class Versions:
             )
         end = time.monotonic() + timeout
         while True:
-            held = Held()
+            held = Held(self)
             try:
                 for name in names:
                     self._take_one(name, held)
                 return held
-            except NoSlot:
-                self.release(held)  # or batches would wait for each other's slots
+            except BaseException as error:
+                # The traceback refers to it, and batches would wait for each other's slots.
+                self.release(held)
                 left = end - time.monotonic()
-                if left <= 0:
+                if not isinstance(error, NoSlot) or left <= 0:
                     raise
-                with self.lock:
-                    self._freed.wait(min(left, POLL_S))
+            with self.lock:
+                self._freed.wait(min(left, POLL_S))
 
     def release(self, held: Held) -> None:
         with self.lock:
@@ -113,6 +115,7 @@ class Versions:
         """Whether an adapter is in a slot, which counts as a use; holds it then."""
         loaded = self.loaded.get(name)
         if loaded is not None and held is not None:
+            self.residents.wanted.discard(name)
             self.loaded.move_to_end(name)
             held.add(name, loaded)
         return loaded is not None
@@ -279,6 +282,6 @@ def _bring(versions: weakref.ref[Versions], name: str) -> None:
         if name in found.residents.wanted:
             found.bring(name, None)
     except (KeyError, OSError, RuntimeError, ValueError):
-        pass
+        found.residents.wanted.discard(name)
     finally:
         found.arrived(name)

@@ -110,6 +110,23 @@ def test_held_adapters_stay():
     assert pool.names() == ["b"]
 
 
+def test_a_batch_that_was_released_is_refused():
+    pool, other = make_pool(max_loras=1), make_pool(max_loras=1)
+    add(pool, "a")
+    add(other, "a")
+    with pool.hold(["a"]) as held:
+        with pytest.raises(RuntimeError, match="held= is of another pool"):
+            other.mapping(["a"], held=held)
+    for act in (
+        lambda: pool.mapping(["a"], held=held),
+        lambda: pool.lookup("a", held=held),
+        lambda: held.version("a"),
+    ):
+        with pytest.raises(RuntimeError, match="this batch was released"):
+            act()
+    held.wait()  # for nothing
+
+
 def change(pool, name, seed, r=4):
     return pool.update(name, wrapped(r=r, seed=seed)[0], config=CONFIG | {"r": r})
 

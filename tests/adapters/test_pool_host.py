@@ -112,6 +112,18 @@ def test_a_folder_that_is_damaged_later(tmp_path):
     check(pool, "b", delta, 2.0)
 
 
+def test_a_batch_that_failed_holds_nothing(tmp_path):
+    pool = make_pool(max_loras=2, host=2)
+    made = folders(tmp_path, 2)
+    for name, (path, _) in zip("ab", made, strict=True):
+        pool.register(name, path)
+    (made[1][0] / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        pool.keep(["a", "b"])
+    pool.remove("a")
+    assert caught.value.__traceback__ is not None, "it refers to the frames of the call"
+
+
 def test_slots_in_use_are_waited_for(tmp_path):
     pool = make_pool(max_loras=1, host=2)
     for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
@@ -202,6 +214,20 @@ def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
     pool.lookup("b")
     pool.lookup("c")
     assert set(pool.names()) == {"b", "c"}
+
+
+def test_what_a_batch_has_taken_is_not_wanted_any_more(tmp_path):
+    """Or adapters of former requests would keep their slots, and all others share one."""
+    pool = make_pool(max_loras=2, host=4)
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    pool.prefetch(["a", "b"])
+    wait_until(lambda: pool.ready("a") and pool.ready("b"))
+    for name in "ab":
+        pool.lookup(name)
+    for name in "cdc":
+        pool.lookup(name)
+    assert pool.names() == ["d", "c"]
 
 
 @torch.inference_mode()

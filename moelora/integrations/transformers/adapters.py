@@ -204,7 +204,9 @@ def load_adapters(
         else:
             pool.add(name, folder, layout=layouts.get(name))
     if host:
-        pool.prefetch(list(folders)[: pool.max_loras])
+        first = list(folders)[: pool.max_loras]
+        pool.prefetch(first)  # in threads
+        pool.mapping(first)
     _attach(model, pool, served_experts, served)
     return pool
 
