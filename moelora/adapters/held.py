@@ -56,7 +56,9 @@ class Held:
     def check(self, owner: object) -> None:
         """RuntimeError if it is of another pool, or was released."""
         if owner is not self._owner:
-            raise RuntimeError("held= is of another pool, wanted what hold or keep of this one gave")
+            raise RuntimeError(
+                "held= is of another pool, wanted what hold or keep of this one gave"
+            )
         if self._released:
             raise RuntimeError("this batch was released; its adapters may be in other slots by now")
 

@@ -17,6 +17,7 @@ from typing import TypedDict
 
 import torch
 
+from moelora.adapters.fits import check_linears
 from moelora.adapters.layers import LinearLayer, LinearPair
 from moelora.adapters.stacks import Conversions, Copies, Place, padded
 
@@ -66,6 +67,7 @@ class LinearStacks:
 
     def stage(self, adapter: Mapping[str, LinearPair], convert: Conversions) -> StagedLinears:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
+        check_linears(adapter, self.layers, self.max_rank)
         staged = {}
         for name, pair in adapter.items():
             dtype = self._a[name].dtype

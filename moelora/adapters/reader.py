@@ -59,8 +59,7 @@ class Reader:
                 layout=layout,
                 own=self._own,
             )
-            for layer in (*adapter.experts, *adapter.linears):
-                self._check_served(layer)
+            self._check_served(*adapter.experts, *adapter.linears)
             return adapter
 
     def peek(
@@ -77,7 +76,7 @@ class Reader:
             check_rank("its factors of experts", info.max_rank, self.max_rank)
             for layer, rank in info.linear_ranks.items():
                 check_rank(layer, rank, self.max_linear_rank, "max_linear_rank")
-                self._check_served(layer)
+            self._check_served(*info.linear_ranks)
 
     def stage(
         self,
@@ -91,11 +90,13 @@ class Reader:
         if not isinstance(source, Adapter):
             source = self.read(name, source, config, layout)
         with _errors_of(name, source):
+            self._check_served(*source.experts, *source.linears)
             return slots.stage(source)
 
-    def _check_served(self, layer: str) -> None:
-        if layer in self._others:
-            raise ValueError(f"factors of {layer}, {self._others[layer]}")
+    def _check_served(self, *layers: str) -> None:
+        for layer in layers:
+            if layer in self._others:
+                raise ValueError(f"factors of {layer}, {self._others[layer]}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from moelora.adapters.factors import check_rank, first_not_finite
+from moelora.adapters.fits import check_experts
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,6 +173,7 @@ class ExpertStacks:
         self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions
     ) -> StagedExperts:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
+        check_experts(adapter, self.layers, self.max_rank)
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
         }

@@ -1,0 +1,63 @@
+"""Whether the pairs of an adapter fit the layers and ranks of a pool; values are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moelora.adapters.factors import check_dtype, check_rank, check_shape
+from moelora.adapters.layers import LinearLayer, LinearPair, MoELayer, Pair, Projection
+
+
+def check_experts(
+    adapter: Mapping[str, Mapping[Projection, Pair]],
+    layers: Mapping[str, MoELayer],
+    max_rank: int,
+) -> None:
+    """ValueError names the layer and projection that do not fit."""
+    for name, pairs in adapter.items():
+        if name not in layers:
+            raise ValueError(f"factors of {name}, which is none of the pool's layers of experts")
+        layer = layers[name]
+        _check_projections(layer, pairs)
+        for projection, pair in pairs.items():
+            where, experts = f"{name}.{projection}", (layer.num_experts, 1)
+            wide, tall = layer.shape(projection)
+            rank = pair.a.size(1) if pair.a.dim() == 3 else None
+            _check(f"lora_A of {where}", pair.a, [(e, rank, wide) for e in experts])
+            _check(f"lora_B of {where}", pair.b, [(e, tall, rank) for e in experts])
+            check_rank(where, pair.rank, max_rank)
+            if len(pair.scalings) not in experts:
+                raise ValueError(
+                    f"{where}: there are {len(pair.scalings)} scalings, wanted one or one for each "
+                    f"of {layer.num_experts} experts"
+                )
+
+
+def check_linears(
+    adapter: Mapping[str, LinearPair], layers: Mapping[str, LinearLayer], max_rank: int
+) -> None:
+    """ValueError names the layer that does not fit."""
+    for name, pair in adapter.items():
+        if name not in layers:
+            raise ValueError(f"factors of {name}, which is none of the pool's linear layers")
+        layer = layers[name]
+        rank = pair.a.size(0) if pair.a.dim() == 2 else None
+        _check(f"lora_A of {name}", pair.a, [(rank, layer.in_features)])
+        _check(f"lora_B of {name}", pair.b, [(layer.out_features, rank)])
+        check_rank(name, pair.rank, max_rank, "max_linear_rank")
+
+
+def _check_projections(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> None:
+    known = {"gate", "up", "gate_up", "down"} if layer.gated else {"up", "down"}
+    unknown = sorted(pairs.keys() - known)
+    if unknown:
+        raise ValueError(f"{layer.name} has no {unknown[0]}, wanted one of {sorted(known)}")
+    if "gate_up" in pairs and not pairs.keys().isdisjoint({"gate", "up"}):
+        raise ValueError(f"{layer.name} has gate_up beside gate or up, wanted either")
+
+
+def _check(where: str, factor: torch.Tensor, forms: Sequence[tuple[int | None, ...]]) -> None:
+    check_shape(where, tuple(factor.shape), forms)
+    check_dtype(where, factor.dtype)

@@ -1,0 +1,76 @@
+"""An `Adapter` made in memory is checked against the pool before anything leaves its slot."""
+
+import dataclasses
+
+import pytest
+import torch
+from linear_cases import EXPERTS, LINEARS, E, I, K, Q
+
+from moelora.adapters import Adapter, AdapterPool, LinearPair, MoELayer, Pair
+
+NAME, RANK = EXPERTS[0].name, 4
+DOWN = Pair(torch.randn(E, RANK, I), torch.randn(E, K, RANK), [2.0])
+LINEAR = LinearPair(torch.randn(RANK, K), torch.randn(10, RANK), 2.0)
+
+
+def make_pool(**options):
+    return AdapterPool(
+        EXPERTS, 1, 8, dtype=torch.float32, linears=LINEARS, max_linear_rank=8, **options
+    )
+
+
+def down(**parts):
+    return Adapter({NAME: {"down": dataclasses.replace(DOWN, **parts)}}, {})
+
+
+def linear(**parts):
+    return Adapter({}, {Q: dataclasses.replace(LINEAR, **parts)})
+
+
+REFUSED = {
+    "A for one column": (down(a=torch.ones(E, RANK, 1)), "lora_A of .*down: shape is"),
+    "B for one row": (down(b=torch.ones(E, 1, RANK)), "lora_B of .*down: shape is"),
+    "other experts": (down(a=torch.ones(E - 1, RANK, I)), "lora_A of .*down: shape is"),
+    "two dimensions": (down(a=torch.ones(RANK, I)), "lora_A of .*down: shape is"),
+    "two ranks": (down(b=torch.ones(E, K, RANK - 1)), "lora_B of .*down: shape is"),
+    "too large a rank": (
+        down(a=torch.ones(E, 9, I), b=torch.ones(E, K, 9)),
+        "down has rank 9, but max_rank of the pool is 8",
+    ),
+    "integers": (down(a=torch.ones(E, RANK, I, dtype=torch.int32)), "dtype is torch.int32"),
+    "scalings": (down(scalings=[1.0] * (E + 1)), f"there are {E + 1} scalings"),
+    "unknown experts": (Adapter({"x": {"down": DOWN}}, {}), "factors of x, which is none of"),
+    "unknown projection": (Adapter({NAME: {"side": DOWN}}, {}), "has no side"),
+    "gate twice": (Adapter({NAME: {"gate": DOWN, "gate_up": DOWN}}, {}), "beside gate or up"),
+    "A of a linear layer": (linear(a=torch.ones(RANK, 1)), f"lora_A of {Q}: shape is"),
+    "B of a linear layer": (linear(b=torch.ones(1, RANK)), f"lora_B of {Q}: shape is"),
+    "rank of a linear layer": (
+        linear(a=torch.ones(12, K), b=torch.ones(10, 12)),
+        f"{Q} has rank 12, but max_linear_rank of the pool is 8",
+    ),
+    "unknown linear layer": (Adapter({}, {"x": LINEAR}), "factors of x, which is none of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_is_lost(case):
+    adapter, why = REFUSED[case]
+    pool = make_pool()
+    pool.add("a", Adapter({NAME: {"down": DOWN}}, {Q: LINEAR}))
+    before = [t.clone() for t in pool._tensors()]
+    for act in (
+        lambda: pool.add("b", adapter),
+        lambda: pool.add("a", adapter, replace=True),
+        lambda: pool.update("a", adapter),
+    ):
+        with pytest.raises(ValueError, match=f"adapter '[ab]': .*{why}"):
+            act()
+    assert pool.names() == ["a"]
+    assert all(torch.equal(old, new) for old, new in zip(before, pool._tensors(), strict=True))
+
+
+def test_layers_that_the_pool_does_not_cover():
+    other = MoELayer("other.experts", E, K, I)
+    pool = make_pool(others={other: "which is closed"})
+    with pytest.raises(ValueError, match="adapter 'a': factors of other.experts, which is closed"):
+        pool.add("a", Adapter({other.name: {"down": DOWN}}, {}))
