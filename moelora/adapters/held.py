@@ -18,16 +18,12 @@ class Loaded:
     pinned: bool
     version: int = 1
     arrival: Arrival | None = None  # None: all of it is there
+    enabled: bool = True  # in a pool without host memory; otherwise its source says
     users: weakref.WeakSet[Held] = field(default_factory=weakref.WeakSet)
 
     @property
     def batches(self) -> int:
         return sum(1 for _ in self.users)
-
-    def check_free(self, name: str) -> None:
-        """RuntimeError while a batch holds it."""
-        if self.batches:
-            raise RuntimeError(f"adapter {name!r} is in use by {self.batches} batches")
 
     def arriving(self) -> Arrival | None:
         """Copies that may still be under way."""
@@ -56,9 +52,7 @@ class Held:
     def check(self, owner: object) -> None:
         """RuntimeError if it is of another pool, or was released."""
         if owner is not self._owner:
-            raise RuntimeError(
-                "held= is of another pool, wanted what hold or keep of this one gave"
-            )
+            raise RuntimeError("held= is of another pool, wanted that of hold or keep of this one")
         if self._released:
             raise RuntimeError("this batch was released; its adapters may be in other slots by now")
 
@@ -188,13 +182,23 @@ class Residents:
         self.wanted = set(fitting)
         return fitting
 
-    def replace(self, name: str, new: Loaded) -> None:
-        """Put a new version in place of one that batches may hold."""
+    def check_free(self, name: str) -> None:
+        """RuntimeError while a batch holds a version of an adapter."""
+        batches = {
+            held
+            for other, one in (*self.loaded.items(), *self.retired())
+            for held in (one.users if other == name else ())
+        }
+        if batches:
+            raise RuntimeError(f"adapter {name!r} is in use by {len(batches)} batches")
+
+    def retire(self, name: str) -> Loaded | None:
+        """Take an adapter off the list; batches that hold this version go on with it."""
         old = self.loaded.get(name)
         if old is not None:
             self._retired.append((name, old))
-        self.loaded[name] = new
-        self.loaded.move_to_end(name)
+            del self.loaded[name]
+        return old
 
     def switch(self, name: str, new: Loaded) -> None:
         """Batches that hold an older version take `new` in their next step."""

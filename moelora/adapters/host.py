@@ -30,7 +30,21 @@ class Source:
     staged: Staged | None = None
     version: int = 1
     enabled: bool = True
+    failure: Exception | None = None  # why the folder could not be read the last time
     lock: Any = field(default_factory=threading.RLock)
+
+    @classmethod
+    def of(cls, given: object, layout: Layout | None, staged: Staged | None = None) -> Source:
+        """That of what a caller gives, whose folder stays the same if the process changes its own;
+        without a folder `staged` is needed.
+        """
+        folder = Path(given).absolute() if isinstance(given, (str, Path)) else None
+        return cls(folder, layout, staged)
+
+    def check(self) -> None:
+        """Raises why the folder could not be read."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
 
 
 class Host:
@@ -81,14 +95,6 @@ class Host:
             if source.staged is not None:
                 self._keep(name, source)
 
-    def settle(self, name: str, source: Source) -> None:
-        """Have a copy in host memory of what a source has been put with, wherever that is."""
-        staged = source.staged
-        copied = None if staged is None else self.copied(staged)
-        with self._lock:
-            if self._staged.get(name) is source:
-                source.staged = copied
-
     def check_room(self, name: str) -> None:
         """Raises RuntimeError if tensors of `name` that have no folder would not fit."""
         with self._lock:
@@ -109,7 +115,12 @@ class Host:
             staged = source.staged
             if staged is None:
                 assert source.folder is not None
-                staged = self.copied(self._read(name, source.folder, source.layout))
+                try:
+                    staged = self.copied(self._read(name, source.folder, source.layout))
+                except (OSError, ValueError) as error:
+                    source.failure = error
+                    raise
+                source.failure = None
             with self._lock:
                 if self._sources.get(name) is source:
                     source.staged = staged

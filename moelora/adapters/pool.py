@@ -231,11 +231,11 @@ class AdapterPool:
             self._versions.check_new(name)
         if isinstance(source, (str, Path)):
             self._reader.peek(name, source, config, layout)
-            origin = Source(Path(source), layout)
+            origin = Source.of(source, layout)
         else:
             host.check_room(name)
             staged = self._reader.stage(self._slots, name, source, config, layout)
-            origin = Source(None, layout, host.copied(staged))
+            origin = Source.of(source, layout, host.copied(staged))
         with self._lock:
             self._versions.check_new(name)
             host.put(name, origin)
@@ -245,8 +245,8 @@ class AdapterPool:
 
         `names` are those of all requests that wait, the first one first; the next call replaces
         them. As many as fit beside adapters in use get or keep slots, and only `hold` evicts them.
-        One whose folder is refused is left where it is: `hold` raises what is wrong. KeyError for
-        an unknown name.
+        One whose folder is refused is left out from then on: `ready` raises what is wrong, and
+        `hold`, which reads it again. KeyError for an unknown name.
         """
         self._with_host("prefetch")
         self._versions.bring_ahead([name for name in dict.fromkeys(names) if name is not None])
@@ -254,12 +254,9 @@ class AdapterPool:
     def ready(self, name: str) -> bool:
         """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
 
-        KeyError for an unknown name.
+        KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused.
         """
-        with self._lock:
-            self._versions.check_known(name)
-            loaded = self._versions.loaded.get(name)
-            return loaded is not None and loaded.arriving() is None
+        return self._versions.ready(name)
 
     def read(
         self,
@@ -294,7 +291,7 @@ class AdapterPool:
         Parameters
         ----------
         name : str
-            An adapter that is known. It stays pinned if it is.
+            An adapter that is known. It stays pinned or disabled if it is.
         source, config, layout
             As of `add`. Tensors of a state dict that are all on one GPU are read there; they may
             be overwritten when the call returns.
@@ -310,7 +307,7 @@ class AdapterPool:
         Raises
         ------
         KeyError
-            There is no such adapter.
+            There is no such adapter, or it was removed or replaced meanwhile.
         ValueError, FileNotFoundError, RuntimeError
             As `add`; the old version stays.
         """
@@ -320,13 +317,8 @@ class AdapterPool:
         with self._lock:
             self._versions.check_known(name)
         staged = self._reader.stage(self._slots, name, source, config, layout)
-        if self._host is not None:
-            folder = Path(source) if isinstance(source, (str, Path)) else None
-            return self._versions.replace_known(name, staged, switch, Source(folder, layout))
-        version = self._versions.replace(name, staged, switch, None)
-        if version is None:
-            raise KeyError(f"adapter {name!r} has been removed or evicted meanwhile")
-        return version
+        origin = self._origin(source, layout, staged)
+        return self._versions.replace(name, staged, switch, origin)
 
     def version(self, name: str) -> int:
         """How often an adapter has been loaded under this name since it was added, from 1."""
@@ -336,7 +328,7 @@ class AdapterPool:
             return self._entry(name).version
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, and free its slot. RuntimeError while a batch holds it."""
+        """Forget an adapter, and free its slot. RuntimeError while a batch holds a version."""
         self._versions.remove(name)
 
     def enable(self, name: str) -> None:
@@ -493,8 +485,7 @@ class AdapterPool:
         """What a name stands for, with its factors in host memory; None for a pool without."""
         if self._host is None:
             return None
-        folder = Path(source) if isinstance(source, (str, Path)) else None
-        return Source(folder, layout, self._host.copied(staged))
+        return Source.of(source, layout, self._host.copied(staged))
 
     def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
         return self._reader.stage(self._slots, name, folder, None, layout)

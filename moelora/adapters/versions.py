@@ -59,10 +59,18 @@ class Versions:
             return
         if not replace:
             raise ValueError(f"adapter {name!r} is already loaded; remove it or pass replace=True")
-        if name in self.loaded:
-            self.loaded[name].check_free(name)
+        self.residents.check_free(name)
 
     # -- for batches --
+
+    def ready(self, name: str) -> bool:
+        """Whether an adapter is in a slot, with all copies; raises why its folder was refused."""
+        with self.lock:
+            self.check_known(name)
+            loaded = self.loaded.get(name)
+            if loaded is None and self.host is not None:
+                self.host.source(name).check()
+            return loaded is not None and loaded.arriving() is None
 
     def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
         """The slots of adapters that are held; it counts as a use, and begins a step."""
@@ -148,11 +156,11 @@ class Versions:
     def bring_ahead(self, names: Sequence[str]) -> None:
         """Begin to bring adapters in threads, the first ones, as far as slots can be freed."""
         with self.lock:
-            for name in names:
-                self.check_known(name)
+            sources = {name: self._known().source(name) for name in names}
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READERS, "moelora-adapters")
-            for name in self.residents.want(names):
+            readable = [name for name, source in sources.items() if source.failure is None]
+            for name in self.residents.want(readable):
                 if name not in self.loaded and name not in self._coming:
                     self._coming.add(name)
                     self._readers.submit(_bring, weakref.ref(self), name)
@@ -186,68 +194,98 @@ class Versions:
         else:
             slot, leaving = self.residents.free_slot(f"adapter {name!r}")
         new = Loaded(slot, pinned)
-        if self.host is not None and source is not None:
-            self.host.put(name, source)
+        self._check_room(name, source)
         if leaving is not None:
             del self.loaded[leaving]
+        if source is not None:
+            self._known().put(name, source)
         self._write(slot, staged)
         self.loaded[name] = new
         return slot
 
-    def replace(self, name: str, staged: Staged, switch: bool, version: int | None) -> int | None:
-        """Put a version in place of the one in a slot; None: there is none."""
+    def replace(self, name: str, staged: Staged, switch: bool, new: Source | None) -> int:
+        """Put a version in place of what a name stands for, in a slot or not.
+
+        `new` has the factors in host memory already; None in a pool without.
+        """
+        if new is None:
+            return self._replace(name, staged, switch, None, None)
+        with self.locked(name) as old:
+            new.version, new.lock = old.version + 1, old.lock
+            return self._replace(name, staged, switch, old, new)
+
+    def _replace(
+        self, name: str, staged: Staged, switch: bool, old: Source | None, new: Source | None
+    ) -> int:
         with self.lock:
-            old = self.loaded.get(name)
-            if old is None:
-                return None
-            if not old.batches:
-                new = Loaded(old.slot, old.pinned, version or old.version + 1)
-                del self.loaded[name]
-                self._write(new.slot, staged)
-                self.loaded[name] = new
-                if switch:
-                    self.residents.switch(name, new)
-                return new.version
+            self._check_unchanged(name, old)
+            loaded = self.loaded.get(name)
+            if loaded is None:
+                return self._install(name, None, switch, new)
+            if not loaded.batches:
+                return self._install(name, loaded.slot, switch, new, staged)
             place = self.residents.reserve(f"the new version of adapter {name!r}")
-        arrival = self.slots.write(place.slot, staged)
+            enabled = self._enabled(name)
+        arrival = self.slots.write(place.slot, staged, enabled)
         if arrival is not None:
             arrival.synchronize()
         with self.lock:
-            old = self.loaded.get(name)
-            if old is None and not self.is_known(name):
-                return None
-            after = 1 if old is None else old.version + 1
-            new = Loaded(place.slot, old is not None and old.pinned, version or after)
-            self.residents.replace(name, new)
-            if switch:
-                self.residents.switch(name, new)
-            return new.version
+            self._check_unchanged(name, old)
+            if self._enabled(name) != enabled:
+                self.slots.enable(place.slot, not enabled)
+            return self._install(name, place.slot, switch, new)
 
-    def replace_known(self, name: str, staged: Staged, switch: bool, new: Source) -> int:
-        """Put a version in place of what a registered name stands for, in a slot or not."""
-        host = self._known()
-        with self.locked(name) as old:
-            kept = old.staged
-            new.version, new.lock, new.staged = old.version + 1, old.lock, staged
-            host.put(name, new)
-            try:
-                self.replace(name, staged, switch, new.version)
-                host.settle(name, new)
-            except BaseException:
-                old.staged = kept
-                host.put(name, old)
-                raise
-            host.source(name)  # it may have been removed meanwhile
-            return new.version
+    def _install(
+        self,
+        name: str,
+        slot: int | None,
+        switch: bool,
+        new: Source | None,
+        staged: Staged | None = None,
+    ) -> int:
+        """Let a name stand for a version, in `slot`, which `staged` is written to, or in none."""
+        self._check_room(name, new)
+        enabled = self._enabled(name)
+        old = self.residents.retire(name)
+        version = 1 if old is None else old.version + 1
+        if new is not None:
+            new.enabled, version = enabled, new.version
+            self._known().put(name, new)
+        if slot is None:
+            return version
+        if staged is not None:
+            self._write(slot, staged, enabled)
+        loaded = Loaded(slot, old is not None and old.pinned, version, enabled=enabled)
+        self.loaded[name] = loaded
+        if switch:
+            self.residents.switch(name, loaded)
+        return version
+
+    def _check_unchanged(self, name: str, source: Source | None) -> None:
+        """KeyError unless a name still stands for `source`, or in a pool without is in a slot."""
+        if self.host is None:
+            known = name in self.loaded
+        else:
+            known = name in self.host and self.host.source(name) is source
+        if not known:
+            raise KeyError(f"adapter {name!r} was removed, evicted or replaced meanwhile")
+
+    def _check_room(self, name: str, source: Source | None) -> None:
+        if source is not None and source.folder is None:
+            self._known().check_room(name)
+
+    def _enabled(self, name: str) -> bool:
+        if self.host is not None:
+            return self.host.source(name).enabled
+        return self.loaded[name].enabled
 
     def remove(self, name: str) -> None:
         """Forget an adapter. RuntimeError while a batch holds it."""
         with self.lock:
             self.check_known(name)
-            loaded = self.loaded.get(name)
+            self.residents.check_free(name)
+            loaded = self.loaded.pop(name, None)
             if loaded is not None:
-                loaded.check_free(name)
-                del self.loaded[name]
                 self.slots.clear(loaded.slot)
             if self.host is not None:
                 self.host.remove(name)
@@ -260,15 +298,16 @@ class Versions:
             if self.host is not None:
                 self.host.source(name).enabled = enabled
             if name in self.loaded:
+                self.loaded[name].enabled = enabled
                 self.slots.enable(self.loaded[name].slot, enabled)
             for other, loaded in self.residents.retired() if not enabled else ():
                 if other == name:
                     self.slots.enable(loaded.slot, False)
 
-    def _write(self, slot: int, staged: Staged) -> None:
+    def _write(self, slot: int, staged: Staged, enabled: bool = True) -> None:
         # Kernels of an earlier batch may still be reading the slot on a stream that is not known.
         self.slots.synchronize()
-        arrival = self.slots.write(slot, staged)
+        arrival = self.slots.write(slot, staged, enabled)
         if arrival is not None:
             arrival.synchronize()
 

@@ -124,6 +124,44 @@ def test_a_batch_that_failed_holds_nothing(tmp_path):
     assert caught.value.__traceback__ is not None, "it refers to the frames of the call"
 
 
+def test_requests_behind_a_damaged_folder_are_served(tmp_path):
+    pool = make_pool(max_loras=1, host=2)
+    made = folders(tmp_path, 2)
+    for name, (path, _) in zip("ab", made, strict=True):
+        pool.register(name, path)
+    tensors = made[0][0] / "adapter_model.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(b"damaged")
+
+    def is_refused():
+        pool.prefetch(["a", "b"])
+        try:
+            return pool.ready("a")
+        except ValueError as error:
+            return "adapter 'a'" in str(error)
+
+    wait_until(is_refused)
+    pool.prefetch(["a", "b"])
+    wait_until(lambda: pool.ready("b"))
+    tensors.write_bytes(whole)
+    check(pool, "a", made[0][1], 2.0)
+    assert pool.ready("a")
+
+
+def test_folders_stay_when_the_process_changes_its_own(tmp_path, monkeypatch):
+    pool = make_pool(max_loras=1, host=1)
+    (path, delta), (other, new) = folders(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    pool.register("a", path.name)
+    pool.add("b", path.name)
+    pool.register("c", other.name)
+    pool.update("c", path.name)
+    pool.update("a", other.name)
+    monkeypatch.chdir(path)
+    for name, wanted in (("a", new), ("b", delta), ("c", delta)):
+        check(pool, name, wanted, 2.0)
+
+
 def test_slots_in_use_are_waited_for(tmp_path):
     pool = make_pool(max_loras=1, host=2)
     for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):

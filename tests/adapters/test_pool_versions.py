@@ -12,6 +12,7 @@ from covering import extent
 import moelora
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.factors import first_not_finite
+from moelora.adapters.host import Host
 
 STATES = [wrapped(seed=seed) for seed in range(5)]
 
@@ -101,6 +102,78 @@ def test_tensors_that_are_not_finite_are_refused(device, value):
         half.add("a", state | {key: torch.full_like(state[key], 1e6)}, config=CONFIG)
     assert half.names() == []
     check(pool, "a", STATES[0][1], 2.0)
+
+
+@pytest.mark.parametrize("host", [0, 4])
+def test_a_version_is_disabled_if_the_last_one_was(host):
+    pool = make_pool(max_loras=3, host=host)
+    add(pool, "a", 0)
+    pool.disable("a")
+    assert change(pool, "a", 1) == 2
+    with pool.hold(["a"]):
+        assert change(pool, "a", 2) == 3
+    assert not pool.adapter_enabled[pool.lookup("a")]
+    check(pool, "a", STATES[2][1], 2.0)
+    pool.enable("a")
+    assert pool.adapter_enabled[pool.lookup("a")]
+
+
+@pytest.mark.parametrize("host", [0, 4])
+def test_no_version_of_a_removed_adapter_is_held(host):
+    pool = make_pool(max_loras=2, host=host)
+    add(pool, "a", 0)
+    with pool.hold(["a"]) as held:
+        change(pool, "a", 1)
+        for act in (
+            lambda: pool.remove("a"),
+            lambda: pool.add("a", STATES[2][0], config=CONFIG, replace=True),
+        ):
+            with pytest.raises(RuntimeError, match="'a' is in use by 1 batches"):
+                act()
+        assert pool.mapping(["a"], held=held).tolist() == [0]
+    pool.remove("a")
+    assert "a" not in pool.registered()
+
+
+@pytest.mark.parametrize("again", ["replace", "remove and add"])
+def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
+    pool = make_pool(max_loras=3, host=4)
+    add(pool, "a", 0)
+    held = pool.keep(["a"])  # or the update would be in place, under the lock
+    write = pool._slots.write
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        held.release()
+        if again != "replace":
+            pool.remove("a")
+        pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
+        return write(*args)
+
+    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    with pytest.raises(KeyError, match="adapter 'a' was removed, evicted or replaced meanwhile"):
+        change(pool, "a", 1)
+    check(pool, "a", STATES[2][1], 2.0)
+    assert pool.version("a") == 1
+    for seed, name in enumerate("bcd"):
+        pool.register(name, STATES[seed][0], config=CONFIG)
+        pool.lookup(name)
+    assert "a" not in pool
+    check(pool, "a", STATES[2][1], 2.0)
+
+
+def test_an_update_without_host_memory_left_changes_nothing(monkeypatch):
+    pool = make_pool(max_loras=2, host=4)
+    add(pool, "a", 0)
+
+    def full(self, staged):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Host, "copied", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        change(pool, "a", 1)
+    check(pool, "a", STATES[0][1], 2.0)
+    assert pool.version("a") == 1
 
 
 # ---- under load ----
