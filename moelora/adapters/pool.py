@@ -82,9 +82,9 @@ class AdapterPool:
     evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only valid as
     long as the adapter is held or pinned, or nobody adds adapters meanwhile.
 
-    On a GPU, launch what reads slots on a stream on which `hold`, `keep`, `mapping` or `lookup` was
-    called: a slot is overwritten after what such streams have been given. No graph may be captured
-    while another thread adds, updates or holds adapters.
+    On a GPU, launch what reads slots on a stream on which `hold`, `keep`, `mapping`, `lookup` or
+    `note_stream` was called: a slot is overwritten after what such streams have been given. No
+    graph may be captured while another thread adds, updates or holds adapters.
     """
 
     def __init__(
@@ -427,6 +427,10 @@ class AdapterPool:
         if not layerwise:
             held.wait()
         return held
+
+    def note_stream(self) -> None:
+        """Kernels on the current streams read slots from now on, wherever `hold` was called."""
+        self._slots.streams.note()
 
     def layer(self, name: str) -> LayerFactors:
         """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`."""

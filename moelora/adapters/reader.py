@@ -101,8 +101,10 @@ class Reader:
 
 @contextmanager
 def _errors_of(name: str, source: Given) -> Iterator[None]:
-    """ValueErrors say whose adapter they are about."""
+    """Errors say whose adapter they are about."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"adapter {name!r}: {error}") from None
     except ValueError as error:
         raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None

@@ -616,6 +616,18 @@ def test_a_release_whose_layers_are_other_ones(sglang, monkeypatch, caplog):
     assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
 
 
+def test_whatever_fails_leaves_sglang_as_it_was(sglang, monkeypatch, caplog):
+    def fails():
+        raise RuntimeError("something that nobody thought of")
+
+    monkeypatch.setattr(moelora_sglang, "problem_here", fails)
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
+        for _ in range(2):
+            moelora_sglang.register()
+    (line,) = caplog.messages
+    assert line.startswith("moelora: could not register: RuntimeError: something that nobody")
+
+
 def test_a_release_without_hooks(sglang, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
     with caplog.at_level(logging.INFO, "sglang.moelora"):

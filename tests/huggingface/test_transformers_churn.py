@@ -4,11 +4,13 @@ import threading
 
 import pytest
 import torch
+from adapter_cases import CONFIG, LAYERS, make_pool, wrapped
 from hf_models import PLACES, qwen3, tokens
 from whole_models import make_whole_model, write_adapters
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import continuous
+from moelora.integrations.transformers.serving import Serving
 
 PLACE = [PLACES[0], PLACES[2]]
 
@@ -114,6 +116,38 @@ def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
         assert torch.equal(model(ids).logits, new)
         assert pool.update(first, folders[first], in_flight="switch") == 3
         assert torch.equal(model(ids).logits, old)
+
+
+@pytest.mark.gpu
+def test_slots_are_written_after_the_stream_of_the_model():
+    """Continuous batching looks slots up on another stream than the model's."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    serving, stream = Serving(), torch.cuda.Stream()
+    serving.pool = pool = make_pool(max_loras=1, host=1, device="cuda")
+    pool.register("a", wrapped()[0], config=CONFIG)
+    ends = torch.tensor([0, 1, 3], dtype=torch.int32, device="cuda")
+    ids = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+    slots = torch.tensor([0, -1], dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        serving._packed(slots, {"input_ids": ids, "cu_seq_lens_q": ends})
+        torch.cuda._sleep(200_000_000)
+        read = pool.layer(LAYERS[0].name)["w2_lora_a"].clone()
+    pool.lookup("a")
+    torch.cuda.synchronize()
+    assert not read.any(), "the slot was written while the model read it"
+
+
+def test_packed_tokens_note_the_stream_of_the_model(monkeypatch):
+    """Continuous batching looks slots up on another stream than the model's."""
+    serving, noted = Serving(), []
+    serving.pool = pool = make_pool(max_loras=1)
+    monkeypatch.setattr(pool._slots.streams, "note", lambda: noted.append(True))
+    ends = torch.tensor([0, 1, 3], dtype=torch.int32)
+    kwargs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "cu_seq_lens_q": ends}
+    serving._packed(torch.tensor([0, -1], dtype=torch.int32), kwargs)
+    assert noted
 
 
 def test_refusals(tmp_path):

@@ -113,10 +113,10 @@ def register() -> None:
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
-    if reason := problem_here():
-        _say(reason)
-        return
     try:
+        if reason := problem_here():
+            _say(reason)
+            return
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         if _exists(RUNNER):

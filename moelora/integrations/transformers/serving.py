@@ -218,6 +218,8 @@ class Serving:
     def _packed(self, slots: torch.Tensor, kwargs: dict[str, Any]) -> Tokens:
         """Tokens of continuous batching: one row, in which request n starts at the n-th of
         `cu_seq_lens_q`. Tokens after the last request are padding."""
+        if not torch.compiler.is_compiling():
+            self.loaded().note_stream()  # a manager has one for its batches and one for the model
         length = kwargs["input_ids"].size(1)
         ends = kwargs["cu_seq_lens_q"][1:].contiguous()
         position = torch.arange(length, device=ends.device, dtype=ends.dtype)
