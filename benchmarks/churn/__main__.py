@@ -50,7 +50,7 @@ def measure_arrivals(args, shape):
         print(
             f"{policy:9} {case['slots']:3} slots  first token {case['ttft_ms']:8.2f} ms, p95 "
             f"{case['ttft_p95_ms']:8.2f} ms  {case['tok_s']:8.1f} tokens/s  "
-            f"{case['absent']} came without their adapter",
+            f"{case['absent']} arrived while their adapter was in no slot",
             flush=True,
         )
     return cases

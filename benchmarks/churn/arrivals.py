@@ -47,7 +47,7 @@ class Loop:
         self.decoder, self.pool, self.policy = decoder, pool, policy
         self.rows = [None] * decoder.rows
         self.waiting = deque()
-        self.absent = 0  # requests that came without their adapter
+        self.absent = 0  # requests that arrived while their adapter was in no slot
 
     def run(self, made):
         """Seconds that it took."""

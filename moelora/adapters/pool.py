@@ -26,7 +26,7 @@ from moelora.adapters.held import Held, Loaded
 from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors
-from moelora.adapters.names import check_name
+from moelora.adapters.names import check_name, distinct, listed
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.stacks import Place, places_of
@@ -114,8 +114,8 @@ class AdapterPool:
                 f"max_loras is {max_loras}, max_rank is {max_rank}, max_linear_rank is "
                 f"{linear_rank}, wanted >= 1"
             )
-        if host < 0:
-            raise ValueError(f"host is {host}, wanted >= 0")
+        if not isinstance(host, int) or host < 0:
+            raise ValueError(f"host is {host!r}, wanted a number of adapters, an int >= 0")
         self.places = places_of(names, Place(torch.device(device), dtype), places or {})
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
@@ -249,7 +249,7 @@ class AdapterPool:
         `hold`, which reads it again. KeyError for an unknown name.
         """
         self._with_host("prefetch")
-        self._versions.bring_ahead([name for name in dict.fromkeys(names) if name is not None])
+        self._versions.bring_ahead(distinct(names))
 
     def ready(self, name: str) -> bool:
         """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
@@ -367,7 +367,7 @@ class AdapterPool:
         that are known and in no slot are brought, as by `hold`.
         `out` is filled in place, for a captured graph; tokens beyond the names get -1.
         """
-        names = list(names)
+        names = listed(names)
         slots = {None: -1, **self._slots_of(names, held)}
         ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
         if out is None:
@@ -421,8 +421,9 @@ class AdapterPool:
         self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
     ) -> Held:
         """As `hold`, for as long as the object that it returns is referred to."""
-        wanted = [name for name in dict.fromkeys(names) if name is not None]
-        held = self._versions.take(wanted, timeout)
+        if not isinstance(timeout, (int, float)):
+            raise ValueError(f"timeout is {timeout!r}, wanted seconds, 0 not to wait")
+        held = self._versions.take(distinct(names), timeout)
         self._slots.streams.note()
         if not layerwise:
             held.wait()
@@ -480,7 +481,7 @@ class AdapterPool:
 
     def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
         """The slots of names, which counts as a use of them."""
-        wanted = [name for name in dict.fromkeys(names) if name is not None]
+        wanted = distinct(names)
         own = self.keep(wanted) if held is None else held
         self._slots.streams.note()
         return self._versions.slots_of(wanted, own)

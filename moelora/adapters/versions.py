@@ -58,7 +58,11 @@ class Versions:
         if not self.is_known(name):
             return
         if not replace:
-            raise ValueError(f"adapter {name!r} is already loaded; remove it or pass replace=True")
+            state = "loaded" if name in self.loaded else "registered"
+            raise ValueError(
+                f"adapter {name!r} is already {state}; remove it, update it, or add it with "
+                "replace=True"
+            )
         self.residents.check_free(name)
 
     # -- for batches --

@@ -73,7 +73,7 @@ def test_refusals(tmp_path):
     pool = make_pool(max_loras=2, host=2)
     (path, _), (large, _) = folders(tmp_path, 1)[0], folders(tmp_path / "large", 1, r=16)[0]
     pool.register("a", path)
-    with pytest.raises(ValueError, match="adapter 'a' is already loaded"):
+    with pytest.raises(ValueError, match="adapter 'a' is already registered; remove it, update"):
         pool.register("a", path)
     with pytest.raises(ValueError, match="adapter 'b': .* has rank 16, but max_rank of the pool"):
         pool.register("b", large)
@@ -91,8 +91,14 @@ def test_refusals(tmp_path):
         pool.register(name, path)
     with pytest.raises(RuntimeError, match="a batch names 3 adapters, the pool has 2 slots"):
         pool.mapping(["a", "b", "c"])
-    with pytest.raises(ValueError, match="host is -1, wanted >= 0"):
-        make_pool(host=-1)
+    for wrong in (-1, "4", None, 2.5):
+        with pytest.raises(ValueError, match=f"host is {wrong!r}, wanted a number of adapters"):
+            make_pool(host=wrong)
+    with pytest.raises(ValueError, match="timeout is None, wanted seconds"):
+        pool.keep(["a"], timeout=None)
+    for act in (pool.keep, pool.mapping, pool.prefetch):
+        with pytest.raises(ValueError, match="names is the string 'ab', wanted a list of names"):
+            act("ab")
     without = make_pool()
     for act in (lambda: without.register("a", path), lambda: without.prefetch(["a"])):
         with pytest.raises(RuntimeError, match="needs a pool with host memory: AdapterPool"):
