@@ -122,7 +122,7 @@ class Held:
 
 
 class Reservation:
-    """A slot that is being written. It is free again when the last reference goes."""
+    """A slot that is being written. It is free again when the last reference goes, or by `free`."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -169,6 +169,10 @@ class Residents:
         if leaving is not None:
             del self.loaded[leaving]
         return reservation
+
+    def free(self, reservation: Reservation) -> None:
+        """End a reservation, to which the traceback of an exception may refer."""
+        self._reserved.discard(reservation)
 
     def want(self, names: Sequence[str]) -> list[str]:
         """Adapters that batches will use soon, the first one first; returns those that fit."""

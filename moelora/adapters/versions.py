@@ -146,12 +146,16 @@ class Versions:
             with self.lock:
                 place = self.residents.reserve(f"adapter {name!r}", ahead=held is None)
             enabled = source.enabled
-            arrival = self.slots.write(place.slot, staged, enabled)
-            with self.lock:
-                if self._known().source(name) is source and name not in self.loaded:
-                    if source.enabled != enabled:
-                        self.slots.enable(place.slot, source.enabled)
-                    self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+            try:
+                arrival = self.slots.write(place.slot, staged, enabled)
+                with self.lock:
+                    if self._known().source(name) is source and name not in self.loaded:
+                        if source.enabled != enabled:
+                            self.slots.enable(place.slot, source.enabled)
+                        self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+            finally:
+                with self.lock:
+                    self.residents.free(place)
         with self.lock:
             if self._use(name, held):
                 return
@@ -230,14 +234,18 @@ class Versions:
                 return self._install(name, loaded.slot, switch, new, staged)
             place = self.residents.reserve(f"the new version of adapter {name!r}")
             enabled = self._enabled(name)
-        arrival = self.slots.write(place.slot, staged, enabled)
-        if arrival is not None:
-            arrival.synchronize()
-        with self.lock:
-            self._check_unchanged(name, old)
-            if self._enabled(name) != enabled:
-                self.slots.enable(place.slot, not enabled)
-            return self._install(name, place.slot, switch, new)
+        try:
+            arrival = self.slots.write(place.slot, staged, enabled)
+            if arrival is not None:
+                arrival.synchronize()
+            with self.lock:
+                self._check_unchanged(name, old)
+                if self._enabled(name) != enabled:
+                    self.slots.enable(place.slot, not enabled)
+                return self._install(name, place.slot, switch, new)
+        finally:
+            with self.lock:
+                self.residents.free(place)
 
     def _install(
         self,

@@ -176,6 +176,26 @@ def test_an_update_without_host_memory_left_changes_nothing(monkeypatch):
     assert pool.version("a") == 1
 
 
+def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
+    pool = make_pool(max_loras=2, host=4)
+    add(pool, "a", 0)
+    pool.register("b", STATES[1][0], config=CONFIG)
+
+    def fails(*args):
+        raise RuntimeError("out of memory")
+
+    for act in (lambda: change(pool, "a", 1), lambda: pool.lookup("b")):
+        with pool.hold(["a"]), monkeypatch.context() as patch:
+            patch.setattr(pool._slots, "write", fails)
+            with pytest.raises(RuntimeError, match="out of memory") as caught:
+                act()
+            patch.undo()
+            check(pool, "b", STATES[1][1], 2.0)
+            assert caught.value.__traceback__ is not None, "it refers to the frames of the call"
+        check(pool, "a", STATES[0][1], 2.0)
+        pool.add("c", STATES[2][0], config=CONFIG, replace="c" in pool.registered())
+
+
 # ---- under load ----
 
 EXPERTS, HIDDEN, INTER, RANK, ROWS, LAYERS, TOP_K = 4, 64, 32, 8, 4, 2, 2
