@@ -16,7 +16,8 @@ def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
 
 def gradients(device):
     """Saved tensors and all gradients of a layer: in new tensors, in float32, and accumulated into
-    existing tensors. Also the gradient of a projection.
+    existing tensors. Also by autograd, whose backward overwrites what it saved, and the gradient of
+    a projection.
     """
 
     def calls(device, spec):
@@ -40,6 +41,13 @@ def gradients(device):
             }
             return backward(grads=moelora.Gradients(**buffers), accumulate=True)
 
+        def recorded():
+            x = arguments["hidden_states"].detach().requires_grad_()
+            with torch.enable_grad():
+                out = moelora.fused_experts_lora(**arguments | {"hidden_states": x})
+                out.backward(grad_out)
+            return out.detach(), x.grad
+
         def projection():
             given = present(p.gemm_kwargs("w13"))
             x = given["x"].detach().requires_grad_()
@@ -52,6 +60,7 @@ def gradients(device):
             "gradients": backward,
             "gradients, float32": lambda: backward(float32=True),
             "gradients, added": onto,
+            "gradients, autograd": recorded,
             "gradients of a projection": projection,
         }
         yield from with_plans(ways, plans(device, spec.dtype) + rows(device, spec.dtype, *BACK))
