@@ -16,6 +16,7 @@ from adapter_cases import (
     snapshot,
     wrapped,
 )
+from threads import run_threads
 
 from moelora.adapters import AdapterPool
 
@@ -267,32 +268,24 @@ def test_threads():
     states = {f"n{seed}": wrapped(r=2, seed=seed) for seed in range(6)}
     config = CONFIG | {"r": 2, "lora_alpha": 2}
     names = sorted(states)
-    errors, verified = [], []
+    verified = []
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
-        try:
-            for _ in range(40):
-                name = names[int(torch.randint(len(names), (1,), generator=generator))]
-                try:
-                    pool.add(name, states[name][0], config=config)
-                except (ValueError, RuntimeError) as error:
-                    assert "already loaded" in str(error) or "no slot" in str(error)
-                try:
-                    with pool.hold([name]):
-                        check(pool, name, states[name][1], 1.0)
-                        verified.append(name)
-                    if seed == 0:
-                        pool.remove(name)
-                except (KeyError, RuntimeError) as error:
-                    assert "no adapter" in str(error) or "in use" in str(error)
-        except BaseException as error:  # noqa: BLE001, reported by the main thread
-            errors.append(error)
+        for _ in range(40):
+            name = names[int(torch.randint(len(names), (1,), generator=generator))]
+            try:
+                pool.add(name, states[name][0], config=config)
+            except (ValueError, RuntimeError) as error:
+                assert "already loaded" in str(error) or "no slot" in str(error)
+            try:
+                with pool.hold([name]):
+                    check(pool, name, states[name][1], 1.0)
+                    verified.append(name)
+                if seed == 0:
+                    pool.remove(name)
+            except (KeyError, RuntimeError) as error:
+                assert "no adapter" in str(error) or "in use" in str(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_threads(work, 4)
     assert len(verified) > 40 and len(pool) <= 3

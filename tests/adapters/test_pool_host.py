@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
+from threads import run_threads
 
 from moelora.adapters import host as host_module
 
@@ -334,26 +335,18 @@ def test_a_thousand_names_of_twenty_folders(tmp_path):
     for number in range(1000):
         pool.register(f"n{number}", made[number % 20][0])
     assert len(pool.registered()) == 1000
-    errors, seen = [], set()
+    seen = set()
 
     def work(seed):
-        drawn = torch.Generator().manual_seed(seed)
-        try:
-            for _ in range(40):
-                number = int(torch.randint(100, (1,), generator=drawn))
-                pool.prefetch([f"n{(number + 1) % 100}"])
-                with pool.hold([f"n{number}"], timeout=60):
-                    check(pool, f"n{number}", made[number % 20][1], 2.0)
-                seen.add(number)
-        except BaseException as error:  # noqa: BLE001, reported by the main thread
-            errors.append(error)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(40):
+            number = int(torch.randint(100, (1,), generator=generator))
+            pool.prefetch([f"n{(number + 1) % 100}"])
+            with pool.hold([f"n{number}"], timeout=60):
+                check(pool, f"n{number}", made[number % 20][1], 2.0)
+            seen.add(number)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    run_threads(work, 4)
     assert len(seen) > 50
     assert pool.host_bytes() <= 16 * bytes_of(rank=1)
     assert len(pool) <= 8

@@ -219,13 +219,13 @@ class Model:
         self.states = [self.state(kind) for kind in range(KINDS)]
 
     def state(self, kind):
-        drawn, found = torch.Generator().manual_seed(kind), {}
+        generator, found = torch.Generator().manual_seed(kind), {}
         for layer in self.layers:
             for projection in ("gate_up", "down"):
                 wide, tall = layer.shape(projection)
                 for side, shape in (("A", (RANK, wide)), ("B", (tall, RANK))):
                     key = f"{layer.name}.{projection}_proj.lora_{side}.weight"
-                    t = torch.randn(EXPERTS, *shape, generator=drawn) / 3
+                    t = torch.randn(EXPERTS, *shape, generator=generator) / 3
                     found[key] = t.to(self.device, self.dtype)
         return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import same_bits
+from threads import run_threads
 
 import moelora
 from moelora import _C, AdapterPool, MoELayer
@@ -20,27 +21,6 @@ LAYER = MoELayer("model.layers.0.mlp.experts", E, K, I)
 CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 2 * R}
 NAMES = [f"adapter{n}" for n in range(6)]
 THREADS, ROUNDS = 8, 25
-
-
-def run_threads(work, count=THREADS):
-    """Runs work(0), work(1), ... at once; raises what the first of them raised."""
-    errors, start = [], threading.Barrier(count)
-
-    def body(number):
-        start.wait()
-        try:
-            work(number)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=240)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def checkpoint(number):
@@ -125,7 +105,7 @@ def test_whoever_holds_an_adapter_computes_with_it(device, slots):
 
     for name in NAMES[:slots]:
         pool.add(name, layer.states[name], config=CONFIG)
-    run_threads(work)
+    run_threads(work, THREADS)
     assert len(served) > ROUNDS
     assert set(pool.names()) <= set(NAMES)
 
@@ -142,7 +122,7 @@ def test_errors_belong_to_their_thread(device):
             with pytest.raises(ValueError, match=rf"w\.size\(2\) is {columns}|is {columns}"):
                 moelora.fused_moe_lora_gemm(x, w, torch.ones(2, 1, device=device), ids)
 
-    run_threads(work)
+    run_threads(work, THREADS)
 
 
 def test_sorts_of_all_sizes_at_once(device):
@@ -171,7 +151,7 @@ def test_sorts_of_all_sizes_at_once(device):
                 got = sort(experts)
             assert all(torch.equal(t.cpu(), w) for t, w in zip(got, want[experts], strict=True))
 
-    run_threads(work)
+    run_threads(work, THREADS)
 
 
 def test_the_last_plan_belongs_to_its_thread():
@@ -186,7 +166,7 @@ def test_the_last_plan_belongs_to_its_thread():
             assert out.eq(64).all()
             assert f"gemm_{short}_" in _C.last_plan()
 
-    run_threads(work)
+    run_threads(work, THREADS)
 
 
 def test_plans_may_be_added_while_layers_run():

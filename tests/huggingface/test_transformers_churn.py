@@ -1,11 +1,10 @@
 """More adapters than slots, and adapters that change, in a model of transformers."""
 
-import threading
-
 import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, make_pool, wrapped
 from hf_models import PLACES, qwen3, tokens
+from threads import run_threads
 from whole_models import make_whole_model, write_adapters
 
 import moelora.integrations.transformers as moelora_hf
@@ -53,25 +52,17 @@ def test_more_adapters_than_slots(churning):
 @torch.no_grad()
 def test_threads_wait_for_slots(churning):
     model, roomy, _, _, names = churning
-    ids, errors = tokens(rows=1, length=5).to(model.device), []
+    ids = tokens(rows=1, length=5).to(model.device)
     wanted = {name: roomy(ids, adapter_names=[name]).logits for name in names}
 
+    @torch.no_grad()
     def work(start):
-        try:
-            with torch.no_grad():
-                for turn in range(6):
-                    name = names[(start + turn) % len(names)]
-                    got = model(ids, adapter_names=[name]).logits
-                    check(got, wanted[name])
-        except BaseException as error:  # noqa: BLE001, reported by the main thread
-            errors.append(error)
+        for turn in range(6):
+            name = names[(start + turn) % len(names)]
+            got = model(ids, adapter_names=[name]).logits
+            check(got, wanted[name])
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    run_threads(work, 3)
 
 
 @torch.no_grad()

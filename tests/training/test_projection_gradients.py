@@ -15,6 +15,7 @@ from gradient_cases import (
     assert_samples,
     flat,
     grad_like,
+    no_waits,
     on_cpu,
 )
 from quantized_cases import ALL_FORMATS
@@ -449,12 +450,8 @@ def test_a_captured_step_serves_any_routing(dtype, projection, which):
     )
     with torch.cuda.stream(torch.cuda.Stream()):
         compute(arguments, grad_out)
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         compute(arguments, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = compute(arguments, grad_out)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import CUDA_DTYPES, needs_gpu
-from gradient_cases import flat, grad_like
+from gradient_cases import flat, grad_like, no_waits
 from quantized_cases import ALL_FORMATS, build
 
 import moelora
@@ -82,12 +82,8 @@ def test_a_step_does_not_wait_for_the_gpu():
     p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
     arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
     step(arguments, grad_out)
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         step(arguments, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 600])
