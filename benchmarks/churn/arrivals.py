@@ -32,11 +32,11 @@ class Request:
 
 def requests(count, rate, adapters, prompt, new, vocab, seed=0):
     """`rate` a second, None: all at once."""
-    drawn, now, made = random.Random(seed), 0.0, []
+    generator, now, made = random.Random(seed), 0.0, []
     shares = [1 / (n + 1) for n in range(len(adapters))]
-    for name in drawn.choices(adapters, shares, k=count):
-        now += drawn.expovariate(rate) if rate else 0.0
-        made.append(Request(now, name, [drawn.randrange(vocab) for _ in range(prompt)], new))
+    for name in generator.choices(adapters, shares, k=count):
+        now += generator.expovariate(rate) if rate else 0.0
+        made.append(Request(now, name, [generator.randrange(vocab) for _ in range(prompt)], new))
     return made
 
 

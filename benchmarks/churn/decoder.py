@@ -38,11 +38,11 @@ def factors(pool, rank, seed, layout="stacked"):
 
     `layout`: "stacked", (E, r, in) and (E, out, r), or "peft", that of `target_parameters`.
     """
-    drawn = torch.Generator(pool.device).manual_seed(seed)
+    generator = torch.Generator(pool.device).manual_seed(seed)
     state = {}
 
     def put(key, *shape):
-        numbers = torch.randn(shape, generator=drawn, device=pool.device, dtype=pool.dtype)
+        numbers = torch.randn(shape, generator=generator, device=pool.device, dtype=pool.dtype)
         state[f"{key}.weight"] = numbers.mul_(0.02)
 
     for name, layer in pool.layers.items():
@@ -91,10 +91,10 @@ class Decoder:
     def __init__(self, shape, layers, rows, length, device):
         self.shape, self.rows, self.length, self.device = shape, rows, length, device
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        drawn = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*size):
-            numbers = torch.randn(size, generator=drawn, device=device, dtype=dtype)
+            numbers = torch.randn(size, generator=generator, device=device, dtype=dtype)
             return numbers.div_(math.sqrt(size[-1]))
 
         self.layers = [Layer(shape, draw, rows, length) for _ in range(layers)]

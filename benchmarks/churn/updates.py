@@ -23,16 +23,16 @@ class Load:
 
     def __init__(self, pool, shape, device):
         self.pool, self.device = pool, device
-        drawn = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*size):
-            numbers = torch.randn(size, generator=drawn, device=device, dtype=pool.dtype)
+            numbers = torch.randn(size, generator=generator, device=device, dtype=pool.dtype)
             return numbers / size[-1] ** 0.5
 
         self.x = draw(ROWS, shape.hidden)
         self.weights = draw(shape.experts, 2 * shape.inter, shape.hidden)
         self.w2 = draw(shape.experts, shape.hidden, shape.inter)
-        scores = torch.rand(ROWS, shape.experts, generator=drawn, device=device)
+        scores = torch.rand(ROWS, shape.experts, generator=generator, device=device)
         self.topk, ids = scores.topk(shape.top_k, dim=-1)
         self.ids = ids.to(torch.int32)
         self.mapping = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
