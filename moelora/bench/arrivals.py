@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from moelora.bench import results
+from moelora.bench.figure import new_figure, save
 
 LABELS: dict[str, tuple[str, dict[str, Any]]] = {  # by policy of a case: text, style
     "resident": ("a slot for each", {"color": "0.4", "ls": "--", "lw": 1.5}),
@@ -14,15 +15,11 @@ LABELS: dict[str, tuple[str, dict[str, Any]]] = {  # by policy of a case: text, 
 
 def draw(file: str, out: str) -> Path:
     """Share of requests by time to the first token, a curve for each policy."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     meta, cases = results.read(file)
     rows = [row for row in cases if row.get("topic") == "arrivals"]
     if not rows:
         raise ValueError(f"{file} has no case of arrivals")
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = new_figure(6.4, 3.8, layout="constrained")
     axes = figure.subplots()
     for row in rows:
         label, style = LABELS[row["policy"]]
@@ -35,5 +32,4 @@ def draw(file: str, out: str) -> Path:
     axes.legend(loc="lower right", fontsize=9)
     ranks = " and ".join(str(rank) for rank in meta.get("ranks", ()))
     axes.set_title(f"{rows[0]['adapters']} adapters of rank {ranks}, {meta['device']}", fontsize=10)
-    figure.savefig(out, dpi=120, metadata={"Software": None} if out.endswith(".png") else None)
-    return Path(out)
+    return save(figure, out)

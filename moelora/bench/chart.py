@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moelora.bench import results
+from moelora.bench.figure import new_figure, save
 from moelora.bench.shapes import MODELS
 
 # label, field of `rivals` or a case, style
@@ -21,18 +22,15 @@ def draw(file: str, out: str, ranks: Sequence[int], vllm: str | None = None) -> 
 
     `vllm` is the version of its kernels, if the file does not say it.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import ScalarFormatter
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     meta, cases = results.read(file)
     by_rank = {rank: by_model(cases, rank) for rank in ranks}
     for rank, panels in by_rank.items():
         if not panels:
             raise ValueError(f"{file} has no case of rank {rank} with vLLM's layers")
     models = list(by_rank[ranks[0]])
-    figure = Figure(figsize=(3.4 * len(models) + 1, 3.8), layout="constrained")
+    figure = new_figure(3.4 * len(models) + 1, 3.8, layout="constrained")
+    from matplotlib.ticker import ScalarFormatter
+
     every = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(every, models, strict=True):
         for rank, line in zip(ranks, LINES, strict=False):
@@ -62,8 +60,7 @@ def draw(file: str, out: str, ranks: Sequence[int], vllm: str | None = None) -> 
     figure.suptitle(f"{title}{versions}torch {meta['torch']}", fontsize=11)
     columns = (len(CURVES) * len(ranks) + 2) // 2
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
-    figure.savefig(out, dpi=120, metadata={"Software": None} if out.endswith(".png") else None)
-    return Path(out)
+    return save(figure, out)
 
 
 def by_model(cases: Sequence[dict[str, Any]], rank: int) -> dict[str, list[dict[str, Any]]]:

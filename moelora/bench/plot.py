@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moelora.bench import arrivals, chart, results
 from moelora.bench.engine import picture
+from moelora.bench.figure import new_figure
 from moelora.bench.results import Case, baseline_name
 from moelora.bench.shapes import MODELS
 
@@ -67,10 +68,6 @@ def draw(files: Sequence[str], out: str) -> Path:
     adapters, the overhead by these. Files with one number of tokens have no curve over it: their
     times are bars instead.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     loaded = [results.read(file) for file in files]
     rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:
@@ -82,8 +79,8 @@ def draw(files: Sequence[str], out: str) -> Path:
         panels.append(partial(overhead, rows=counted, along="adapters"))
     if not panels:
         panels = [partial(times, rows=rows)]
-    figure = Figure(figsize=(7 * len(panels) + (2 if len(panels) == 1 else 0), 5.2))
-    figure.set_layout_engine("constrained")
+    width = 7 * len(panels) + (2 if len(panels) == 1 else 0)
+    figure = new_figure(width, 5.2, layout="constrained")
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes)
     devices = dict.fromkeys(meta["device"] for meta, _ in loaded)

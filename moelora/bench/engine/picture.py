@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moelora.bench import results
+from moelora.bench.figure import new_figure
 
 # label, (engine, LoRA enabled, adapters in the batch), color
 BARS = (
@@ -16,11 +17,6 @@ BARS = (
 
 def draw(file: str | Path, out: str | Path) -> Path:
     """A bar for each engine, of prefill and of decode; ValueError if the file has no engine."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     meta, cases = results.read(file)
     rates = {
         (row["engine"], row["lora_enabled"], row["batch"] != "base"): row
@@ -30,7 +26,9 @@ def draw(file: str | Path, out: str | Path) -> Path:
     bars = [(label, rates[key], color) for label, key, color in BARS if key in rates]
     if not bars:
         raise ValueError(f"{file} has no engine of vLLM")
-    figure = Figure(figsize=(9, 1.6 + 0.5 * len(bars)), layout="constrained")
+    figure = new_figure(9, 1.6 + 0.5 * len(bars), layout="constrained")
+    from matplotlib.ticker import MaxNLocator
+
     for axes, phase in zip(figure.subplots(1, 2, sharey=True), ("prefill", "decode"), strict=True):
         speeds = [row.get(f"{phase}_tok_s", 0) for _, row, _ in bars]
         drawn = axes.barh([bar[0] for bar in bars], speeds, color=[bar[2] for bar in bars])
