@@ -74,7 +74,7 @@ QUICK = {
         "models": "qwen3",
         "tokens": "16,1024,4096",
         "ranks": "16",
-        "baselines": "grouped_mm,loop",
+        "baselines": "grouped_mm",
         "budget_ms": 20.0,
     },
     "cpu": {
