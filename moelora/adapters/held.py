@@ -217,4 +217,4 @@ class Residents:
 
 
 class NoSlot(RuntimeError):
-    """All slots are pinned or in use."""
+    """No slot can be freed now: all are pinned, in use or being written. Try again later."""

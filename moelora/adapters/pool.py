@@ -191,8 +191,10 @@ class AdapterPool:
         ------
         ValueError, FileNotFoundError
             The checkpoint cannot be loaded; the message names the key or option.
+        NoSlot
+            A RuntimeError: no slot can be freed.
         RuntimeError
-            No slot can be freed, or no place in host memory.
+            There is no place in host memory.
         """
         check_name(name)
         with self._lock:
@@ -241,12 +243,17 @@ class AdapterPool:
             host.put(name, origin)
 
     def prefetch(self, names: Iterable[str | None]) -> None:
-        """Begin to bring adapters to slots, in threads; `ready` says when one is there.
+        """Begin to bring adapters to slots; `ready` says when one is there.
 
         `names` are those of all requests that wait, the first one first; the next call replaces
         them. As many as fit beside adapters in use get or keep slots, and only `hold` evicts them.
-        One whose folder is refused is left out from then on: `ready` raises what is wrong, and
-        `hold`, which reads it again. KeyError for an unknown name.
+        Copies from host memory to GPUs are launched by this call, and complete later in the order
+        of the names; threads read folders, and write slots on a CPU. Call it from the thread that
+        runs the model: launches of two threads wait for each other.
+
+        An adapter that cannot be brought, such as one whose folder is refused, is left out from
+        then on: `ready` raises what is wrong, and `hold`, which tries again. KeyError for an
+        unknown name.
         """
         self._with_host("prefetch")
         self._versions.bring_ahead(distinct(names))
@@ -254,7 +261,8 @@ class AdapterPool:
     def ready(self, name: str) -> bool:
         """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
 
-        KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused.
+        KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused,
+        RuntimeError if it could not be copied.
         """
         return self._versions.ready(name)
 
@@ -404,8 +412,8 @@ class AdapterPool:
         ------
         KeyError
             An adapter is not known.
-        RuntimeError
-            No slot can be freed.
+        NoSlot
+            A RuntimeError: no slot can be freed.
         ValueError, FileNotFoundError
             A folder is refused, as by `add`.
         """

@@ -142,39 +142,94 @@ class Versions:
             with self.lock:
                 if self._use(name, held):
                     return
-            staged = self._known().staged(name, source)
-            with self.lock:
-                place = self.residents.reserve(f"adapter {name!r}", ahead=held is None)
-            enabled = source.enabled
-            try:
-                arrival = self.slots.write(place.slot, staged, enabled)
-                with self.lock:
-                    if self._known().source(name) is source and name not in self.loaded:
-                        if source.enabled != enabled:
-                            self.slots.enable(place.slot, source.enabled)
-                        self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
-            finally:
-                with self.lock:
-                    self.residents.free(place)
+            self._copy(name, source, self._known().staged(name, source), ahead=held is None)
         with self.lock:
             if self._use(name, held):
                 return
         self.bring(name, held)  # it was added anew, or evicted, meanwhile
 
+    def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
+        """Launch copies to a slot, and list the adapter; call with the lock of its source."""
+        with self.lock:
+            place = self.residents.reserve(f"adapter {name!r}", ahead=ahead)
+        enabled = source.enabled
+        try:
+            arrival = self.slots.write(place.slot, staged, enabled)
+            with self.lock:
+                if self._known().source(name) is source and name not in self.loaded:
+                    if source.enabled != enabled:
+                        self.slots.enable(place.slot, source.enabled)
+                    self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+                    source.failure = None
+        finally:
+            with self.lock:
+                self.residents.free(place)
+
     def bring_ahead(self, names: Sequence[str]) -> None:
-        """Begin to bring adapters in threads, the first ones, as far as slots can be freed."""
+        """Begin to bring adapters, the first ones, as far as slots can be freed.
+
+        Copies from host memory to GPUs are launched here, in order: in a thread, each call of CUDA
+        would wait for those of the thread that runs the model. All else is left to threads.
+        """
         with self.lock:
             sources = {name: self._known().source(name) for name in names}
+            readable = [name for name, source in sources.items() if source.failure is None]
+            absent = [
+                name
+                for name in self.residents.want(readable)
+                if name not in self.loaded and name not in self._coming
+            ]
+        for name in absent:
+            with self._ahead(name):
+                if not self._launch(name, sources[name]):
+                    self._submit(name)
+
+    def _launch(self, name: str, source: Source) -> bool:
+        """Launch copies from host memory, unless a thread has to bring the adapter."""
+        if not self.slots.asynchronous or not source.lock.acquire(blocking=False):
+            return False
+        try:
+            staged = self._known().in_memory(name, source)
+            if staged is None:
+                return False
+            if name not in self.loaded:
+                self._copy(name, source, staged, ahead=True)
+            return True
+        finally:
+            source.lock.release()
+
+    def _submit(self, name: str) -> None:
+        with self.lock:
+            if name in self._coming:
+                return
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READERS, "moelora-adapters")
-            readable = [name for name, source in sources.items() if source.failure is None]
-            for name in self.residents.want(readable):
-                if name not in self.loaded and name not in self._coming:
-                    self._coming.add(name)
-                    self._readers.submit(_bring, weakref.ref(self), name)
+            self._coming.add(name)
+            try:
+                self._readers.submit(_bring, weakref.ref(self), name)
+            except BaseException:
+                self._coming.discard(name)
+                raise
 
-    def arrived(self, name: str) -> None:
-        self._coming.discard(name)
+    def bring_wanted(self, name: str) -> None:
+        """Bring an adapter, in a thread, if a batch still wants it."""
+        try:
+            with self._ahead(name):
+                if name in self.residents.wanted:
+                    self.bring(name, None)
+        finally:
+            self._coming.discard(name)
+
+    @contextmanager
+    def _ahead(self, name: str) -> Iterator[None]:
+        """What is wrong is kept for `ready`; an adapter without a slot is tried again later."""
+        try:
+            yield
+        except (KeyError, NoSlot):
+            self.residents.wanted.discard(name)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.residents.wanted.discard(name)
+            self._known().fail(name, error)
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Source]:
@@ -325,14 +380,7 @@ class Versions:
 
 
 def _bring(versions: weakref.ref[Versions], name: str) -> None:
-    """Bring an adapter in a thread; `take` tries again, and raises what is wrong."""
+    """The work of a thread; `take` tries again, and raises what is wrong."""
     found = versions()
-    if found is None:
-        return
-    try:
-        if name in found.residents.wanted:
-            found.bring(name, None)
-    except (KeyError, OSError, RuntimeError, ValueError):
-        found.residents.wanted.discard(name)
-    finally:
-        found.arrived(name)
+    if found is not None:
+        found.bring_wanted(name)

@@ -8,7 +8,9 @@ import torch
 from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
 from threads import run_threads
 
+from moelora.adapters import NoSlot
 from moelora.adapters import host as host_module
+from moelora.adapters.stacks import Copies
 
 SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
 
@@ -169,12 +171,111 @@ def test_folders_stay_when_the_process_changes_its_own(tmp_path, monkeypatch):
         check(pool, name, wanted, 2.0)
 
 
+@pytest.fixture
+def launching(device, monkeypatch):
+    """Makes a pool whose copies from host memory are launched by the caller, as for a GPU."""
+
+    def made(**options):
+        pool = make_pool(device=device, **options)
+        monkeypatch.setattr(pool._slots, "asynchronous", True)
+        return pool
+
+    return made
+
+
+def test_copies_from_host_memory_are_launched_by_prefetch(tmp_path, launching):
+    """In order, and in no thread, whose calls of CUDA would wait for those of the model."""
+    pool = launching(max_loras=2, host=4)
+    states = [wrapped(seed=seed) for seed in range(3)]
+    for name, (state, _) in zip("abc", states, strict=True):
+        pool.register(name, state, config=CONFIG)
+    pool.prefetch(["c", "b", "a"])
+    assert pool.names() == ["c", "b"] and pool._versions._readers is None
+    wait_until(lambda: pool.ready("b"))
+    check(pool, "c", states[2][1], 2.0)
+    with pool.hold(["b", "c"]):
+        pool.prefetch(["a"])
+        assert not pool.ready("a") and pool.names() == ["b", "c"], "no slot is free"
+    pool.prefetch(["a"])
+    assert pool.names() == ["c", "a"] and pool._versions._readers is None
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("d", path)
+    pool.prefetch(["d"])  # a thread reads it
+    wait_until(lambda: pool.ready("d"))
+    check(pool, "d", delta, 2.0)
+
+
+def test_threads_bring_an_adapter_as_often_as_it_was_evicted(tmp_path):
+    pool = make_pool(max_loras=1, host=2)
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    for name in "abab":
+        pool.prefetch([name])
+        wait_until(lambda name=name: pool.ready(name))
+
+
+@pytest.mark.parametrize("where", ["caller", "thread"])
+def test_a_copy_that_fails_is_told_by_ready(launching, monkeypatch, where):
+    """Or a scheduler would wait for it forever; the next hold tries again."""
+    pool = launching(max_loras=1, host=2)
+    pool._slots.asynchronous = where == "caller"
+    state, delta = wrapped()
+    pool.register("a", state, config=CONFIG)
+
+    def fails(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(pool._slots, "write", fails)
+    pool.prefetch(["a"])
+
+    def is_told():
+        try:
+            return pool.ready("a")
+        except RuntimeError as error:
+            return "out of memory" in str(error)
+
+    wait_until(is_told)
+    monkeypatch.undo()
+    check(pool, "a", delta, 2.0)
+    wait_until(lambda: pool.ready("a"))
+
+
+def test_a_slot_after_a_write_that_ended_halfway(device, monkeypatch):
+    """Of a larger rank: nothing of it is left beyond the rank of the next adapter."""
+    pool = make_pool(max_loras=1, host=3, device=device)
+    large, small = wrapped(r=8), wrapped(r=2)
+    pool.register("large", large[0], config=CONFIG | {"r": 8, "lora_alpha": 16})
+    pool.register("small", small[0], config=SMALL)
+    run = Copies.run
+
+    def fails(copies):
+        run(copies)
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "run", fails)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            pool.lookup("large")
+    for name, (_, delta) in (("small", small), ("large", large), ("small", small)):
+        check(pool, name, delta, 2.0)
+
+
+def test_factors_that_experts_share_come_from_host_memory(device):
+    pool = make_pool(max_loras=1, host=1, device=device)
+    a, b = torch.randn(1, 2, N), torch.randn(1, K, 2)
+    key = f"{LAYERS[0].name}.down_proj"
+    state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    pool.register("a", state, config=SMALL)
+    assert pool.host_bytes() == 4 * (a.numel() + b.numel())
+    check(pool, "a", {"down": (b @ a).expand(E, -1, -1)}, 2.0)
+
+
 def test_slots_in_use_are_waited_for(tmp_path):
     pool = make_pool(max_loras=1, host=2)
     for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
         pool.register(name, path)
     with pool.hold(["a"]):
-        with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 1 are pinned or in"):
+        with pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are pinned or in"):
             pool.lookup("b")
         assert pool.names() == ["a"]
         start = time.monotonic()
@@ -357,14 +458,11 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
     """Copies are behind a long kernel; the host goes on, and readers get all of them."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pool = make_pool(max_loras=2, host=2, device="cuda")
-    for name, (path, _) in zip("ab", made := folders(tmp_path, 2), strict=True):
+    pool = make_pool(max_loras=2, host=3, device="cuda")
+    for name, (path, _) in zip("abc", made := folders(tmp_path, 3), strict=True):
         pool.register(name, path)
-    pool.lookup("a")
-    pool.prefetch(["b"])
-    wait_until(lambda: pool.ready("b"))
-    pool.remove("b")
-    pool.register("b", made[1][0])
+    for name in "bca":  # allocates host memory, which waits for the GPU
+        pool.lookup(name)
     torch.cuda._sleep(2_000_000_000)  # readers' stream is busy for about 1 s
     busy = torch.cuda.Event()
     busy.record()
