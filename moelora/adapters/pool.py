@@ -402,7 +402,8 @@ class AdapterPool:
         names : iterable of str or None
             Adapters; None: none.
         timeout : float
-            Seconds to wait until slots are free, if all are pinned or in use.
+            Seconds to wait until slots are free, if all are pinned or in use. Batches that wait
+            get slots in the order of their calls (`turns.py`).
         layerwise : bool
             The current streams do not wait for copies: before the kernels of a layer that read a
             slot the caller calls `held.wait(layer)`, before a captured graph `held.wait()`. Without

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from moelora.adapters.held import Held, Loaded, NoSlot, Residents
 from moelora.adapters.host import Host, Source
 from moelora.adapters.slots import Slots, Staged
+from moelora.adapters.turns import Turn, Turns
 
 READERS = 4  # threads that bring adapters ahead of their requests
 POLL_S = 0.02  # how often to look for a slot of a batch that was dropped without `release`
@@ -33,6 +34,7 @@ class Versions:
         self.loaded = self.residents.loaded  # least recently used first
         self.lock = threading.RLock()
         self._freed = threading.Condition(self.lock)
+        self._turns = Turns()
         self._coming: set[str] = set()  # names that threads bring
         self._readers: ThreadPoolExecutor | None = None
 
@@ -74,7 +76,9 @@ class Versions:
             loaded = self.loaded.get(name)
             if loaded is None and self.host is not None:
                 self.host.source(name).check()
-            return loaded is not None and loaded.arriving() is None
+            if loaded is None or name in self._turns.leaving(self.loaded):
+                return False
+            return loaded.arriving() is None
 
     def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
         """The slots of adapters that are held; it counts as a use, and begins a step."""
@@ -95,33 +99,44 @@ class Versions:
                 f"a batch names {len(names)} adapters, the pool has {self.residents.max_loras} "
                 "slots; split the batch, or make the pool with a larger max_loras="
             )
-        end = time.monotonic() + timeout
-        while True:
-            held = Held(self)
-            try:
-                for name in names:
-                    self._take_one(name, held)
-                return held
-            except BaseException as error:
-                # The traceback refers to it, and batches would wait for each other's slots.
-                self.release(held)
-                left = end - time.monotonic()
-                if not isinstance(error, NoSlot) or left <= 0:
-                    raise
+        end, turn = time.monotonic() + timeout, Turn(names)
+        try:
+            while True:
+                held = Held(self)
+                try:
+                    self._take_all(turn, held)
+                    return held
+                except BaseException as error:
+                    # The traceback refers to it, and batches would wait for each other's slots.
+                    self.release(held)
+                    left = end - time.monotonic()
+                    if not isinstance(error, NoSlot) or left <= 0:
+                        raise
+                with self.lock:
+                    self._turns.wait(turn)
+                    self._freed.wait(min(left, POLL_S))
+        finally:
             with self.lock:
-                self._freed.wait(min(left, POLL_S))
+                self._turns.leave(turn)
+                self._freed.notify_all()
 
     def release(self, held: Held) -> None:
         with self.lock:
             held.release()
             self._freed.notify_all()
 
-    def _take_one(self, name: str, held: Held) -> None:
+    def _take_all(self, turn: Turn, held: Held) -> None:
+        """Hold the adapters that are in slots, then bring others, which evict none of these."""
         with self.lock:
-            if self._use(name, held):
-                return
-            self.check_known(name)
-        self.bring(name, held)
+            self._turns.check_use(turn, self.loaded)
+            absent = [name for name in turn.names if not self._use(name, held)]
+            for name in absent:
+                self.check_known(name)
+                self._turns.check_slot(turn, f"adapter {name!r}")
+        for name in absent:
+            self.bring(name, held)
+        with self.lock:
+            self._turns.begin(turn)
 
     def _use(self, name: str, held: Held | None) -> bool:
         """Whether an adapter is in a slot, which counts as a use; holds it then."""
@@ -151,6 +166,8 @@ class Versions:
     def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
         """Launch copies to a slot, and list the adapter; call with the lock of its source."""
         with self.lock:
+            if ahead:
+                self._turns.check_slot(None, f"adapter {name!r}")
             place = self.residents.reserve(f"adapter {name!r}", ahead=ahead)
         enabled = source.enabled
         try:

@@ -1,5 +1,6 @@
 """AdapterPool with host memory: more adapters than slots, which come when they are needed."""
 
+import re
 import threading
 import time
 
@@ -11,6 +12,7 @@ from threads import run_threads
 from moelora.adapters import NoSlot
 from moelora.adapters import host as host_module
 from moelora.adapters.stacks import Copies
+from moelora.adapters.turns import OVERTAKEN
 
 SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
 
@@ -301,6 +303,81 @@ def test_slots_in_use_are_waited_for(tmp_path):
     del kept
     thread.join(30)
     assert "a" in pool
+
+
+def waiting(pool, names, found):
+    """A thread that waits for a batch of these adapters, and appends them once it has begun."""
+    before = len(pool._versions._turns)
+
+    def work():
+        with pool.hold(names, timeout=60):
+            found.append("".join(names))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_until(lambda: len(pool._versions._turns) == before + 1)
+    return thread
+
+
+def test_batches_that_wait_get_slots_in_their_order(tmp_path):
+    pool, found = make_pool(max_loras=2, host=4), []
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]):
+        with pool.hold(["b"]):
+            threads = [waiting(pool, ["c", "d"], found), waiting(pool, ["b", "d"], found)]
+        with pool.hold(["a"]), pool.hold(["b"]):
+            pass  # they are in slots
+        with pytest.raises(NoSlot, match="no slot for adapter 'd': 2 batches have waited longer"):
+            pool.keep(["d"])
+        pool.prefetch(["d"])
+        time.sleep(0.05)
+        assert "d" not in pool, "nor is it brought ahead"
+        assert found == []
+    for thread in threads:
+        thread.join(30)
+    assert found == ["cd", "bd"]
+
+
+@pytest.mark.parametrize("names", [["c"], ["c", "d"], ["a", "c"]], ids="".join)
+def test_a_batch_is_not_overtaken_forever(tmp_path, names):
+    """By batches of adapters in slots, of which some are always in use."""
+    pool, found = make_pool(max_loras=2, host=4), []
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    running = [pool.keep(["a"]), pool.keep(["b"])]
+    thread = waiting(pool, names, found)
+    begun = refused = 0
+    for turn in range(4 * OVERTAKEN):
+        try:
+            running.append(pool.keep(["ab"[turn % 2]]))  # the one that runs longest ends then
+            begun += 1
+        except NoSlot as error:
+            refused += 1
+            assert re.search("it leaves for a batch that waits|1 batches have waited", str(error))
+            assert not pool.ready("ab"[turn % 2])
+        if running:
+            running.pop(0).release()
+        time.sleep(0.001)
+        if found:
+            break
+    assert refused and OVERTAKEN <= begun <= OVERTAKEN + 2 * len(names)
+    for held in running:
+        held.release()
+    thread.join(30)
+    assert found == ["".join(names)]
+    pool.lookup("a")
+    pool.lookup("b")
+
+
+def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
+    pool = make_pool(max_loras=1, host=3)
+    for name, (path, _) in zip("abc", folders(tmp_path, 3), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are"):
+        pool.keep(["b"], timeout=0.03)
+    assert len(pool._versions._turns) == 0
+    pool.lookup("c")
 
 
 def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
