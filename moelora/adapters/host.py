@@ -30,6 +30,7 @@ class Source:
     staged: Staged | None = None
     version: int = 1
     enabled: bool = True
+    busy: int = 0  # threads that bring or replace it, or wait to
     failure: Exception | None = None  # why it could not be brought the last time
     lock: Any = field(default_factory=threading.RLock)
 

@@ -421,6 +421,7 @@ class AdapterPool:
         held = None
         try:
             held = self.keep(names, timeout=timeout, layerwise=layerwise)
+            self._versions.enter(held)
             yield held
         finally:
             if held is not None:
@@ -491,8 +492,10 @@ class AdapterPool:
     def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
         """The slots of names, which counts as a use of them."""
         wanted = distinct(names)
-        own = self.keep(wanted) if held is None else held
+        own = self._versions.take(wanted, 0.0, passing=True) if held is None else held
         self._slots.streams.note()
+        if held is None:
+            own.wait()
         return self._versions.slots_of(wanted, own)
 
     def _origin(self, source: Given, layout: Layout | None, staged: Staged) -> Source | None:

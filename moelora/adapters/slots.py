@@ -109,6 +109,8 @@ class Slots:
         self._order = sorted(places, key=_depth)
         # For each slot the ranks of layers from which on factors are zero; not there: not known.
         self._used = [dict.fromkeys(self._order, 0) for _ in range(max_loras)]
+        # The last write to the tables of a device and slot, on the stream of copies.
+        self._filled: dict[tuple[torch.device, int], torch.cuda.Event] = {}
 
     def tensors(self) -> list[torch.Tensor]:
         tables = [t for tables in self.tables.values() for t in tables]
@@ -143,12 +145,16 @@ class Slots:
         return staged
 
     def enable(self, slot: int, enabled: bool) -> None:
-        for tables in self.tables.values():
+        for device, tables in self.tables.items():
+            filled = self._filled.get((device, slot))
+            if filled is not None:
+                torch.cuda.current_stream(device).wait_event(filled)
             tables.enabled[slot] = enabled
 
     def clear(self, slot: int) -> None:
         """What is in a slot is no adapter any more."""
         self.enable(slot, False)
+        self._used[slot] = {}  # who trains may have written all of it
         for tables in self.tables.values():
             tables.ranks[slot] = 0
 
@@ -165,7 +171,11 @@ class Slots:
         before, self._used[slot] = self._used[slot], {}
         try:
             for device, tables in self.tables.items():
-                self.streams.run(device, partial(_fill, tables, slot, staged.experts, enabled))
+                event = self.streams.run(
+                    device, partial(_fill, tables, slot, staged.experts, enabled)
+                )
+                if event is not None:
+                    self._filled[device, slot] = event
             for device, names, copies in self._portions(slot, staged, before, used):
                 event = self.streams.run(device, copies.run)
                 if event is not None:

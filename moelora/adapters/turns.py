@@ -16,10 +16,11 @@ OVERTAKEN = 32  # batches that may begin while another one waits for a slot
 
 
 class Turn:
-    """The place in the queue of a batch of some adapters."""
+    """The place in the queue of a batch of some adapters, or of a call that is `passing`."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], passing: bool = False) -> None:
         self.names = names
+        self.passing = passing
         self.overtaken = 0
         self.leaving: set[str] = set()  # adapters that no new batch may use
 
@@ -44,7 +45,7 @@ class Turns:
     def begin(self, turn: Turn) -> None:
         """The batch has all slots; it may have overtaken others."""
         self.leave(turn)
-        for other in self._waiting:
+        for other in self._waiting if not turn.passing else ():
             other.overtaken += 1
 
     def check_slot(self, turn: Turn | None, what: str) -> None:
@@ -53,10 +54,13 @@ class Turns:
         if first is not None and first is not turn:
             raise NoSlot(f"no slot for {what}: {len(self)} batches have waited longer")
 
-    def check_use(self, turn: Turn, loaded: Mapping[str, Loaded]) -> None:
-        """NoSlot if the batch has an adapter that leaves its slot for one that waits."""
-        if turn is not self._first():
-            for name in sorted(self.leaving(loaded).intersection(turn.names)):
+    def check_use(self, turn: Turn, loaded: Mapping[str, Loaded], own: set[str]) -> None:
+        """NoSlot if the batch has an adapter that leaves its slot for one that waits.
+
+        `own` may be used all the same.
+        """
+        if turn is not self._first() and not turn.passing:
+            for name in sorted(self.leaving(loaded).intersection(turn.names) - own):
                 raise NoSlot(f"no slot for adapter {name!r}: it leaves for a batch that waits")
 
     def leaving(self, loaded: Mapping[str, Loaded]) -> set[str]:

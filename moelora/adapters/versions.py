@@ -35,6 +35,7 @@ class Versions:
         self.lock = threading.RLock()
         self._freed = threading.Condition(self.lock)
         self._turns = Turns()
+        self._here = threading.local()
         self._coming: set[str] = set()  # names that threads bring
         self._readers: ThreadPoolExecutor | None = None
 
@@ -89,8 +90,11 @@ class Versions:
                     self.loaded.move_to_end(name)
             return {name: held.slot(name) for name in names}
 
-    def take(self, names: Sequence[str], timeout: float) -> Held:
-        """Hold adapters, which are brought to slots if they are in none."""
+    def take(self, names: Sequence[str], timeout: float, passing: bool = False) -> Held:
+        """Hold adapters, which are brought to slots if they are in none.
+
+        `passing`: not for a batch, but for a call that returns before others can wait for it.
+        """
         with self.lock:
             for name in names:
                 self.check_known(name)
@@ -99,7 +103,7 @@ class Versions:
                 f"a batch names {len(names)} adapters, the pool has {self.residents.max_loras} "
                 "slots; split the batch, or make the pool with a larger max_loras="
             )
-        end, turn = time.monotonic() + timeout, Turn(names)
+        end, turn = time.monotonic() + timeout, Turn(names, passing)
         try:
             while True:
                 held = Held(self)
@@ -120,6 +124,16 @@ class Versions:
                 self._turns.leave(turn)
                 self._freed.notify_all()
 
+    def enter(self, held: Held) -> None:
+        """`held` is that of a block of this thread, until it is released."""
+        self._blocks().add(held)
+
+    def _blocks(self) -> weakref.WeakSet[Held]:
+        blocks: weakref.WeakSet[Held] | None = getattr(self._here, "blocks", None)
+        if blocks is None:
+            blocks = self._here.blocks = weakref.WeakSet()
+        return blocks
+
     def release(self, held: Held) -> None:
         with self.lock:
             held.release()
@@ -128,7 +142,9 @@ class Versions:
     def _take_all(self, turn: Turn, held: Held) -> None:
         """Hold the adapters that are in slots, then bring others, which evict none of these."""
         with self.lock:
-            self._turns.check_use(turn, self.loaded)
+            # The batch of a block waits for blocks inside of it, which so wait for nobody.
+            own = {name for held in self._blocks() for name in held.names()}
+            self._turns.check_use(turn, self.loaded, own)
             absent = [name for name in turn.names if not self._use(name, held)]
             for name in absent:
                 self.check_known(name)
@@ -203,17 +219,15 @@ class Versions:
 
     def _launch(self, name: str, source: Source) -> bool:
         """Launch copies from host memory, unless a thread has to bring the adapter."""
-        if not self.slots.asynchronous or not source.lock.acquire(blocking=False):
+        if not self.slots.asynchronous or source.busy:
             return False
-        try:
+        with source.lock:
             staged = self._known().in_memory(name, source)
             if staged is None:
                 return False
             if name not in self.loaded:
                 self._copy(name, source, staged, ahead=True)
             return True
-        finally:
-            source.lock.release()
 
     def _submit(self, name: str) -> None:
         with self.lock:
@@ -254,10 +268,16 @@ class Versions:
         host = self._known()
         while True:
             source = host.source(name)
-            with source.lock:
-                if host.source(name) is source:
-                    yield source
-                    return
+            try:
+                with self.lock:
+                    source.busy += 1
+                with source.lock:
+                    if host.source(name) is source:
+                        yield source
+                        return
+            finally:
+                with self.lock:
+                    source.busy -= 1
 
     def _known(self) -> Host:
         if self.host is None:

@@ -370,6 +370,32 @@ def test_a_batch_is_not_overtaken_forever(tmp_path, names):
     pool.lookup("b")
 
 
+def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
+    """Blocks and look-ups inside of a block of the same adapter."""
+    pool, found = make_pool(max_loras=1, host=2), []
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]) as held:
+        thread = waiting(pool, ["b"], found)
+        for _ in range(OVERTAKEN):
+            pool.keep(["a"])
+        assert not pool.ready("a")
+        with pool.hold(["a"]):
+            assert pool.mapping(["a"], held=held).tolist() == [0]
+        refused = []
+
+        def other():
+            assert pool.lookup("a") == 0
+            with pytest.raises(NoSlot, match="it leaves for a batch that waits"):
+                pool.keep(["a"])
+            refused.append(True)
+
+        run_threads(lambda _: other(), 1)
+        assert refused and not found
+    thread.join(30)
+    assert found == ["b"]
+
+
 def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
     pool = make_pool(max_loras=1, host=3)
     for name, (path, _) in zip("abc", folders(tmp_path, 3), strict=True):
@@ -554,3 +580,21 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
         assert pool.ready("b")
         assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
     check(pool, "b", made[1][1], 2.0)
+
+
+@pytest.mark.gpu
+def test_an_adapter_is_disabled_while_it_comes():
+    """The write to the tables, on the stream of copies, must not come after that of `disable`."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pool = make_pool(max_loras=1, host=2, device="cuda")
+    for seed, name in enumerate("ab"):
+        pool.register(name, wrapped(seed=seed)[0], config=CONFIG)
+        pool.lookup(name)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(pool._slots.streams._of(pool.device)):
+        torch.cuda._sleep(200_000_000)
+    with pool.hold(["a"], layerwise=True):
+        pool.disable("a")
+        torch.cuda.synchronize()
+        assert pool.adapter_enabled.tolist() == [False]
