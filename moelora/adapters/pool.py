@@ -473,7 +473,10 @@ class AdapterPool:
         return sum(t.nbytes for t in self._tensors())
 
     def host_bytes(self) -> int:
-        """Host memory of the factors of at most `host` adapters."""
+        """Host memory of the factors of at most `host` adapters.
+
+        Pinned memory is that of torch's allocator, which rounds each tensor up to a power of two.
+        """
         return 0 if self._host is None else self._host.nbytes()
 
     # -- inside --

@@ -216,6 +216,36 @@ def test_threads_bring_an_adapter_as_often_as_it_was_evicted(tmp_path):
         wait_until(lambda name=name: pool.ready(name))
 
 
+def test_threads_that_launch_copies_for_each_other(launching):
+    """More threads than slots, which also update and disable what others bring."""
+    pool = launching(max_loras=2, host=6)
+    states = [wrapped(r=r, seed=r) for r in (1, 2, 4, 8)]
+    configs = [CONFIG | {"r": r, "lora_alpha": 2 * r} for r in (1, 2, 4, 8)]
+    for number, ((state, _), config) in enumerate(zip(states, configs, strict=True)):
+        pool.register(f"n{number}", state, config=config)
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            first, second, third = torch.randint(4, (3,), generator=generator).tolist()
+            pool.prefetch([f"n{first}", f"n{second}"])
+            with pool.hold([f"n{first}"], timeout=60, layerwise=True) as held:
+                held.wait()
+                check(pool, f"n{first}", states[first][1], 2.0)
+            try:
+                pool.update(f"n{third}", states[third][0], config=configs[third])
+            except NoSlot:
+                pass
+            pool.disable(f"n{third}")
+            pool.enable(f"n{third}")
+            pool.ready(f"n{second}")
+
+    run_threads(work, 4)
+    assert len(pool) <= 2 and pool.adapter_enabled.tolist().count(True) >= len(pool)
+    for number, (_, delta) in enumerate(states):
+        check(pool, f"n{number}", delta, 2.0)
+
+
 @pytest.mark.parametrize("where", ["caller", "thread"])
 def test_a_copy_that_fails_is_told_by_ready(launching, monkeypatch, where):
     """Or a scheduler would wait for it forever; the next hold tries again."""
@@ -532,9 +562,9 @@ def test_a_new_version_in_a_slot_or_not(tmp_path, device, tensors):
     assert pool.version("b") == 2, "it was refused"
 
 
-def test_a_thousand_names_of_twenty_folders(tmp_path):
+def test_a_thousand_names_of_twenty_folders(tmp_path, device):
     """100 of them in use, by four threads; memory is that of `host` adapters."""
-    pool = make_pool(max_loras=8, host=16)
+    pool = make_pool(max_loras=8, host=16, device=device)
     made = folders(tmp_path, 20, r=1)
     for number in range(1000):
         pool.register(f"n{number}", made[number % 20][0])
