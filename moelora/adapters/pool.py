@@ -143,8 +143,8 @@ class AdapterPool:
             shared_outer,
         )
         self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._slots.tables[self.device]
-        pinned = any(device.type == "cuda" for device in self.devices)
-        self._host = Host(host, self._staged_folder, pinned) if host else None
+        self._pinned = any(device.type == "cuda" for device in self.devices)
+        self._host = Host(host, self._staged_folder, self._pinned) if host else None
         self._versions = Versions(self._slots, max_loras, self._host)
         self._lock = self._versions.lock
 
@@ -373,18 +373,20 @@ class AdapterPool:
         `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does; a
         call with it begins a step, in which `in_flight="switch"` takes effect. Without it, adapters
         that are known and in no slot are brought, as by `hold`.
-        `out` is filled in place, for a captured graph; tokens beyond the names get -1.
+        `out` is filled in place, for a captured graph; tokens beyond the names get -1. The host
+        does not wait for the device.
         """
         names = listed(names)
         slots = {None: -1, **self._slots_of(names, held)}
-        ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
+        numbers = [slots[name] for name in names]
+        ids = torch.tensor(numbers, dtype=torch.int32, pin_memory=self._pinned)
         if out is None:
-            return ids.to(self.device)
+            return ids.to(self.device, non_blocking=True)
         if out.dtype != torch.int32 or out.dim() != 1 or out.numel() < len(names):
             raise ValueError(
                 f"out is {out.dtype} {tuple(out.shape)}, wanted int32 ({len(names)},) or longer"
             )
-        out[: len(names)].copy_(ids)
+        out[: len(names)].copy_(ids, non_blocking=True)
         out[len(names) :].fill_(-1)
         return out
 

@@ -595,11 +595,13 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
     for name, (path, _) in zip("abc", made := folders(tmp_path, 3), strict=True):
         pool.register(name, path)
     for name in "bca":  # allocates host memory, which waits for the GPU
-        pool.lookup(name)
+        pool.mapping([name, None])
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # readers' stream is busy for about 1 s
     busy = torch.cuda.Event()
     busy.record()
     with pool.hold(["a", "b"], layerwise=True) as held:
+        mapping = pool.mapping(["b", None], held=held)
         assert not busy.query(), "the host waits for nothing"
         assert not pool.ready("b") and pool.ready("a")
         for layer in LAYERS:
@@ -607,7 +609,7 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
         slot = pool.lookup("b", held=held)
         factors = pool.layer(LAYERS[0].name)["w2_lora_b"][slot].clone()
         torch.cuda.synchronize()
-        assert pool.ready("b")
+        assert pool.ready("b") and mapping.tolist() == [slot, -1]
         assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
     check(pool, "b", made[1][1], 2.0)
 
