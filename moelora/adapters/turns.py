@@ -39,14 +39,16 @@ class Turns:
         """Join the queue, at its end, if the batch is not in it."""
         self._waiting.setdefault(turn)
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, turn: Turn) -> bool:
+        """Leave the queue; whether the batch was in it."""
+        was_there = turn in self._waiting
         self._waiting.pop(turn, None)
+        return was_there
 
     def begin(self, turn: Turn) -> None:
         """The batch has all slots; it may have overtaken others."""
-        self.leave(turn)
         for other in self._waiting if not turn.passing else ():
-            other.overtaken += 1
+            other.overtaken += other is not turn
 
     def check_slot(self, turn: Turn | None, what: str) -> None:
         """NoSlot if other batches have waited longer for a slot; `turn` None: ahead of a batch."""

@@ -71,7 +71,7 @@ class Versions:
     # -- for batches --
 
     def ready(self, name: str) -> bool:
-        """Whether an adapter is in a slot, with all copies; raises why its folder was refused."""
+        """Whether an adapter is in a slot, with all copies; raises why it was not brought."""
         with self.lock:
             self.check_known(name)
             loaded = self.loaded.get(name)
@@ -121,8 +121,8 @@ class Versions:
                     self._freed.wait(min(left, POLL_S))
         finally:
             with self.lock:
-                self._turns.leave(turn)
-                self._freed.notify_all()
+                if self._turns.leave(turn):
+                    self._freed.notify_all()
 
     def enter(self, held: Held) -> None:
         """`held` is that of a block of this thread, until it is released."""
