@@ -49,6 +49,8 @@ def parse(argv=None):
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
+    p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
+    p.add_argument("--turn", type=pathlib.Path, help="file to wait for once up (`wait_for_turn`)")
     p.add_argument("--reps", type=int, default=5)
     p.add_argument(
         "--sequences",
@@ -86,13 +88,18 @@ class Engine:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [n for n in GRAPHS if n <= most],
             }
+        if args.gib:  # shares its GPUs with other engines
+            options |= {
+                "kv_cache_memory_bytes": int(args.gib * 2**30),
+                "gpu_memory_utilization": 0.1,
+            }
+        options = {"gpu_memory_utilization": 0.6} | options
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
             dtype="bfloat16",
             seed=0,
             load_format="safetensors",
-            gpu_memory_utilization=0.6,
             max_model_len=4096,
             max_num_batched_tokens=8192,
             max_num_seqs=most,
@@ -165,6 +172,13 @@ def gpu_milliseconds(run):
     }
 
 
+def wait_for_turn(file):
+    """Say that this engine is up with a file NAME.up, and wait until `file` is there."""
+    file.with_name(f"{file.name}.up").touch()
+    while not file.exists():
+        time.sleep(0.05)
+
+
 def main():
     args = parse()
     result = {}
@@ -180,6 +194,8 @@ def main():
         start_s=round(time.time() - start, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
+    if args.turn:
+        wait_for_turn(args.turn)
     if args.check:
         save(check=check(engine))
     if args.bits:
