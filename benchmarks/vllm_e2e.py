@@ -269,31 +269,32 @@ class Bench(Stages):
         after the other once all of them are up."""
         count = self.args.at_once
         for some in (runs[i : i + count] for i in range(0, len(runs), count)):
-            jobs = []
-            for run in some:
-                flags = run.flags
-                if count > 1:
-                    flags = (*flags, "--turn", self.turn(run), "--gib", GIB)
-                jobs.append(
-                    self.engine(
-                        run.name, run.model, *flags, seconds=300, ours=run.ours, **run.environment
-                    )
-                )
-            for run, job in zip(some, jobs, strict=True):
-                if count > 1:
-                    self.wait_until_up(run, job)
+            flags = () if count == 1 else ("--gib", GIB)
+            jobs = [self.start_run(run, *flags) for run in some]
+            if count > 1:
+                jobs = [self.up(run, job) for run, job in zip(some, jobs, strict=True)]
             for run, job in zip(some, jobs, strict=True):
                 self.turn(run).touch()
                 self.read(run.name, job, **run.fields)
+
+    def start_run(self, run, *flags):
+        words = (run.name, run.model, *run.flags, "--turn", self.turn(run), *flags)
+        return self.engine(*words, seconds=300, ours=run.ours, **run.environment)
 
     def turn(self, run):
         """The file that an engine waits for before it is measured."""
         return self.result_file(run.name).with_suffix(".turn")
 
-    def wait_until_up(self, run, job):
-        up = self.turn(run).with_name(f"{self.turn(run).name}.up")
-        while job and not up.exists() and job.process.poll() is None and job.left() > 0:
+    def up(self, run, job):
+        """The job once its engine is up or has failed, or nothing: it is stopped if it takes too
+        long, so that it does not disturb the others' measurements."""
+        said = self.turn(run).with_name(f"{self.turn(run).name}.up")
+        while job and not said.exists() and job.process.poll() is None:
+            if time.monotonic() - job.start > self.args.start_s:
+                self.stages.append(job.stop(f"not up after {self.args.start_s:.0f} s"))
+                return None
             time.sleep(0.1)
+        return job
 
     def timed(self, engine, models, lora, *flags, **fields):
         """A run that is timed; `fields` say how it uses several GPUs."""
@@ -387,6 +388,7 @@ def arguments(description):
     p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--at-once", type=int, default=1, help="engines that start together")
+    p.add_argument("--start-s", type=float, default=180, help="of each, longer ones are stopped")
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")

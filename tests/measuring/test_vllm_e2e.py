@@ -103,7 +103,8 @@ def test_batch_invariance(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--only", "invariance")
     assert code == 0, log
     rows = topics(written, "bits")
-    assert [row["run"] for row in rows] == ["moelora invariant", "vllm invariant"]
+    runs = ["moelora", "vllm", "moelora invariant", "vllm invariant"]
+    assert [row["run"] for row in rows] == runs
     for row in rows:
         assert (row["layers"], row["rows"], row["matched"]) == (1, 5, 5)
         assert row["differing"] == row["unmatched"] == 0

@@ -67,6 +67,17 @@ def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     assert ours == [False, False]
 
 
+@pytest.mark.slow
+def test_an_engine_that_does_not_come_up_is_stopped(tmp_path, peers, monkeypatch):
+    monkeypatch.setenv("SLEEP", "TritonExperts")  # vLLM's own
+    words = ("--ways", "tensor", "--lora-only", "--at-once", "3", "--start-s", "30")
+    code, written, _ = run(tmp_path, peers, *words)
+    assert code == 1
+    ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
+    assert ends["vllm tensor speed, LoRA"] == "not up after 30 s"
+    assert {row["engine"] for row in topics(written, "speed")} == {"moelora"}
+
+
 def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
     """The model decides by how much rounding moves log-probabilities."""
 

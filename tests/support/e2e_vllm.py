@@ -20,7 +20,7 @@ print("reference check OK")
 """
 
 VLLM = """\
-import importlib.metadata, os, sys
+import importlib.metadata, os, sys, time
 from types import SimpleNamespace as N
 
 import torch
@@ -38,6 +38,8 @@ class LLM:
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
         self.experts = Experts()
+        if os.environ.get("SLEEP") == self.name:
+            time.sleep(100)
         self.turn("up")
         if os.environ.get("SAY"):
             print(os.environ["SAY"])
