@@ -109,7 +109,7 @@ def test_batch_invariance(tmp_path, peers):
         assert (row["layers"], row["rows"], row["matched"]) == (1, 5, 5)
         assert row["differing"] == row["unmatched"] == 0
     compared = {row["compared"] for row in topics(written, "answers")}
-    assert compared == {f"{row['run']}: mixed, each alone" for row in rows}
+    assert compared >= {f"{run}: mixed, each alone" for run in runs}
 
 
 @pytest.mark.slow
