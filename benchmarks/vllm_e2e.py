@@ -60,6 +60,7 @@ from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"
 FP8 = [format for format in FORMATS if format.startswith("fp8")]
+SAME_FP8 = 0.5  # as SAME, where activations are quantized on the way
 GIB = 2  # of keys and values of an engine that shares its GPUs with others
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 OURS_MIXED = {"engine": "moelora", "batch": "4 mixed", "lora_enabled": True}
@@ -140,16 +141,20 @@ class Bench(Stages):
 
     def engine(self, name, model, *flags, seconds=120, ours=True, **environment):
         """Starts an engine; `read` takes its result."""
-        path = [ROOT, self.site, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
         out = self.result_file(name)
         return self.job(
             name,
             [sys.executable, "-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
             + ["--out", out, *flags],
             seconds,
-            PYTHONPATH=os.pathsep.join(str(p) for p in path if str(p)),
+            PYTHONPATH=self.path(),
             **{SWITCH: "1" if ours else "0", **environment},
         )
+
+    def path(self, *before):
+        """Where Python finds the checkout, vLLM and the plugin."""
+        path = [*before, ROOT, self.site, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
+        return os.pathsep.join(str(p) for p in path if str(p))
 
     def result_file(self, name):
         return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
@@ -237,7 +242,7 @@ class Bench(Stages):
         script = self.hold_against
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
-        tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
+        tolerance = ["--tol", str(SAME_FP8 if self.args.format in FP8 else SAME)]
         return self.job(f"reference of {name}", [sys.executable, *script, *tolerance, *model], 90)
 
     def answers(self):

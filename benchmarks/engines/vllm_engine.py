@@ -45,6 +45,7 @@ def parse(argv=None):
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
+    p.add_argument("--no-profile", action="store_true", help="no times of kernels")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
@@ -203,8 +204,9 @@ def main():
     if args.rows:
         save(rows=rows(engine, args.rows))
     if args.speed:
-        alone = args.tensor_parallel == 1  # kernels of other processes are not seen from here
-        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if alone else None)
+        # Kernels of other processes are not seen from here.
+        seen = args.tensor_parallel == 1 and not args.no_profile
+        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if seen else None)
     save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
