@@ -415,6 +415,10 @@ class PEFTHelper:
         return cls(config_dict["r"])
 
 
+def get_current_vllm_config_or_none():
+    return None
+
+
 def tensor_model_parallel_all_gather(input_, dim=-1):
     raise AssertionError("the tests put their own here")
 
@@ -438,6 +442,7 @@ PLACES = {
     f"{_MOE}.modular_kernel": ["FusedMoEKernel", "ExpertTokensMetadata"],
     f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
     f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
+    "vllm.config": ["get_current_vllm_config_or_none"],
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],

@@ -90,9 +90,13 @@ class Served(_Base):  # type: ignore[misc]
             return str(reason)
         if ctx is not None and ctx.fully_sharded:
             return "the adapters are fully sharded"
-        if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:
+        if ctx is not None and self._interleaved(activation) and len(ctx.w13_lora_a_stacked) > 1:
             return "gate and up have adapters of their own, while their weights are interleaved"
         return None
+
+    def _interleaved(self, activation: Any) -> bool:
+        """Whether gate and up rows of w13 alternate."""
+        return bool(activation.value == "swigluoai")
 
     def _activation(self, activation: Any) -> dict[str, Any]:
         """The activation as arguments of the operator; ValueError if it is unsupported.
@@ -109,6 +113,8 @@ class Served(_Base):  # type: ignore[misc]
             linear_beta = getattr(moe, "activation_situ_linear_beta", None)
             limit = None if linear_beta is None or not linear_beta > 0 else linear_beta
             return {"activation": name, "activation_alpha": beta, "activation_limit": limit}
+        if name == "swigluoai":
+            return {"activation": name if self._interleaved(activation) else f"{name}_uninterleave"}
         if name not in ("silu", "swigluoai_uninterleave"):
             return {"activation": ACTIVATIONS[name]}
         limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)

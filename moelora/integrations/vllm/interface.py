@@ -131,6 +131,7 @@ CONFIGS = Interface(
 # Required by any quantized layer, in addition to its method.
 QUANTIZED = Interface(
     called={
+        "vllm.config": {"get_current_vllm_config_or_none": ""},
         f"{_MOE}.config": {
             "biased_moe_quant_config": ("w1_bias w2_bias gemm1_alpha gemm1_beta gemm1_clamp_limit"),
         },
