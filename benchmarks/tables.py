@@ -482,9 +482,9 @@ def training_alternatives():
         ones."""
 
 
-def engines_parallel():
-    """Tokens per second of two GPUs, in each parallel mode."""
-    speeds = [row for row in rows_of("e2e-parallel") if row["topic"] == "speed"]
+def engines_parallel(topic="e2e-parallel"):
+    """Tokens per second of several GPUs, in each parallel mode."""
+    speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
     said = []
     for way in dict.fromkeys(row["parallel"] for row in speeds):
         rows = [row for row in speeds if row["parallel"] == way]
@@ -502,7 +502,8 @@ def engines_parallel():
     if not said:
         return AWAITED
     made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
-    return f"Two {card('e2e-parallel')}:\n\n{made}"
+    count = {2: "Two", 4: "Four"}[speeds[0].get("gpus", 2)]
+    return f"{count} {card(topic)}, vLLM {load(topic)[0].get('vllm', '0.26')}:\n\n{made}"
 
 
 def sglang_ranges():
@@ -658,6 +659,7 @@ MADE = {
     "engine_ranges": ("e2e-fp8", engine_ranges),
     "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel": ("e2e-parallel", engines_parallel),
+    "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
