@@ -296,7 +296,8 @@ typedef struct moelora_gemm_grads {
   /* In the shapes of the factors and the bias, each in the dtype of x or in float32. num_slices is
    * 0 or that of the factors. */
   moelora_lora lora;
-  moelora_tensor bias; /* [E, N] */
+  moelora_tensor bias;  /* [E, N] */
+  moelora_tensor pairs; /* present: gradients of factors are sparse, as in moelora_experts_grads */
 } moelora_gemm_grads;
 
 /* For row p with expert e and adapter l, and t its routing weight with mul_routed_weight, else 1:

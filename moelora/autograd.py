@@ -133,6 +133,7 @@ NO_BACKWARD = {
     "fused_moe_lora_gemm_out": "there is no backward of a call with out=: leave it out, or call "
     "under torch.no_grad()",
     "fused_moe_lora_gemm_backward": TWICE,
+    "fused_moe_lora_gemm_backward_out": TWICE,
     "fused_experts_lora_backward": TWICE,
     "fused_experts_lora_backward_out": TWICE,
     "fused_experts_lora_backward_over": TWICE,

@@ -181,6 +181,15 @@ static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
   return MOELORA_OK;
 }
 
+/* The table, if some gradient is sparse. */
+static moelora_gradient_pairs pairs_of(const gradients *all) {
+  if (all->num_sparse < 0)
+    return (moelora_gradient_pairs){0};
+  const moelora_tensor *pairs = all->pairs.tensor;
+  return (moelora_gradient_pairs){pairs->data, pairs->size[0] * pairs->size[1],
+                                  (int32_t)all->num_sparse};
+}
+
 static moelora_status check_factor_gradients(gradients *all, const moelora_lora *grads,
                                              const moelora_lora *factors,
                                              const char *const names[4], moelora_gradient *a,
@@ -283,12 +292,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
                                      problem->a13, problem->b13));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
                                      &problem->b2));
-  if (all.num_sparse >= 0) {
-    const moelora_tensor *pairs = all.pairs.tensor;
-    problem->pairs = pairs->data;
-    problem->num_pairs = pairs->size[0] * pairs->size[1];
-    problem->num_sparse = (int32_t)all.num_sparse;
-  }
+  problem->pairs = pairs_of(&all);
   MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
                              MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
                              &problem->bias13));
@@ -359,13 +363,16 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
       .inputs = {x, MOELORA_ARG("dout", &args->dout), MOELORA_ARG("w", &forward->w), bias},
       .num_inputs = 4,
       .gemm = forward,
+      .num_sparse = -1,
   };
+  MOELORA_TRY(check_pairs(&all, &grads->pairs, &problem->forward.routes));
   MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.x", &grads->x), x, "[M, K] or [M * top_k, K]",
                        &problem->dx, &problem->dx_stride));
   MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
                                   &problem->dtopk_weights, problem->dtopk_weights_stride));
   MOELORA_TRY(
       check_factor_gradients(&all, &grads->lora, &forward->lora, names, problem->a, problem->b));
+  problem->pairs = pairs_of(&all);
   return check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias), bias, "[E, N]",
                         &problem->bias);
 }
