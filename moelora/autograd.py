@@ -342,7 +342,7 @@ def _projection_backward(grad_out: Tensor, given: dict[str, Any], wanted: int) -
     """Gradients by argument, of the arguments of an operator of PROJECTIONS."""
     absent = given["x"].new_empty(0)
     a, b = given["lora_a"], given["lora_b"]
-    dx, dt, *factors, bias = torch.ops.moelora.fused_moe_lora_gemm_backward.default(
+    found = torch.ops.moelora.fused_moe_lora_gemm_backward.default(
         grad_out,
         given["x"],
         given.get("w", absent),
@@ -366,5 +366,11 @@ def _projection_backward(grad_out: Tensor, given: dict[str, Any], wanted: int) -
             if n in given
         ),
     )
-    grads = dx, dt, factors[: len(a)], factors[4 : 4 + len(b)], bias
+    return by_projection_argument(found, len(a), len(b))
+
+
+def by_projection_argument(found: Sequence[Tensor], num_a: int, num_b: int) -> dict[str, Any]:
+    """Outputs of fused_moe_lora_gemm_backward by argument, of factors of so many slices."""
+    dx, dt, *factors, bias = found
+    grads = dx, dt, factors[:num_a], factors[4 : 4 + num_b], bias
     return dict(zip(WANTED_OF_PROJECTION, grads, strict=True))

@@ -327,10 +327,14 @@ static moelora_status check_forward(const moelora_gemm_backward_args *args,
   moelora_delta_problem checked;
   MOELORA_REQUIRE(dout.ndim == 3, "%s has %d dimensions, expected 3: [M, top_k, N]", dout.name,
                   dout.ndim);
-  MOELORA_TRY(moelora_check_delta(&delta, &checked));
-  MOELORA_REQUIRE(checked.columns == dout.size[2],
+  const moelora_lora *lora = &forward->lora;
+  const int64_t columns = lora->num_slices > 0 && lora->b[0].ndim == 4
+                              ? lora->num_slices * lora->b[0].size[2]
+                              : dout.size[2];
+  MOELORA_REQUIRE(columns == dout.size[2],
                   "%s.size(2) is %lld, expected the columns of lora_b, which are %lld", dout.name,
-                  (long long)dout.size[2], (long long)checked.columns);
+                  (long long)dout.size[2], (long long)columns);
+  MOELORA_TRY(moelora_check_delta(&delta, &checked));
   *problem = (moelora_gemm_problem){
       .routes = checked.routes,
       .dtype = checked.dtype,
