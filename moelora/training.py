@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
@@ -21,6 +20,7 @@ from moelora.projection_training import (
     fused_moe_lora_gemm_backward,
     moe_lora_delta_backward,
 )
+from moelora.sparse import index_of_pairs
 from moelora.tenants import Step, Tenant, Tenants
 
 __all__ = [
@@ -263,14 +263,4 @@ def touched_pairs(
     >>> pairs.tolist(), count.item()
     ([[-1, -1, -1], [0, -1, 1]], 2)
     """
-    ids, adapter = topk_ids.long(), token_lora_mapping.long().unsqueeze(1)
-    if expert_map is not None:
-        there = (ids >= 0) & (ids < expert_map.numel())
-        ids = torch.where(there, expert_map.long()[ids * there], -1)
-    used = (ids >= 0) & (ids < num_experts) & (adapter >= 0) & (adapter < max_loras)
-    last = max_loras * num_experts  # of no pair
-    flat = torch.where(used, adapter * num_experts + ids, last).flatten()
-    touched = ids.new_zeros(last + 1).index_fill(0, flat, 1)[:last]
-    counted = touched.cumsum(0)
-    index = torch.where(touched > 0, counted - 1, -1).view(max_loras, num_experts)
-    return index.int(), touched.sum()
+    return index_of_pairs(topk_ids, token_lora_mapping, max_loras, num_experts, expert_map)
