@@ -128,7 +128,7 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
         return None
     given = dict(zip(_names(op), args, strict=True))
     factors = [f for value in args if type(value) is list for f in value]
-    if _is_absent(given["token_lora_mapping"]):
+    if _is_absent(given["token_lora_mapping"]) and given["topk_ids"].size(0):
         return None
     w = given.get("w", given.get("w13"))
     experts = given["num_experts"] if w is None else w.size(0)
