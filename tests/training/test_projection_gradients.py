@@ -15,6 +15,7 @@ from gradient_cases import (
     assert_samples,
     grad_like,
     no_waits,
+    saved_bytes,
 )
 from projection_cases import (
     DELTAS,
@@ -31,6 +32,7 @@ from projection_cases import (
 )
 from quantized_cases import ALL_FORMATS
 from quantized_cases import build as build_quantized
+from torch.autograd import forward_ad
 
 import moelora
 
@@ -249,6 +251,51 @@ def test_what_is_refused(device):
     result = moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum()
     with pytest.raises(RuntimeError, match="a backward has none of its own"):
         torch.autograd.grad(result, x, create_graph=True)
+
+
+@EACH_DEVICE
+def test_nothing_is_saved_but_arguments(device):
+    """Nor those, where autograd records nothing."""
+    for given, call in calls(device):
+        values = [v for a in given.values() for v in as_list(a)]
+        own = {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
+        kept = saved_bytes(call)
+        assert kept and set(kept) <= own
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert not saved_bytes(call)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "lora_b"])
+def test_forward_mode_and_transforms(name):
+    for number in range(4):
+        given, _ = list(calls("cpu"))[number]
+        delta = list(DELTAS.values())[number // 2]
+        function = moelora.fused_moe_lora_gemm if "w" in given else delta
+        arguments = {
+            n: [t.detach() for t in v]
+            if isinstance(v, list)
+            else v.detach()
+            if isinstance(v, torch.Tensor)
+            else v
+            for n, v in given.items()
+        }
+        value = as_list(arguments[name])[-1]
+
+        def with_value(new, arguments=arguments, value=value, function=function):
+            put = {
+                n: [new if t is value else t for t in v] if isinstance(v, list) else v
+                for n, v in arguments.items()
+            }
+            return function(**put | ({} if isinstance(arguments[name], list) else {name: new}))
+
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match=f"{name}.* has a tangent, and .*forward-mode"),
+        ):
+            with_value(forward_ad.make_dual(value, torch.ones_like(value)))
+        with pytest.raises(RuntimeError, match=f"{name}.* requires a gradient, and torch.func"):
+            torch.func.grad(lambda v, f=with_value: f(v).float().sum())(value)
 
 
 # ---- attacks on the boundary of autograd ----
