@@ -47,13 +47,13 @@ class Factor:
         experts = self.parameter.size(0)
         grad = self.stack.grad
         own = None if grad is None or is_sparse(grad) else grad[self.slot]
-        if own is None and self.held is None:
-            return None
-        if own is None and sparse:
-            return self.held.sparse(experts, self.scale)
         if self.held is not None:
+            if own is None and sparse:
+                return self.held.sparse(experts, self.scale)
             held = self.held.dense(experts)
             own = held if own is None else own + held
+        if own is None:
+            return None
         own = own.to(torch.float32)
         own = own if self.scale == 1.0 else own * self.scale
         return touched(own) if sparse else own

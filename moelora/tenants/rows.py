@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Rows:
         return cls(grad.indices()[0].cpu(), grad.values())
 
 
-def is_sparse(grad: Tensor | None) -> bool:
+def is_sparse(grad: Tensor | None) -> TypeGuard[Tensor]:
     return grad is not None and grad.layout == torch.sparse_coo
 
 
@@ -70,15 +70,17 @@ def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
 
     Waits for the device once.
     """
-    found = [stack for stack in stacks if is_sparse(stack.grad)]
+    found = [(stack, stack.grad) for stack in stacks if is_sparse(stack.grad)]
     if not found:
         return
-    of_stack: dict[int, list[Factor]] = {id(stack): [] for stack in found}
+    of_stack: dict[int, list[Factor]] = {id(stack): [] for stack, _ in found}
     for factor in factors:
         if id(factor.stack) in of_stack:
             of_stack[id(factor.stack)].append(factor)
-    for stack, places in zip(found, _on_host([stack.grad for stack in found]), strict=True):
-        grad, stack.grad = stack.grad, None
+    on_host = _on_host([grad for _, grad in found])
+    while found:  # of one stack after the other, whose memory is then free
+        stack, grad = found.pop(0)
+        stack.grad, places = None, on_host.pop(0)
         experts = grad.size(1)
         pairs = places[0] * experts + places[1]
         if bool((pairs[1:] <= pairs[:-1]).any()):  # a stack that several calls have used
@@ -95,8 +97,8 @@ def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
             factor.held = rows if factor.held is None else factor.held.plus(rows)
 
 
-def _on_host(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def _on_host(grads: Sequence[Tensor]) -> list[Tensor]:
     """Indices of each, with one transfer for each device."""
     first = grads[0].device
     joint = torch.cat([grad._indices().to(first) for grad in grads], 1).cpu()
-    return joint.split([grad._nnz() for grad in grads], 1)
+    return list(joint.split([grad._nnz() for grad in grads], 1))
