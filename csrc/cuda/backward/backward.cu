@@ -35,6 +35,8 @@ struct BackwardLayout {
 
 SummedGradients summed(const moelora_experts_backward_problem *b) {
   SummedGradients s = {};
+  s.add_ranks(&b->forward.w13_lora);
+  s.add_ranks(&b->forward.w2_lora);
   s.add_factors(b->a13, 2);
   s.add_factors(b->b13, 2);
   s.add_factors(&b->a2, 1);
