@@ -214,7 +214,7 @@ template <class S, class T> struct ThroughEpilogue {
            const WarpContext<S> &warp) {
     // Eights of tokens in a pass of the loop, which is unrolled no further to fit the instruction
     // cache: at its end the accumulators of the next pass move to the first registers.
-    constexpr int PASS = KIND == BackKind::SILU ? 4 : 2;
+    constexpr int PASS = KIND == BackKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
     const int lane = threadIdx.x & 31, inter = g.weights.n_out, mine = 2 * (lane & 3);
     const int first = first_output<S>(g, header.tile, 2 * warp.consumer);
     const int64_t position = (int64_t)header.tile.block * S::TOKENS;
