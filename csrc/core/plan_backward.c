@@ -179,6 +179,7 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
   MOELORA_TRY(moelora_check_room(routes, &p->w13_lora, device));
   MOELORA_TRY(moelora_check_room(routes, &p->w2_lora, device));
   MOELORA_TRY(check_stride("dout", problem->dout_stride));
+  MOELORA_TRY(check_stride("gate_up", p->saved.gate_up_stride));
   const back_load loads[2] = {
       {.w = &p->w2,
        .lora = moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts),

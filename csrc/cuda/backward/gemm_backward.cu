@@ -26,6 +26,7 @@ struct GemmBackwardLayout {
 
 SummedGradients summed(const moelora_gemm_backward_problem *b) {
   SummedGradients s = {};
+  s.add_ranks(&b->forward.lora);
   s.add_factors(b->a, MOELORA_MAX_SLICES);
   s.add_factors(b->b, MOELORA_MAX_SLICES);
   s.add_bias(&b->bias);
