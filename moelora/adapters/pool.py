@@ -142,7 +142,9 @@ class AdapterPool:
             w13_slices,
             shared_outer,
         )
-        self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._slots.tables[self.device]
+        tables = self._slots.tables[self.device]
+        self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
+        self.adapter_enabled = tables.enabled
         pinned = any(device.type == "cuda" for device in self.devices)
         self._host = Host(host, self._staged_folder, pinned) if host else None
         self._versions = Versions(self._slots, max_loras, self._host)

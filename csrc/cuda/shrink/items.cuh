@@ -45,7 +45,7 @@ template <class S> struct SegmentCut {
   __device__ __forceinline__ SegmentCut(const ShrinkParams &p, int packed, int rows) {
     if (packed < 0 || rows == 0)
       return;
-    const int columns = columns_of(p.s.adapters.lora, packed);
+    const int columns = columns_of(p.s.adapters, packed);
     const Teams<S> teams(columns);
     const int most = teams.tokens * p.part;
     tokens = rows, parts = 1, chunks = ceil_divide(columns, S::RANKS);

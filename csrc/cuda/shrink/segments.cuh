@@ -88,7 +88,7 @@ template <class L> struct SegmentLength {
     const int packed = packed_and_count.x, count = packed_and_count.y;
     if (packed < 0 || count == 0)
       return;
-    columns = columns_of(s.adapters.lora, packed);
+    columns = columns_of(s.adapters, packed);
     chunks = ceil_divide(columns, L::RANKS);
     whole = ctas == 0 && count <= L::TOKENS && columns >= 2 * count;
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;

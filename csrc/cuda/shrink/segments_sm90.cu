@@ -85,7 +85,7 @@ template <class S> struct ShrinkContext : S::Ring {
 /* Number of columns of A of an item. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
-  return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
+  return min(columns_of(s.adapters, item.packed) - item.first, S::RANKS);
 }
 
 /* Rows of A of an item, loaded by a box. */
@@ -252,6 +252,7 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
   const float scaling = scaling_of(s, item.packed);
+  const bool one_a = has_one_a(s.adapters, item.packed);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = first + 16 * warp + 8 * half + lane / 4;
@@ -263,7 +264,7 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
     for (int j = 0; j < N / 8; j++) {
       const float *v = rAcc + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(gXa + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
+        store_slice(s.adapters, gXa + r, slice, one_a, round_two<T>(v, scaling, r, rank));
       r += 8;
       if (r >= width)
         r -= width, slice++;
