@@ -87,8 +87,11 @@ def layer(make, s, prefix):
     return {prefix + name: t for name, t in tensors.items()}
 
 
-def adapter(make, s, rank):
-    """Factors of every expert, one pair for each of its projections; alpha is twice the rank."""
+def adapter(make, s, rank, one_a=False):
+    """Factors of every expert, one pair for each of its projections; alpha is twice the rank.
+
+    one_a: gate and up have the same A, as trained on fused weights.
+    """
     std_b = DELTA / (2 * math.sqrt(rank))
     tensors = {}
     for i in range(s.layers):
@@ -97,11 +100,14 @@ def adapter(make, s, rank):
             ("up", s.inter, s.hidden, 1),
             ("down", s.hidden, s.inter, 2),
         ):
-            a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
+            if name != "up" or not one_a:
+                a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
             b = make.normal(s.experts, rows, rank, std=size * std_b)
             for e in range(s.experts):
                 key = f"base_model.model.model.layers.{i}.mlp.experts.{e}.{name}_proj"
-                tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a[e], b[e]
+                shared = name == "up" and one_a  # safetensors stores no tensor twice
+                tensors[f"{key}.lora_A.weight"] = a[e].clone() if shared else a[e]
+                tensors[f"{key}.lora_B.weight"] = b[e]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -184,6 +190,7 @@ def main(argv=None):
     p.add_argument("--preset", choices=PRESETS, default="tiny")
     p.add_argument("--layers", type=int, help="(default: the preset's)")
     p.add_argument("--adapters", default="16,16,64,64", help="ranks, commas between")
+    p.add_argument("--one-a", action="store_true", help="gate and up of an adapter share A")
     args = p.parse_args(argv)
     shape = PRESETS[args.preset]
     shape = replace(shape, layers=args.layers or shape.layers)
@@ -203,7 +210,7 @@ def main(argv=None):
     adapters = []
     for i, rank in enumerate((int(r) for r in args.adapters.split(",")), 1):
         adapters.append(args.out / f"lora{i}-r{rank}")
-        save_adapter(adapters[-1], *adapter(make, shape, rank))
+        save_adapter(adapters[-1], *adapter(make, shape, rank, args.one_a))
     describe(args.out, settings(shape), index, adapters, asdict(shape))
     print(f"made {base} and {len(adapters)} adapters on {make.device}")
 

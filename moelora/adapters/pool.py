@@ -55,9 +55,10 @@ class AdapterPool:
         Device of the stacks.
     w13_slices : {2, 1}
         2 keeps gate and up as two pairs (the natural form of per-expert checkpoints), 1 as one
-        pair whose A both share (the natural form of PEFT's `target_parameters`: half the shrink
-        work and memory). Either pool takes either checkpoint: two pairs in one slice need the sum
-        of their ranks. Layers without a gate or with interleaved rows always have one slice.
+        pair whose A both share (the natural form of PEFT's `target_parameters`: half the memory;
+        two pairs would have this A twice, of which layers read one). Either pool takes either
+        checkpoint: two pairs in one slice need the sum of their ranks. Layers without a gate or
+        with interleaved rows always have one slice.
     shared_outer : bool
         A of gate and up and B of down have no expert dimension (SGLang's
         `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has its

@@ -30,9 +30,7 @@ struct BlockOperands {
   const SegmentItem &item;
   int low;
 
-  __device__ __forceinline__ int columns() const {
-    return columns_of(s.adapters, item.packed);
-  }
+  __device__ __forceinline__ int columns() const { return columns_of(s.adapters, item.packed); }
 
   template <class T, class S, int M, int N>
   __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
