@@ -255,7 +255,9 @@ static Results run(const Case &c, bool accumulate, const Pairs *pairs = nullptr)
   from.lora_ranks = c.ranks.empty() ? nullptr : c.ranks.data();
 
   bool shared = false, weighted = false, few = !accumulate && c.few;
+  int32_t rank_columns = 0;
   for (const Product &p : c.products) {
+    rank_columns = std::max(rank_columns, p.slices * moelora_padded_rank(p.max_rank));
     for (int i = 0; i < p.slices; i++)
       few = few && (!p.wanted[i] || p.shared[i] || allows_few(c, p, i));
     shared = shared || (p.wanted[0] && p.shared[0]) || (p.slices > 1 && p.wanted[1] && p.shared[1]);
@@ -266,7 +268,7 @@ static Results run(const Case &c, bool accumulate, const Pairs *pairs = nullptr)
                                       !accumulate,
                                       pairs ? pairs->index.data() : nullptr,
                                       pairs ? pairs->count : 0,
-                                      few};
+                                      few ? MOELORA_GRADIENT_FEW(rank_columns) : 0};
   moelora_align_plan plan;
   moelora_plan_blocks(&from, c.block_rows, c.cluster, &device, nullptr, &plan);
   std::vector<char> memory;

@@ -35,6 +35,8 @@ struct BackwardLayout {
 
 SummedGradients summed(const moelora_experts_backward_problem *b) {
   SummedGradients s = {};
+  s.add_ranks(&b->forward.w13_lora);
+  s.add_ranks(&b->forward.w2_lora);
   s.add_factors(b->a13, 2);
   s.add_factors(b->b13, 2);
   s.add_factors(&b->a2, 1);
@@ -42,8 +44,6 @@ SummedGradients summed(const moelora_experts_backward_problem *b) {
   s.add_bias(&b->bias13);
   s.add_bias(&b->bias2);
   s.pairs = b->pairs;
-  s.num_pairs = b->num_pairs;
-  s.num_sparse = b->num_sparse;
   return s;
 }
 
@@ -177,6 +177,8 @@ moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
   g.limit = p->limit;
   g.saturated = 88.f / p->alpha;
   g.gated = moelora_is_gated(p->kind);
+  g.plain = p->kind == MOELORA_SILU && p->alpha == 1.f && p->gate_limit == __builtin_inff() &&
+            p->limit == __builtin_inff();
   if (p->kind == MOELORA_SITU) {
     g.soft_capped = true;
     g.inverse[0] = p->inverse_alpha;

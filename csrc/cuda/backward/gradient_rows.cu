@@ -103,7 +103,7 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
     return rows > 0 ? (rows + MOELORA_GRADIENT_ROWS - 1) / MOELORA_GRADIENT_ROWS
                     : (int)(s.list.zeroes && !(sparse && sparse[group] < 0));
   };
-  const auto is_few = [&](int rows) { return parts.few && rows <= MOELORA_GRADIENT_FEW; };
+  const auto is_few = [&](int rows) { return parts.few && rows <= parts.few_rows; };
   int own_parts = 0, own_splits = 0, own_slots = 0, own_few = 0;
   int all_parts, all_splits, all_slots, all_few;
   for (int group = low; group < high; group++) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
 }
 
 /* Allocates the parts of `groups` groups. */
-moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, bool few,
+moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int32_t few_rows,
                                   moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
   moelora_gradient_parts parts = {};
@@ -213,7 +213,8 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, boo
                                                            sizeof(moelora_gradient_part));
   parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
                                                              sizeof(moelora_gradient_split));
-  if (few) {
+  parts.few_rows = few_rows;
+  if (few_rows) {
     parts.most_few = zeroes || groups < rows ? groups : rows;
     parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_few,
                                                             sizeof(moelora_gradient_part));
@@ -243,9 +244,9 @@ extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_r
   list.begin = (int32_t *)moelora_take_array(arena, (size_t)pairs + 1, sizeof(int32_t));
   if (uses->pairs)
     list.sparse = (int32_t *)moelora_take_array(arena, (size_t)pairs, sizeof(int32_t));
-  list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, uses->few, arena);
+  list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, uses->few_rows, arena);
   if (uses->shared)
-    list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, false, arena);
+    list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, 0, arena);
   return list;
 }
 

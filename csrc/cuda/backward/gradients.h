@@ -29,8 +29,8 @@ extern "C" {
  * stage; large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
 /* The largest number of rows of a pair whose gradients a kernel of their own computes: one that
- * keeps the ranks of all rows in shared memory. */
-#define MOELORA_GRADIENT_FEW 128
+ * keeps the ranks of all rows in shared memory, up to RANKS columns. */
+#define MOELORA_GRADIENT_FEW(RANKS) ((RANKS) <= 16 ? 384 : (RANKS) <= 32 ? 320 : 128)
 
 /* A part of the rows that a gradient sums over. */
 typedef struct moelora_gradient_part {
@@ -54,6 +54,7 @@ typedef struct moelora_gradient_parts {
   moelora_gradient_split *split; /* [most_splits] */
   int32_t *count;                /* [3] numbers of parts, splits and few */
   int64_t most_parts, most_splits, most_slots, most_few;
+  int32_t few_rows; /* the largest number of rows of `few`; 0: none are */
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
@@ -77,7 +78,8 @@ typedef struct moelora_gradient_uses {
   bool zeroes;          /* gradients are overwritten, not accumulated */
   const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
   int32_t num_sparse;
-  bool few; /* pairs of few rows are listed apart: is_few_gradient of all that are not shared */
+  int32_t few_rows; /* pairs of so few rows are listed apart; 0 unless is_few_gradient of all that
+                     * are not shared */
 } moelora_gradient_uses;
 
 /* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a

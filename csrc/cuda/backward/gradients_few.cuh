@@ -22,12 +22,13 @@ template <int RANKS_> struct FewShape {
   static constexpr int ROWS = 32, COLUMNS = 32, STAGES = 3; // of a warp's pipeline
   static constexpr int WIDE_PITCH = 2 * COLUMNS + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int RANK_TILES = RANKS / 16, CTAS = 4;
+  static constexpr int MOST_ROWS = MOELORA_GRADIENT_FEW(RANKS);
 
   struct SharedStorage {
-    char ranks[MOELORA_GRADIENT_FEW * RANKS_PITCH];
+    char ranks[MOST_ROWS * RANKS_PITCH];
     char wide[WARPS][STAGES][ROWS * WIDE_PITCH];
-    int32_t wide_row[MOELORA_GRADIENT_FEW], ranks_row[MOELORA_GRADIENT_FEW];
-    float weight[MOELORA_GRADIENT_FEW];
+    int32_t wide_row[MOST_ROWS], ranks_row[MOST_ROWS];
+    float weight[MOST_ROWS];
   };
 };
 

@@ -29,6 +29,7 @@ typedef struct moelora_activation_gradient {
   float saturated;  /* |g'| from which on q is 0 or 1 in float32 */
   float inverse[2]; /* situ: reciprocals of the caps */
   bool gated;       /* otherwise relu2 */
+  bool plain;       /* silu without limits */
   bool soft_capped; /* situ */
 } moelora_activation_gradient;
 

@@ -36,15 +36,11 @@ __device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) 
   return min(packed % kRanks, lora.max_rank);
 }
 
-/* Whether both slices of the adapter have the same A, of which that of slice 0 is read. */
-__device__ __forceinline__ bool has_one_a(const moelora_lora_operands &adapters, int packed) {
-  return adapters.one_a && adapters.one_a[packed / kRanks] != 0;
-}
-
-/* Columns of A over all slices that are read. */
+/* Columns of A over all slices, or of slice 0 alone if both slices of the adapter have one A. */
 __device__ __forceinline__ int columns_of(const moelora_lora_operands &adapters, int packed) {
-  const int slices = has_one_a(adapters, packed) ? 1 : adapters.lora.num_slices;
-  return moelora_padded_rank(rank_of(adapters.lora, packed)) * slices;
+  const bool one_a = adapters.one_a && adapters.one_a[packed / kRanks] != 0;
+  return moelora_padded_rank(rank_of(adapters.lora, packed)) *
+         (one_a ? 1 : adapters.lora.num_slices);
 }
 
 /* Stores results of `slice`, given their address in slice 0; with one A, in slice 1 as well. */

@@ -16,9 +16,7 @@ struct StagedItem {
   const SegmentItem &item;
 
   __device__ __forceinline__ int tokens() const { return item.tokens; }
-  __device__ __forceinline__ int columns() const {
-    return columns_of(s.adapters, item.packed) - item.first;
-  }
+  __device__ __forceinline__ int columns() const { return item.columns - item.first; }
   __device__ __forceinline__ int x_row(int token) const { return item.x_row(s, token); }
   template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
     if (column >= columns())
@@ -40,8 +38,8 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
   const auto store = [&](int number, const Products<T, C> &products) {
     const SegmentItem &item = shared.list.items[number];
     const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
-    const int columns = columns_of(s.adapters, item.packed) - item.first;
-    const bool one_a = has_one_a(s.adapters, item.packed);
+    const int columns = item.columns - item.first;
+    const bool one_a = item.has_one_a(s, width);
     const float scaling = scaling_of(s, item.packed);
     products.for_each(item.tokens, [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;

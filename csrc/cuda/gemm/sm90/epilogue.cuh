@@ -49,6 +49,62 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
+/* Interleaves gate and up of up to 32 tokens, starting at token c, as write_epilogue_tile does with
+ * one of them: two epilogue tiles have the 128 elements of each token. */
+template <class T, int N>
+__device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N / 2], int c,
+                                                        uint32_t sFirst, uint32_t sSecond) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = lane >> 2;
+  const uint32_t at = (warp < 2 ? sFirst : sSecond) + token * kRowBytes + (lane & 1) * 8;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 8 && c / 8 + i < N / 8; i++)
+#pragma unroll
+    for (int m8 = 0; m8 < 2; m8++) {
+      const int v = 4 * (c / 8 + i) + 2 * m8, chunk = (warp & 1) * 4 + 2 * m8 + (lane >> 1 & 1);
+      const uint32_t gate = transpose_8x8(pack2<T>(rAcc[0][v], rAcc[0][v + 1]));
+      const uint32_t up = transpose_8x8(pack2<T>(rAcc[1][v], rAcc[1][v + 1]));
+      store_shared_8(at + 8 * i * kRowBytes + ((chunk ^ token) << 4),
+                     make_uint2(__byte_perm(gate, up, 0x5410), __byte_perm(gate, up, 0x7632)));
+    }
+}
+
+/* Stores gate and up before the activation of up to 32 tokens, starting at token c, to flat rows,
+ * whole lines at a time through the last two epilogue buffers. Another barrier has to follow before
+ * the next tokens. */
+template <class S, class T, int N>
+__device__ __forceinline__ void save_gate_up(const float (&rAcc)[2][N / 2],
+                                             const moelora_gemm_launch &g, const TileHeader &header,
+                                             const WarpContext<S> &warp, int c, int32_t rows) {
+  constexpr int BUFFERS = WarpContext<S>::BUFFERS;
+  int thread = threadIdx.x & 127;
+  asm volatile("" : "+r"(thread)); // opaque: offsets are not kept in registers between calls
+  const int inter = g.weights.n_out, first = first_output<S>(g, header.tile, 2 * warp.consumer);
+  const uint32_t sTile[2] = {warp.sOut(warp.consumer, BUFFERS - 2),
+                             warp.sOut(warp.consumer, BUFFERS - 1)};
+  if (g.weights.interleaved) {
+    write_interleaved_tiles<T, N>(rAcc, c, sTile[0], sTile[1]);
+  } else {
+    write_epilogue_tile<T, N>(rAcc[0], c, sTile[0]);
+    write_epilogue_tile<T, N>(rAcc[1], c, sTile[1]);
+  }
+  warp.sync();
+  const int scale = g.weights.interleaved ? 2 : 1, next = g.weights.interleaved ? 64 : inter;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 16; i++) {
+    const int token = i * 16 + thread / 8, chunk = thread & 7;
+    const int row = __shfl_sync(0xffffffffu, rows, token);
+    uint16_t *const to = (uint16_t *)g.before.rows + (int64_t)row * g.before.stride;
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const int column = scale * first + chunk * 8 + t * next;
+      const int end = scale * inter + (scale == 1 ? t * inter : 0);
+      if (c + token < header.count && column < end)
+        *(uint4 *)(to + column) =
+            load_shared_16(sTile[t] + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+    }
+  }
+}
+
 /* Stores a consumer's accumulators before the activation, by flat row. */
 template <class S, class T>
 __device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
@@ -72,6 +128,9 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
   static constexpr bool STORES_E4M3 = moelora_stores_e4m3(S::FORMAT, S::ROWS) && IS_GATED;
   static_assert(!STORES_E4M3 || N <= BUFFERS * kEpilogueTokens, "a buffer for all of a tile");
+  // Whether two buffers are left for rows before the activation.
+  static constexpr bool SAVES_LINES =
+      S::SAVES && IS_GATED && (N + kEpilogueTokens - 1) / kEpilogueTokens + 2 <= BUFFERS;
 
   static __device__ __forceinline__ void store(float (&rAcc)[2][N / 2], const RowMaps *out_maps,
                                                const moelora_gemm_launch &g,
@@ -87,13 +146,16 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     if constexpr (S::SAVES) {
       epilogue.template add_bias<T, N>(rAcc, g);
-      save_tile<S, T>(rAcc, g, header, warp.consumer);
+      if constexpr (!SAVES_LINES)
+        save_tile<S, T>(rAcc, g, header, warp.consumer);
       epilogue.template square<N>(rAcc, g);
     } else {
       epilogue.template begin<T, N>(rAcc, g);
     }
     if (WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
+    if (SAVES_LINES)
+      warp.sync_all(); // both consumers have finished reading the stage
 
 #pragma unroll
     for (int c = 0; c < N; c += kEpilogueTokens) {
@@ -101,13 +163,16 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         break;
 
       // Apply the activation and the routing weight.
+      const int32_t rows =
+          by_position && !SAVES_LINES ? 0 : block_row<S>(g, header.tile.block, c + lane);
+      if constexpr (SAVES_LINES)
+        save_gate_up<S, T, N>(rAcc, g, header, warp, c, rows);
       epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
-      const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
 
       // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
       // stores.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
-      if (buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
+      if (!SAVES_LINES && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
         warp.sync_all(); // both consumers have finished reading the stage
       if (end > BUFFERS)
         warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();

@@ -43,6 +43,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
 
   // Epilogue buffers per consumer that do not alias a pipeline stage.
   static constexpr int OWN_BUFFERS = 2;
+  static constexpr int OUT_ROWS = TOKENS_ < kEpilogueTokens ? TOKENS_ : kEpilogueTokens;
 
   // Whether further buffers alias the last stage of a tile.
   static constexpr bool ALIASES = TOKENS_ > kEpilogueTokens;

@@ -19,10 +19,8 @@ struct FixupState {
 /* S::Stage has the members sW, weights in the layout of the kernel, and sX[SPANS][TOKENS], token
  * rows. In an adapter stage sW holds rows of B and sX rows of xa, see adapter_layout.cuh. */
 template <class S> struct SharedStorage {
-  static constexpr int OUT_ROWS = S::TOKENS < kEpilogueTokens ? S::TOKENS : kEpilogueTokens;
-
   typename S::Stage stages[S::STAGES];
-  SwizzledRow sOut[S::CONSUMERS][S::OWN_BUFFERS][OUT_ROWS]; // epilogue tiles
+  SwizzledRow sOut[S::CONSUMERS][S::OWN_BUFFERS][S::OUT_ROWS]; // epilogue tiles
   StageHeader headers[S::STAGES];
   PipelineBarriers<S::STAGES> barriers;
   ListedSegment segments[S::PRODUCERS / 32][S::TOKENS]; // one list per producer warp

@@ -7,10 +7,10 @@
  *
  * Buffers of a consumer; a block has rows of 64 columns in the 128-byte swizzle:
  *
- *   sGu [2][4 blocks][8 tokens]  gate and up in halves: gate, gate, up, up of the two m64 tiles;
- *                                interleaved: two blocks per m64 tile;
- *                                ungated: one block per m64 tile, the others are unused
- *   sH  [2][2 blocks][8 tokens]  one block per m64 tile
+ *   sGu [BUFFERS][4 blocks][8 tokens]  gate and up in halves: gate, gate, up, up of the two m64
+ *                                      tiles; interleaved: two blocks per m64 tile;
+ *                                      ungated: one block per m64 tile, the others are unused
+ *   sH  [2 blocks][8 tokens]           one block per m64 tile
  *
  * A thread loads and stores the same chunks of every eight tokens, so no barrier is needed between
  * the store from a buffer and the next load to it. The first loads are issued before the main loop.
@@ -21,17 +21,28 @@
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 
+/* Epilogue buffers of a consumer, of 2 KB each, that hold `through` buffers of gate_up, and how
+ * many they hold. */
+constexpr int kThroughRows = 16;
+constexpr int buffers_for_through(int through) {
+  return 2 * through + 1;
+}
+constexpr int through_buffers(int buffers) {
+  return (buffers - 1) / 2;
+}
+
 template <class S, class T> struct ThroughEpilogue {
   static constexpr int BLOCK_BYTES = 8 * kRowBytes;
   static constexpr int GU_BYTES = 4 * BLOCK_BYTES, H_BYTES = 2 * BLOCK_BYTES;
-  static constexpr int BUFFERS = 2;
-  static_assert(BUFFERS * (GU_BYTES + H_BYTES) <= (int)sizeof(SharedStorage<S>::sOut[0]),
+  static constexpr int BUFFERS = through_buffers(S::OWN_BUFFERS);
+  static_assert(BUFFERS > 1 &&
+                    BUFFERS * GU_BYTES + H_BYTES <= (int)sizeof(SharedStorage<S>::sOut[0]),
                 "a consumer's epilogue buffers");
 
   /* The chunks that a thread copies: of one of eight tokens, in blocks `block` and `block` + 2. */
   struct Share {
     int token, chunk, block;
-    uint32_t sGu, sH; // of buffer 0
+    uint32_t sGu, sH; // sGu of buffer 0
 
     __device__ __forceinline__ explicit Share(const WarpContext<S> &warp) {
       const int thread = threadIdx.x & 127;
@@ -63,20 +74,29 @@ template <class S, class T> struct ThroughEpilogue {
                                                    const TileHeader &header, const Share &share,
                                                    int j) {
     const int t = 8 * j + share.token;
-    return t < header.count ? block_row<S>(g, header.tile.block, t) : 0;
+    return t < header.count
+               ? g.schedule.blocks.sorted_ids[(int64_t)header.tile.block * S::TOKENS + t]
+               : 0;
   }
 
-  /* Issues the loads of gate_up for tokens 8 j to 8 j + 7; zeros past the last output. */
+  /* A row of 16-bit elements; the plan refuses strides beyond 31 bits. */
+  static __device__ __forceinline__ char *address_of(const void *rows, int32_t row,
+                                                     int64_t stride) {
+    return (char *)rows + (uint64_t)(uint32_t)row * (2 * (uint32_t)stride);
+  }
+
+  /* Issues the loads of gate_up for eight tokens to the buffer at offset `buffer`; zeros past the
+   * last output. `row`: of a thread's token, if it is there. */
   static __device__ __forceinline__ void load(const moelora_back_launch &g, GateUp form, int first,
-                                              int32_t row, bool there, const Share &share, int j) {
+                                              int32_t row, bool there, const Share &share,
+                                              uint32_t buffer) {
     if (there) {
-      const uint16_t *from =
-          (const uint16_t *)g.through.gate_up + (int64_t)row * g.through.gate_up_stride;
+      const char *from = address_of(g.through.gate_up, row, g.through.gate_up_stride);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int column = column_of(form, first, g.weights.n_out, share, i);
-        copy_async_16(share.sGu + j % BUFFERS * GU_BYTES + i * 2 * BLOCK_BYTES,
-                      from + max(column, 0), column >= 0 ? 16 : 0);
+        copy_async_16(share.sGu + buffer + i * 2 * BLOCK_BYTES, from + 2 * (uint32_t)max(column, 0),
+                      column >= 0 ? 16 : 0);
       }
     }
     copy_async_commit();
@@ -91,7 +111,7 @@ template <class S, class T> struct ThroughEpilogue {
     const Share share(warp);
     for (int j = 0; j < BUFFERS; j++)
       load(g, form, first, row_of(g, header, share, j), 8 * j + share.token < header.count, share,
-           j);
+           j * GU_BYTES);
     const int line = threadIdx.x & 1, columns = form == GateUp::INTERLEAVED ? 2 : 1;
     for (int t = 8 * BUFFERS + (threadIdx.x & 127) / 2; t < header.count; t += 64) {
       const int64_t row = block_row<S>(g, header.tile.block, t);
@@ -105,124 +125,172 @@ template <class S, class T> struct ThroughEpilogue {
     }
   }
 
-  /* Processes a warp's 16 outputs of m64 tile t, for eight tokens. Returns this thread's partial
-   * sums of dt. */
-  static __device__ __forceinline__ float2 apply(const float (&v)[4], const moelora_back_launch &g,
-                                                 GateUp form, uint32_t sGu, uint32_t sH, int t,
-                                                 float2 weight) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    const int row = lane & 7, half = lane >> 3 & 1;
-    BackOutputs<T> outputs;
+  /* Reads a warp's 16 outputs of m64 tile t for eight tokens; writes their gradients and h. */
+  static __device__ __forceinline__ void read(BackOutputs<T> &outputs, GateUp form, uint32_t sGu,
+                                              int t) {
     if (form == GateUp::INTERLEAVED) {
-      // In memory order: token lane / 4, outputs 2 (lane % 4) and the next.
-      const int token = lane >> 2, pair = lane & 3;
-      const uint32_t at =
-          sGu + (2 * t + warp / 2) * BLOCK_BYTES + token * kRowBytes + (pair & 1) * 8;
-      uint32_t place[2];
 #pragma unroll
       for (int m8 = 0; m8 < 2; m8++) {
-        place[m8] = at + ((((warp & 1) * 4 + m8 * 2 + pair / 2) ^ token) << 4);
-        const uint2 two = load_shared_8(place[m8]);
+        const uint2 two = load_shared_8(interleaved(sGu, t, m8));
         outputs.gate[m8] = transpose_8x8(__byte_perm(two.x, two.y, 0x5410));
         outputs.up[m8] = transpose_8x8(__byte_perm(two.x, two.y, 0x7632));
       }
-      outputs.apply(v, g.through.activation, weight);
+    } else {
+      uint32_t words[4];
+      load_matrix_x4_trans(words, halves(sGu, t));
+      outputs.gate[0] = words[0], outputs.gate[1] = words[1];
+      outputs.up[0] = words[2], outputs.up[1] = words[3];
+    }
+  }
+  static __device__ __forceinline__ void write(const BackOutputs<T> &outputs, GateUp form,
+                                               uint32_t sGu, uint32_t sH, int t) {
+    if (form == GateUp::INTERLEAVED) {
 #pragma unroll
       for (int m8 = 0; m8 < 2; m8++) {
         const uint32_t gate = transpose_8x8(outputs.gate[m8]);
         const uint32_t up = transpose_8x8(outputs.up[m8]);
-        store_shared_8(place[m8],
+        store_shared_8(interleaved(sGu, t, m8),
                        make_uint2(__byte_perm(gate, up, 0x5410), __byte_perm(gate, up, 0x7632)));
       }
     } else {
-      const uint32_t at = sGu + ((lane >> 4) * 2 + t) * BLOCK_BYTES + row * kRowBytes +
-                          ((2 * warp + half ^ row) << 4);
-      uint32_t words[4];
-      load_matrix_x4_trans(words, at);
-      outputs.gate[0] = words[0], outputs.gate[1] = words[1];
-      outputs.up[0] = words[2], outputs.up[1] = words[3];
-      outputs.apply(v, g.through.activation, weight);
-      store_matrix_x4_trans(at, outputs.gate[0], outputs.gate[1], outputs.up[0], outputs.up[1]);
+      store_matrix_x4_trans(halves(sGu, t), outputs.gate[0], outputs.gate[1], outputs.up[0],
+                            outputs.up[1]);
     }
-    store_matrix_x2_trans(sH + t * BLOCK_BYTES + row * kRowBytes + ((2 * warp + half ^ row) << 4),
-                          outputs.h[0], outputs.h[1]);
-    return outputs.sum();
+    store_matrix_x2_trans(sH + t * BLOCK_BYTES + in_block(), outputs.h[0], outputs.h[1]);
+  }
+
+  /* Where this lane has its row of an 8 x 8 matrix, within a block. */
+  static __device__ __forceinline__ uint32_t in_block() {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row = lane & 7;
+    return row * kRowBytes + ((2 * warp + (lane >> 3 & 1) ^ row) << 4);
+  }
+  /* The same of gate and up in halves. */
+  static __device__ __forceinline__ uint32_t halves(uint32_t sGu, int t) {
+    return sGu + ((threadIdx.x >> 4 & 1) * 2 + t) * BLOCK_BYTES + in_block();
+  }
+  /* Where this lane has token lane / 4, outputs 8 m8 + 2 (lane % 4) and the next, interleaved. */
+  static __device__ __forceinline__ uint32_t interleaved(uint32_t sGu, int t, int m8) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = lane >> 2;
+    const int pair = lane & 3;
+    return sGu + (2 * t + warp / 2) * BLOCK_BYTES + token * kRowBytes + (pair & 1) * 8 +
+           ((((warp & 1) * 4 + m8 * 2 + pair / 2) ^ token) << 4);
+  }
+
+  /* Sums the parts of dt over the eight lanes of a pair of tokens. On return a lane has that of
+   * m64 tile `lane >> 2 & 1` and of the second of its two tokens if `lane >> 3 & 1`. */
+  static __device__ __forceinline__ float sum(const BackOutputs<T> (&outputs)[2]) {
+    const int lane = threadIdx.x & 31, t = lane >> 2 & 1, q = lane >> 3 & 1;
+    float two[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      two[i] = (t ? outputs[1].dt[i] : outputs[0].dt[i]) +
+               __shfl_xor_sync(0xffffffffu, t ? outputs[0].dt[i] : outputs[1].dt[i], 4);
+    float one = (q ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, q ? two[0] : two[1], 8);
+    return one + __shfl_xor_sync(0xffffffffu, one, 16);
   }
 
   /* Stores a thread's chunks of dgu and h. */
   static __device__ __forceinline__ void store_rows(const moelora_back_launch &g, GateUp form,
-                                                    int first, const Share &share, int buffer,
-                                                    int64_t row) {
+                                                    int first, const Share &share, uint32_t buffer,
+                                                    int32_t row) {
     const int inter = g.weights.n_out;
-    uint16_t *dgu = (uint16_t *)g.through.dgu + row * g.through.dgu_stride;
+    char *const dgu = address_of(g.through.dgu, row, g.through.dgu_stride);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = column_of(form, first, inter, share, i);
       if (column >= 0)
-        *(uint4 *)(dgu + column) =
-            load_shared_16(share.sGu + buffer * GU_BYTES + i * 2 * BLOCK_BYTES);
+        *(uint4 *)(dgu + 2 * (uint32_t)column) =
+            load_shared_16(share.sGu + buffer + i * 2 * BLOCK_BYTES);
     }
     const int column = first + share.block * 64 + share.chunk * 8;
     if (g.through.h && column < inter)
-      *(uint4 *)((uint16_t *)g.through.h + row * inter + column) =
-          load_shared_16(share.sH + buffer * H_BYTES);
+      *(uint4 *)(address_of(g.through.h, row, inter) + 2 * (uint32_t)column) =
+          load_shared_16(share.sH);
   }
 
-  static __device__ __forceinline__ void store(float (&rAcc)[2][S::TOKENS / 2],
-                                               const moelora_back_launch &g,
-                                               const TileHeader &header,
-                                               const WarpContext<S> &warp) {
+  template <BackKind KIND>
+  static __device__ __forceinline__ void
+  store_as(float (&rAcc)[2][S::TOKENS / 2], const moelora_back_launch &g, const TileHeader &header,
+           const WarpContext<S> &warp) {
+    // Eights of tokens in a pass of the loop, which is unrolled no further to fit the instruction
+    // cache: at its end the accumulators of the next pass move to the first registers.
+    constexpr int PASS = KIND == BackKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
     const int lane = threadIdx.x & 31, inter = g.weights.n_out, mine = 2 * (lane & 3);
     const int first = first_output<S>(g, header.tile, 2 * warp.consumer);
     const int64_t position = (int64_t)header.tile.block * S::TOKENS;
-    const GateUp form = gate_up_form(g.epilogue.activation);
+    const GateUp form =
+        KIND == BackKind::SILU ? GateUp::HALVES : gate_up_form(g.epilogue.activation);
     const Share share(warp);
-    const uint32_t base = buffers(warp);
-    // Not unrolled over pairs of eight tokens, to fit the instruction cache.
+    const uint32_t base = buffers(warp), sH = base + BUFFERS * GU_BYTES;
+    // The part of dt that this lane stores.
+    const int t_of_dt = lane >> 2 & 1, token_of_dt = mine + (lane >> 3 & 1);
+    const int output = first + t_of_dt * 64 + (threadIdx.x >> 5 & 3) * 16;
+    const bool stores_dt = lane < 16 && output < inter;
+    float *dt =
+        g.through.dt + (position + token_of_dt) * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
+    uint32_t buffer = 0;
 #pragma unroll 1
-    for (int pair = 0; 16 * pair < header.count; pair++) {
+    for (int pass = 0; 8 * PASS * pass < header.count; pass++) {
 #pragma unroll
-      for (int p = 0; p < 2; p++) {
-        const int j = 2 * pair + p;
+      for (int p = 0; p < PASS; p++) {
+        const int j = PASS * pass + p;
         if (8 * j >= header.count)
           break;
-        const int64_t at = position + 8 * j;
         const int32_t next = row_of(g, header, share, j + BUFFERS); // early, to hide its latency
         float2 weight = {1.f, 1.f};
         if (g.schedule.blocks.weights)
-          weight = *(const float2 *)&g.schedule.blocks.weights[at + mine];
+          weight = *(const float2 *)&g.schedule.blocks.weights[position + 8 * j + mine];
 
         // Wait for gate_up.
         copy_async_wait<BUFFERS - 1>();
         warp.sync();
 
         // Apply the gradient of the activation, in both m64 tiles.
+        BackOutputs<T> outputs[2];
+        float v[2][4];
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-          float v[4]; // branch-free, so that accumulators stay in registers
+          read(outputs[t], form, base + buffer, t);
 #pragma unroll
-          for (int i = 0; i < S::TOKENS / 16; i++)
-#pragma unroll
-            for (int q = 0; q < 4; q++)
-              v[q] = i == 0 || i == pair ? rAcc[t][8 * i + 4 * p + q] : v[q];
-          const float2 dt = apply(v, g, form, base + p * GU_BYTES,
-                                  base + BUFFERS * GU_BYTES + p * H_BYTES, t, weight);
-          const int output = first + t * 64 + (threadIdx.x >> 5 & 3) * 16;
-          float *to = g.through.dt + (at + mine) * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
-          if (lane < 4 && output < inter && 8 * j + mine < header.count)
-            to[0] = dt.x;
-          if (lane < 4 && output < inter && 8 * j + mine + 1 < header.count)
-            to[g.through.dt_parts] = dt.y;
+          for (int q = 0; q < 4; q++)
+            v[t][q] = rAcc[t][4 * p + q];
         }
+        apply_back<KIND>(outputs, v, g.through.activation, weight);
+#pragma unroll
+        for (int t = 0; t < 2; t++)
+          write(outputs[t], form, base + buffer, sH, t);
+        const float sum_of_dt = sum(outputs);
+        if (stores_dt && 8 * j + token_of_dt < header.count)
+          *dt = sum_of_dt;
+        dt += 8 * g.through.dt_parts;
 
         // Store the rows, and load the next ones to the same buffer.
         const int32_t row = row_of(g, header, share, j); // in L1 since its load was issued
         warp.sync();
         if (8 * j + share.token < header.count)
-          store_rows(g, form, first, share, p, row);
-        load(g, form, first, next, 8 * (j + BUFFERS) + share.token < header.count, share,
-             j + BUFFERS);
+          store_rows(g, form, first, share, buffer, row);
+        load(g, form, first, next, 8 * (j + BUFFERS) + share.token < header.count, share, buffer);
+        buffer = buffer == (BUFFERS - 1) * GU_BYTES ? 0 : buffer + GU_BYTES;
       }
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+#pragma unroll
+        for (int i = 0; i + 4 * PASS < S::TOKENS / 2; i++)
+          rAcc[t][i] = rAcc[t][i + 4 * PASS];
+    }
+  }
+
+  static __device__ __forceinline__ void store(float (&rAcc)[2][S::TOKENS / 2],
+                                               const moelora_back_launch &g,
+                                               const TileHeader &header,
+                                               const WarpContext<S> &warp) {
+    switch (back_kind(g.through.activation)) {
+    case BackKind::SILU:
+      return store_as<BackKind::SILU>(rAcc, g, header, warp);
+    case BackKind::GATED:
+      return store_as<BackKind::GATED>(rAcc, g, header, warp);
+    case BackKind::OTHER:
+      return store_as<BackKind::OTHER>(rAcc, g, header, warp);
     }
   }
 };

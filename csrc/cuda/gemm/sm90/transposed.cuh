@@ -24,7 +24,9 @@ struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER> {
   using Native = NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ALIASES = Native::ALIASES && !THROUGH_;
-  static constexpr int OWN_BUFFERS = THROUGH_ ? 3 : Native::OWN_BUFFERS;
+  static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Native::OUT_ROWS;
+  static constexpr int OWN_BUFFERS =
+      THROUGH_ ? buffers_for_through(TOKENS > 128 ? 2 : 3) : Native::OWN_BUFFERS;
   template <class S, class T> using Mainloop = TransposedMainloop<S, T>;
 };
 

@@ -32,7 +32,8 @@ struct TransposedTilesShape
   using Format = FormatTraits<FORMAT_>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ALIASES = Base::ALIASES && !THROUGH_;
-  static constexpr int OWN_BUFFERS = THROUGH_ ? 3 : Base::OWN_BUFFERS;
+  static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Base::OUT_ROWS;
+  static constexpr int OWN_BUFFERS = THROUGH_ ? buffers_for_through(2) : Base::OWN_BUFFERS;
   static constexpr int SPANS = 2, GATHER_LANES = 4;
   // With more sizes of N there are too few registers for wgmmas in flight.
   static constexpr int STEP = 32, LEAST = 96;
