@@ -20,18 +20,21 @@ enum {
   LISTED_KEYS = 4096,  /* that CTAs search for their share of the items */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments count as long */
   LONG_WINDOW_ROWS = 8,   /* per SM, in windows */
+  MANY_SEGMENTS = 6,      /* per SM */
 };
 
 /* Minimum tokens per segment, and rows per SM, from which whole segments are distributed over the
- * CTAs: below, few operands would be read twice. */
+ * CTAs: below, few operands would be read twice. Segments of an x by position are listed while the
+ * kernel that writes it drains; where x is gathered, both minima are `gathered` times as high. */
 typedef struct long_segment {
-  int32_t tokens, rows_of_unit;
+  int32_t tokens, rows_of_unit, gathered;
 } long_segment;
 
-static const long_segment long_portable = {40, 128}, /* for K below MOELORA_LONG_DEPTH */
-    long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
-    long_wide = {8, 7},                              /* sm_90, up to 64 */
-    long_widest = {2, 7};                            /* sm_90, more */
+static const long_segment long_portable = {40, 128, 1}, /* for K below MOELORA_LONG_DEPTH */
+    long_narrow = {32, 7, 2},                           /* sm_90, up to NARROW rows of A */
+    long_many = {16, 7, 1},  /* the same, with so many segments that a CTA has several */
+    long_wide = {8, 7, 2},   /* sm_90, up to 64 */
+    long_widest = {2, 7, 1}; /* sm_90, more */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -109,12 +112,13 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
   const bool sm90 = segments_family(load) == MOELORA_SM90;
   if (!load->listed || !load->vectors || (!sm90 && load->depth >= MOELORA_LONG_DEPTH))
     return false;
+  const bool many = load->segments >= (int64_t)MANY_SEGMENTS * device->num_units;
   const long_segment from = !sm90                          ? long_portable
                             : load->columns > STAGED_RANKS ? long_widest
                             : load->columns > NARROW       ? long_wide
+                            : many                         ? long_many
                                                            : long_narrow;
-  /* Segments of an x by position are listed while the kernel that writes it drains. */
-  const int64_t much = sm90 && load->columns <= STAGED_RANKS && !load->by_position ? 2 : 1;
+  const int64_t much = load->by_position ? 1 : from.gathered;
   return load->rows >= much * from.tokens * load->segments &&
          load->rows >= much * from.rows_of_unit * device->num_units;
 }
