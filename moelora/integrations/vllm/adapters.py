@@ -114,6 +114,7 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         set_lora(self, index, lora_a, lora_b)
         # Each (experts or 1, rank, columns). A slot that is reset later is also disabled.
         if hasattr(self, "lora_ranks"):
-            self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
+            rank = max(a.size(1) for a in lora_a if a is not None)
+            self.lora_ranks[index].fill_(rank)  # an assignment waits for the copies before it
 
     return wrapped
