@@ -153,14 +153,14 @@ class Slots:
             filled = self._filled.get((device, slot))
             if filled is not None:
                 torch.cuda.current_stream(device).wait_event(filled)
-            tables.enabled[slot] = enabled
+            tables.enabled[slot].fill_(enabled)
 
     def clear(self, slot: int) -> None:
         """What is in a slot is no adapter any more."""
         self.enable(slot, False)
         self._used[slot] = {}  # who trains may have written all of it
         for tables in self.tables.values():
-            tables.ranks[slot] = 0
+            tables.ranks[slot].fill_(0)
 
     def write(self, slot: int, staged: Staged, enabled: bool = True) -> Arrival | None:
         """Write an adapter to a slot that no batch uses.
@@ -220,10 +220,11 @@ class Slots:
 
 
 def _fill(tables: Tables, slot: int, staged: StagedExperts, enabled: bool) -> None:
-    tables.ranks[slot] = staged.rank
-    tables.scalings[slot] = staged.scaling
-    tables.one_a[slot] = staged.one_a
-    tables.enabled[slot] = enabled
+    # An assignment to [slot] would be a copy that the host waits for.
+    tables.ranks[slot].fill_(staged.rank)
+    tables.scalings[slot].fill_(staged.scaling)
+    tables.one_a[slot].fill_(staged.one_a)
+    tables.enabled[slot].fill_(enabled)
 
 
 def _depth(name: str) -> list[tuple[int, str]]:

@@ -119,8 +119,10 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         set_lora(self, index, lora_a, lora_b)
         # Each (experts or 1, rank, columns). A slot that is reset later is also disabled.
         if hasattr(self, "lora_ranks"):
-            self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
-            self.w13_one_a[index] = _have_one_a(lora_a)
+            rank = max(a.size(1) for a in lora_a if a is not None)
+            # An assignment would wait for the copies before it.
+            self.lora_ranks[index].fill_(rank)
+            self.w13_one_a[index].fill_(_have_one_a(lora_a))
 
     return wrapped
 
