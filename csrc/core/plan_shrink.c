@@ -15,6 +15,7 @@ enum {
   STAGED_RANKS = 64,   /* of segments.cu: more would exceed its registers */
   HALF_ROWS = 16,      /* more rows of x are bound by memory: the next GEMM can use the registers */
   BLOCK_SHARES = 8,    /* of a block, for each tile of ranks */
+  SHARE_ITEMS = 32,    /* of a block that a work unit holds: items.cuh */
   THIN_SHARES = 2,     /* of a block with a row or two: more would delay the next GEMM */
   LISTED_KEYS = 4096,  /* that CTAs search for their share of the items */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments count as long */
@@ -122,6 +123,18 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
          load->rows >= much * from.rows_of_unit * device->num_units;
 }
 
+/* Work units that the items of a block are distributed to. A unit per warp, if that leaves a block
+ * at least a quarter of the usual number: a second turn would search blocks again, of which a
+ * unit has an item at most, while the next GEMM waits for the SM. */
+static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
+                         const moelora_device_info *device) {
+  const int64_t chunks = moelora_divide_up(load->columns, v->block_n);
+  const int64_t usual = BLOCK_SHARES * chunks;
+  const int64_t once = (int64_t)device->num_units * v->ctas * v->warps / load->max_blocks;
+  const int64_t least = moelora_divide_up(load->block_rows * chunks, SHARE_ITEMS);
+  return once < usual && once >= least && 4 * once >= usual ? once : usual;
+}
+
 moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
@@ -151,8 +164,9 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
   part = part < v->block_m ? part : v->block_m;
   const int64_t blocks = load->max_blocks;
-  const int64_t shares =
-      (few && blocks >= rows ? THIN_SHARES : BLOCK_SHARES) * moelora_divide_up(columns, v->block_n);
+  const int64_t shares = few && blocks >= rows
+                             ? THIN_SHARES * moelora_divide_up(columns, v->block_n)
+                             : shares_of(load, v, device);
   const int64_t items = segments + rows / part;
   const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
   /* As many blocks as all CTAs together process at a time. */

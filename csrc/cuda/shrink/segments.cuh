@@ -20,12 +20,18 @@ constexpr int kAnotherPart = 32;  // cost in rows of another pass over K for ano
 constexpr int kManySegments = 6;  // per CTA: then CTAs may differ by a segment
 constexpr int kShortSegment = 64; // rows: half of them take nearly as long
 
-/* Some rows of a segment by columns of A from `first` on. The first is row `row` after the start
- * of block `block`, a position; each block has `share` of them. */
+/* Some rows of a segment by columns of A from `first` on, of `columns`. The first is row `row`
+ * after the start of block `block`, a position; each block has `share` of them. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // of `share` as a divisor
-  int tokens, first;
+  int tokens;
+  uint16_t first, columns;
+
+  /* Whether A of slice 0 is that of slice 1, too. */
+  __device__ __forceinline__ bool has_one_a(const moelora_shrink_launch &s, int width) const {
+    return s.adapters.one_a && columns == width;
+  }
 
   /* Position of a token's row. */
   __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
@@ -91,7 +97,7 @@ template <class L> struct SegmentLength {
     const int packed = packed_and_count.x, count = packed_and_count.y;
     if (packed < 0 || count == 0)
       return;
-    columns = columns_of(s.adapters.lora, packed);
+    columns = columns_of(s.adapters, packed);
     chunks = ceil_divide(columns, L::RANKS);
     whole = ctas == 0 && count <= L::TOKENS &&
             (columns >= 2 * count || (many && count <= kShortSegment));
@@ -235,7 +241,8 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
                             segment.share,
                             magic,
                             min(rows, high - from),
-                            j % length.chunks * L::RANKS};
+                            (uint16_t)(j % length.chunks * L::RANKS),
+                            (uint16_t)length.columns};
       }
     }
     at = __shfl_sync(0xffffffffu, end, 31);
