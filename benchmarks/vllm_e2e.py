@@ -1,8 +1,6 @@
 """vLLM end to end, with moelora and without: the same answers, and tokens per second.
 
     python -m benchmarks.vllm_e2e --only answers --out benchmarks/results/h200-e2e-answers.json
-    python -m benchmarks.vllm_e2e --parallel --only speed --layers 12 --out ...-e2e-parallel.json
-    python -m benchmarks.vllm_e2e --parallel --only answers --out ...-e2e-answers-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
@@ -12,8 +10,8 @@ One engine of vLLM after the other, each in its own process (`engines/vllm_engin
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. vLLM is the
 one that is installed; on a machine without a network `--peers` is a folder with a packed one, whose
-`install_chunk.sh` unpacks it into `$SITE`. Needs one GPU and Python 3.11; with `--parallel` two
-GPUs, which share a layer's experts, or each of them, by vLLM's own exchange over NCCL.
+`install_chunk.sh` unpacks it into `$SITE`. Needs one GPU and Python 3.11; for several GPUs there is
+`benchmarks.vllm_parallel`.
 
 With `--format`, experts are quantized (`benchmarks.engines.vllm_quantize`; `mxfp4` is a gpt-oss of
 `benchmarks.engines.vllm_gpt_oss`) and moelora is held against vLLM
@@ -29,6 +27,9 @@ the folder that the engine serves: its MoE layers repeat the engine's rows, of w
 differ, and log-probabilities of prompts are compared: moelora's trainer and engine, and beside them
 the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
+Starting an engine takes longer than measuring it: `--at-once 4` starts four engines together where
+their models fit beside each other.
+
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
@@ -40,6 +41,8 @@ import json
 import os
 import pathlib
 import sys
+import time
+from dataclasses import dataclass, field
 
 from benchmarks.engines.answers import (
     SAME,
@@ -57,6 +60,8 @@ from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"
 FP8 = [format for format in FORMATS if format.startswith("fp8")]
+SAME_FP8 = 0.5  # as SAME, where activations are quantized on the way
+GIB = 2  # of keys and values of an engine that shares its GPUs with others
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 OURS_MIXED = {"engine": "moelora", "batch": "4 mixed", "lora_enabled": True}
 VLLM_MIXED = OURS_MIXED | {"engine": "vllm"}
@@ -72,24 +77,11 @@ TARGETS = {  # reported, whoever meets them or not
     ],
     "quantized": [("prefill", *WITH, 1.3), ("decode", *WITH, 1.25)],
 }
-TWO = ("--tensor-parallel", "2")
-PARALLEL = {
-    "tensor": TWO,
-    "expert": (*TWO, "--expert-parallel"),
-    "fully sharded": (*TWO, "--fully-sharded"),
-}
 
 
 def all_targets(rows, format=None):
-    """Those of one GPU, or of each way of two."""
-    made = []
-    for way in (None, *PARALLEL):
-        said = [
-            (phase, f"{way}: {what}" if way else what, *more)
-            for phase, what, *more in TARGETS["quantized" if format else "bf16"]
-        ]
-        made += targets([row for row in rows if row.get("parallel") == way], said)
-    return made
+    """Those of one GPU."""
+    return targets(rows, TARGETS["quantized" if format else "bf16"])
 
 
 def answers(runs, same=SAME):
@@ -102,9 +94,6 @@ def answers(runs, same=SAME):
         ("moelora", "vllm"),
         ("moelora compiled", "moelora"),
         ("vllm compiled", "vllm"),  # how far vLLM is from itself
-        ("moelora tensor parallel", "moelora"),
-        ("moelora expert parallel", "moelora"),
-        ("moelora fully sharded parallel", "moelora"),
     ]:
         rows += compare_engines(name, other, checks, same)
     return rows
@@ -115,12 +104,10 @@ def answers(runs, same=SAME):
 
 def speeds(runs):
     """Rows of all timed runs: engines without LoRA first, vLLM before moelora."""
-    ways = [None, *PARALLEL]
 
     def order(run):
         engine = run["engine"]
-        way = ways.index(engine.get("parallel"))
-        return engine["lora_enabled"], way, engine["engine"] == "moelora"
+        return engine["lora_enabled"], engine["engine"] == "moelora"
 
     rows = []
     for run in sorted((run for run in runs.values() if "engine" in run), key=order):
@@ -130,6 +117,18 @@ def speeds(runs):
 
 
 # ---- running engines ----
+
+
+@dataclass(frozen=True)
+class Run:
+    """An engine to start. `fields` go into its result."""
+
+    name: str
+    model: str
+    flags: tuple = ()
+    ours: bool = True
+    fields: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
 
 
 class Bench(Stages):
@@ -142,16 +141,20 @@ class Bench(Stages):
 
     def engine(self, name, model, *flags, seconds=120, ours=True, **environment):
         """Starts an engine; `read` takes its result."""
-        path = [ROOT, self.site, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
         out = self.result_file(name)
         return self.job(
             name,
             [sys.executable, "-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
             + ["--out", out, *flags],
             seconds,
-            PYTHONPATH=os.pathsep.join(str(p) for p in path if str(p)),
+            PYTHONPATH=self.path(),
             **{SWITCH: "1" if ours else "0", **environment},
         )
+
+    def path(self, *before):
+        """Where Python finds the checkout, vLLM and the plugin."""
+        path = [*before, ROOT, self.site, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
+        return os.pathsep.join(str(p) for p in path if str(p))
 
     def result_file(self, name):
         return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
@@ -174,14 +177,16 @@ class Bench(Stages):
         return next((one.version for one in found), None)
 
     def write(self):
-        rows = speeds(self.runs)
-        if self.same_format():  # an engine that reads other bytes is not what is wanted
-            rows += all_targets(rows, self.args.format)
-        rows += answers(self.runs, same_by(self.said))
-        rows += judge(self.said) + self.checks
+        rows = self.rows() + self.checks
         results.write(self.args.out, rows, vllm=self.release(), stages=self.stages)
         write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
+
+    def rows(self):
+        rows = speeds(self.runs)
+        if self.same_format():  # an engine that reads other bytes is not what is wanted
+            rows += all_targets(rows, self.args.format)
+        return rows + answers(self.runs, same_by(self.said)) + judge(self.said)
 
     # -- stages --
 
@@ -237,7 +242,7 @@ class Bench(Stages):
         script = self.hold_against
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
-        tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
+        tolerance = ["--tol", str(SAME_FP8 if self.args.format in FP8 else SAME)]
         return self.job(f"reference of {name}", [sys.executable, *script, *tolerance, *model], 90)
 
     def answers(self):
@@ -264,33 +269,58 @@ class Bench(Stages):
             return None
         return self.quantize("a3b")
 
-    def time(self, engine, models, lora, *flags, **way):
-        ours = engine == "moelora"
-        name = " ".join([engine, *way.values(), "speed, LoRA" if lora else "speed, no LoRA"])
-        flags = ["--speed", *(["--lora"] if lora else []), *flags]
-        flags += ["--sequences", self.args.sequences, "--reps", self.args.reps]
-        job = self.engine(
-            name, models[0 if ours else 1], *flags, ours=ours, seconds=180 if way else 300
-        )
-        self.read(name, job, engine={"engine": engine, "lora_enabled": lora, **way})
+    def together(self, runs):
+        """Runs engines, `--at-once` of which start together, sharing the GPUs, and are measured one
+        after the other once all of them are up."""
+        count = self.args.at_once
+        for some in (runs[i : i + count] for i in range(0, len(runs), count)):
+            flags = () if count == 1 else ("--gib", GIB)
+            jobs = [self.start_run(run, *flags) for run in some]
+            if count > 1:
+                jobs = [self.up(run, job) for run, job in zip(some, jobs, strict=True)]
+            for run, job in zip(some, jobs, strict=True):
+                self.turn(run).touch()
+                self.read(run.name, job, **run.fields)
+
+    def start_run(self, run, *flags):
+        words = (run.name, run.model, *run.flags, "--turn", self.turn(run), *flags)
+        return self.engine(*words, seconds=300, ours=run.ours, **run.environment)
+
+    def turn(self, run):
+        """The file that an engine waits for before it is measured."""
+        return self.result_file(run.name).with_suffix(".turn")
+
+    def up(self, run, job):
+        """The job once its engine is up or has failed, or nothing: it is stopped if it takes too
+        long, so that it does not disturb the others' measurements."""
+        said = self.turn(run).with_name(f"{self.turn(run).name}.up")
+        while job and not said.exists() and job.process.poll() is None:
+            if time.monotonic() - job.start > self.args.start_s:
+                self.stages.append(job.stop(f"not up after {self.args.start_s:.0f} s"))
+                return None
+            time.sleep(0.1)
+        return job
+
+    def timed(self, engine, models, lora, *flags, **fields):
+        """A run that is timed; `fields` say how it uses several GPUs."""
+        ours, way = engine == "moelora", fields.get("parallel", "")
+        name = " ".join([engine, *way.split(), "speed, LoRA" if lora else "speed, no LoRA"])
+        flags = ("--speed", *(["--lora"] if lora else []), *flags)
+        flags = (*flags, "--sequences", self.args.sequences, "--reps", self.args.reps)
+        fields = {"engine": engine, "lora_enabled": lora, **fields}
+        return Run(name, models[0 if ours else 1], flags, ours, {"engine": fields})
 
     def speed(self):
         models = self.timed_models()
         if models is None:
             return
-        for lora in (True,) if self.args.lora_only else (True, False):
-            for engine in ("moelora", "vllm"):  # whose kernels the driver may have to compile
-                self.time(engine, models, lora)
-
-    def parallel_speed(self):
-        models = self.timed_models()
-        if models is None:
-            return
-        for way, flags in PARALLEL.items():
-            for engine in ("vllm", "moelora"):
-                self.time(engine, models, True, *flags, parallel=way)
-            if way == "tensor" and not self.args.lora_only:
-                self.time("vllm", models, False, *flags, parallel=way)
+        self.together(
+            [
+                self.timed(engine, models, lora)
+                for lora in ((True,) if self.args.lora_only else (True, False))
+                for engine in ("moelora", "vllm")  # whose kernels the driver may have to compile
+            ]
+        )
 
     def invariance(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
@@ -351,18 +381,10 @@ class Bench(Stages):
                 job = self.engine(f"{name} compiled", "tiny", *flags, ours=name == "moelora")
                 self.read(f"{name} compiled", job)
 
-    def parallel_answers(self):
-        if not self.done(self.make("tiny", "--preset", "tiny")):
-            return
-        check = ("--lora", "--check")
-        self.read("moelora", self.engine("moelora", "tiny", *check, CUDA_VISIBLE_DEVICES="0"))
-        for way, flags in PARALLEL.items():
-            name = f"moelora {way} parallel"
-            self.read(name, self.engine(name, "tiny", *check, *flags))
 
-
-def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def arguments(description):
+    """Arguments of the benchmarks of vLLM, on one GPU and on several."""
+    p = argparse.ArgumentParser(description=description)
     p.add_argument("--peers", type=pathlib.Path, help="a packed vLLM (default: the installed one)")
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
@@ -370,21 +392,29 @@ def main(argv=None):
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
-    p.add_argument("--only", choices=("answers", "speed", "invariance", "sampler"))
+    p.add_argument("--at-once", type=int, default=1, help="engines that start together")
+    p.add_argument("--start-s", type=float, default=180, help="of each, longer ones are stopped")
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
-    p.add_argument("--parallel", action="store_true", help="two GPUs, in each of three ways")
     p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
+    return p
+
+
+def parse(p, argv):
     args = p.parse_args(argv)
     if args.peers is None and not importlib.util.find_spec("vllm"):
         p.error("vLLM is not installed here; --peers names a folder with a packed one")
+    return args
+
+
+def main(argv=None):
+    p = arguments(__doc__.split("\n")[0])
+    p.add_argument("--only", choices=("answers", "speed", "invariance", "sampler"))
+    args = parse(p, argv)
     bench = Bench(args)
-    if args.parallel:
-        stages = {"answers": bench.parallel_answers, "speed": bench.parallel_speed}
-    else:
-        stages = {"answers": bench.answers, "speed": bench.speed}
-        if args.format is None:
-            stages["compiled"] = bench.compiled
+    stages = {"answers": bench.answers, "speed": bench.speed}
+    if args.format is None:
+        stages["compiled"] = bench.compiled
     if args.only in ("invariance", "sampler"):
         stages = {args.only: getattr(bench, args.only)}
     stages = [stage for name, stage in stages.items() if args.only in (None, name)]

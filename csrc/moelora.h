@@ -281,7 +281,7 @@ typedef struct moelora_gemm_args {
   moelora_tensor bias;     /* [E, N]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
-  moelora_lora lora;
+  moelora_lora lora; /* in the dtype of x, or in float32, which is then rounded to it */
   bool mul_routed_weight;
   moelora_tensor out; /* [M, top_k, N]; rows of skipped experts are zeroed */
 } moelora_gemm_args;
@@ -296,7 +296,8 @@ typedef struct moelora_gemm_grads {
   /* In the shapes of the factors and the bias, each in the dtype of x or in float32. num_slices is
    * 0 or that of the factors. */
   moelora_lora lora;
-  moelora_tensor bias; /* [E, N] */
+  moelora_tensor bias;  /* [E, N] */
+  moelora_tensor pairs; /* present: gradients of factors are sparse, as in moelora_experts_grads */
 } moelora_gemm_grads;
 
 /* For row p with expert e and adapter l, and t its routing weight with mul_routed_weight, else 1:
@@ -477,9 +478,11 @@ typedef struct moelora_delta_args {
   int64_t num_tokens;      /* M and top_k of lists; otherwise taken from topk_ids */
   int32_t top_k;
   moelora_adapters adapters;
-  moelora_lora lora; /* a is absent in an expand, b in a shrink */
-  moelora_tensor x;  /* [M, K] or [P, K] */
-  moelora_tensor h;  /* [slices, M, top_k, R] */
+  /* a is absent in an expand, b in a shrink. In the dtype of x or h; with x, out and topk_ids also
+   * in float32, which is then rounded to it. */
+  moelora_lora lora;
+  moelora_tensor x; /* [M, K] or [P, K] */
+  moelora_tensor h; /* [slices, M, top_k, R] */
   bool silu_and_mul, mul_routed_weight;
   bool add_inputs;    /* out += z, otherwise out = z */
   moelora_tensor out; /* [M, top_k, >= out_offset + columns], or [M, the same] */

@@ -46,9 +46,12 @@ from moelora.ops import (
 )
 from moelora.training import (
     Gradients,
+    ProjectionGradients,
     Saved,
     fused_experts_lora_backward,
     fused_experts_lora_saving,
+    fused_moe_lora_gemm_backward,
+    moe_lora_delta_backward,
 )
 
 __version__ = _C.version()
@@ -61,6 +64,7 @@ __all__ = [
     "MoELayer",
     "MoELoRABatchInfo",
     "PackedWeights",
+    "ProjectionGradients",
     "QuantizedWeights",
     "Saved",
     "__version__",
@@ -70,12 +74,14 @@ __all__ = [
     "fused_moe_lora",
     "fused_moe_lora_expand",
     "fused_moe_lora_gemm",
+    "fused_moe_lora_gemm_backward",
     "fused_moe_lora_shrink",
     "is_batch_invariant",
     "moe_align_block_size",
     "moe_lora_a",
     "moe_lora_align_block_size",
     "moe_lora_buffers",
+    "moe_lora_delta_backward",
     "moe_lora_down_combine",
     "moe_lora_down_delta",
     "moe_lora_fused",

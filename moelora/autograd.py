@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from moelora.sparse import Buffers, Pairs, is_sparse
 from moelora.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -108,15 +109,35 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
         if torch._C._are_functorch_transforms_active():
             _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
         counts = [len(a) if isinstance(a, list) else -1 for a in args]
+        pairs = _pairs_of(op, args)
         if projects:
             _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
-            result = _Projection.apply(op, counts, *_flat(args))  # type: ignore[no-untyped-call]
+            result = _Projection.apply(op, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call]
             return None if _written[op] else result
         keeps = name == "fused_experts_lora_saving"
-        results = _Layer.apply(keeps, counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
+        results = _Layer.apply(keeps, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
         return results if keeps else results[0]
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
     raise AssertionError("an argument requires a gradient")
+
+
+def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
+    """The pairs that a call reaches; None unless the gradient of a factor is to be sparse."""
+    marked = any(is_sparse(f) for value in args if type(value) is list for f in value)
+    if not marked or (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    given = dict(zip(_names(op), args, strict=True))
+    factors = [f for value in args if type(value) is list for f in value]
+    if _is_absent(given["token_lora_mapping"]) and given["topk_ids"].size(0):
+        return None
+    w = given.get("w", given.get("w13"))
+    experts = given["num_experts"] if w is None else w.size(0)
+    return Pairs(
+        given["topk_ids"],
+        given["token_lora_mapping"],
+        (factors[0].size(0), experts),
+        None if _is_absent(given["expert_map"]) else given["expert_map"],
+    )
 
 
 NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
@@ -133,6 +154,7 @@ NO_BACKWARD = {
     "fused_moe_lora_gemm_out": "there is no backward of a call with out=: leave it out, or call "
     "under torch.no_grad()",
     "fused_moe_lora_gemm_backward": TWICE,
+    "fused_moe_lora_gemm_backward_out": TWICE,
     "fused_experts_lora_backward": TWICE,
     "fused_experts_lora_backward_out": TWICE,
     "fused_experts_lora_backward_over": TWICE,
@@ -235,20 +257,20 @@ def _may_overwrite(saved: Tensor) -> bool:
 
 class _Layer(torch.autograd.Function):
     """fused_experts_lora_saving, with its list arguments flattened. `keeps`: the caller has what it
-    saves, so that the backward may not write to it.
+    saves, so that the backward may not write to it. `pairs`: of sparse gradients.
 
     Saves tensors with autograd, so that in-place writes between forward and backward are detected;
     absent ones, which all calls share, are constants.
     """
 
     @staticmethod
-    def forward(ctx: Any, keeps: bool, counts: list[int], *flat: Any) -> Any:
+    def forward(ctx: Any, keeps: bool, pairs: Pairs | None, counts: list[int], *flat: Any) -> Any:
         op = torch.ops.moelora.fused_experts_lora_saving.default
         with torch._C._AutoDispatchBelowAutograd():
             out, *saved = op(*_nested(counts, flat))
         saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
         ctx.save_for_backward(*saved, *(v for v, s in zip(flat, saves, strict=True) if s))
-        ctx.keeps, ctx.counts, ctx.saves = keeps, counts, saves
+        ctx.keeps, ctx.pairs, ctx.counts, ctx.saves = keeps, pairs, counts, saves
         ctx.rest = [v for v, s in zip(flat, saves, strict=True) if not s]
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
@@ -256,26 +278,60 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-        nothing = [None] * (2 + len(ctx.saves))
+        nothing = [None] * (3 + len(ctx.saves))
         if grad_out is None:
             return tuple(nothing)
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
         saved = [next(tensors) for _ in range(3)]
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
-        needs = _nested(ctx.counts, ctx.needs_input_grad[2:])
+        needs = _nested(ctx.counts, ctx.needs_input_grad[3:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         grad_out = _in_rows(grad_out)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
-        over = not ctx.keeps and _may_overwrite(saved[0])
-        ops = torch.ops.moelora
-        op = ops.fused_experts_lora_backward_over if over else ops.fused_experts_lora_backward
-        found = op.default(grad_out, *saved, *common, wanted, False, *last)
-        grads = by_argument(found, len(args[6]))
+        if ctx.pairs is not None:
+            grads = _sparse_gradients(grad_out, saved, common, last, wanted, ctx.pairs)
+        else:
+            over = not ctx.keeps and _may_overwrite(saved[0])
+            ops = torch.ops.moelora
+            op = ops.fused_experts_lora_backward_over if over else ops.fused_experts_lora_backward
+            found = op.default(grad_out, *saved, *common, wanted, False, *last)
+            grads = by_argument(found, len(args[6]))
         result = [[None] * count if count >= 0 else None for count in ctx.counts]
         for name, place in _PLACES.items():
             if WANTED[name] & wanted:
                 result[place] = grads[name]
-        return None, None, *_flat(tuple(result))
+        return None, None, None, *_flat(tuple(result))
+
+
+def _sparse_gradients(
+    grad_out: Tensor,
+    saved: list[Tensor],
+    common: list[Any],
+    last: list[Any],
+    wanted: int,
+    pairs: Pairs,
+) -> dict[str, Any]:
+    """Gradients of a layer by argument, those of factors for `pairs` alone."""
+    names = [name for name in WANTED if "lora" in name]
+    factors = Buffers(
+        [common[_PLACES[name]] for name in names], [bool(WANTED[n] & wanted) for n in names], pairs
+    )
+    others = {
+        name: _like(common[place], bool(WANTED[name] & wanted))
+        for name, place in _PLACES.items()
+        if name not in names
+    }
+    torch.ops.moelora.fused_experts_lora_backward_out.default(
+        *(grad_out, *saved, *common, others["hidden_states"], others["topk_weights"]),
+        *(*factors.given, others["w13_bias"], others["w2_bias"], pairs.index, False, *last),
+    )
+    return others | dict(zip(names, factors.gradients(), strict=True))
+
+
+def _like(value: Tensor, wanted: bool) -> Tensor:
+    if not wanted or _is_absent(value):
+        return value.new_empty(0)
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
@@ -298,11 +354,11 @@ class _Projection(torch.autograd.Function):
     argument, either overwriting it or adding to it."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, counts: list[int], *flat: Any) -> Any:
+    def forward(ctx: Any, op: Any, pairs: Pairs | None, counts: list[int], *flat: Any) -> Any:
         args = _nested(counts, flat)
         with torch._C._AutoDispatchBelowAutograd():
             out = op(*args)
-        ctx.op, ctx.counts = op, counts
+        ctx.op, ctx.pairs, ctx.counts = op, pairs, counts
         saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
         if _written[op]:
             out, saves[0] = flat[0], False
@@ -317,53 +373,65 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None) -> Any:
         if grad_out is None:
-            return tuple([None] * (2 + len(ctx.saves)))
+            return tuple([None] * (3 + len(ctx.saves)))
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         names = _names(ctx.op)
         given = dict(zip(names, args, strict=True))
-        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[2:]), strict=True))
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[3:]), strict=True))
         wanted = sum(
             bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
         )
         result: list[Any] = [[None] * count if count >= 0 else None for count in ctx.counts]
         if wanted:
-            found = _projection_backward(_in_rows(grad_out.contiguous()), given, wanted)
+            grad = _in_rows(grad_out.contiguous())
+            found = _projection_backward(grad, given, wanted, ctx.pairs)
             for name, bit in WANTED_OF_PROJECTION.items():
                 if bit & wanted:
                     result[names.index(name)] = found[name]
         if needs.get("out") and given["add_inputs"]:
             result[0] = grad_out
-        return None, None, *_flat(tuple(result))
+        return None, None, None, *_flat(tuple(result))
 
 
-def _projection_backward(grad_out: Tensor, given: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """Gradients by argument, of the arguments of an operator of PROJECTIONS."""
+def _projection_backward(
+    grad_out: Tensor, given: dict[str, Any], wanted: int, pairs: Pairs | None
+) -> dict[str, Any]:
+    """Gradients by argument, of the arguments of an operator of PROJECTIONS; those of factors for
+    `pairs` alone if given."""
     absent = given["x"].new_empty(0)
     a, b = given["lora_a"], given["lora_b"]
-    dx, dt, *factors, bias = torch.ops.moelora.fused_moe_lora_gemm_backward.default(
-        grad_out,
-        given["x"],
-        given.get("w", absent),
-        given["topk_weights"],
-        given["topk_ids"],
-        given["token_lora_mapping"],
-        a,
-        b,
-        given["lora_ranks"],
-        given["lora_scalings"],
-        given["adapter_enabled"],
-        given.get("bias", absent),
-        given["expert_map"],
-        given["mul_routed_weight"],
+    bias = given.get("bias", absent)
+    before = (
+        *(grad_out, given["x"], given.get("w", absent), given["topk_weights"], given["topk_ids"]),
+        *(given["token_lora_mapping"], a, b, given["lora_ranks"], given["lora_scalings"]),
+        *(given["adapter_enabled"], bias, given["expert_map"], given["mul_routed_weight"]),
         given.get("num_experts", 0),
-        wanted,
-        False,
-        *(
-            given[n]
-            for n in ("w_format", "w_order", "w_rows", "w_x_format", "w_x_scale")
-            if n in given
-        ),
     )
-    grads = dx, dt, factors[: len(a)], factors[4 : 4 + len(b)], bias
+    layout = ("w_format", "w_order", "w_rows", "w_x_format", "w_x_scale")
+    last = [given[n] for n in layout if n in given]
+    ops, bits = torch.ops.moelora, WANTED_OF_PROJECTION
+    if pairs is None:
+        found = ops.fused_moe_lora_gemm_backward.default(*before, wanted, False, *last)
+        return by_projection_argument(found, len(a), len(b))
+    factors = Buffers([a, b], [bool(bits[n] & wanted) for n in ("lora_a", "lora_b")], pairs)
+    others = {
+        name: _like(value, bool(bits[name] & wanted))
+        for name, value in (
+            ("x", given["x"]),
+            ("topk_weights", given["topk_weights"]),
+            ("bias", bias),
+        )
+    }
+    ops.fused_moe_lora_gemm_backward_out.default(
+        *(*before, others["x"], others["topk_weights"], *factors.given, others["bias"]),
+        *(pairs.index, False, *last),
+    )
+    return others | dict(zip(("lora_a", "lora_b"), factors.gradients(), strict=True))
+
+
+def by_projection_argument(found: Sequence[Tensor], num_a: int, num_b: int) -> dict[str, Any]:
+    """Outputs of fused_moe_lora_gemm_backward by argument, of factors of so many slices."""
+    dx, dt, *factors, bias = found
+    grads = dx, dt, factors[:num_a], factors[4 : 4 + num_b], bias
     return dict(zip(WANTED_OF_PROJECTION, grads, strict=True))

@@ -50,36 +50,21 @@ def one_expert(
     return topk_ids.clamp_max(0), None, 1
 
 
-def _delta(
-    op: Any,
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_ids: Tensor,
-    token_lora_mapping: Tensor,
-    lora_a: Factors,
-    lora_b: Factors,
-    lora_ranks: Tensor | None,
-    lora_scalings: Tensor | None,
-    adapter_enabled: Tensor | None,
-    expert_map: Tensor | None,
-    num_experts: int | None,
-    mul_routed_weight: bool,
-    add_inputs: bool,
-    out: Tensor | None,
-) -> Tensor:
+def delta_arguments(*arguments: Any) -> tuple[Any, ...]:
+    """The arguments of a delta from `x` to `mul_routed_weight`, for its compiled operator.
+
+    In the order of its signature, with `num_experts` before `mul_routed_weight`.
+    """
+    x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, *options = arguments
+    lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight = options
     a, b = factor_list(lora_a), factor_list(lora_b)
     if not a or not b:
         raise ValueError(f"lora_a has {len(a)} slices, lora_b has {len(b)}, expected at least 1")
     absent = absent_tensor(x)
     experts = known_experts((*a, *b), num_experts)
-    if out is None:
-        add_inputs = False
-        out = x.new_empty((*topk_ids.shape, sum(f.size(-2) for f in b)))
     topk_ids, expert_map, experts = one_expert(topk_ids, expert_map, experts)
-    run(
-        op,
-        out,
-        x,
+    return (
+        x.flatten(0, 1) if x.dim() == 3 else x,
         a,
         b,
         weights_or_absent("topk_weights", topk_weights, absent),
@@ -91,8 +76,16 @@ def _delta(
         ids_or_absent("expert_map", expert_map, absent),
         experts,
         mul_routed_weight,
-        add_inputs,
     )
+
+
+def _delta(op: Any, add_inputs: bool, out: Tensor | None, *arguments: Any) -> Tensor:
+    args = delta_arguments(*arguments)
+    if out is None:
+        add_inputs = False
+        x, b, topk_ids = args[0], args[2], args[4]
+        out = x.new_empty((*topk_ids.shape, sum(f.size(-2) for f in b)))
+    run(op, out, *args, add_inputs)
     return out
 
 
@@ -125,7 +118,8 @@ def moe_lora_gate_up_delta(
     ----------
     x : Tensor, shape (M, K) or (M * top_k, K)
         Input of each token, or of each routed row. float32, bfloat16 or float16 (CUDA: the
-        latter two); the dtype of all factors and of the result.
+        latter two); the dtype of the result. Factors have it too, or are float32 and rounded to
+        it in every call.
     {topk_weights?} Read if `mul_routed_weight`.
     {topk_ids} A row whose id is out of range is skipped.
     {token_lora_mapping}
@@ -162,21 +156,9 @@ def moe_lora_gate_up_delta(
     `fused_experts_lora`.
     """
     return _delta(
-        operators.moe_lora_gate_up_delta.default,
-        x,
-        topk_weights,
-        topk_ids,
-        token_lora_mapping,
-        lora_a,
-        lora_b,
-        lora_ranks,
-        lora_scalings,
-        adapter_enabled,
-        expert_map,
-        num_experts,
-        mul_routed_weight,
-        add_inputs,
-        out,
+        *(operators.moe_lora_gate_up_delta.default, add_inputs, out),
+        *(x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b),
+        *(lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight),
     )
 
 
@@ -204,7 +186,7 @@ def moe_lora_down_delta(
     Parameters
     ----------
     x : Tensor, shape (M, top_k, I) or (M * top_k, I)
-        The activation of each routed row.
+        The activation of each routed row. Dtypes are those of `moe_lora_gate_up_delta`.
     {topk_weights?} Read if `mul_routed_weight`.
     {topk_ids} A row whose id is out of range is skipped.
     {token_lora_mapping}
@@ -234,19 +216,7 @@ def moe_lora_down_delta(
     {errors}
     """
     return _delta(
-        operators.moe_lora_down_delta.default,
-        x.flatten(0, 1) if x.dim() == 3 else x,
-        topk_weights,
-        topk_ids,
-        token_lora_mapping,
-        lora_a,
-        lora_b,
-        lora_ranks,
-        lora_scalings,
-        adapter_enabled,
-        expert_map,
-        num_experts,
-        mul_routed_weight,
-        add_inputs,
-        out,
+        *(operators.moe_lora_down_delta.default, add_inputs, out),
+        *(x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b),
+        *(lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight),
     )

@@ -135,6 +135,29 @@ def _last_of_layer(
     return *first, format2, *rest2
 
 
+def projection_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """The arguments of `fused_moe_lora_gemm` except `out`, as `layer_arguments` has a layer's."""
+    x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, *options = arguments
+    lora_ranks, lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight, _ = options
+    absent = absent_tensor(x)
+    args = (
+        x,
+        _data(w),
+        weights_or_absent("topk_weights", topk_weights, absent),
+        topk_ids,
+        or_absent(token_lora_mapping, absent),
+        factor_list(lora_a),
+        factor_list(lora_b),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
+        enabled_or_absent(adapter_enabled, absent),
+        or_absent(bias, absent),
+        ids_or_absent("expert_map", expert_map, absent),
+        mul_routed_weight,
+    )
+    return args, _last(w, x)
+
+
 @typed
 def fused_moe_lora_gemm(
     x: Tensor,
@@ -166,7 +189,8 @@ def fused_moe_lora_gemm(
     ----------
     x : Tensor, shape (M, K) or (M * top_k, K)
         Input of each token, or of each routed row. float32, bfloat16 or float16 (CUDA: the
-        latter two); the dtype of all weights, factors, biases and of the result.
+        latter two); the dtype of all weights, biases and of the result. Factors have it too, or
+        are float32 and rounded to it in every call.
     w : Tensor, shape (E, N, K), or PackedWeights or QuantizedWeights
         Expert weights.
     {topk_weights} Read if `mul_routed_weight`.
@@ -203,23 +227,10 @@ def fused_moe_lora_gemm(
     S-LoRA (Sheng et al., 2023, arXiv:2311.03285); the low-rank product joins the accumulators of
     the base product instead of being added to its output by further kernels.
     """
-    absent = absent_tensor(x)
-    args = (
-        x,
-        _data(w),
-        weights_or_absent("topk_weights", topk_weights, absent),
-        topk_ids,
-        or_absent(token_lora_mapping, absent),
-        factor_list(lora_a),
-        factor_list(lora_b),
-        ids_or_absent("lora_ranks", lora_ranks, absent),
-        weights_or_absent("lora_scalings", lora_scalings, absent),
-        enabled_or_absent(adapter_enabled, absent),
-        or_absent(bias, absent),
-        ids_or_absent("expert_map", expert_map, absent),
-        mul_routed_weight,
+    args, last = projection_arguments(
+        *(x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, lora_ranks),
+        *(lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight, batch_invariant),
     )
-    last = _last(w, x)
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
     run(operators.fused_moe_lora_gemm_out.default, *args, out, *last)

@@ -6,37 +6,39 @@ gradients into given buffers.
 
 from __future__ import annotations
 
-import inspect
-import typing
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
 from moelora.ops import Weights, fused_experts_lora, layer_arguments
+from moelora.projection_training import (
+    ProjectionGradients,
+    fused_moe_lora_gemm_backward,
+    moe_lora_delta_backward,
+)
+from moelora.sparse import index_of_pairs
 from moelora.tenants import Step, Tenant, Tenants
 
 __all__ = [
     "Gradients",
+    "ProjectionGradients",
     "Saved",
     "Step",
     "Tenant",
     "Tenants",
     "fused_experts_lora_backward",
     "fused_experts_lora_saving",
+    "fused_moe_lora_gemm_backward",
+    "moe_lora_delta_backward",
     "touched_pairs",
 ]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
 
 class Saved(NamedTuple):
@@ -74,34 +76,11 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
-# Parameters that `**options` accepts: the keywords of `fused_experts_lora`, in order.
-OPTIONS = {
-    p.name: p
-    for p in inspect.signature(fused_experts_lora).parameters.values()
-    if p.kind is p.KEYWORD_ONLY and p.name != "out"
-}
-
-
-def _with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Replace `**options` in the signature by the options of `fused_experts_lora`."""
-    own = inspect.signature(function)
-    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    hints = typing.get_type_hints(fused_experts_lora)
-    function.__signature__ = own.replace(parameters=[*taken, *OPTIONS.values()])  # type: ignore[attr-defined]
-    function.__annotations__ |= {name: hints[name] for name in OPTIONS}
-    return function
-
-
-def _values(options: dict[str, Any]) -> list[Any]:
-    """The options as `fused_experts_lora` would have them, with its defaults."""
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-    return [options.get(name, p.default) for name, p in OPTIONS.items()]
+OPTIONS = Options(fused_experts_lora)
 
 
 @typed
-@_with_options
+@OPTIONS
 def fused_experts_lora_saving(
     hidden_states: Tensor,
     w13: Weights,
@@ -133,13 +112,14 @@ def fused_experts_lora_saving(
     NotImplementedError
         The device has no kernel for it.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
+    given = hidden_states, w13, w2, topk_weights, topk_ids
+    args, last = layer_arguments(*given, *OPTIONS.values(options))
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
     return out, Saved(*saved)
 
 
 @typed
-@_with_options
+@OPTIONS
 def fused_experts_lora_backward(
     grad_out: Tensor,
     saved: Saved,
@@ -222,54 +202,27 @@ def fused_experts_lora_backward(
     gradient of a token without an adapter has the bits that it has without adapters. Activations
     that quantized weights round to FP8 have the gradient of the identity there.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
+    given = hidden_states, w13, w2, topk_weights, topk_ids
+    args, last = layer_arguments(*given, *OPTIONS.values(options))
     present = [
         *("hidden_states", "topk_weights"),
         *(name for name in FACTORS if factor_list(options.get(name))),
         *(name for name in BIASES if options.get(name) is not None),
     ]
-    if accumulate and grads is None:
-        raise ValueError("accumulate adds to what grads holds, which is None")
     before = (grad_out, *saved, *args)
     if grads is not None:
-        if wanted is not None:
-            raise ValueError("wanted and grads both say which gradients to compute: pass one")
-        absent = absent_tensor(hidden_states)
-        given = grads._asdict()
-        buffers = [
-            [_with_pairs(buffer, pairs) for buffer in factor_list(given[name])]
-            if name in FACTORS
-            else or_absent(given[name], absent)
-            for name in WANTED
-        ]
+        to = buffers(grads._asdict(), FACTORS, wanted, pairs, hidden_states)
         op = operators.fused_experts_lora_backward_out.default
-        run(op, *before, *buffers, or_absent(pairs, absent), accumulate, *last)
+        index = or_absent(pairs, absent_tensor(hidden_states))
+        run(op, *before, *to, index, accumulate, *last)
         return grads
-    if pairs is not None:
-        raise ValueError("pairs has the indices of gradients in grads, which is None")
-    if isinstance(wanted, str):
-        raise ValueError(f"wanted is {wanted!r}, expected a collection of names: [{wanted!r}]")
-    if isinstance(wanted, str):
-        raise ValueError(f"wanted is {wanted!r}, expected a collection of names: [{wanted!r}]")
-    names = set(present if wanted is None else wanted)
-    if unknown := names - set(WANTED):
-        raise ValueError(f"wanted has {sorted(unknown)}, expected some of {list(WANTED)}")
-    bits = sum(WANTED[name] for name in names)
+    names, bits = requested(wanted, present, WANTED, pairs, accumulate)
     found = run(operators.fused_experts_lora_backward.default, *before, bits, float32, *last)
     results = by_argument(found, len(args[6]))
     dtypes = {"topk_weights": topk_weights.dtype}
     return Gradients(
-        **{
-            name: _in_form(results[name], options.get(name), dtypes.get(name))
-            for name in present
-            if name in names
-        }
+        **{name: in_form(results[name], options.get(name), dtypes.get(name)) for name in names}
     )
-
-
-def _with_pairs(buffer: Tensor, pairs: Tensor | None) -> Tensor:
-    """A sparse gradient (S, rows, columns) with a dimension of adapters, as the operator has it."""
-    return buffer if pairs is None or buffer.dim() != 3 else buffer.unsqueeze(0)
 
 
 @typed
@@ -310,21 +263,4 @@ def touched_pairs(
     >>> pairs.tolist(), count.item()
     ([[-1, -1, -1], [0, -1, 1]], 2)
     """
-    ids, adapter = topk_ids.long(), token_lora_mapping.long().unsqueeze(1)
-    if expert_map is not None:
-        there = (ids >= 0) & (ids < expert_map.numel())
-        ids = torch.where(there, expert_map.long()[ids * there], -1)
-    used = (ids >= 0) & (ids < num_experts) & (adapter >= 0) & (adapter < max_loras)
-    last = max_loras * num_experts  # of no pair
-    flat = torch.where(used, adapter * num_experts + ids, last).flatten()
-    touched = ids.new_zeros(last + 1).index_fill(0, flat, 1)[:last]
-    counted = touched.cumsum(0)
-    index = torch.where(touched > 0, counted - 1, -1).view(max_loras, num_experts)
-    return index.int(), touched.sum()
-
-
-def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:
-    """Gradient in the form of its argument: a factor or a sequence of them, in `dtype` if given."""
-    if isinstance(found, list):
-        return found[0] if isinstance(argument, Tensor) else found
-    return found if dtype is None else found.to(dtype)
+    return index_of_pairs(topk_ids, token_lora_mapping, max_loras, num_experts, expert_map)

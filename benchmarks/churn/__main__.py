@@ -24,7 +24,7 @@ from moelora.bench import results
 TOPICS = ("arrivals", "updates")
 
 
-def measure_arrivals(args, shape):
+def measure_arrivals(args, shape, save):
     names = [f"lora{n}-r{args.ranks[n % 2]}" for n in range(args.adapters)]
     length = args.prompt + args.new + 1
     decoder = Decoder(shape, args.layers, args.rows, length, args.device)
@@ -47,10 +47,12 @@ def measure_arrivals(args, shape):
             first = (cases[0] if cases else case)[field]
             case[f"{field}_ratio"] = round(case[field] / first, 3)
         cases.append(case)
+        save(cases)
         print(
             f"{policy:9} {case['slots']:3} slots  first token {case['ttft_ms']:8.2f} ms, p95 "
             f"{case['ttft_p95_ms']:8.2f} ms  {case['tok_s']:8.1f} tokens/s  "
-            f"{case['absent']} arrived while their adapter was in no slot",
+            f"{case['absent']} arrived while their adapter was in no slot "
+            f"({case['ttft_absent_ms']} ms, others {case['ttft_present_ms']})",
             flush=True,
         )
     return cases
@@ -118,16 +120,21 @@ def parsed(argv):
 def main(argv=None):
     args = parsed(argv)
     shape, cases = PRESETS[args.preset], []
+    settings = {"preset": args.preset, "layers": args.layers, "ranks": args.ranks}
+    settings |= {"rows": args.rows, "prompt": args.prompt, "new": args.new}
+
+    def save(cases):
+        """Also after each case: a run that is cut off leaves those before."""
+        if args.out:
+            results.write(args.out, cases, **settings)
+
     with torch.no_grad():
         if "arrivals" in args.topics:
-            cases += measure_arrivals(args, shape)
+            cases += measure_arrivals(args, shape, save)
             free(args.device)
         if "updates" in args.topics:
             cases += measure_updates(args, shape)
-    if args.out:
-        settings = {"preset": args.preset, "layers": args.layers, "ranks": args.ranks}
-        settings |= {"rows": args.rows, "prompt": args.prompt, "new": args.new}
-        results.write(args.out, cases, **settings)
+            save(cases)
     return 0
 
 

@@ -16,6 +16,8 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from moelora.adapters import NoSlot
+
 POLICIES = ("resident", "ahead", "blocking")
 
 
@@ -25,6 +27,7 @@ class Request:
     adapter: str
     prompt: list
     new: int
+    absent: bool = False  # it arrived while its adapter was in no slot
     first: float = 0.0
     left: int = 0
     held: object = None
@@ -47,7 +50,6 @@ class Loop:
         self.decoder, self.pool, self.policy = decoder, pool, policy
         self.rows = [None] * decoder.rows
         self.waiting = deque()
-        self.absent = 0  # requests that arrived while their adapter was in no slot
 
     def run(self, made):
         """Seconds that it took."""
@@ -55,8 +57,8 @@ class Loop:
         while coming or self.waiting or any(self.rows):
             now = time.perf_counter() - start
             while coming and coming[0].arrival <= now:
-                self.waiting.append(coming.popleft())
-                self.absent += self.waiting[-1].adapter not in self.pool
+                self.waiting.append(request := coming.popleft())
+                request.absent = request.adapter not in self.pool
             if self.policy == "ahead":
                 self.pool.prefetch(request.adapter for request in self.waiting)
             began = self.begin(start)
@@ -75,7 +77,7 @@ class Loop:
                 continue
             try:
                 request.held = self.pool.keep([request.adapter], layerwise=True)
-            except RuntimeError:  # all slots are in use
+            except NoSlot:
                 continue
             if self.policy == "blocking":
                 request.held.synchronize()
@@ -122,17 +124,20 @@ def measure(decoder, make_pool, names, policy, args):
     def go(count, rate, seed):
         made = requests(count, rate, names, args.prompt, args.new, args.vocab, seed)
         loop = Loop(decoder, pool, policy)
-        seconds = loop.run(made)
-        return made, seconds, loop.absent
+        return made, loop.run(made)
 
     go(4, None, 1)  # warms up
-    made, _, absent = go(args.requests, args.rate, 2)
+    made, _ = go(args.requests, args.rate, 2)
     waits = [1e3 * (r.first - r.arrival) for r in made]
-    _, seconds, _ = go(args.requests, None, 3)
+    absent = [wait for wait, r in zip(waits, made, strict=True) if r.absent]
+    present = [wait for wait, r in zip(waits, made, strict=True) if not r.absent]
+    _, seconds = go(args.requests, None, 3)
     case = {"topic": "arrivals", "policy": policy, "slots": slots, "adapters": len(names)}
-    case |= {"requests": len(made), "rate": args.rate, "absent": absent}
+    case |= {"requests": len(made), "rate": args.rate, "absent": len(absent)}
     case |= {"ttft_ms": round(statistics.median(waits), 2)}
     case |= {"ttft_p95_ms": round(percentile(waits, 0.95), 2)}
+    case |= {"ttft_present_ms": round(statistics.median(present), 2) if present else None}
+    case |= {"ttft_absent_ms": round(statistics.median(absent), 2) if absent else None}
     case |= {"tok_s": round(len(made) * args.new / seconds, 1)}
     case |= {"host_gib": round(pool.host_bytes() / 2**30, 2)}
     case |= {"most_frequent": Counter(r.adapter for r in made).most_common(1)[0][1]}

@@ -45,10 +45,13 @@ def parse(argv=None):
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
+    p.add_argument("--no-profile", action="store_true", help="no times of kernels")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
+    p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
+    p.add_argument("--turn", type=pathlib.Path, help="file to wait for once up (`wait_for_turn`)")
     p.add_argument("--reps", type=int, default=5)
     p.add_argument(
         "--sequences",
@@ -86,13 +89,18 @@ class Engine:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [n for n in GRAPHS if n <= most],
             }
+        if args.gib:  # shares its GPUs with other engines
+            options |= {
+                "kv_cache_memory_bytes": int(args.gib * 2**30),
+                "gpu_memory_utilization": 0.1,
+            }
+        options = {"gpu_memory_utilization": 0.6} | options
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
             dtype="bfloat16",
             seed=0,
             load_format="safetensors",
-            gpu_memory_utilization=0.6,
             max_model_len=4096,
             max_num_batched_tokens=8192,
             max_num_seqs=most,
@@ -165,6 +173,13 @@ def gpu_milliseconds(run):
     }
 
 
+def wait_for_turn(file):
+    """Say that this engine is up with a file NAME.up, and wait until `file` is there."""
+    file.with_name(f"{file.name}.up").touch()
+    while not file.exists():
+        time.sleep(0.05)
+
+
 def main():
     args = parse()
     result = {}
@@ -180,6 +195,8 @@ def main():
         start_s=round(time.time() - start, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
+    if args.turn:
+        wait_for_turn(args.turn)
     if args.check:
         save(check=check(engine))
     if args.bits:
@@ -187,8 +204,9 @@ def main():
     if args.rows:
         save(rows=rows(engine, args.rows))
     if args.speed:
-        alone = args.tensor_parallel == 1  # kernels of other processes are not seen from here
-        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if alone else None)
+        # Kernels of other processes are not seen from here.
+        seen = args.tensor_parallel == 1 and not args.no_profile
+        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if seen else None)
     save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine

@@ -163,6 +163,13 @@ typedef struct moelora_gradient {
   bool sparse;
 } moelora_gradient;
 
+/* Which pairs of adapter and expert sparse gradients are of. */
+typedef struct moelora_gradient_pairs {
+  const int32_t *index; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
+  int64_t count;        /* of the factors, also if no token has an adapter */
+  int32_t num_sparse;   /* sparse gradients of a factor; other indices: not wanted */
+} moelora_gradient_pairs;
+
 typedef struct moelora_experts_backward_problem {
   moelora_experts_problem forward;
   const void *dout; /* [M, K] */
@@ -172,9 +179,7 @@ typedef struct moelora_experts_backward_problem {
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
   moelora_gradient a13[2], b13[2], a2, b2, bias13, bias2;
-  const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
-  int64_t num_pairs;    /* of the factors, also if no token has an adapter */
-  int32_t num_sparse;   /* sparse gradients of a factor; other indices: not wanted */
+  moelora_gradient_pairs pairs;
   bool accumulate;
   bool overwrites_gate_up; /* of forward.saved */
 } moelora_experts_backward_problem;
@@ -189,6 +194,7 @@ typedef struct moelora_gemm_backward_problem {
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
   moelora_gradient a[MOELORA_MAX_SLICES], b[MOELORA_MAX_SLICES], bias;
+  moelora_gradient_pairs pairs;
   bool accumulate;
 } moelora_gemm_backward_problem;
 

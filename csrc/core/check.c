@@ -276,6 +276,10 @@ moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const 
   return MOELORA_OK;
 }
 
+bool moelora_are_wide(const moelora_lora *lora, moelora_dtype dtype) {
+  return dtype != MOELORA_F32 && !moelora_is_absent(&lora->a[0]) && lora->a[0].dtype == MOELORA_F32;
+}
+
 moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
                                            const char *name_a, const char *name_b) {
   for (int32_t i = 0; i < lora->num_slices; i++) {

@@ -117,6 +117,8 @@ bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
                                     int64_t num_experts, moelora_source experts_source,
                                     const char *layout, moelora_factor *factor);
+/* Whether factors are float32 beside a 16-bit `dtype`, to which they are rounded first. */
+bool moelora_are_wide(const moelora_lora *lora, moelora_dtype dtype);
 /* Requires that `out` shares no memory with the factors. */
 moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
                                            const char *name_a, const char *name_b);

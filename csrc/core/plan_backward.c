@@ -247,9 +247,10 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
   /* Otherwise the product writes to the workspace. */
   const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
+  const moelora_factors lora = moelora_rounded_layout(&p->lora, p->w.k, routes->num_experts);
   const back_load load = {
       .w = &p->w,
-      .lora = p->lora,
+      .lora = lora,
       .y = plan->copies_dout ? NULL : problem->dout,
       .y_stride = plan->dout_stride,
       .y_rows = routes->num_rows,
@@ -270,7 +271,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   const moelora_projection_load shrink = {
       .routes = routes,
       .w = &p->w,
-      .lora = &p->lora,
+      .lora = &lora,
       .x = p->x,
       .x_stride = p->x_stride,
       .x_rows_each = p->x_per_row ? 1 : routes->top_k,

@@ -220,31 +220,31 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
   const moelora_routes *routes = &p->routes;
+  const moelora_factors lora = moelora_rounded_layout(&p->lora, p->k, routes->num_experts);
   if (p->lists.sorted_token_ids)
     plan->order = MOELORA_LISTED;
   else
-    plan_order(routes, pair_bytes(&p->lora, p->k, p->x, p->out), device, plan);
+    plan_order(routes, pair_bytes(&lora, p->k, p->x, p->out), device, plan);
   if (p->out && p->sum_top_k)
     plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
-  const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &p->lora);
+  const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &lora);
   plan->xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
   const bool gated = p->silu_and_mul && !p->sum_top_k;
   const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
-  const bool whole = !gated || p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0;
-  const bool expand_vectors =
-      is_vector_expand(&p->lora) && plan->xa_vectors && out_vectors && whole;
+  const bool whole = !gated || lora.num_slices != 1 || lora.slice_n % 16 == 0;
+  const bool expand_vectors = is_vector_expand(&lora) && plan->xa_vectors && out_vectors && whole;
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   if (p->x) {
-    moelora_shrink_load load = begin_shrink(routes, p->dtype, &p->lora, plan);
+    moelora_shrink_load load = begin_shrink(routes, p->dtype, &lora, plan);
     load.depth = p->k;
     load.vectors = vectors;
-    load.boxes = moelora_are_boxes(&p->lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
+    load.boxes = moelora_are_boxes(&lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
                                    p->x_stride);
     load.lists = &p->lists;
     /* Whole-segment kernels do not clear ranks beyond the padded rank, and need rows at a constant
      * stride. */
-    const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
+    const bool exact = p->xa && (routes->lora_ranks || lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!plan->xa_vectors || !one_stride || exact)
       load.listed = 0;
@@ -252,7 +252,7 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   }
   if (p->out) {
     const expand_load load = {p->dtype, plan->order, routes,        &p->lists,
-                              &p->lora, gated,       expand_vectors};
+                              &lora,    gated,       expand_vectors};
     plan->expand[0] = plan_expand(&load, device);
   }
   return MOELORA_OK;

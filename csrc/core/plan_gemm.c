@@ -156,10 +156,12 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   const moelora_variant *v = plan->variant;
+  const moelora_factors lora =
+      moelora_rounded_layout(&problem->lora, problem->w.k, routes->num_experts);
   const moelora_projection_load load = {
       .routes = routes,
       .w = &problem->w,
-      .lora = &problem->lora,
+      .lora = &lora,
       .x = problem->x,
       .x_stride = problem->x_stride,
       .x_rows_each = problem->x_per_row ? 1 : routes->top_k,

@@ -24,10 +24,10 @@ static moelora_status check_bias(moelora_arg arg, const moelora_weights_arg *w, 
 }
 
 /* Checks the factors of a projection against its weights. If `max_loras` < 0, the first factor
- * defines it and becomes its `source`. `may_be_wide`: float32 factors are allowed, and rounded. */
+ * defines it and becomes its `source`. */
 static moelora_status check_lora(const moelora_lora *lora, const char *name_a, const char *name_b,
                                  const moelora_weights_arg *w, const moelora_weights *weights,
-                                 int64_t *max_loras, moelora_source source, bool may_be_wide,
+                                 int64_t *max_loras, moelora_source source,
                                  moelora_factors *factors) {
   const moelora_arg first = MOELORA_ARG(name_a, &lora->a[0]);
   int32_t slices = lora->num_slices;
@@ -45,8 +45,7 @@ static moelora_status check_lora(const moelora_lora *lora, const char *name_a, c
   moelora_source slice_source = w->n;
   slice_source.slices = slices;
   const moelora_arg base = moelora_dtype_source(w);
-  factors->wide = may_be_wide && lora->a[0].dtype == MOELORA_F32 &&
-                  base.tensor->dtype != MOELORA_F32 && !moelora_is_absent(&lora->a[0]);
+  factors->wide = moelora_are_wide(lora, base.tensor->dtype);
   const moelora_arg like = factors->wide ? first : base;
   const moelora_dtype dtype = like.tensor->dtype;
   const int64_t experts = w->tensor.tensor->size[0];
@@ -138,7 +137,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   int64_t max_loras = -1;
   const moelora_source source = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
   MOELORA_TRY(check_lora(&args->lora, "lora_a", "lora_b", &w_arg, weights, &max_loras, source,
-                         false, &problem->lora));
+                         &problem->lora));
   MOELORA_TRY(moelora_check_adapters(&args->adapters, topk_ids.tensor, max_loras, source, routes));
   drop_unused_adapters(routes, &problem->lora, NULL);
 
@@ -299,9 +298,9 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
   int64_t max_loras = -1;
   const moelora_source source = moelora_size_of(args->w13_lora.num_slices ? a13 : a2, 0);
   MOELORA_TRY(check_lora(&args->w13_lora, "w13_lora_a", "w13_lora_b", &layer->w13, &problem->w13,
-                         &max_loras, source, true, &problem->w13_lora));
+                         &max_loras, source, &problem->w13_lora));
   MOELORA_TRY(check_lora(&args->w2_lora, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2,
-                         &max_loras, source, true, &problem->w2_lora));
+                         &max_loras, source, &problem->w2_lora));
   MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, max_loras, source,
                                      &problem->routes));
   drop_unused_adapters(&problem->routes, &problem->w13_lora, &problem->w2_lora);

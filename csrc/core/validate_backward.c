@@ -181,6 +181,15 @@ static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
   return MOELORA_OK;
 }
 
+/* The table, if some gradient is sparse. */
+static moelora_gradient_pairs pairs_of(const gradients *all) {
+  if (all->num_sparse < 0)
+    return (moelora_gradient_pairs){0};
+  const moelora_tensor *pairs = all->pairs.tensor;
+  return (moelora_gradient_pairs){pairs->data, pairs->size[0] * pairs->size[1],
+                                  (int32_t)all->num_sparse};
+}
+
 static moelora_status check_factor_gradients(gradients *all, const moelora_lora *grads,
                                              const moelora_lora *factors,
                                              const char *const names[4], moelora_gradient *a,
@@ -283,12 +292,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
                                      problem->a13, problem->b13));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
                                      &problem->b2));
-  if (all.num_sparse >= 0) {
-    const moelora_tensor *pairs = all.pairs.tensor;
-    problem->pairs = pairs->data;
-    problem->num_pairs = pairs->size[0] * pairs->size[1];
-    problem->num_sparse = (int32_t)all.num_sparse;
-  }
+  problem->pairs = pairs_of(&all);
   MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
                              MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
                              &problem->bias13));
@@ -323,10 +327,14 @@ static moelora_status check_forward(const moelora_gemm_backward_args *args,
   moelora_delta_problem checked;
   MOELORA_REQUIRE(dout.ndim == 3, "%s has %d dimensions, expected 3: [M, top_k, N]", dout.name,
                   dout.ndim);
-  MOELORA_TRY(moelora_check_delta(&delta, &checked));
-  MOELORA_REQUIRE(checked.columns == dout.size[2],
+  const moelora_lora *lora = &forward->lora;
+  const int64_t columns = lora->num_slices > 0 && lora->b[0].ndim == 4
+                              ? lora->num_slices * lora->b[0].size[2]
+                              : dout.size[2];
+  MOELORA_REQUIRE(columns == dout.size[2],
                   "%s.size(2) is %lld, expected the columns of lora_b, which are %lld", dout.name,
-                  (long long)dout.size[2], (long long)checked.columns);
+                  (long long)dout.size[2], (long long)columns);
+  MOELORA_TRY(moelora_check_delta(&delta, &checked));
   *problem = (moelora_gemm_problem){
       .routes = checked.routes,
       .dtype = checked.dtype,
@@ -359,13 +367,16 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
       .inputs = {x, MOELORA_ARG("dout", &args->dout), MOELORA_ARG("w", &forward->w), bias},
       .num_inputs = 4,
       .gemm = forward,
+      .num_sparse = -1,
   };
+  MOELORA_TRY(check_pairs(&all, &grads->pairs, &problem->forward.routes));
   MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.x", &grads->x), x, "[M, K] or [M * top_k, K]",
                        &problem->dx, &problem->dx_stride));
   MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
                                   &problem->dtopk_weights, problem->dtopk_weights_stride));
   MOELORA_TRY(
       check_factor_gradients(&all, &grads->lora, &forward->lora, names, problem->a, problem->b));
+  problem->pairs = pairs_of(&all);
   return check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias), bias, "[E, N]",
                         &problem->bias);
 }

@@ -97,29 +97,32 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
 /* ---- factors ---- */
 
 /* Checks the slices of an adapter: a[] if `k` > 0, with origin `k_source`, and b[] if `expand`.
- * The first factor defines the number of slots and ranks. Their dtype is that of `x`. */
+ * The first factor defines the number of slots and ranks. Their dtype is that of `x`, or float32
+ * if they `may_be_wide`. */
 static moelora_status check_slices(const moelora_lora *lora, const char *name_a, const char *name_b,
                                    moelora_arg x, int32_t num_experts, int64_t k,
-                                   moelora_source k_source, bool expand, int64_t *max_loras,
-                                   moelora_factors *factors) {
+                                   moelora_source k_source, bool expand, bool may_be_wide,
+                                   int64_t *max_loras, moelora_factors *factors) {
   const moelora_arg first = k ? MOELORA_ARG(name_a, &lora->a[0]) : MOELORA_ARG(name_b, &lora->b[0]);
   const moelora_source slots = moelora_words("the number of slots of the first factor");
   const moelora_source rank = moelora_words("the rank of the first factor");
   const moelora_source columns = moelora_words("the columns of the first slice");
   const moelora_source experts = moelora_words("num_experts");
-  const moelora_dtype dtype = x.tensor->dtype;
   const int32_t slices = lora->num_slices;
   MOELORA_REQUIRE(slices >= 1 && slices <= MOELORA_MAX_SLICES, "%s has %d slices, expected 1 to %d",
                   first.name, slices, MOELORA_MAX_SLICES);
   factors->num_slices = slices;
+  factors->wide = may_be_wide && moelora_are_wide(lora, x.tensor->dtype);
+  const moelora_arg like = factors->wide ? first : x;
+  const moelora_dtype dtype = like.tensor->dtype;
   for (int32_t i = 0; i < slices; i++) {
     const moelora_arg a = moelora_entry(name_a, i, &lora->a[i]);
     const moelora_arg b = moelora_entry(name_b, i, &lora->b[i]);
     if (k)
-      MOELORA_TRY(moelora_check_factor(a, dtype, x.name, num_experts, experts,
+      MOELORA_TRY(moelora_check_factor(a, dtype, like.name, num_experts, experts,
                                        "[max_loras, E or 1, R, K]", &factors->a[i]));
     if (expand)
-      MOELORA_TRY(moelora_check_factor(b, dtype, x.name, num_experts, experts,
+      MOELORA_TRY(moelora_check_factor(b, dtype, like.name, num_experts, experts,
                                        "[max_loras, E or 1, N, R]", &factors->b[i]));
     factors->max_rank = (int32_t)first.tensor->size[k ? 2 : 3];
     if (*max_loras < 0)
@@ -332,8 +335,9 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
   moelora_routes *routes = &problem->routes;
   MOELORA_TRY(check_extents(args, routes));
   int64_t max_loras = -1;
+  const bool whole = has_x && has_out && moelora_is_absent(&args->lists.sorted_token_ids);
   MOELORA_TRY(check_slices(&args->lora, "lora_a", "lora_b", input, args->num_experts, problem->k,
-                           moelora_size_of(x, 1), has_out, &max_loras, &problem->lora));
+                           moelora_size_of(x, 1), has_out, whole, &max_loras, &problem->lora));
   const moelora_arg first = has_x ? moelora_entry("lora_a", 0, &args->lora.a[0])
                                   : moelora_entry("lora_b", 0, &args->lora.b[0]);
   MOELORA_TRY(check_rows_of(args, max_loras, moelora_size_of(first, 0), problem));
@@ -376,15 +380,16 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                   args->down.num_slices);
   int64_t max_loras = -1;
   MOELORA_TRY(check_slices(&args->gate_up, "gate_up_a", "gate_up_b", x, args->num_experts,
-                           problem->hidden, moelora_size_of(x, 1), true, &max_loras,
+                           problem->hidden, moelora_size_of(x, 1), true, false, &max_loras,
                            &problem->gate_up));
   const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
   MOELORA_REQUIRE(columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
                   gate_up_b.name, (long long)columns);
   problem->intermediate = columns / 2;
-  MOELORA_TRY(check_slices(
-      &args->down, "down_a", "down_b", x, args->num_experts, problem->intermediate,
-      moelora_words("half of the columns of gate and up"), true, &max_loras, &problem->down));
+  MOELORA_TRY(check_slices(&args->down, "down_a", "down_b", x, args->num_experts,
+                           problem->intermediate,
+                           moelora_words("half of the columns of gate and up"), true, false,
+                           &max_loras, &problem->down));
   MOELORA_TRY(moelora_check_size(down_b, 2, problem->hidden, moelora_size_of(x, 1)));
 
   MOELORA_TRY(moelora_check_routing(&args->routing, true, routes));

@@ -59,8 +59,10 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
   backward_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   moelora_segments_take(routes, &arena, &layout.segments);
-  moelora_rounded_take(forward, &forward->w13_lora, forward->hidden, &arena, &layout.rounded13);
-  moelora_rounded_take(forward, &forward->w2_lora, forward->intermediate, &arena, &layout.rounded2);
+  moelora_rounded_take(routes, forward->dtype, &forward->w13_lora, forward->hidden, &arena,
+                       &layout.rounded13);
+  moelora_rounded_take(routes, forward->dtype, &forward->w2_lora, forward->intermediate, &arena,
+                       &layout.rounded2);
   layout.scratch = moelora_back_scratch_take(depth, rank, exec, &arena);
   if (!wide || forward->apply_router_weight_on_input)
     layout.x = take_floats(&arena, tokens, forward->hidden);
@@ -81,8 +83,7 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
     layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
   if (want->yb2)
     layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
-  if (problem->pairs)
-    layout.pairs = moelora_take_array(&arena, (size_t)problem->num_pairs, sizeof(int32_t));
+  layout.pairs = moelora_pairs_take(&problem->pairs, &arena);
   layout.bytes = arena.used;
   return layout;
 }
@@ -426,22 +427,13 @@ static void load_rows(const backward *b, const void *from, int64_t stride, const
                        &tasks);
 }
 
-/* Copies the table of sparse gradients, which other threads may change. */
-static void read_pairs(const backward *b) {
-  const moelora_experts_backward_problem *problem = b->problem;
-  for (int64_t i = 0; problem->pairs && i < problem->num_pairs; i++) {
-    const int32_t index = moelora_read_i32(&problem->pairs[i]);
-    b->layout.pairs[i] = index >= 0 && index < problem->num_sparse ? index : -1;
-  }
-}
-
 static void zero_gradients(const backward *b) {
   const moelora_experts_backward_problem *problem = b->problem;
   const moelora_gradient *const all[] = {&problem->a13[0], &problem->a13[1], &problem->b13[0],
                                          &problem->b13[1], &problem->a2,     &problem->b2};
   for (size_t i = 0; i < sizeof all / sizeof *all && !problem->accumulate; i++)
     if (all[i]->data)
-      moelora_cpu_zero_gradient(all[i], b->layout.pairs, problem->num_pairs, b->exec);
+      moelora_cpu_zero_gradient(all[i], b->layout.pairs, problem->pairs.count, b->exec);
 }
 
 moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
@@ -464,10 +456,10 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
   backward_layout *layout = &b.layout;
   moelora_sort_rows(routes, &layout->sorted);
   moelora_find_segments(routes, &layout->sorted, &layout->segments);
-  moelora_cpu_round_factors(plan->variant, &problem->forward, forward.hidden, &layout->rounded13,
+  moelora_cpu_round_factors(plan->variant, routes, forward.hidden, &layout->rounded13,
                             &forward.w13_lora, exec);
-  moelora_cpu_round_factors(plan->variant, &problem->forward, forward.intermediate,
-                            &layout->rounded2, &forward.w2_lora, exec);
+  moelora_cpu_round_factors(plan->variant, routes, forward.intermediate, &layout->rounded2,
+                            &forward.w2_lora, exec);
   const float *weight = layout->sorted.tables.weight;
   b.weight = forward.apply_router_weight_on_input ? NULL : weight;
   if (layout->x) {
@@ -480,7 +472,7 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
     b.dout = layout->dout;
     b.dout_stride = forward.hidden;
   }
-  read_pairs(&b);
+  moelora_cpu_read_pairs(&problem->pairs, layout->pairs);
   zero_gradients(&b);
   if (b.want.v)
     back_through_w2(&b);

@@ -19,20 +19,6 @@ void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorte
 /* saved->gate_up = 0 in skipped rows. */
 void moelora_cpu_save_skipped(const moelora_experts_problem *problem, const moelora_sorted *sorted);
 
-/* Float32 factors, rounded to the dtype of a call. */
-typedef struct moelora_rounded {
-  void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
-} moelora_rounded;
-
-/* Allocates those of a projection, unless they already have the dtype. */
-void moelora_rounded_take(const moelora_experts_problem *problem, const moelora_factors *lora,
-                          int64_t depth, moelora_arena *arena, moelora_rounded *rounded);
-/* Fills them, and redirects `lora` to the rounded factors. */
-void moelora_cpu_round_factors(const moelora_variant *variant,
-                               const moelora_experts_problem *problem, int64_t depth,
-                               const moelora_rounded *rounded, moelora_factors *lora,
-                               const moelora_exec *exec);
-
 /* ---- segments.c ---- */
 
 /* Rows [first, end) of one expert and one adapter. */
@@ -145,6 +131,10 @@ typedef struct moelora_grouped_product {
   bool accumulate;
 } moelora_grouped_product;
 
+/* Copies the table of sparse gradients, which other threads may change, for products; indices that
+ * no gradient has become -1. NULL: no gradient is sparse. */
+int32_t *moelora_pairs_take(const moelora_gradient_pairs *pairs, moelora_arena *arena);
+void moelora_cpu_read_pairs(const moelora_gradient_pairs *pairs, int32_t *to);
 /* pairs: as of a product, `num_pairs` of them. */
 void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                int64_t num_pairs, const moelora_exec *exec);

@@ -190,6 +190,20 @@ void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int
                         int64_t begin, int64_t end, float *c, int64_t ldc,
                         moelora_scratch *scratch);
 
+/* round_factors.c: float32 factors, rounded to the dtype of a call */
+typedef struct moelora_rounded {
+  void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
+} moelora_rounded;
+
+/* Allocates those of a projection, unless they already have the dtype. */
+void moelora_rounded_take(const moelora_routes *routes, moelora_dtype dtype,
+                          const moelora_factors *lora, int64_t depth, moelora_arena *arena,
+                          moelora_rounded *rounded);
+/* Fills them, and redirects `lora` to the rounded factors. */
+void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_routes *routes,
+                               int64_t depth, const moelora_rounded *rounded, moelora_factors *lora,
+                               const moelora_exec *exec);
+
 /* Operators. */
 size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
                                    const moelora_align_plan *plan, const moelora_exec *exec);

@@ -199,6 +199,7 @@ typedef struct delta_layout {
   void *x;  /* [rows of x, K] operands; NULL if x is used directly, or absent */
   void *xa; /* [P, slices, R] operands */
   float *z; /* [P, columns]; NULL unless rows are summed */
+  moelora_rounded rounded;
   size_t bytes;
 } delta_layout;
 
@@ -220,6 +221,7 @@ static delta_layout delta_lay_out(const moelora_delta_problem *problem,
   if (problem->sum_top_k)
     layout.z = moelora_take_array(
         &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->columns), sizeof(float));
+  moelora_rounded_take(routes, problem->dtype, &problem->lora, problem->k, &arena, &layout.rounded);
   layout.bytes = arena.used;
   return layout;
 }
@@ -240,6 +242,8 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
   if (layout.rows.sorted.num_rows == 0)
     return MOELORA_OK;
 
+  moelora_factors lora = problem->lora;
+  moelora_cpu_round_factors(plan->variant, routes, problem->k, &layout.rounded, &lora, exec);
   const moelora_weights depth = {.k = problem->k};
   moelora_projection p = {
       .variant = plan->variant,
@@ -250,7 +254,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
       .x_stride = problem->x_stride,
       .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
       .w = &depth,
-      .lora = &problem->lora,
+      .lora = &lora,
       .xa = layout.xa,
       .gated = problem->silu_and_mul,
       .activation = {MOELORA_SILU, .alpha = 1, .limit = INFINITY, .gate_limit = INFINITY},

@@ -45,8 +45,10 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
     layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
     layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w2_lora));
-  moelora_rounded_take(problem, &problem->w13_lora, problem->hidden, &arena, &layout.rounded13);
-  moelora_rounded_take(problem, &problem->w2_lora, problem->intermediate, &arena, &layout.rounded2);
+  moelora_rounded_take(routes, problem->dtype, &problem->w13_lora, problem->hidden, &arena,
+                       &layout.rounded13);
+  moelora_rounded_take(routes, problem->dtype, &problem->w2_lora, problem->intermediate, &arena,
+                       &layout.rounded2);
   layout.bytes = arena.used;
   return layout;
 }
@@ -62,9 +64,9 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   experts_layout layout = lay_out(problem, plan, exec);
   moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;
   moelora_sort_rows(routes, &layout.sorted);
-  moelora_cpu_round_factors(plan->variant, problem, problem->hidden, &layout.rounded13, &lora13,
+  moelora_cpu_round_factors(plan->variant, routes, problem->hidden, &layout.rounded13, &lora13,
                             exec);
-  moelora_cpu_round_factors(plan->variant, problem, problem->intermediate, &layout.rounded2, &lora2,
+  moelora_cpu_round_factors(plan->variant, routes, problem->intermediate, &layout.rounded2, &lora2,
                             exec);
   moelora_projection w13 = {
       .variant = plan->variant,

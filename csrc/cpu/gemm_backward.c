@@ -25,6 +25,8 @@ typedef struct gemm_backward_layout {
   float *operands; /* x as the shrink reads it; NULL: x itself */
   void *shrunk;    /* operands, as the shrink stores them */
   float *xa, *yb, *dz;
+  moelora_rounded rounded;
+  int32_t *pairs; /* [max_loras, E] index in sparse gradients or -1; NULL: none are sparse */
   size_t bytes;
 } gemm_backward_layout;
 
@@ -70,6 +72,8 @@ static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *
     layout.yb = take_floats(&arena, rows, ranks);
   if (b->needs.dz)
     layout.dz = take_floats(&arena, rows, k);
+  moelora_rounded_take(routes, forward->dtype, &forward->lora, k, &arena, &layout.rounded);
+  layout.pairs = moelora_pairs_take(&b->problem->pairs, &arena);
   layout.bytes = arena.used;
   return layout;
 }
@@ -278,11 +282,12 @@ static void finish_inputs(const gemm_backward *b) {
 
 /* For all slices, including adapters without rows in this call. */
 static void zero_gradients(const gemm_backward *b) {
-  for (int32_t i = 0; i < MOELORA_MAX_SLICES && !b->problem->accumulate; i++) {
-    if (b->problem->a[i].data)
-      moelora_cpu_zero_gradient(&b->problem->a[i], NULL, 0, b->exec);
-    if (b->problem->b[i].data)
-      moelora_cpu_zero_gradient(&b->problem->b[i], NULL, 0, b->exec);
+  const moelora_gemm_backward_problem *p = b->problem;
+  for (int32_t i = 0; i < MOELORA_MAX_SLICES && !p->accumulate; i++) {
+    if (p->a[i].data)
+      moelora_cpu_zero_gradient(&p->a[i], b->layout.pairs, p->pairs.count, b->exec);
+    if (p->b[i].data)
+      moelora_cpu_zero_gradient(&p->b[i], b->layout.pairs, p->pairs.count, b->exec);
   }
 }
 
@@ -295,6 +300,7 @@ static void finish_factors(const gemm_backward *b) {
       .sorted = &b->layout.sorted,
       .segments = &b->layout.segments,
       .scratch = b->layout.back_scratch,
+      .pairs = b->layout.pairs,
       .accumulate = b->problem->accumulate,
   };
   for (int32_t i = 0; i < lora->num_slices; i++) {
@@ -341,9 +347,13 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
                                          const moelora_gemm_backward_plan *plan,
                                          const moelora_exec *exec) {
   gemm_backward b = describe(problem, plan, exec);
-  const moelora_gemm_problem *forward = b.forward;
-  const moelora_routes *routes = &forward->routes;
   b.layout = lay_out(&b, exec);
+  moelora_gemm_problem rounded = problem->forward;
+  const moelora_gemm_problem *forward = b.forward = &rounded;
+  const moelora_routes *routes = &forward->routes;
+  moelora_cpu_round_factors(plan->variant, routes, rounded.w.k, &b.layout.rounded, &rounded.lora,
+                            exec);
+  moelora_cpu_read_pairs(&problem->pairs, b.layout.pairs);
   moelora_sort_rows(routes, &b.layout.sorted);
   moelora_find_segments(routes, &b.layout.sorted, &b.layout.segments);
   b.weight = forward->mul_routed_weight ? b.layout.sorted.tables.weight : NULL;

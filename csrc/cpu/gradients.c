@@ -39,6 +39,17 @@ static void zero_row(void *context, int64_t index, int32_t worker) {
     memset(gradient_row(g, l, e, i), 0, (size_t)g->columns * moelora_dtype_bytes(g->dtype));
 }
 
+int32_t *moelora_pairs_take(const moelora_gradient_pairs *pairs, moelora_arena *arena) {
+  return pairs->index ? moelora_take_array(arena, (size_t)pairs->count, sizeof(int32_t)) : NULL;
+}
+
+void moelora_cpu_read_pairs(const moelora_gradient_pairs *pairs, int32_t *to) {
+  for (int64_t i = 0; pairs->index && i < pairs->count; i++) {
+    const int32_t index = moelora_read_i32(&pairs->index[i]);
+    to[i] = index >= 0 && index < pairs->num_sparse ? index : -1;
+  }
+}
+
 void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                int64_t num_pairs, const moelora_exec *exec) {
   zero_tasks tasks = {gradient, pairs};

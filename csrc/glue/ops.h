@@ -32,8 +32,9 @@ typedef struct op_backward_args {
 
 typedef struct op_gemm_backward_args {
   moelora_gemm_backward_args args;
-  int32_t wanted; /* bit mask: x, topk_weights, lora_a, lora_b, bias */
-  bool float32;   /* gradients of factors and the bias */
+  int32_t wanted;       /* bit mask: x, topk_weights, lora_a, lora_b, bias */
+  bool float32;         /* gradients of factors and the bias */
+  int32_t num_a, num_b; /* number of gradients that the caller passes for slices */
 } op_gemm_backward_args;
 
 #define OP(NAME, ARGS, RUN) void RUN(moelora_op_context *ctx, ARGS *args);

@@ -85,8 +85,25 @@ static void new_gradients(moelora_op_context *ctx, moelora_experts_backward_args
   grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, float32);
 }
 
+/* Number of slices of a projection for which the caller passes gradients; 0: not requested. */
+static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
+                            const char *name_b, int32_t num_b) {
+  if (num_a && num_b && num_a != num_b) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, num_a, name_b,
+            num_b);
+  }
+  return num_a ? num_a : num_b;
+}
+
 /* Bits of `wanted` of a projection, in the order of the outputs. */
 enum { WANT_X = 1, WANT_WEIGHTS = 2, WANT_LORA_A = 4, WANT_LORA_B = 8, WANT_BIAS = 16 };
+
+static void run_gemm(moelora_op_context *ctx, const moelora_gemm_backward_args *args) {
+  moelora_call call;
+  if (op_check(ctx, moelora_prepare_gemm_backward(args, &ctx->exec, &call))) {
+    op_run(ctx, &call);
+  }
+}
 
 void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
   const moelora_gemm_args *forward = &op->args.forward;
@@ -102,9 +119,14 @@ void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
     grads->lora.b[i] = gradient(ctx, &forward->lora.b[i], op->wanted & WANT_LORA_B, op->float32);
   }
   grads->bias = gradient(ctx, &forward->bias, op->wanted & WANT_BIAS, op->float32);
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_gemm_backward(&op->args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
+  run_gemm(ctx, &op->args);
+}
+
+void op_run_gemm_backward_out(moelora_op_context *ctx, op_gemm_backward_args *op) {
+  op->args.grads.lora.num_slices =
+      given_slices(ctx, "grad_lora_a", op->num_a, "grad_lora_b", op->num_b);
+  if (ctx->status == MOELORA_OK) {
+    run_gemm(ctx, &op->args);
   }
 }
 
@@ -124,16 +146,6 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
 void op_run_backward_over(moelora_op_context *ctx, op_backward_args *op) {
   op->args.overwrites_gate_up = true;
   op_run_backward(ctx, op);
-}
-
-/* Number of slices of a projection for which the caller passes gradients; 0: not requested. */
-static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
-                            const char *name_b, int32_t num_b) {
-  if (num_a && num_b && num_a != num_b) {
-    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, num_a, name_b,
-            num_b);
-  }
-  return num_a ? num_a : num_b;
 }
 
 void op_run_backward_out(moelora_op_context *ctx, op_backward_args *op) {

@@ -1,6 +1,7 @@
 """LoRA adapters: PEFT checkpoints of whole models, and the pool that serves them."""
 
 from moelora.adapters.checkpoint import load, peek
+from moelora.adapters.held import NoSlot
 from moelora.adapters.layers import (
     Adapter,
     AdapterInfo,
@@ -19,6 +20,7 @@ __all__ = [
     "LinearLayer",
     "LinearPair",
     "MoELayer",
+    "NoSlot",
     "Pair",
     "Projection",
     "load",

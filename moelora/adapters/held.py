@@ -56,6 +56,10 @@ class Held:
         if self._released:
             raise RuntimeError("this batch was released; its adapters may be in other slots by now")
 
+    def names(self) -> list[str]:
+        """Adapters that are held."""
+        return list(self._loaded)
+
     def slot(self, name: str) -> int:
         """The slot of an adapter from the next step on. KeyError names what is held.
 
@@ -217,4 +221,4 @@ class Residents:
 
 
 class NoSlot(RuntimeError):
-    """All slots are pinned or in use."""
+    """No slot can be freed now: all are pinned, in use or being written. Try again later."""

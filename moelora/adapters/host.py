@@ -30,7 +30,8 @@ class Source:
     staged: Staged | None = None
     version: int = 1
     enabled: bool = True
-    failure: Exception | None = None  # why the folder could not be read the last time
+    busy: int = 0  # threads that bring or replace it, or wait to
+    failure: Exception | None = None  # why it could not be brought the last time
     lock: Any = field(default_factory=threading.RLock)
 
     @classmethod
@@ -42,7 +43,7 @@ class Source:
         return cls(folder, layout, staged)
 
     def check(self) -> None:
-        """Raises why the folder could not be read."""
+        """Raises why the adapter could not be brought."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)
 
@@ -117,7 +118,7 @@ class Host:
                 assert source.folder is not None
                 try:
                     staged = self.copied(self._read(name, source.folder, source.layout))
-                except (OSError, ValueError) as error:
+                except (OSError, RuntimeError, ValueError) as error:
                     source.failure = error
                     raise
                 source.failure = None
@@ -126,6 +127,20 @@ class Host:
                     source.staged = staged
                     self._keep(name, source)
             return staged
+
+    def in_memory(self, name: str, source: Source) -> Staged | None:
+        """The factors of a name if they are in host memory, which counts as a use."""
+        with self._lock:
+            if self._sources.get(name) is not source or source.staged is None:
+                return None
+            self._keep(name, source)
+            return source.staged
+
+    def fail(self, name: str, error: Exception) -> None:
+        """`error` is why the adapter of this name could not be brought."""
+        source = self._sources.get(name)
+        if source is not None:
+            source.failure = error
 
     def remove(self, name: str) -> None:
         with self._lock:

@@ -78,17 +78,22 @@ class LinearStacks:
             )
         return staged
 
-    def write(self, name: str, slot: int, staged: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Write the staged factors of a layer to a slot; None: they become zero."""
+    def write(
+        self,
+        name: str,
+        slot: int,
+        staged: tuple[torch.Tensor, torch.Tensor] | None,
+        used: int,
+        copies: Copies,
+    ) -> int:
+        """Add to `copies` the staged factors of a layer, None = zero; returns their rank.
+
+        `used`: from this rank on the slot is zero already.
+        """
         a, b, ranks = self.of(name)
         # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
         a, b = a.detach()[slot, 0], b.detach()[slot, 0]
         rows = a.T if self.layers[name].embedding else a
-        rank = 0 if staged is None else staged[0].size(0)
-        copies = Copies()
-        copies.zero(rows[rank:], b[:, rank:])
-        if staged is not None:
-            copies.add(rows[:rank], staged[0])
-            copies.add(b[:, :rank], staged[1])
-        copies.run()
-        ranks[slot] = rank
+        rank = copies.pair(rows, b, staged, min(used, rows.size(0)))
+        copies.fill(ranks[slot], rank)
+        return rank

@@ -143,8 +143,8 @@ class AdapterPool:
             shared_outer,
         )
         self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._slots.tables[self.device]
-        pinned = any(device.type == "cuda" for device in self.devices)
-        self._host = Host(host, self._staged_folder, pinned) if host else None
+        self._pinned = any(device.type == "cuda" for device in self.devices)
+        self._host = Host(host, self._staged_folder, self._pinned) if host else None
         self._versions = Versions(self._slots, max_loras, self._host)
         self._lock = self._versions.lock
 
@@ -191,8 +191,10 @@ class AdapterPool:
         ------
         ValueError, FileNotFoundError
             The checkpoint cannot be loaded; the message names the key or option.
+        NoSlot
+            A RuntimeError: no slot can be freed.
         RuntimeError
-            No slot can be freed, or no place in host memory.
+            There is no place in host memory.
         """
         check_name(name)
         with self._lock:
@@ -241,12 +243,17 @@ class AdapterPool:
             host.put(name, origin)
 
     def prefetch(self, names: Iterable[str | None]) -> None:
-        """Begin to bring adapters to slots, in threads; `ready` says when one is there.
+        """Begin to bring adapters to slots; `ready` says when one is there.
 
         `names` are those of all requests that wait, the first one first; the next call replaces
         them. As many as fit beside adapters in use get or keep slots, and only `hold` evicts them.
-        One whose folder is refused is left out from then on: `ready` raises what is wrong, and
-        `hold`, which reads it again. KeyError for an unknown name.
+        Copies from host memory to GPUs are launched by this call, and complete later in the order
+        of the names; threads read folders, and write slots on a CPU. Call it from the thread that
+        runs the model: launches of two threads wait for each other.
+
+        An adapter that cannot be brought, such as one whose folder is refused, is left out from
+        then on: `ready` raises what is wrong, and `hold`, which tries again. KeyError for an
+        unknown name.
         """
         self._with_host("prefetch")
         self._versions.bring_ahead(distinct(names))
@@ -254,7 +261,8 @@ class AdapterPool:
     def ready(self, name: str) -> bool:
         """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
 
-        KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused.
+        KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused,
+        RuntimeError if it could not be copied.
         """
         return self._versions.ready(name)
 
@@ -365,18 +373,20 @@ class AdapterPool:
         `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does; a
         call with it begins a step, in which `in_flight="switch"` takes effect. Without it, adapters
         that are known and in no slot are brought, as by `hold`.
-        `out` is filled in place, for a captured graph; tokens beyond the names get -1.
+        `out` is filled in place, for a captured graph; tokens beyond the names get -1. The host
+        does not wait for the device.
         """
         names = listed(names)
         slots = {None: -1, **self._slots_of(names, held)}
-        ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
+        numbers = [slots[name] for name in names]
+        ids = torch.tensor(numbers, dtype=torch.int32, pin_memory=self._pinned)
         if out is None:
-            return ids.to(self.device)
+            return ids.to(self.device, non_blocking=True)
         if out.dtype != torch.int32 or out.dim() != 1 or out.numel() < len(names):
             raise ValueError(
                 f"out is {out.dtype} {tuple(out.shape)}, wanted int32 ({len(names)},) or longer"
             )
-        out[: len(names)].copy_(ids)
+        out[: len(names)].copy_(ids, non_blocking=True)
         out[len(names) :].fill_(-1)
         return out
 
@@ -394,7 +404,8 @@ class AdapterPool:
         names : iterable of str or None
             Adapters; None: none.
         timeout : float
-            Seconds to wait until slots are free, if all are pinned or in use.
+            Seconds to wait until slots are free, if all are pinned or in use. Batches that wait
+            get slots in the order of their calls (`turns.py`).
         layerwise : bool
             The current streams do not wait for copies: before the kernels of a layer that read a
             slot the caller calls `held.wait(layer)`, before a captured graph `held.wait()`. Without
@@ -404,14 +415,15 @@ class AdapterPool:
         ------
         KeyError
             An adapter is not known.
-        RuntimeError
-            No slot can be freed.
+        NoSlot
+            A RuntimeError: no slot can be freed.
         ValueError, FileNotFoundError
             A folder is refused, as by `add`.
         """
         held = None
         try:
             held = self.keep(names, timeout=timeout, layerwise=layerwise)
+            self._versions.enter(held)
             yield held
         finally:
             if held is not None:
@@ -463,7 +475,10 @@ class AdapterPool:
         return sum(t.nbytes for t in self._tensors())
 
     def host_bytes(self) -> int:
-        """Host memory of the factors of at most `host` adapters."""
+        """Host memory of the factors of at most `host` adapters.
+
+        Pinned memory is that of torch's allocator, which rounds each tensor up to a power of two.
+        """
         return 0 if self._host is None else self._host.nbytes()
 
     # -- inside --
@@ -482,8 +497,10 @@ class AdapterPool:
     def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
         """The slots of names, which counts as a use of them."""
         wanted = distinct(names)
-        own = self.keep(wanted) if held is None else held
+        own = self._versions.take(wanted, 0.0, passing=True) if held is None else held
         self._slots.streams.note()
+        if held is None:
+            own.wait()
         return self._versions.slots_of(wanted, own)
 
     def _origin(self, source: Given, layout: Layout | None, staged: Staged) -> Source | None:

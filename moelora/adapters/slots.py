@@ -6,7 +6,7 @@ adapters. An adapter is staged first: checked, and converted to the dtypes of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypedDict
@@ -15,8 +15,10 @@ import torch
 
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
-from moelora.adapters.stacks import Conversions, ExpertStacks, Place, StagedExperts
+from moelora.adapters.stacks import Conversions, Copies, ExpertStacks, Place, StagedExperts
 from moelora.adapters.transfer import Arrival, Streams
+
+PORTION = 32 << 20  # bytes of copies that share an event, and the calls that launch them
 
 
 class Tables(NamedTuple):
@@ -101,8 +103,14 @@ class Slots:
             self.linears = LinearStacks(linears, max_loras, ranks[1], places)
             self.tables = {device: Tables.of(max_loras, device) for device in devices}
         self.streams = Streams(devices)
+        # Whether copies are launched, and complete later, on all devices.
+        self.asynchronous = all(device.type == "cuda" for device in devices)
         self._places = places
         self._order = sorted(places, key=_depth)
+        # For each slot the ranks of layers from which on factors are zero; not there: not known.
+        self._used = [dict.fromkeys(self._order, 0) for _ in range(max_loras)]
+        # The last write to the tables of a device and slot, on the stream of copies.
+        self._filled: dict[tuple[torch.device, int], torch.cuda.Event] = {}
 
     def tensors(self) -> list[torch.Tensor]:
         tables = [t for tables in self.tables.values() for t in tables]
@@ -137,12 +145,16 @@ class Slots:
         return staged
 
     def enable(self, slot: int, enabled: bool) -> None:
-        for tables in self.tables.values():
+        for device, tables in self.tables.items():
+            filled = self._filled.get((device, slot))
+            if filled is not None:
+                torch.cuda.current_stream(device).wait_event(filled)
             tables.enabled[slot] = enabled
 
     def clear(self, slot: int) -> None:
         """What is in a slot is no adapter any more."""
         self.enable(slot, False)
+        self._used[slot] = {}  # who trains may have written all of it
         for tables in self.tables.values():
             tables.ranks[slot] = 0
 
@@ -155,25 +167,47 @@ class Slots:
         """
         self.streams.fence()
         layers, last = {}, {}
+        used: dict[str, int] = {}
+        before, self._used[slot] = self._used[slot], {}
         try:
             for device, tables in self.tables.items():
-                self.streams.run(device, partial(_fill, tables, slot, staged.experts, enabled))
-            for name in self._order:
-                device = self._places[name].device
-                event = self.streams.run(device, partial(self._write_layer, name, slot, staged))
+                event = self.streams.run(
+                    device, partial(_fill, tables, slot, staged.experts, enabled)
+                )
                 if event is not None:
-                    layers[name] = device, event
+                    self._filled[device, slot] = event
+            for device, names, copies in self._portions(slot, staged, before, used):
+                event = self.streams.run(device, copies.run)
+                if event is not None:
+                    layers.update(dict.fromkeys(names, (device, event)))
                     last[device] = event
         except BaseException:
             self.enable(slot, False)
             raise
+        self._used[slot] = used
         return Arrival(layers, last) if last else None
 
-    def _write_layer(self, name: str, slot: int, staged: Staged) -> None:
-        if name in self.experts.layers:
-            self.experts.write(name, slot, staged.experts.factors.get(name))
-        else:
-            self.linears.write(name, slot, staged.linears.get(name))
+    def _portions(
+        self, slot: int, staged: Staged, before: Mapping[str, int], used: dict[str, int]
+    ) -> Iterator[tuple[torch.device, list[str], Copies]]:
+        """Copies to layers of one device, with their names; `used` gets the ranks of layers."""
+        begun: dict[torch.device, tuple[list[str], Copies]] = {}
+        for name in self._order:
+            device = self._places[name].device
+            names, copies = begun.setdefault(device, ([], Copies()))
+            names.append(name)
+            if name in self.experts.layers:
+                rank = before.get(name, self.experts.max_rank)
+                factors = staged.experts.factors.get(name)
+                used[name] = self.experts.write(name, slot, factors, rank, copies)
+            else:
+                rank = before.get(name, self.linears.max_rank)
+                pair = staged.linears.get(name)
+                used[name] = self.linears.write(name, slot, pair, rank, copies)
+            if copies.nbytes >= PORTION:
+                yield device, *begun.pop(device)
+        for device, (names, copies) in begun.items():
+            yield device, names, copies
 
     def synchronize(self) -> None:
         for device in self.devices:

@@ -76,25 +76,57 @@ class Conversions:
 
 
 class Copies:
-    """Copies to a slot, in few calls: other threads launch kernels meanwhile."""
+    """Copies to a slot, collected to run in few calls: each may have to wait for other threads."""
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._zero: list[torch.Tensor] = []
         self._into: list[torch.Tensor] = []
         self._of: list[torch.Tensor] = []
+        self._ints: list[torch.Tensor] = []
+        self._values: list[int] = []
 
-    def zero(self, *parts: torch.Tensor) -> None:
-        self._zero += [part for part in parts if part.numel()]
+    def pair(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor] | None,
+        used: int,
+    ) -> int:
+        """Copy factors, None = zero, into (..., R, in) and (..., out, R); returns their rank.
 
-    def add(self, into: torch.Tensor, factor: torch.Tensor) -> None:
+        `used`: from this rank on a and b are zero already.
+        """
+        rank = 0 if factors is None else factors[0].size(-2)
+        if rank < used:
+            self._zero.append(a.narrow(-2, rank, used - rank))
+            self._zero.append(b.narrow(-1, rank, used - rank))
+        if factors is not None:
+            whole = rank == a.size(-2)
+            self._add(a if whole else a.narrow(-2, 0, rank), factors[0])
+            self._add(b if whole else b.narrow(-1, 0, rank), factors[1])
+        return rank
+
+    def fill(self, into: torch.Tensor, value: int) -> None:
+        """Write one integer; `into` has no dimension."""
+        self._ints.append(into)
+        self._values.append(value)
+
+    def _add(self, into: torch.Tensor, factor: torch.Tensor) -> None:
+        self.nbytes += factor.nbytes
         self._into.append(into)
-        self._of.append(factor.expand(into.shape))
+        self._of.append(factor)
 
     def run(self) -> None:
+        """Launch all on the current stream; their order is not defined."""
+        if self._ints:
+            torch._foreach_zero_(self._ints)
+            torch._foreach_add_(self._ints, self._values)
         if self._zero:
             torch._foreach_zero_(self._zero)
         if self._into:
-            torch._foreach_copy_(self._into, self._of, non_blocking=True)
+            of = [_expanded(t, into) for t, into in zip(self._of, self._into, strict=True)]
+            torch._foreach_copy_(self._into, of, non_blocking=True)
 
 
 @dataclass
@@ -230,21 +262,29 @@ class ExpertStacks:
         name: str,
         slot: int,
         staged: Sequence[tuple[torch.Tensor, torch.Tensor] | None] | None,
-    ) -> None:
-        """Write the staged factors of a layer to a slot; what has none becomes zero."""
+        used: int,
+        copies: Copies,
+    ) -> int:
+        """Add to `copies` the staged factors of a layer; returns the largest rank of its pairs.
+
+        What has none becomes zero. `used`: from this rank on the slot is zero already.
+        """
         stacks = self._named(self.layers[name])
-        copies = Copies()
-        for (_, trained_a, trained_b), factor in zip(
+        ranks = []
+        for (_, trained_a, trained_b), factors in zip(
             stacks, staged or [None] * len(stacks), strict=True
         ):
             # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
             a, b = trained_a.detach()[slot], trained_b.detach()[slot]
-            rank = 0 if factor is None else factor[0].size(1)
-            copies.zero(a[:, rank:], b[:, :, rank:])
-            if factor is not None:
-                copies.add(a[:, :rank], factor[0])
-                copies.add(b[:, :, :rank], factor[1])
-        copies.run()
+            ranks.append(copies.pair(a, b, factors, min(used, a.size(-2))))
+        return max(ranks)
+
+
+def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """A factor that all experts share, for each of them; it moves once to the device of `into`."""
+    if factor.shape == into.shape:
+        return factor
+    return factor.to(into.device, non_blocking=True).expand(into.shape)
 
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:

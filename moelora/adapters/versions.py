@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from moelora.adapters.held import Held, Loaded, NoSlot, Residents
 from moelora.adapters.host import Host, Source
 from moelora.adapters.slots import Slots, Staged
+from moelora.adapters.turns import Turn, Turns
 
 READERS = 4  # threads that bring adapters ahead of their requests
 POLL_S = 0.02  # how often to look for a slot of a batch that was dropped without `release`
@@ -33,6 +34,8 @@ class Versions:
         self.loaded = self.residents.loaded  # least recently used first
         self.lock = threading.RLock()
         self._freed = threading.Condition(self.lock)
+        self._turns = Turns()
+        self._here = threading.local()
         self._coming: set[str] = set()  # names that threads bring
         self._readers: ThreadPoolExecutor | None = None
 
@@ -68,13 +71,15 @@ class Versions:
     # -- for batches --
 
     def ready(self, name: str) -> bool:
-        """Whether an adapter is in a slot, with all copies; raises why its folder was refused."""
+        """Whether an adapter is in a slot, with all copies; raises why it was not brought."""
         with self.lock:
             self.check_known(name)
             loaded = self.loaded.get(name)
             if loaded is None and self.host is not None:
                 self.host.source(name).check()
-            return loaded is not None and loaded.arriving() is None
+            if loaded is None or name in self._turns.leaving(self.loaded):
+                return False
+            return loaded.arriving() is None
 
     def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
         """The slots of adapters that are held; it counts as a use, and begins a step."""
@@ -85,8 +90,11 @@ class Versions:
                     self.loaded.move_to_end(name)
             return {name: held.slot(name) for name in names}
 
-    def take(self, names: Sequence[str], timeout: float) -> Held:
-        """Hold adapters, which are brought to slots if they are in none."""
+    def take(self, names: Sequence[str], timeout: float, passing: bool = False) -> Held:
+        """Hold adapters, which are brought to slots if they are in none.
+
+        `passing`: not for a batch, but for a call that returns before others can wait for it.
+        """
         with self.lock:
             for name in names:
                 self.check_known(name)
@@ -95,33 +103,56 @@ class Versions:
                 f"a batch names {len(names)} adapters, the pool has {self.residents.max_loras} "
                 "slots; split the batch, or make the pool with a larger max_loras="
             )
-        end = time.monotonic() + timeout
-        while True:
-            held = Held(self)
-            try:
-                for name in names:
-                    self._take_one(name, held)
-                return held
-            except BaseException as error:
-                # The traceback refers to it, and batches would wait for each other's slots.
-                self.release(held)
-                left = end - time.monotonic()
-                if not isinstance(error, NoSlot) or left <= 0:
-                    raise
+        end, turn = time.monotonic() + timeout, Turn(names, passing)
+        try:
+            while True:
+                held = Held(self)
+                try:
+                    self._take_all(turn, held)
+                    return held
+                except BaseException as error:
+                    # The traceback refers to it, and batches would wait for each other's slots.
+                    self.release(held)
+                    left = end - time.monotonic()
+                    if not isinstance(error, NoSlot) or left <= 0:
+                        raise
+                with self.lock:
+                    self._turns.wait(turn)
+                    self._freed.wait(min(left, POLL_S))
+        finally:
             with self.lock:
-                self._freed.wait(min(left, POLL_S))
+                if self._turns.leave(turn):
+                    self._freed.notify_all()
+
+    def enter(self, held: Held) -> None:
+        """`held` is that of a block of this thread, until it is released."""
+        self._blocks().add(held)
+
+    def _blocks(self) -> weakref.WeakSet[Held]:
+        blocks: weakref.WeakSet[Held] | None = getattr(self._here, "blocks", None)
+        if blocks is None:
+            blocks = self._here.blocks = weakref.WeakSet()
+        return blocks
 
     def release(self, held: Held) -> None:
         with self.lock:
             held.release()
             self._freed.notify_all()
 
-    def _take_one(self, name: str, held: Held) -> None:
+    def _take_all(self, turn: Turn, held: Held) -> None:
+        """Hold the adapters that are in slots, then bring others, which evict none of these."""
         with self.lock:
-            if self._use(name, held):
-                return
-            self.check_known(name)
-        self.bring(name, held)
+            # The batch of a block waits for blocks inside of it, which so wait for nobody.
+            own = {name for held in self._blocks() for name in held.names()}
+            self._turns.check_use(turn, self.loaded, own)
+            absent = [name for name in turn.names if not self._use(name, held)]
+            for name in absent:
+                self.check_known(name)
+                self._turns.check_slot(turn, f"adapter {name!r}")
+        for name in absent:
+            self.bring(name, held)
+        with self.lock:
+            self._turns.begin(turn)
 
     def _use(self, name: str, held: Held | None) -> bool:
         """Whether an adapter is in a slot, which counts as a use; holds it then."""
@@ -142,39 +173,94 @@ class Versions:
             with self.lock:
                 if self._use(name, held):
                     return
-            staged = self._known().staged(name, source)
-            with self.lock:
-                place = self.residents.reserve(f"adapter {name!r}", ahead=held is None)
-            enabled = source.enabled
-            try:
-                arrival = self.slots.write(place.slot, staged, enabled)
-                with self.lock:
-                    if self._known().source(name) is source and name not in self.loaded:
-                        if source.enabled != enabled:
-                            self.slots.enable(place.slot, source.enabled)
-                        self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
-            finally:
-                with self.lock:
-                    self.residents.free(place)
+            self._copy(name, source, self._known().staged(name, source), ahead=held is None)
         with self.lock:
             if self._use(name, held):
                 return
         self.bring(name, held)  # it was added anew, or evicted, meanwhile
 
+    def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
+        """Launch copies to a slot, and list the adapter; call with the lock of its source."""
+        with self.lock:
+            if ahead:
+                self._turns.check_slot(None, f"adapter {name!r}")
+            place = self.residents.reserve(f"adapter {name!r}", ahead=ahead)
+        enabled = source.enabled
+        try:
+            arrival = self.slots.write(place.slot, staged, enabled)
+            with self.lock:
+                if self._known().source(name) is source and name not in self.loaded:
+                    if source.enabled != enabled:
+                        self.slots.enable(place.slot, source.enabled)
+                    self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+                    source.failure = None
+        finally:
+            with self.lock:
+                self.residents.free(place)
+
     def bring_ahead(self, names: Sequence[str]) -> None:
-        """Begin to bring adapters in threads, the first ones, as far as slots can be freed."""
+        """Begin to bring adapters, the first ones, as far as slots can be freed.
+
+        Copies from host memory to GPUs are launched here, in order: in a thread, each call of CUDA
+        would wait for those of the thread that runs the model. All else is left to threads.
+        """
         with self.lock:
             sources = {name: self._known().source(name) for name in names}
+            readable = [name for name, source in sources.items() if source.failure is None]
+            absent = [
+                name
+                for name in self.residents.want(readable)
+                if name not in self.loaded and name not in self._coming
+            ]
+        for name in absent:
+            with self._ahead(name):
+                if not self._launch(name, sources[name]):
+                    self._submit(name)
+
+    def _launch(self, name: str, source: Source) -> bool:
+        """Launch copies from host memory, unless a thread has to bring the adapter."""
+        if not self.slots.asynchronous or source.busy:
+            return False
+        with source.lock:
+            staged = self._known().in_memory(name, source)
+            if staged is None:
+                return False
+            if name not in self.loaded:
+                self._copy(name, source, staged, ahead=True)
+            return True
+
+    def _submit(self, name: str) -> None:
+        with self.lock:
+            if name in self._coming:
+                return
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READERS, "moelora-adapters")
-            readable = [name for name, source in sources.items() if source.failure is None]
-            for name in self.residents.want(readable):
-                if name not in self.loaded and name not in self._coming:
-                    self._coming.add(name)
-                    self._readers.submit(_bring, weakref.ref(self), name)
+            self._coming.add(name)
+            try:
+                self._readers.submit(_bring, weakref.ref(self), name)
+            except BaseException:
+                self._coming.discard(name)
+                raise
 
-    def arrived(self, name: str) -> None:
-        self._coming.discard(name)
+    def bring_wanted(self, name: str) -> None:
+        """Bring an adapter, in a thread, if a batch still wants it."""
+        try:
+            with self._ahead(name):
+                if name in self.residents.wanted:
+                    self.bring(name, None)
+        finally:
+            self._coming.discard(name)
+
+    @contextmanager
+    def _ahead(self, name: str) -> Iterator[None]:
+        """What is wrong is kept for `ready`; an adapter without a slot is tried again later."""
+        try:
+            yield
+        except (KeyError, NoSlot):
+            self.residents.wanted.discard(name)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.residents.wanted.discard(name)
+            self._known().fail(name, error)
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Source]:
@@ -182,10 +268,16 @@ class Versions:
         host = self._known()
         while True:
             source = host.source(name)
-            with source.lock:
-                if host.source(name) is source:
-                    yield source
-                    return
+            try:
+                with self.lock:
+                    source.busy += 1
+                with source.lock:
+                    if host.source(name) is source:
+                        yield source
+                        return
+            finally:
+                with self.lock:
+                    source.busy -= 1
 
     def _known(self) -> Host:
         if self.host is None:
@@ -325,14 +417,7 @@ class Versions:
 
 
 def _bring(versions: weakref.ref[Versions], name: str) -> None:
-    """Bring an adapter in a thread; `take` tries again, and raises what is wrong."""
+    """The work of a thread; `take` tries again, and raises what is wrong."""
     found = versions()
-    if found is None:
-        return
-    try:
-        if name in found.residents.wanted:
-            found.bring(name, None)
-    except (KeyError, OSError, RuntimeError, ValueError):
-        found.residents.wanted.discard(name)
-    finally:
-        found.arrived(name)
+    if found is not None:
+        found.bring_wanted(name)

@@ -47,7 +47,7 @@ from moelora.bench.harness import Bench, Situation
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
 from moelora.bench.progress import CaseProgress
-from moelora.bench.results import Case, baseline_name
+from moelora.bench.results import Case, baseline_name, unit_of
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # Default cases. On a CPU, layers are cut to fit 12 GB of memory.
@@ -74,7 +74,7 @@ QUICK = {
         "models": "qwen3",
         "tokens": "16,1024,4096",
         "ranks": "16",
-        "baselines": "grouped_mm,loop",
+        "baselines": "grouped_mm",
         "budget_ms": 20.0,
     },
     "cpu": {
@@ -341,13 +341,8 @@ def result(row: Case) -> str:
     }
     if row["best_rival"]:
         times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
-    unit, scale = unit_of(row)
+    unit, _, scale = unit_of(row)
     return f"{what}: " + ", ".join(f"{name} {us / scale:,.1f} {unit}" for name, us in times.items())
-
-
-def unit_of(row: Case) -> tuple[str, float]:
-    """Unit of the times of a case, and its microseconds."""
-    return ("ms", 1e3) if row["ours_us"] > 5e3 else ("us", 1.0)
 
 
 def headlines(rows: list[Case]) -> list[str]:
@@ -387,7 +382,7 @@ def show(rows: list[Case], remarks: list[str], console: Console) -> None:
 
 
 def table_of(rows: list[Case]) -> Table:
-    unit, scale = unit_of(rows[0])
+    unit, _, scale = unit_of(rows[0])
     table = Table(title=f"{unit} per layer", caption=" ".join(CAPTION.split()))
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
     beside = {

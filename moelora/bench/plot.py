@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from moelora.bench import arrivals, chart, results
 from moelora.bench.engine import picture
 from moelora.bench.figure import new_figure
-from moelora.bench.results import Case, baseline_name
+from moelora.bench.results import Case, baseline_name, unit_of
 from moelora.bench.shapes import MODELS
 
 NAMES = {"vllm_default": "vLLM"}  # of fields of result files
@@ -91,7 +91,7 @@ def draw(files: Sequence[str], out: str) -> Path:
 
 def times(axes: Axes, rows: Sequence[Case]) -> None:
     """A bar for each way to run a case: the bound, moelora, the baselines."""
-    unit, scale = ("milliseconds", 1e3) if rows[0]["ours_us"] > 5e3 else ("microseconds", 1.0)
+    _, unit, scale = unit_of(rows[0])
     labels: list[str] = []
     for row in rows:
         label = _case(row, *_varying(rows, "adapters"))

@@ -88,3 +88,8 @@ def baseline_name(field: str) -> str:
     """A baseline of `rivals` as tables and pictures name it."""
     name, base, _ = field.partition("_base")
     return name.replace("_", " ") + (" without" if base else "")
+
+
+def unit_of(row: Case) -> tuple[str, str, float]:
+    """Unit of the times of a case, short and in full, and its microseconds."""
+    return ("ms", "milliseconds", 1e3) if row["ours_us"] > 5e3 else ("us", "microseconds", 1.0)

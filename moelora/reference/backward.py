@@ -53,6 +53,23 @@ def _gradients(
     }
 
 
+def _with_rounded(
+    function: Callable[..., Tensor], names: tuple[str, ...], dtype: torch.dtype
+) -> Callable[..., Tensor]:
+    """A function whose arguments of these names are first rounded to `dtype`."""
+
+    def rounded(**given: Any) -> Tensor:
+        for name in names:
+            value = given.get(name)
+            if isinstance(value, list):
+                given[name] = [v.to(dtype) for v in value]
+            elif value is not None:
+                given[name] = value.to(dtype)
+        return function(**given)
+
+    return rounded
+
+
 def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> GradientsByName:
     """Gradients of `fused_experts_lora_ref` in float64, on the CPU.
 
@@ -83,17 +100,7 @@ def naive_fused_experts_lora_backward(grad_out: Tensor, **arguments: Any) -> Gra
     Float32 factors beside 16-bit activations are rounded on their way in, and have gradients in
     float32.
     """
-    dtype = arguments["hidden_states"].dtype
-
-    def layer(**given: Any) -> Tensor:
-        for name in TRAINED[2:6]:
-            value = given.get(name)
-            if isinstance(value, list):
-                given[name] = [v.to(dtype) for v in value]
-            elif value is not None:
-                given[name] = value.to(dtype)
-        return naive_fused_experts_lora(**given)
-
+    layer = _with_rounded(naive_fused_experts_lora, TRAINED[2:6], arguments["hidden_states"].dtype)
     return _gradients(layer, grad_out, arguments, lambda t: t)
 
 
@@ -122,7 +129,11 @@ def fused_moe_lora_gemm_backward_ref(grad_out: Tensor, **arguments: Any) -> Grad
 
 
 def naive_fused_moe_lora_gemm_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """Gradients of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input."""
-    return _gradients(
-        naive_fused_moe_lora_gemm, grad_out, arguments, lambda t: t, TRAINED_OF_PROJECTION
+    """Gradients of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input.
+
+    Float32 factors are as of `naive_fused_experts_lora_backward`.
+    """
+    projection = _with_rounded(
+        naive_fused_moe_lora_gemm, ("lora_a", "lora_b"), arguments["x"].dtype
     )
+    return _gradients(projection, grad_out, arguments, lambda t: t, TRAINED_OF_PROJECTION)

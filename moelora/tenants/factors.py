@@ -1,10 +1,11 @@
 """Factors of a tenant: slots of the stacks of a pool, and float32 parameters of them.
 
     factor     stack[slot] = scale * parameter        (E, R, in) and (E, out, R), R padded
-    gradient   parameter.grad = scale * stack.grad[slot]
+    gradient   parameter.grad = scale * (stack.grad[slot] + held)
 
 A parameter is a view of its slot if the stack is float32 and the pool keeps the scaling beside it;
-otherwise it is a tensor of its own, written to the slot after every update.
+otherwise it is a tensor of its own, written to the slot after every update. Sparse gradients are
+taken from the stack after every backward (rows.py), and held by factor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moelora.sparse import sparse_tensor
+from moelora.tenants.rows import Rows, is_sparse
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Factor:
     scale: float
     rank: int
     dim: int
+    held: Rows | None = None
 
     @classmethod
     def of(cls, stack: Tensor, slot: int, own: Tensor, dim: int, scale: float) -> Factor:
@@ -37,15 +42,29 @@ class Factor:
             parameter = padded(own.to(view.device, torch.float32), view.shape)
         return cls(stack, slot, parameter.requires_grad_(), scale, own.size(dim), dim)
 
-    def gradient(self) -> Tensor | None:
-        """None if no layer of the batch used the stack."""
-        if self.stack.grad is None:
+    def gradient(self, sparse: bool = False) -> Tensor | None:
+        """None if no layer of the batch used the stack. `sparse`: of experts that rows reached."""
+        experts = self.parameter.size(0)
+        grad = self.stack.grad
+        own = None if grad is None or is_sparse(grad) else grad[self.slot]
+        if self.held is not None:
+            if own is None and sparse:
+                return self.held.sparse(experts, self.scale)
+            held = self.held.dense(experts)
+            own = held if own is None else own + held
+        if own is None:
             return None
-        grad = self.stack.grad[self.slot].to(torch.float32)
-        return grad if self.scale == 1.0 else grad * self.scale
+        own = own.to(torch.float32)
+        own = own if self.scale == 1.0 else own * self.scale
+        return touched(own) if sparse else own
 
     def put_gradient(self, own: Tensor) -> None:
         """Have `gradient` return `own`, without padding, and what is to be added."""
+        if is_sparse(own):
+            rows = Rows.of(own)
+            values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
+            self.held = Rows(rows.experts, values.to(self.stack) / self.scale)
+            return
         if self.stack.grad is None:
             self.stack.grad = torch.zeros_like(self.stack)
         self.stack.grad[self.slot].copy_(padded(own, self.parameter.shape) / self.scale)
@@ -56,12 +75,17 @@ class Factor:
 
     def publish(self) -> None:
         """Write the parameter to its slot, unless it is there."""
-        view = self.stack.detach()[self.slot]
+        view = self.stack[self.slot].detach()
         if not view.is_set_to(self.parameter.detach()):
             view.copy_(self.parameter.detach() * self.scale)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape without padding."""
+        """A tensor of the parameter's shape, which may be sparse, without padding."""
+        if is_sparse(tensor):
+            values = tensor._values().narrow(self.dim, 0, self.rank)
+            size = [*tensor.shape]
+            size[self.dim] = self.rank
+            return sparse_tensor(tensor._indices(), values, size)
         return tensor.detach().narrow(self.dim, 0, self.rank)
 
 
@@ -69,3 +93,9 @@ def padded(tensor: Tensor, shape: Iterable[int]) -> Tensor:
     found = tensor.new_zeros(tuple(shape))
     found[tuple(slice(n) for n in tensor.shape)] = tensor
     return found
+
+
+def touched(grad: Tensor) -> Tensor:
+    """A dense gradient of experts, sparse: without those that are zero."""
+    experts = grad.flatten(1).any(1).nonzero().T
+    return sparse_tensor(experts, grad[experts[0]], grad.shape)

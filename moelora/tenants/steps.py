@@ -48,11 +48,3 @@ def numbers(scalars: Iterable[Tensor]) -> list[float]:
 
 def named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def touched(grad: Tensor) -> Tensor:
-    """A gradient of experts, sparse: without those that are zero."""
-    experts = grad.flatten(1).any(1).nonzero().T
-    return torch.sparse_coo_tensor(
-        experts, grad[experts[0]], grad.shape, is_coalesced=True, check_invariants=False
-    )

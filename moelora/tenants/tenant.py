@@ -9,12 +9,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.files import file_in
 from moelora.tenants.factors import Factor, padded
+from moelora.tenants.rows import is_sparse
 
 STATE_FILE = "training.pt"  # beside a saved adapter, what is not in PEFT's files
 
@@ -137,10 +138,16 @@ class Tenant:
 
     def clear(self) -> None:
         """Zero the gradients of the slot."""
+        for factor in self.factors():
+            factor.held = None
         for pair in stacks_of(self._pool).values():
             for stack in pair:
-                if stack.grad is not None:
+                if stack.grad is not None and not is_sparse(stack.grad):
                     stack.grad[self._slot].zero_()
+
+    def is_sparse(self) -> bool:
+        """Whether its gradients are those of experts that its rows reached."""
+        return isinstance(self.optimizer, SparseAdam)
 
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
@@ -164,7 +171,7 @@ class Tenant:
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         factors = {}
         for key, factor in self._keyed().items():
-            grad = factor.gradient() if self.pending else None
+            grad = factor.gradient(self.is_sparse()) if self.pending else None
             values = state["state"].get(numbers.get(key), {})
             factors[key] = {
                 "shape": tuple(factor.own(factor.parameter).shape),

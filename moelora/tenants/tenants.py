@@ -23,10 +23,12 @@ from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import replacing, write
+from moelora.sparse import set_sparse, sparse_tensor
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
 from moelora.tenants.new import new_adapter
-from moelora.tenants.steps import Step, check_loss, named, numbers, touched
+from moelora.tenants.rows import collect, is_sparse
+from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
     STATE_FILE,
     Tenant,
@@ -144,7 +146,10 @@ class Tenants:
             gradient and is 0: the padding up to the ranks of the pool.
         sparse : bool
             Gradients and updates of experts alone that the batches of an update have reached, by
-            `torch.optim.SparseAdam`: others keep their factors and moments.
+            `torch.optim.SparseAdam`: others keep their factors and moments, which do not decay.
+            While there is such a tenant, no gradients of whole stacks are made: memory is that of
+            the pairs of tenant and expert in a batch, and for each of the other tenants, that of
+            its gradients while it is updated.
         accumulation : int, optional
             Batches for an update. Absent: 1, or what is resumed.
         max_norm : float, optional
@@ -222,7 +227,13 @@ class Tenants:
             self.pool.remove(name)
             raise
         self._tenants[name] = tenant
+        self._choose_gradients()
         return tenant
+
+    def _choose_gradients(self) -> None:
+        """Have gradients of stacks be sparse while a tenant's are: those of others become dense
+        again one tenant at a time."""
+        set_sparse(self._stacks, any(tenant.is_sparse() for tenant in self._tenants.values()))
 
     def remove(self, name: str) -> None:
         """End the training of an adapter and free its slot. Save it before. KeyError without it."""
@@ -231,6 +242,7 @@ class Tenants:
             self.pool.remove(name)
             tenant.clear()
         del self._tenants[name]
+        self._choose_gradients()
 
     def __getitem__(self, name: str) -> Tenant:
         if name not in self._tenants:
@@ -295,7 +307,8 @@ class Tenants:
         the batch.
 
         Waits for the device three times: for the losses, and of those that are due for the norms
-        and for whether their updates are finite. Works under `torch.no_grad`, with losses that
+        and for whether their updates are finite; with sparse gradients once more, and in the
+        backward of each layer for its forward. Works under `torch.no_grad`, with losses that
         require gradients.
         """
         if torch.is_inference_mode_enabled():
@@ -344,6 +357,7 @@ class Tenants:
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
             self._backward(alive)
+            collect(self._stacks, (f for name in alive for f in tenants[name].factors()))
         due = []
         for name in alive:
             tenants[name].pending += 1
@@ -396,18 +410,23 @@ class Tenants:
         norms = []
         for tenant in due:
             for factor in tenant.factors():
-                factor.parameter.grad = factor.gradient()
+                factor.parameter.grad = factor.gradient(tenant.is_sparse())
             grads = [p.grad for p in tenant.parameters() if p.grad is not None]
+            grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
             norms.append(get_total_norm(grads) if grads else torch.zeros(()))
         return numbers(norms)
 
     def _update(self, tenant: Tenant, norm: float) -> None:
         parameters = tenant.parameters()
-        if tenant.max_norm is not None:
-            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
-        if isinstance(tenant.optimizer, SparseAdam):
+        if tenant.max_norm is not None and tenant.is_sparse():
+            scale = min(tenant.max_norm / (norm + 1e-6), 1.0)  # as torch has it
             for parameter in parameters:
-                parameter.grad = None if parameter.grad is None else touched(parameter.grad)
+                grad = parameter.grad
+                if grad is not None:  # its values may be those that are undone to
+                    values = grad._values() * scale
+                    parameter.grad = sparse_tensor(grad._indices(), values, grad.shape)
+        elif tenant.max_norm is not None:
+            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
         try:
             tenant.optimizer.step()
         except Exception as error:
@@ -432,8 +451,8 @@ class Tenants:
         """Drop the gradients of those that are through; disable those that are stopped."""
         for tenant in through:
             tenant.pending = 0
-            for parameter in tenant.parameters():
-                parameter.grad = None
+            for factor in tenant.factors():
+                factor.parameter.grad = factor.held = None
             # Only now: a graph of this step has saved the table of enabled adapters.
             if tenant.stopped is not None and tenant.is_here():
                 self.pool.disable(tenant.name)
@@ -492,6 +511,7 @@ class Tenants:
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:
+    set_sparse(stacks, False)
     for stack in stacks:
         stack.requires_grad_(False)
         stack.grad = None

@@ -7,7 +7,26 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from moelora.tenants.rows import is_sparse
 from moelora.tenants.tenant import Tenant
+
+
+class _Kept:
+    """A parameter before an update: all of it, or what a sparse gradient updates."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter.detach()
+        grad = parameter.grad
+        self._rows = grad._indices()[0] if grad is not None and is_sparse(grad) else None
+        self._values = (
+            self._parameter.clone() if self._rows is None else self._parameter[self._rows]
+        )
+
+    def restore(self) -> None:
+        if self._rows is None:
+            self._parameter.copy_(self._values)
+        else:
+            self._parameter[self._rows] = self._values
 
 
 class Undo:
@@ -18,22 +37,25 @@ class Undo:
         self._pending = {tenant: tenant.pending for tenant in self._tenants}
         self._gradients = {
             tenant: [
-                None if f.stack.grad is None else f.stack.grad[f.slot].clone()
+                None
+                if f.stack.grad is None or is_sparse(f.stack.grad)
+                else f.stack.grad[f.slot].clone()
                 for f in tenant.factors()
             ]
             for tenant in self._tenants
             if tenant.pending and tenant.is_here()
         }
-        self._factors: dict[Tenant, list[Tensor]] = {}
+        self._held = {tenant: [f.held for f in tenant.factors()] for tenant in self._tenants}
+        self._factors: dict[Tenant, list[_Kept]] = {}
 
     def keep(self, tenant: Tenant) -> None:
         """Before an update of it."""
-        self._factors[tenant] = [p.detach().clone() for p in tenant.parameters()]
+        self._factors[tenant] = [_Kept(p) for p in tenant.parameters()]
 
     def undo(self, tenant: Tenant) -> None:
         """Have the parameters be those before the update again."""
-        for parameter, value in zip(tenant.parameters(), self._factors.pop(tenant), strict=True):
-            parameter.detach().copy_(value)
+        for kept in self._factors.pop(tenant):
+            kept.restore()
 
     def publish(self, tenant: Tenant) -> None:
         """Write an update to the slots: all of it, or nothing. It is not undone any more."""
@@ -47,6 +69,7 @@ class Undo:
             raise
         del self._factors[tenant]
         self._gradients.pop(tenant, None)
+        self._held.pop(tenant, None)
         self._pending[tenant] = 0
         tenant.updates += 1
 
@@ -56,8 +79,10 @@ class Undo:
             self.undo(tenant)
         for tenant in self._tenants:
             tenant.pending = self._pending[tenant]
-            for factor in tenant.factors():
+            held = self._held.get(tenant)
+            for n, factor in enumerate(tenant.factors()):
                 factor.parameter.grad = factor.stack.grad = None
+                factor.held = None if held is None else held[n]
         for tenant, grads in self._gradients.items():
             for factor, grad in zip(tenant.factors(), grads, strict=True):
                 if grad is not None:

@@ -1,5 +1,6 @@
 """AdapterPool with host memory: more adapters than slots, which come when they are needed."""
 
+import re
 import threading
 import time
 
@@ -8,7 +9,10 @@ import torch
 from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
 from threads import run_threads
 
+from moelora.adapters import NoSlot
 from moelora.adapters import host as host_module
+from moelora.adapters.stacks import Copies
+from moelora.adapters.turns import OVERTAKEN
 
 SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
 
@@ -169,12 +173,141 @@ def test_folders_stay_when_the_process_changes_its_own(tmp_path, monkeypatch):
         check(pool, name, wanted, 2.0)
 
 
+@pytest.fixture
+def launching(device, monkeypatch):
+    """Makes a pool whose copies from host memory are launched by the caller, as for a GPU."""
+
+    def made(**options):
+        pool = make_pool(device=device, **options)
+        monkeypatch.setattr(pool._slots, "asynchronous", True)
+        return pool
+
+    return made
+
+
+def test_copies_from_host_memory_are_launched_by_prefetch(tmp_path, launching):
+    """In order, and in no thread, whose calls of CUDA would wait for those of the model."""
+    pool = launching(max_loras=2, host=4)
+    states = [wrapped(seed=seed) for seed in range(3)]
+    for name, (state, _) in zip("abc", states, strict=True):
+        pool.register(name, state, config=CONFIG)
+    pool.prefetch(["c", "b", "a"])
+    assert pool.names() == ["c", "b"] and pool._versions._readers is None
+    wait_until(lambda: pool.ready("b"))
+    check(pool, "c", states[2][1], 2.0)
+    with pool.hold(["b", "c"]):
+        pool.prefetch(["a"])
+        assert not pool.ready("a") and pool.names() == ["b", "c"], "no slot is free"
+    pool.prefetch(["a"])
+    assert pool.names() == ["c", "a"] and pool._versions._readers is None
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("d", path)
+    pool.prefetch(["d"])  # a thread reads it
+    wait_until(lambda: pool.ready("d"))
+    check(pool, "d", delta, 2.0)
+
+
+def test_threads_bring_an_adapter_as_often_as_it_was_evicted(tmp_path):
+    pool = make_pool(max_loras=1, host=2)
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    for name in "abab":
+        pool.prefetch([name])
+        wait_until(lambda name=name: pool.ready(name))
+
+
+def test_threads_that_launch_copies_for_each_other(launching):
+    """More threads than slots, which also update and disable what others bring."""
+    pool = launching(max_loras=2, host=6)
+    states = [wrapped(r=r, seed=r) for r in (1, 2, 4, 8)]
+    configs = [CONFIG | {"r": r, "lora_alpha": 2 * r} for r in (1, 2, 4, 8)]
+    for number, ((state, _), config) in enumerate(zip(states, configs, strict=True)):
+        pool.register(f"n{number}", state, config=config)
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            first, second, third = torch.randint(4, (3,), generator=generator).tolist()
+            pool.prefetch([f"n{first}", f"n{second}"])
+            with pool.hold([f"n{first}"], timeout=60, layerwise=True) as held:
+                held.wait()
+                check(pool, f"n{first}", states[first][1], 2.0)
+            try:
+                pool.update(f"n{third}", states[third][0], config=configs[third])
+            except NoSlot:
+                pass
+            pool.disable(f"n{third}")
+            pool.enable(f"n{third}")
+            pool.ready(f"n{second}")
+
+    run_threads(work, 4)
+    assert len(pool) <= 2 and pool.adapter_enabled.tolist().count(True) >= len(pool)
+    for number, (_, delta) in enumerate(states):
+        check(pool, f"n{number}", delta, 2.0)
+
+
+@pytest.mark.parametrize("where", ["caller", "thread"])
+def test_a_copy_that_fails_is_told_by_ready(launching, monkeypatch, where):
+    """Or a scheduler would wait for it forever; the next hold tries again."""
+    pool = launching(max_loras=1, host=2)
+    pool._slots.asynchronous = where == "caller"
+    state, delta = wrapped()
+    pool.register("a", state, config=CONFIG)
+
+    def fails(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(pool._slots, "write", fails)
+    pool.prefetch(["a"])
+
+    def is_told():
+        try:
+            return pool.ready("a")
+        except RuntimeError as error:
+            return "out of memory" in str(error)
+
+    wait_until(is_told)
+    monkeypatch.undo()
+    check(pool, "a", delta, 2.0)
+    wait_until(lambda: pool.ready("a"))
+
+
+def test_a_slot_after_a_write_that_ended_halfway(device, monkeypatch):
+    """Of a larger rank: nothing of it is left beyond the rank of the next adapter."""
+    pool = make_pool(max_loras=1, host=3, device=device)
+    large, small = wrapped(r=8), wrapped(r=2)
+    pool.register("large", large[0], config=CONFIG | {"r": 8, "lora_alpha": 16})
+    pool.register("small", small[0], config=SMALL)
+    run = Copies.run
+
+    def fails(copies):
+        run(copies)
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "run", fails)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            pool.lookup("large")
+    for name, (_, delta) in (("small", small), ("large", large), ("small", small)):
+        check(pool, name, delta, 2.0)
+
+
+def test_factors_that_experts_share_come_from_host_memory(device):
+    pool = make_pool(max_loras=1, host=1, device=device)
+    a, b = torch.randn(1, 2, N), torch.randn(1, K, 2)
+    key = f"{LAYERS[0].name}.down_proj"
+    state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    pool.register("a", state, config=SMALL)
+    assert pool.host_bytes() == 4 * (a.numel() + b.numel())
+    check(pool, "a", {"down": (b @ a).expand(E, -1, -1)}, 2.0)
+
+
 def test_slots_in_use_are_waited_for(tmp_path):
     pool = make_pool(max_loras=1, host=2)
     for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
         pool.register(name, path)
     with pool.hold(["a"]):
-        with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 1 are pinned or in"):
+        with pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are pinned or in"):
             pool.lookup("b")
         assert pool.names() == ["a"]
         start = time.monotonic()
@@ -200,6 +333,107 @@ def test_slots_in_use_are_waited_for(tmp_path):
     del kept
     thread.join(30)
     assert "a" in pool
+
+
+def waiting(pool, names, found):
+    """A thread that waits for a batch of these adapters, and appends them once it has begun."""
+    before = len(pool._versions._turns)
+
+    def work():
+        with pool.hold(names, timeout=60):
+            found.append("".join(names))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_until(lambda: len(pool._versions._turns) == before + 1)
+    return thread
+
+
+def test_batches_that_wait_get_slots_in_their_order(tmp_path):
+    pool, found = make_pool(max_loras=2, host=4), []
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]):
+        with pool.hold(["b"]):
+            threads = [waiting(pool, ["c", "d"], found), waiting(pool, ["b", "d"], found)]
+        with pool.hold(["a"]), pool.hold(["b"]):
+            pass  # they are in slots
+        with pytest.raises(NoSlot, match="no slot for adapter 'd': 2 batches have waited longer"):
+            pool.keep(["d"])
+        pool.prefetch(["d"])
+        time.sleep(0.05)
+        assert "d" not in pool, "nor is it brought ahead"
+        assert found == []
+    for thread in threads:
+        thread.join(30)
+    assert found == ["cd", "bd"]
+
+
+@pytest.mark.parametrize("names", [["c"], ["c", "d"], ["a", "c"]], ids="".join)
+def test_a_batch_is_not_overtaken_forever(tmp_path, names):
+    """By batches of adapters in slots, of which some are always in use."""
+    pool, found = make_pool(max_loras=2, host=4), []
+    for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
+        pool.register(name, path)
+    running = [pool.keep(["a"]), pool.keep(["b"])]
+    thread = waiting(pool, names, found)
+    begun = refused = 0
+    for turn in range(4 * OVERTAKEN):
+        try:
+            running.append(pool.keep(["ab"[turn % 2]]))  # the one that runs longest ends then
+            begun += 1
+        except NoSlot as error:
+            refused += 1
+            assert re.search("it leaves for a batch that waits|1 batches have waited", str(error))
+            assert not pool.ready("ab"[turn % 2])
+        if running:
+            running.pop(0).release()
+        time.sleep(0.001)
+        if found:
+            break
+    assert refused and OVERTAKEN <= begun <= OVERTAKEN + 2 * len(names)
+    for held in running:
+        held.release()
+    thread.join(30)
+    assert found == ["".join(names)]
+    pool.lookup("a")
+    pool.lookup("b")
+
+
+def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
+    """Blocks and look-ups inside of a block of the same adapter."""
+    pool, found = make_pool(max_loras=1, host=2), []
+    for name, (path, _) in zip("ab", folders(tmp_path, 2), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]) as held:
+        thread = waiting(pool, ["b"], found)
+        for _ in range(OVERTAKEN):
+            pool.keep(["a"])
+        assert not pool.ready("a")
+        with pool.hold(["a"]):
+            assert pool.mapping(["a"], held=held).tolist() == [0]
+        refused = []
+
+        def other():
+            assert pool.lookup("a") == 0
+            with pytest.raises(NoSlot, match="it leaves for a batch that waits"):
+                pool.keep(["a"])
+            refused.append(True)
+
+        run_threads(lambda _: other(), 1)
+        assert refused and not found
+    thread.join(30)
+    assert found == ["b"]
+
+
+def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
+    pool = make_pool(max_loras=1, host=3)
+    for name, (path, _) in zip("abc", folders(tmp_path, 3), strict=True):
+        pool.register(name, path)
+    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are"):
+        pool.keep(["b"], timeout=0.03)
+    assert len(pool._versions._turns) == 0
+    pool.lookup("c")
 
 
 def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
@@ -328,9 +562,9 @@ def test_a_new_version_in_a_slot_or_not(tmp_path, device, tensors):
     assert pool.version("b") == 2, "it was refused"
 
 
-def test_a_thousand_names_of_twenty_folders(tmp_path):
+def test_a_thousand_names_of_twenty_folders(tmp_path, device):
     """100 of them in use, by four threads; memory is that of `host` adapters."""
-    pool = make_pool(max_loras=8, host=16)
+    pool = make_pool(max_loras=8, host=16, device=device)
     made = folders(tmp_path, 20, r=1)
     for number in range(1000):
         pool.register(f"n{number}", made[number % 20][0])
@@ -357,18 +591,17 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
     """Copies are behind a long kernel; the host goes on, and readers get all of them."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pool = make_pool(max_loras=2, host=2, device="cuda")
-    for name, (path, _) in zip("ab", made := folders(tmp_path, 2), strict=True):
+    pool = make_pool(max_loras=2, host=3, device="cuda")
+    for name, (path, _) in zip("abc", made := folders(tmp_path, 3), strict=True):
         pool.register(name, path)
-    pool.lookup("a")
-    pool.prefetch(["b"])
-    wait_until(lambda: pool.ready("b"))
-    pool.remove("b")
-    pool.register("b", made[1][0])
+    for name in "bca":  # allocates host memory, which waits for the GPU
+        pool.mapping([name, None])
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # readers' stream is busy for about 1 s
     busy = torch.cuda.Event()
     busy.record()
     with pool.hold(["a", "b"], layerwise=True) as held:
+        mapping = pool.mapping(["b", None], held=held)
         assert not busy.query(), "the host waits for nothing"
         assert not pool.ready("b") and pool.ready("a")
         for layer in LAYERS:
@@ -376,6 +609,24 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
         slot = pool.lookup("b", held=held)
         factors = pool.layer(LAYERS[0].name)["w2_lora_b"][slot].clone()
         torch.cuda.synchronize()
-        assert pool.ready("b")
+        assert pool.ready("b") and mapping.tolist() == [slot, -1]
         assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
     check(pool, "b", made[1][1], 2.0)
+
+
+@pytest.mark.gpu
+def test_an_adapter_is_disabled_while_it_comes():
+    """The write to the tables, on the stream of copies, must not come after that of `disable`."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pool = make_pool(max_loras=1, host=2, device="cuda")
+    for seed, name in enumerate("ab"):
+        pool.register(name, wrapped(seed=seed)[0], config=CONFIG)
+        pool.lookup(name)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(pool._slots.streams._of(pool.device)):
+        torch.cuda._sleep(200_000_000)
+    with pool.hold(["a"], layerwise=True):
+        pool.disable("a")
+        torch.cuda.synchronize()
+        assert pool.adapter_enabled.tolist() == [False]

@@ -10,7 +10,7 @@ import torch
 from adapter_cases import CONFIG, LAYERS, check, wrapped
 from covering import extent
 
-from moelora.adapters import AdapterPool, held, linears, slots, stacks, versions
+from moelora.adapters import AdapterPool, held, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
 
 # Nightly at each instruction, in CI at every fifth.
@@ -18,7 +18,7 @@ EVERY = extent(nightly=1, ci=5)
 STATES = {name: wrapped(seed=seed) for seed, name in enumerate("abcd")}
 
 
-MODULES = (pool_module, versions, held, slots, stacks, linears)
+MODULES = (pool_module, versions, turns, held, slots, stacks, linears)
 FILES = {module.__file__ for module in MODULES}
 
 

@@ -90,56 +90,28 @@ static void test_experts(uint64_t number) {
 
 static void test_gemm(uint64_t number) {
   seed(number + 2000);
-  const bool quantized = maybe();
-  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64));
-  const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
-  const int64_t n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
-  moelora_layout layout = {0};
-  if (quantized)
-    layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
-  const bool per_row = maybe();
-  const int32_t slices = n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;
-  moelora_gemm_args args = {
-      .x = random_tensor(dtype, 1, SIZES(per_row ? s.tokens * s.top_k : s.tokens, s.hidden)),
-      .w = draw_weights(dtype, s, n, s.hidden, &layout),
-      .w_layout = layout,
-      .bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
-      .routing = random_routing(s),
-      .adapters = draw_adapters(s, 130),
-      .lora = random_in(0, 5) ? draw_lora(s, dtype, maybe() ? slices : 1, n, s.hidden)
-                              : (moelora_lora){0},
-      .mul_routed_weight = maybe(),
-      .out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n)),
-  };
-  if (maybe())
-    args.x = spread_rows(args.x, s.hidden + ONE_OF(1, 8, 64));
-  moelora_gemm_args want = args;
-  want.out = like(&args.out);
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d x=%d rank=%lld",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)n, layout.format, layout.x,
-           (long long)(args.lora.num_slices ? args.lora.a[0].size[2] : 0));
+  projection_problem p = draw_projection(false);
+  const sizes s = p.s;
+  moelora_gemm_args *args = &p.args;
+  args->out = new_tensor(p.dtype, SIZES(s.tokens, s.top_k, p.n));
+  moelora_gemm_args want = *args;
+  want.out = like(&args->out);
+  describe_projection(number, &p);
   moelora_force_variant(NULL);
   run_gemm(&want, serial);
-  force_any(dtype, &layout);
-  run_gemm(&args, gpu());
+  force_any(p.dtype, &p.layout);
+  run_gemm(args, gpu());
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
-  compare("gemm", &args.out, &want.out, 2); /* quantized to the same values on both */
-  hash_tensor(&args.out);
+  compare("gemm", &args->out, &want.out, 2); /* quantized to the same values on both */
+  hash_tensor(&args->out);
   const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
-  moelora_gemm_args some = args;
-  const int64_t rows = per_row ? s.top_k : 1;
-  some.x = part(&args.x, first * rows, count * rows);
-  some.routing.topk_ids = part(&args.routing.topk_ids, first, count);
-  some.routing.topk_weights = part(&args.routing.topk_weights, first, count);
-  some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
-  some.out = new_tensor(dtype, SIZES(count, s.top_k, n));
+  moelora_gemm_args some = tokens_of(&p, first, count);
+  some.out = new_tensor(p.dtype, SIZES(count, s.top_k, p.n));
   DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-  force_any(dtype, &layout);
+  force_any(p.dtype, &p.layout);
   run_gemm(&some, gpu());
-  same_rows(&some.out, &args.out, first, plan);
+  same_rows(&some.out, &args->out, first, plan);
   release_all();
 }
 
@@ -149,6 +121,8 @@ static void test_delta(uint64_t number) {
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const bool summed = random_in(0, 2) == 0, silu = random_in(0, 3) == 0,
              lists = random_in(0, 2) == 0;
+  /* Lists and halves take factors in the dtype alone. */
+  const moelora_dtype of_factors = lists || random_in(0, 3) ? dtype : MOELORA_F32;
   const int32_t slices = silu ? (int32_t)random_in(1, 2) : (int32_t)random_in(1, 4);
   const int64_t n = 2 * slices * ONE_OF(random_in(1, 64), 8 * random_in(1, 10), 32);
   const int64_t columns = silu ? n / 2 : n;
@@ -157,7 +131,7 @@ static void test_delta(uint64_t number) {
       .x = random_tensor(dtype, 1, SIZES(maybe() ? s.tokens * s.top_k : s.tokens, s.hidden)),
       .routing = random_routing(s),
       .adapters = draw_adapters(s, 130),
-      .lora = draw_lora(s, dtype, slices, n, s.hidden),
+      .lora = draw_lora(s, of_factors, slices, n, s.hidden),
       .silu_and_mul = silu,
       .mul_routed_weight = !silu && maybe(),
       .add_inputs = !silu && maybe(),
@@ -170,10 +144,11 @@ static void test_delta(uint64_t number) {
                              : random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, width));
   const int64_t rank = args.lora.a[0].size[2];
   snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d%s%s%s",
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d of %s%s%s%s",
            (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
            (long long)s.experts, (long long)s.hidden, (long long)n, (long long)rank, slices,
-           summed ? " summed" : "", silu ? " silu" : "", lists ? " lists" : "");
+           dtype_name(of_factors), summed ? " summed" : "", silu ? " silu" : "",
+           lists ? " lists" : "");
   moelora_force_variant(NULL);
   if (lists) {
     const int32_t block = (int32_t)ONE_OF(16, 32, 64);
@@ -253,7 +228,7 @@ static void test_delta(uint64_t number) {
     same_rows(&some.out, &args.out, first, plan);
   }
   /* both halves, through the caller's h */
-  if (!silu && maybe()) {
+  if (!silu && of_factors == dtype && maybe()) {
     moelora_delta_args half = args;
     half.h = new_tensor(dtype, SIZES(slices, s.tokens, s.top_k, rank));
     memset(half.h.data, 0, (size_t)count_of(&half.h) * 2);

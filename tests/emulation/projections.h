@@ -35,39 +35,104 @@ static inline int list_gemm_gradients(moelora_gemm_grads *g, moelora_tensor **al
   return count;
 }
 
+/* A random projection, without its output; `alone`: of adapters without weights. */
+typedef struct projection_problem {
+  sizes s;
+  moelora_dtype dtype, of_factors;
+  int64_t n;
+  moelora_layout layout;
+  bool per_row; /* x has a row for each routed row */
+  moelora_gemm_args args;
+} projection_problem;
+
+static inline projection_problem draw_projection(bool alone) {
+  const bool quantized = !alone && maybe();
+  projection_problem p = {.s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64))};
+  const sizes s = p.s;
+  const moelora_dtype dtype = p.dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
+  const int64_t n = p.n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
+  p.of_factors = random_in(0, 3) ? dtype : MOELORA_F32;
+  if (quantized)
+    p.layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
+  p.per_row = maybe();
+  const int32_t most = n % 4 == 0 ? 4 : n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;
+  p.args = (moelora_gemm_args){
+      .x = random_tensor(dtype, 1, SIZES(p.per_row ? s.tokens * s.top_k : s.tokens, s.hidden)),
+      .w = alone ? absent : draw_weights(dtype, s, n, s.hidden, &p.layout),
+      .w_layout = p.layout,
+      .bias = !alone && maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
+      .routing = random_routing(s),
+      .adapters = draw_adapters(s, 130),
+      .lora = alone || random_in(0, 5) ? draw_lora(s, p.of_factors, maybe() ? most : 1, n, s.hidden)
+                                       : (moelora_lora){0},
+      .mul_routed_weight = maybe(),
+  };
+  if (maybe())
+    p.args.x = spread_rows(p.args.x, s.hidden + ONE_OF(1, 8, 64));
+  return p;
+}
+
+static inline void describe_projection(uint64_t number, const projection_problem *p) {
+  const moelora_lora *lora = &p->args.lora;
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d x=%d rank=%lld slices=%d of "
+           "%s%s%s%s",
+           (unsigned long long)number, dtype_name(p->dtype), (long long)p->s.tokens,
+           (long long)p->s.top_k, (long long)p->s.experts, (long long)p->s.hidden, (long long)p->n,
+           p->layout.format, p->layout.x, (long long)(lora->num_slices ? lora->a[0].size[2] : 0),
+           lora->num_slices, dtype_name(p->of_factors), p->args.w.data ? "" : " alone",
+           p->per_row ? " per row" : "", p->args.mul_routed_weight ? " weighted" : "");
+}
+
+/* The arguments for a range of tokens. */
+static inline moelora_gemm_args tokens_of(const projection_problem *p, int64_t first,
+                                          int64_t count) {
+  const int64_t rows = p->per_row ? p->s.top_k : 1;
+  moelora_gemm_args some = p->args;
+  some.x = part(&p->args.x, first * rows, count * rows);
+  some.routing.topk_ids = part(&p->args.routing.topk_ids, first, count);
+  some.routing.topk_weights = part(&p->args.routing.topk_weights, first, count);
+  some.adapters.token_lora_mapping = part(&p->args.adapters.token_lora_mapping, first, count);
+  return some;
+}
+
+/* Indices of some pairs of adapter and expert, 0 to `count` - 1; others are out of range. */
+static inline moelora_tensor draw_pairs(sizes s, int64_t count) {
+  moelora_tensor pairs = random_ids(MOELORA_I32, -1, -1, SIZES(s.slots, s.experts));
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t at = random_in(0, count_of(&pairs) - 1);
+    if (read_value(pairs.data, MOELORA_I32, at) < 0)
+      write_value(pairs.data, MOELORA_I32, at, (double)(random_in(0, 7) ? i : count + i));
+  }
+  return pairs;
+}
+
+/* Has gradients of factors of `experts` experts be those of `count` pairs. */
+static inline void make_sparse(moelora_lora *grads, int64_t experts, int64_t count) {
+  for (int32_t i = 0; i < grads->num_slices; i++) {
+    moelora_tensor *const both[] = {&grads->a[i], &grads->b[i]};
+    for (int j = 0; j < 2; j++)
+      if (both[j]->data && both[j]->size[1] == experts)
+        *both[j] =
+            random_tensor(both[j]->dtype, 1, SIZES(1, count, both[j]->size[2], both[j]->size[3]));
+  }
+}
+
 static void test_projection(uint64_t number) {
   seed(number + 9000);
-  const bool alone = random_in(0, 2) == 0, quantized = !alone && maybe();
-  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64));
-  const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
-  const int64_t n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
-  moelora_layout layout = {0};
-  if (quantized)
-    layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
-  const bool per_row = maybe();
-  const int32_t most = n % 4 == 0 ? 4 : n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;
+  const bool alone = random_in(0, 2) == 0;
+  const projection_problem p = draw_projection(alone);
+  const sizes s = p.s;
+  const moelora_dtype dtype = p.dtype;
+  const bool per_row = p.per_row;
+  const moelora_layout layout = p.layout;
   moelora_gemm_backward_args args = {
-      .forward =
-          {
-              .x =
-                  random_tensor(dtype, 1, SIZES(per_row ? s.tokens * s.top_k : s.tokens, s.hidden)),
-              .w = alone ? absent : draw_weights(dtype, s, n, s.hidden, &layout),
-              .w_layout = layout,
-              .bias = !alone && maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
-              .routing = random_routing(s),
-              .adapters = draw_adapters(s, 130),
-              .lora = alone || random_in(0, 5)
-                          ? draw_lora(s, dtype, maybe() ? most : 1, n, s.hidden)
-                          : (moelora_lora){0},
-              .mul_routed_weight = maybe(),
-          },
+      .forward = p.args,
       .num_experts = alone ? (int32_t)s.experts : 0,
-      .dout = random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, n)),
+      .dout = random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, p.n)),
       .accumulate = maybe(),
   };
-  moelora_gemm_args *forward = &args.forward;
-  if (maybe())
-    forward->x = spread_rows(forward->x, s.hidden + ONE_OF(1, 8, 64));
+  const moelora_gemm_args *forward = &args.forward;
   if (random_in(0, 2) == 0)
     args.dout = spread_tokens(args.dout);
   args.grads = (moelora_gemm_grads){
@@ -75,17 +140,19 @@ static void test_projection(uint64_t number) {
       .lora = gradients_of_lora(&forward->lora, dtype),
       .bias = gradient_of(&forward->bias, maybe() ? dtype : MOELORA_F32),
   };
+  const int64_t num_sparse = random_in(0, 2) ? 0 : random_in(1, s.slots * s.experts);
+  if (num_sparse) {
+    args.grads.pairs = draw_pairs(s, num_sparse);
+    make_sparse(&args.grads.lora, s.experts, num_sparse);
+  }
   if (random_in(0, 7))
     args.grads.x = random_tensor(dtype, 1, SIZES(forward->x.size[0], s.hidden));
   if (args.grads.x.data && maybe())
     args.grads.x = spread_rows(args.grads.x, s.hidden + ONE_OF(1, 8, 64));
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d rank=%lld slices=%d%s%s%s%s",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)n, layout.format,
-           (long long)(forward->lora.num_slices ? forward->lora.a[0].size[2] : 0),
-           forward->lora.num_slices, alone ? " alone" : "", per_row ? " per row" : "",
-           forward->mul_routed_weight ? " weighted" : "", args.accumulate ? " accumulate" : "");
+  describe_projection(number, &p);
+  DESCRIBE("%s", args.accumulate ? " accumulate" : "");
+  if (num_sparse)
+    DESCRIBE(" sparse=%lld", (long long)num_sparse);
 
   moelora_gemm_backward_args on_cpu = args;
   moelora_tensor *got[MOST_OF_PROJECTION], *want[MOST_OF_PROJECTION];
@@ -121,11 +188,7 @@ static void test_projection(uint64_t number) {
   const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
   const int64_t rows = per_row ? s.top_k : 1;
   moelora_gemm_backward_args less = args;
-  less.forward.x = part(&forward->x, first * rows, some * rows);
-  less.forward.routing.topk_ids = part(&forward->routing.topk_ids, first, some);
-  less.forward.routing.topk_weights = part(&forward->routing.topk_weights, first, some);
-  less.forward.adapters.token_lora_mapping =
-      part(&forward->adapters.token_lora_mapping, first, some);
+  less.forward = tokens_of(&p, first, some);
   less.dout = part(&args.dout, first, some);
   less.grads = (moelora_gemm_grads){
       .x = new_tensor(dtype, SIZES(some * rows, s.hidden)),

@@ -93,8 +93,8 @@ def test_registering_twice_is_registering_once(vllm, lines):
 def test_other_backends_keep_their_class(vllm):
     vllm.register()
     oracle = load("vllm.model_executor.layers.fused_moe.oracle.unquantized")
-    (other,) = oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.BATCHED_TRITON)
-    assert "TritonExpertsWithLoRA" not in other.__name__
+    (other,) = oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+    assert "Triton" not in other.__name__
 
 
 def left_alone(vllm):

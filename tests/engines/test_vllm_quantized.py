@@ -52,6 +52,36 @@ def test_the_rest_of_a_layer(vllm, kind, options):
     layer.check(layer())
 
 
+class MixedLayer(QuantizedLayer):
+    """gpt-oss, whose rows of gate and up alternate, with factors for each: `p` has them apart."""
+
+    def make_kernel(self, quant):
+        def alternate(t):
+            return t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+        numbers = self.numbers["w13"]
+        changed = replace(numbers, q=alternate(numbers.q), scales=alternate(numbers.scales))
+        self.numbers["w13"] = changed
+        self.activation = self.vllm.MoEActivation("swigluoai")
+        self.moe_config.activation = self.activation
+        p, self.p = self.p, replace(self.p, w13_bias=alternate(self.p.w13_bias))
+        super().make_kernel(quant)
+        self.p = p
+
+
+def test_adapters_of_gate_and_up_where_rows_alternate(vllm, lines):
+    """--enable-mixed-moe-lora-format."""
+    lora = SimpleNamespace(enable_mixed_moe_lora_format=True)
+    config = SimpleNamespace(lora_config=lora)
+    vllm.set("vllm.config", "get_current_vllm_config_or_none", lambda: config)
+    vllm.register()
+    spec = replace(GPT_OSS, activation="swigluoai_uninterleave", slices=2, mix="all_different")
+    layer = MixedLayer(vllm, "gpt_oss", spec).step()
+    assert len(layer.experts._lora_context.w13_lora_a_stacked) == 2
+    layer.check(layer())
+    assert vllm.own_calls == 0 and lines == []
+
+
 def test_base_rows_keep_their_bits(vllm, kind):
     check_base_rows(QuantizedLayer, vllm, kind, spec_of(kind))
 

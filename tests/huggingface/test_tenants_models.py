@@ -117,17 +117,23 @@ def test_adapters_of_any_dialect_train_on(tmp_path, dialect):
         torch.testing.assert_close(found, trained, rtol=5e-4, atol=5e-4)
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("targets", [["experts"], ["experts", "q_proj"]], ids=len)
-def test_activation_checkpointing(targets):
+def test_activation_checkpointing(targets, sparse):
     """The repeated forward of a layer has the adapters of its rows, and the same bits."""
     model, ids, found = make_model(qwen3), tokens(), []
     for checkpointed in (False, True):
         ours, tenants = prepared(model, targets)
-        add(tenants, "a")
-        add(tenants, "b")
+        add(tenants, "a", sparse=sparse)
+        add(tenants, "b", sparse=sparse)
         ours.train()
         if checkpointed:
             moelora_hf.enable_checkpointing(ours)
+        sum(losses(ours, ids).values()).backward()
+        for name in tenants.pool.layers:
+            assert tenants.pool.layer(name)["w2_lora_a"].grad.is_sparse == sparse
+        for stack in tenants._stacks:
+            stack.grad = None
         train(ours, tenants, ids, 2)
         found.append([p.detach() for n in "ab" for p in tenants[n].parameters()])
     assert all(map(torch.equal, *found))

@@ -277,8 +277,8 @@ def case(**more):
 
 
 def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.section("formats_all") == tables.section("from formats") == tables.AWAITED
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    assert tables.section("formats_all") == tables.section("from formats") == tables.files.AWAITED
     write(tmp_path, "h200-formats", [case()], device="NVIDIA H200")
     caption, _, titles, _, row = tables.section("formats_all").splitlines()
     assert caption == "NVIDIA H200:"
@@ -298,9 +298,9 @@ def write(root, name, rows, **about):
 
 
 def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     for name in ("cpu_format_ranges", "cpu_formats", "from cpu-formats"):
-        assert tables.section(name) == tables.AWAITED
+        assert tables.section(name) == tables.files.AWAITED
     more = {"ours_bf16_base_us": 10.0, "ours_unpacking_us": 50.0, "ours_unpacking_base_us": 16.0}
     rows = [case(**more), case(format="fp8_block", **more | {"ours_bf16_us": 8.0})]
     about = {"cores": 2, "cpu_features": ["avx2"]}

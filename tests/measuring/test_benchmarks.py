@@ -17,6 +17,7 @@ from benchmarks.compare import variants
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require
+from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours
 from moelora.bench.command import add_options, settle
 from moelora.bench.harness import Bench, reference_rows, relative_error
@@ -283,6 +284,19 @@ def test_a_model_may_have_biases():
     assert cases.work(model, batch)[1] - plain == 4 * experts * (2 * 40 + 72)
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped GEMM")
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_grouped_mm_adds_the_adapters(activation):
+    model = shapes.Model("toy", 4, 2, 64, 32, activation)
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(model, "bf16", [16], 3, generator)
+    batch = cases.draw_batch(model, 7, 3, generator, mix="half")
+    reference, grouped = reference_rows(layer, batch, range(7)), GroupedMM(layer, Options())
+    assert relative_error(grouped.run(batch, 16), reference[16]) < 1e-2
+    assert relative_error(grouped.run(batch, 0), reference[0]) < 1e-2
+    assert relative_error(reference[0], reference[16]) > 5e-2
+
+
 def test_repeated_draws_differ_between_experts():
     generator = torch.Generator().manual_seed(0)
     w = cases.normal((3, 1024, 2048), 1.0, generator, torch.float32)
@@ -519,7 +533,7 @@ def test_baselines_of_a_gpu(bench, activation):
     )
     assert status == 0
     for row in rows:
-        baselines = {"loop", "torch_grouped_mm_base"}
+        baselines = {"loop", "torch_grouped_mm", "torch_grouped_mm_base"}
         baselines |= {"dense_base"} if row["tokens"] == 1024 else set()
         baselines |= {"separate", "separate_base"} if "separate" in wanted else set()
         assert row["rivals"].keys() == baselines, row["skipped"]

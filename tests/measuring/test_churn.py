@@ -37,7 +37,7 @@ def test_cases_tables_and_a_picture(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     words = ["bench", "plot", str(out), "--picture", "arrivals", "--out", str(picture)]
     assert moelora(words) == 0 and "brought ahead (2 slots)" in picture.read_text()
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     assert "| ahead | 2 | 4 |" in tables.section("arrivals")
     assert "| 4 | under load | peft | 2 |" in tables.section("updates")
 

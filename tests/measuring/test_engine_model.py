@@ -39,6 +39,24 @@ def test_a_model_is_what_its_manifest_says(made):
     assert tokenizer("<7> <4095>")["input_ids"] == [7, 4095] and tokenizer.eos_token_id == 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
+def test_models_of_other_architectures(tmp_path, family):
+    """transformers finds every tensor, and the adapters act."""
+    words = ["--preset", "micro", "--layers", "1", "--adapters", "4", "--out", str(tmp_path / "m")]
+    engine_model.main([*words, "--family", family])
+    manifest = json.loads((tmp_path / "m/manifest.json").read_text())
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        manifest["base"], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ids = torch.tensor([PROMPTS[0]])
+    base = model(ids).logits
+    load_adapters(model, manifest["adapters"])
+    with use_adapters(model, [Path(manifest["adapters"][0]).name]):
+        assert (model(ids).logits - base).abs().max() > 0.1
+
+
 def test_numbers_have_the_sizes_that_keep_answers_apart(made):
     _, manifest = made
     model = load(manifest)

@@ -11,7 +11,7 @@ from moelora.bench import results
 
 @pytest.fixture
 def write(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     folder = tmp_path / "benchmarks/results"
     about = {"device": "NVIDIA H200"}
 
@@ -49,23 +49,23 @@ def test_the_newest_card_is_taken_and_named(write):
     write("h200-more-e2e-int4", *LORA, device="another topic", date="2026-03-03")
     assert tables.section("engines_int4").startswith("NVIDIA H200:")
     assert "results/h200-e2e-int4.json`, NVIDIA H200" in tables.section("from e2e-int4")
-    assert tables.path_of("e2e-int4", "NVIDIA H100").name == "h100-e2e-int4.json"
+    assert tables.files.path_of("e2e-int4", "NVIDIA H100").name == "h100-e2e-int4.json"
 
 
 def test_commands_of_result_files_are_there():
-    for path in (tables.ROOT / "benchmarks/results").glob("*.json"):
-        _, flag, module, *words = tables.read(path)[0]["command"].split()
+    for path in (tables.files.ROOT / "benchmarks/results").glob("*.json"):
+        _, flag, module, *words = tables.files.read(path)[0]["command"].split()
         assert flag == "-m" and importlib.util.find_spec(module), path.name
         if module == "benchmarks.compare":
             assert words[0] in COMMANDS, path.name
 
 
 def test_formats_without_speeds_are_left_out(write):
-    assert tables.section("engines_int4") == tables.AWAITED
+    assert tables.section("engines_int4") == tables.files.AWAITED
     assert cells(tables.section("engine_ranges")) == []
     write("h200-e2e-fp8", speed("vllm", False, "base", 1600, 160), *LORA, vllm="0.33.0")
     write("h200-e2e-int4", ANSWERS)
-    assert tables.section("engines_int4") == tables.AWAITED
+    assert tables.section("engines_int4") == tables.files.AWAITED
     fp8 = [
         [*ENGINE, "FP8, Qwen3-30B-A3B", "12", "prefill", "1,600", "1,000", "**2,000**", "2.00"],
         [*ENGINE, "FP8, Qwen3-30B-A3B", "12", "decode", "160", "100", "**150**", "1.50"],
@@ -103,9 +103,9 @@ def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
 
 
 def test_two_gpus_have_a_row_for_each_way_and_phase(write):
-    assert tables.section("engines_parallel") == tables.AWAITED
+    assert tables.section("engines_parallel") == tables.files.AWAITED
     write("h100-e2e-parallel", ANSWERS)
-    assert tables.section("engines_parallel") == tables.AWAITED
+    assert tables.section("engines_parallel") == tables.files.AWAITED
     none = speed("vllm", False, "base", 1600, 160, parallel="tensor")
     tensor = [row | {"parallel": "tensor"} for row in LORA]
     expert = [row | {"parallel": "expert"} for row in LORA[:2]]

@@ -1,5 +1,6 @@
 """The end-to-end benchmark: its comparisons, and all its stages on a pretended vLLM."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -10,87 +11,20 @@ import torch
 
 pytest.importorskip("tomllib")
 
-from e2e import pretend, topics  # noqa: E402
+import e2e_vllm  # noqa: E402
+from e2e import topics  # noqa: E402
 
 from benchmarks import vllm_e2e  # noqa: E402
 from benchmarks.engines import answers, jobs, vllm_bits  # noqa: E402
 
-INSTALL = """\
-mkdir -p $SITE/vllm/lora
-cp $(dirname $0)/vllm.py $SITE/vllm/__init__.py
-touch $SITE/vllm/lora/__init__.py
-echo 'from types import SimpleNamespace
-def LoRARequest(name, number, path):
-    return SimpleNamespace(lora_name=name, lora_int_id=number)' > $SITE/vllm/lora/request.py
-"""
-
-REFERENCE = """\
-import json, sys
-assert json.load(open(sys.argv[-1]))["names"][0] == "base"
-print("reference check OK")
-"""
-
-VLLM = """\
-import importlib.metadata, os, sys
-from types import SimpleNamespace as N
-
-import torch
-
-class Experts(torch.nn.Module):
-    def forward(self, hidden_states, router_logits):
-        return 2 * hidden_states
-
-def SamplingParams(**options):
-    return N(**options)
-
-class LLM:
-    def __init__(self, **options):
-        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-        served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
-        self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
-        self.experts = Experts()
-        if os.environ.get("SAY"):
-            print(os.environ["SAY"])
-        if options.get("enable_expert_parallel"):
-            sys.exit("no experts here")
-
-    def collective_rpc(self, function):
-        kernel = N(fused_experts=type(self.name, (), {})())
-        model = N(modules=lambda: [N(_moe_kernel=kernel)],
-                  named_modules=lambda: [("layers.0.mlp.experts", self.experts)])
-        return [function(N(get_model=lambda: model))]
-
-    def generate(self, prompts, sampling, use_tqdm, lora_request):
-        rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])
-        self.experts(hidden_states=rows, router_logits=rows)
-        return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
-                for p, a in zip(prompts, lora_request or [None] * len(prompts))]
-
-    def one(self, ids, adapter, new):
-        shift = adapter.lora_int_id if adapter else 0
-        prompt = [None] + [{i: N(logprob=-1.0 - shift)} for i in ids[1:]]
-        tokens = [(sum(ids) + shift + n) % 100 for n in range(new)]
-        top = [{t: N(logprob=-0.1), t + 1: N(logprob=-3.0)} for t in tokens]
-        return N(prompt_token_ids=ids, prompt_logprobs=prompt,
-                 outputs=[N(token_ids=tokens, logprobs=top)])
-"""
-
 
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
-    folder = tmp_path / "peers"
-    folder.mkdir()
-    (folder / "install_chunk.sh").write_text(INSTALL)
-    pretend(monkeypatch, folder, REFERENCE)
-    (folder / "vllm.py").write_text(VLLM)
-    return folder
+    return e2e_vllm.pack(tmp_path, monkeypatch)
 
 
 def run(tmp_path, peers, *options):
-    out = tmp_path / "out" / "e2e.json"
-    arguments = ["--peers", peers, "--out", out, "--work", tmp_path / "work", *options]
-    code = vllm_e2e.main([str(a) for a in arguments])
-    return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
+    return e2e_vllm.run(vllm_e2e, tmp_path, peers, *options)
 
 
 @pytest.mark.slow
@@ -128,6 +62,20 @@ def test_engines_with_lora_alone(tmp_path, peers):
     assert [row["wanted"] for row in topics(written, "target")] == [1.4, 1.3]
 
 
+@pytest.mark.slow
+def test_engines_that_start_together(tmp_path, peers, monkeypatch):
+    """They wait for their turn: no two are measured at a time."""
+    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
+    words = ("--only", "speed", "--at-once", "3", "--reps", "1", "--sequences", "1")
+    code, written, log = run(tmp_path, peers, *words)
+    assert code == 0, log
+    assert len(topics(written, "speed")) == 6
+    turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
+    up, measured = ([pid for what, pid in turns if what == word] for word in ("up", "measured"))
+    assert sorted(up) == sorted(pid for pid, _ in itertools.groupby(measured))
+    assert [what for what, _ in turns[:3]] == ["up"] * 3
+
+
 def test_targets_are_those_of_the_format():
     speed = {"prefill_tok_s": 130, "decode_tok_s": 120}
     rows = [fields | speed for fields in (vllm_e2e.OURS_MIXED, vllm_e2e.VLLM_BASE)]
@@ -155,65 +103,13 @@ def test_batch_invariance(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--only", "invariance")
     assert code == 0, log
     rows = topics(written, "bits")
-    assert [row["run"] for row in rows] == ["moelora invariant", "vllm invariant"]
+    runs = ["moelora", "vllm", "moelora invariant", "vllm invariant"]
+    assert [row["run"] for row in rows] == runs
     for row in rows:
         assert (row["layers"], row["rows"], row["matched"]) == (1, 5, 5)
         assert row["differing"] == row["unmatched"] == 0
     compared = {row["compared"] for row in topics(written, "answers")}
-    assert compared == {f"{row['run']}: mixed, each alone" for row in rows}
-
-
-@pytest.mark.slow
-def test_speeds_of_two_gpus(tmp_path, peers):
-    code, written, log = run(tmp_path, peers, "--parallel", "--only", "speed", "--reps", "2")
-    assert code == 1 and "no experts here" in log  # with expert parallelism
-    rows = topics(written, "speed")
-    assert [(r["parallel"], r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
-        ("tensor", "vllm", False, "base"),
-        *(
-            (way, engine, True, batch)
-            for way in ("tensor", "fully sharded")
-            for engine in ("vllm", "moelora")
-            for batch in ("base", "4 mixed")
-        ),
-    ]
-    assert all(len(row["decode_s"]) == 2 and row["decode_gpu_ms"] is None for row in rows)
-    assert [(row["what"].split(",")[0], row["wanted"]) for row in topics(written, "target")] == [
-        ("prefill", 1.0),
-        ("prefill", 1.4),
-        ("decode", 0.92),
-        ("decode", 1.3),
-        ("prefill", 1.4),
-        ("decode", 1.3),
-    ]
-
-
-@pytest.mark.slow
-def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
-    code, written, log = run(tmp_path, peers, "--parallel", "--only", "answers")
-    assert code == 1
-    assert all(row["ok"] for row in written["cases"])
-    assert {row["compared"] for row in topics(written, "answers")} == {
-        "moelora: mixed, each alone",
-        "moelora tensor parallel: mixed, each alone",
-        "moelora tensor parallel, moelora",
-        "moelora tensor parallel, moelora: mixed",
-        "moelora fully sharded parallel: mixed, each alone",
-        "moelora fully sharded parallel, moelora",
-        "moelora fully sharded parallel, moelora: mixed",
-    }
-    ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
-    assert ends.pop("moelora expert parallel") == "exit status 1"
-    assert set(ends.values()) == {"ok"} and "moelora fully sharded parallel" in ends
-    assert "no experts here" in log
-
-
-@pytest.mark.slow
-def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
-    monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
-    code, written, _ = run(tmp_path, peers, "--parallel", "--only", "answers")
-    assert code == 1
-    assert not any(row["ok"] for row in topics(written, "layers"))
+    assert compared >= {f"{run}: mixed, each alone" for run in runs}
 
 
 @pytest.mark.slow

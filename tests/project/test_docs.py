@@ -293,7 +293,7 @@ def test_the_site_inserts_every_table_that_pages_leave_out():
 
 
 def test_tables_name_models_as_the_benchmarks_do():
-    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.MODELS
+    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.text.MODELS
 
 
 def test_the_message_in_the_page_is_the_librarys():

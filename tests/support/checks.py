@@ -156,6 +156,8 @@ class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+                tensor = tensor._values()
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 own = min(tensor.nbytes, tensor.untyped_storage().nbytes())
                 self.nbytes = max(self.nbytes, own)

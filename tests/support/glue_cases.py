@@ -155,11 +155,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("moe_sorting", (ids, weights, E, 4, absent.clone(), expert_map)),
         ("fused_moe_lora_gemm", gemm),
         ("fused_moe_lora_gemm_out", (*gemm, gemm[0].new_empty(M, TOP_K, 2 * I))),
-        ("fused_moe_lora_gemm_backward", (wide, *gemm, 0, 31, False)),
-        (
-            "fused_moe_lora_gemm_backward",
-            (wide, x, absent, *gemm[2:10], *[absent] * 2, False, E, 13, True),
-        ),
+        *projection_calls(gemm, wide),
         ("fused_experts_lora", experts),
         ("fused_experts_lora", base),
         ("fused_experts_lora", clamped),
@@ -181,6 +177,34 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("moe_lora_gate_up_b", (x.new_ones(M, TOP_K, I), h[:1], fused[1], *stage)),
         ("moe_lora_down_combine", (torch.ones_like(x), rows, a2, b2, *combine)),
         ("moe_lora_fused", (torch.ones_like(x), x, *fused, *combine)),
+    ]
+
+
+def projection_calls(gemm, grad_out):
+    """Backward of a projection, and of its adapters alone."""
+    x, absent = gemm[0], gemm[0].new_empty(0)
+    alone = (x, absent, *gemm[2:10], *[absent] * 2, False, E)
+    a, b = gemm[5:7]
+    of_a, of_b = ([torch.zeros_like(t) for t in factors] for factors in (a, b))
+    pairs = torch.full((LORAS, E), -1, dtype=torch.int32, device=x.device)
+    pairs[0, 1], pairs[1, 0] = 1, 0
+    sparse = [t.new_zeros(1, 2, *t.shape[2:]) for t in b]
+    float32 = (*gemm[:5], *([t.float() for t in factors] for factors in (a, b)), *gemm[7:])
+    name = "fused_moe_lora_gemm_backward"
+    return [
+        (name, (grad_out, *gemm, 0, 31, False)),
+        (name, (grad_out, *float32, 0, 31, False)),
+        (name, (grad_out, *alone, 13, True)),
+        (
+            f"{name}_out",
+            (grad_out, *gemm, 0, torch.empty_like(x), absent.clone(), of_a, of_b)
+            + (absent.clone(), absent, True),
+        ),
+        (
+            f"{name}_out",
+            (grad_out, *alone, absent.clone(), absent.clone(), [], sparse)
+            + (absent.clone(), pairs, False),
+        ),
     ]
 
 

@@ -94,6 +94,19 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
     return flat(grads._asdict())
 
 
+def saved_bytes(function) -> dict[int, int]:
+    """Bytes of the storages that autograd keeps, by address."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return storages
+
+
 # ---- clamps ----
 #
 # The gradient of a clamp jumps at its limit, and a pre-activation within rounding of the limit may

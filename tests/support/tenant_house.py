@@ -9,11 +9,14 @@ from moelora.training import Tenants
 
 E, K, I, R = 4, 32, 16, 8  # noqa: E741
 LAYERS = [moelora.MoELayer(f"layers.{n}.experts", E, K, I) for n in range(2)]
+# Device, dtype of activations, dtype of factors, and whether gradients are sparse.
 PLACES = [
-    pytest.param(("cpu", torch.float32, torch.float32), id="cpu-float32"),
-    pytest.param(("cpu", torch.bfloat16, torch.bfloat16), id="cpu-bfloat16"),
-    pytest.param(("cpu", torch.bfloat16, torch.float32), id="cpu-float32-factors"),
-    on_gpu(("cuda", torch.bfloat16, torch.bfloat16), id="cuda-bfloat16"),
+    pytest.param(("cpu", torch.float32, torch.float32, False), id="cpu-float32"),
+    pytest.param(("cpu", torch.bfloat16, torch.bfloat16, False), id="cpu-bfloat16"),
+    pytest.param(("cpu", torch.bfloat16, torch.float32, False), id="cpu-float32-factors"),
+    pytest.param(("cpu", torch.bfloat16, torch.float32, True), id="cpu-sparse"),
+    on_gpu(("cuda", torch.bfloat16, torch.bfloat16, False), id="cuda-bfloat16"),
+    on_gpu(("cuda", torch.bfloat16, torch.float32, True), id="cuda-sparse"),
 ]
 OPTIONS = {
     "law": {"rank": 4, "lr": 2e-2},
@@ -31,7 +34,7 @@ class House:
     """Two layers of experts on a pool, and tenants that learn targets of their own."""
 
     def __init__(self, place, max_loras=4, **options):
-        self.device, self.dtype, factors = place
+        self.device, self.dtype, factors, self.sparse = place
         options = {"max_rank": R, "dtype": factors, "device": self.device} | options
         self.pool = moelora.AdapterPool(LAYERS, max_loras, w13_slices=1, **options)
         self.tenants = Tenants(self.pool)
@@ -44,6 +47,8 @@ class House:
     def add(self, name, source=None, **changes):
         generator = torch.Generator().manual_seed(sum(name.encode()))
         options = OPTIONS.get(name, {}) | {"generator": generator} | changes
+        if self.sparse and "optimizer" not in options:
+            options |= {"sparse": True, "weight_decay": 0.0}
         return self.tenants.add(name, source, **options)
 
     def losses(self, names, number):

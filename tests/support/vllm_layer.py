@@ -49,7 +49,8 @@ class VLLM:
         self.plugin = load(HERE)
         self.interface = load(f"{HERE}.interface")
         self.own_calls = 0
-        parts = self.interface.LAYERS, self.interface.DELTAS, *self.interface.METHODS.values()
+        parts = self.interface.LAYERS, self.interface.BATCHED, self.interface.DELTAS
+        parts += (*self.interface.METHODS.values(),)
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])

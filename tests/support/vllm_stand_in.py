@@ -108,6 +108,60 @@ class TritonExperts:
         raise AssertionError("the tests put their own path here")
 
 
+@dataclass
+class ExpertTokensMetadata:
+    expert_num_tokens: torch.Tensor
+    expert_num_tokens_cpu: torch.Tensor | None
+
+
+class BatchedTritonExperts:
+    """Rows of each expert in a block of their own."""
+
+    def __init__(self, moe_config, quant_config, max_num_tokens, num_dispatchers):
+        self.moe_config, self.quant_config = moe_config, quant_config
+        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
+
+    w1_bias, w2_bias = TritonExperts.w1_bias, TritonExperts.w2_bias
+
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        return w1.size(0), a1.size(1), w1.size(1), a1.size(2), topk_ids.size(1)
+
+    def workspace_shapes(
+        self,
+        M,
+        N,
+        K,
+        topk,
+        global_num_experts,
+        local_num_experts,
+        expert_tokens_meta,
+        activation,
+    ):
+        rows = self.max_num_tokens * self.num_dispatchers
+        sizes = max(K, N), N // 2, K
+        return tuple((local_num_experts, rows, size) for size in sizes)
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ):
+        raise AssertionError("the tests put their own path here")
+
+
 class OtherExperts(TritonExperts):
     pass
 
@@ -174,10 +228,12 @@ class FusedMoEKernel:
 class UnquantizedMoeBackend(Enum):
     TRITON = "TRITON"
     BATCHED_TRITON = "BATCHED_TRITON"
+    FLASHINFER_CUTLASS = "FlashInfer CUTLASS"
 
 
 def backend_to_kernel_cls(backend):
-    return [TritonExperts if backend is UnquantizedMoeBackend.TRITON else OtherExperts]
+    found = {"TRITON": TritonExperts, "BATCHED_TRITON": BatchedTritonExperts}
+    return [found.get(backend.value, OtherExperts)]
 
 
 @dataclass
@@ -359,6 +415,10 @@ class PEFTHelper:
         return cls(config_dict["r"])
 
 
+def get_current_vllm_config_or_none():
+    return None
+
+
 def tensor_model_parallel_all_gather(input_, dim=-1):
     raise AssertionError("the tests put their own here")
 
@@ -377,10 +437,12 @@ PLACES = {
         "fp8_w8a8_moe_quant_config",
     ],
     f"{_MOE}.experts.lora_context": ["MoELoRAContext"],
+    f"{_MOE}.experts.fused_batched_moe": ["BatchedTritonExperts"],
     f"{_MOE}.experts.triton_moe": ["TritonExperts", "TritonWNA16Experts"],
-    f"{_MOE}.modular_kernel": ["FusedMoEKernel"],
+    f"{_MOE}.modular_kernel": ["FusedMoEKernel", "ExpertTokensMetadata"],
     f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
     f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
+    "vllm.config": ["get_current_vllm_config_or_none"],
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],

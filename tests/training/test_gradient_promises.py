@@ -7,7 +7,16 @@ import torch
 from cases import Problem, Spec, same_bits
 from conftest import on_gpu
 from glue_cases import op_calls, operator
-from gradient_cases import DEVICES, FEW_PLACES, PLACES, by_autograd, by_hand, flat, grad_like
+from gradient_cases import (
+    DEVICES,
+    FEW_PLACES,
+    PLACES,
+    by_autograd,
+    by_hand,
+    flat,
+    grad_like,
+    saved_bytes,
+)
 from quantized_cases import ALL_FORMATS, build
 
 import moelora
@@ -153,6 +162,31 @@ def test_base_tokens(spec, place):
         assert same_bits(fewer[name], mixed[name][some])
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_channel", "fp8_block_w8a8"])
+@pytest.mark.parametrize("place", FEW_PLACES[1:])
+def test_promises_beside_quantized_weights(name, place):
+    """Deterministic for any number of threads; an adapter alone, base tokens without adapters."""
+    spec = replace(TENANTS, hidden=160, inter=96, tokens=40)
+    p = build(spec, ALL_FORMATS[name], place[1]).to(place[0])
+    grad_out = grad_like(p.dense.hidden_states.shape, place[1], place[0])
+    mapping = p.dense.token_lora_mapping
+    together = by_hand(p.kwargs(), grad_out)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        again = by_hand(p.kwargs(), grad_out)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same_bits(again[field], grad) for field, grad in together.items())
+    own = (mapping == 2).nonzero().squeeze(1)
+    alone = replace(p, dense=only(p.dense, own))
+    for field, grad in factors(by_hand(alone.kwargs(), grad_out[own])).items():
+        assert same_bits(grad[2], together[field][2]) and grad[2].any(), field
+    base = by_hand(p.base().kwargs(), grad_out)
+    for field in ("hidden_states", "topk_weights"):
+        assert same_bits(base[field][mapping < 0], together[field][mapping < 0]), field
+
+
 @pytest.mark.parametrize("where", ["hidden_states", "grad_out", *FACTORS])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("place", PLACES)
@@ -212,19 +246,6 @@ def test_what_no_token_uses_gets_zeros(place):
         assert grad[1].any() and grad[3].any(), name
         rank = 3 if "lora_b" in name else 2
         assert not grad[3].narrow(rank - 1, 6, 13).any(), name
-
-
-def saved_bytes(function) -> dict[int, int]:
-    """Bytes of the storages that autograd keeps, by address."""
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return storages
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -13,64 +13,33 @@ from gradient_cases import (
     PLACES,
     assert_accurate_on_average,
     assert_samples,
-    flat,
     grad_like,
     no_waits,
-    on_cpu,
+    saved_bytes,
+)
+from projection_cases import (
+    DELTAS,
+    FACTORS,
+    as_list,
+    as_projection,
+    for_delta,
+    grads_of,
+    of_delta,
+    of_projection,
+    problem,
+    samples,
+    with_leaves,
 )
 from quantized_cases import ALL_FORMATS
 from quantized_cases import build as build_quantized
+from torch.autograd import forward_ad
 
 import moelora
-from moelora.reference import fused_moe_lora_gemm_backward_ref, naive_fused_moe_lora_gemm_backward
-from moelora.reference.backward import TRAINED_OF_PROJECTION
 
-DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
-FACTORS = ("lora_a", "lora_b")
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 TWO_BYTES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
 )
-
-
-def with_leaves(arguments):
-    def leaf(value):
-        if isinstance(value, list):
-            return [leaf(v) for v in value]
-        return value.detach().requires_grad_()
-
-    given = {n: leaf(arguments[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None}
-    return arguments | given
-
-
-def grads_of(arguments, given):
-    def grad(value):
-        return [t.grad for t in value] if isinstance(value, list) else value.grad
-
-    return flat({n: grad(given[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None})
-
-
-def of_projection(arguments, grad_out):
-    given = with_leaves(arguments)
-    moelora.fused_moe_lora_gemm(**given).backward(grad_out)
-    return grads_of(arguments, given)
-
-
-def for_delta(projection, arguments):
-    """The arguments of a delta, and the projection without weights that it is."""
-    num_experts = arguments["w"].size(0)
-    own = {n: v for n, v in arguments.items() if n not in ("w", "bias")}
-    own["x"] = arguments["x"]
-    reference = arguments | {"w": torch.zeros_like(arguments["w"]), "bias": None}
-    return own | {"num_experts": num_experts}, reference
-
-
-def samples(grads, reference, grad_out):
-    reference, grad_out = on_cpu(reference), grad_out.cpu()
-    want = flat(fused_moe_lora_gemm_backward_ref(grad_out, **reference))
-    naive = flat(naive_fused_moe_lora_gemm_backward(grad_out, **reference))
-    assert set(grads) == set(want)
-    return {n: (grads[n], want[n], naive[n].double()) for n in want}
 
 
 def hold(spec, projection, mul, compute, device="cpu", deltas=False):
@@ -116,17 +85,6 @@ def test_random_problems(place):
 
 
 # ---- deltas ----
-
-
-def of_delta(projection, base=None, add_inputs=True):
-    def compute(arguments, grad_out):
-        given = with_leaves(arguments)
-        out = None if base is None else base(grad_out)
-        result = DELTAS[projection](**given, out=out, add_inputs=add_inputs)
-        result.backward(grad_out)
-        return grads_of(arguments, given)
-
-    return compute
 
 
 @pytest.mark.parametrize("mul", [False, True], ids=["plain", "weighted"])
@@ -178,27 +136,6 @@ def test_a_leaf_is_not_written_to():
 
 
 # ---- promises ----
-
-
-def problem(device="cpu", projection="w13", mul=True, **options):
-    """(arguments, grad_out) of a projection in bfloat16."""
-    p = replace(Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16), **options).build()
-    arguments = p.to(device).gemm_kwargs(projection, mul)
-    columns = arguments["w"].size(1)
-    return arguments, grad_like((*p.topk_ids.shape, columns), p.spec.dtype, device)
-
-
-def as_list(value):
-    return value if isinstance(value, list) else [value]
-
-
-def as_projection(projection):
-    """Gradients of the projection, or of its delta, of the same arguments."""
-
-    def of_adapters(arguments, grad_out):
-        return of_delta(projection)(for_delta(projection, arguments)[0], grad_out)
-
-    return of_projection, of_adapters
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["projection", "delta"])
@@ -314,6 +251,51 @@ def test_what_is_refused(device):
     result = moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum()
     with pytest.raises(RuntimeError, match="a backward has none of its own"):
         torch.autograd.grad(result, x, create_graph=True)
+
+
+@EACH_DEVICE
+def test_nothing_is_saved_but_arguments(device):
+    """Nor those, where autograd records nothing."""
+    for given, call in calls(device):
+        values = [v for a in given.values() for v in as_list(a)]
+        own = {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
+        kept = saved_bytes(call)
+        assert kept and set(kept) <= own
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert not saved_bytes(call)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "lora_b"])
+def test_forward_mode_and_transforms(name):
+    for number in range(4):
+        given, _ = list(calls("cpu"))[number]
+        delta = list(DELTAS.values())[number // 2]
+        function = moelora.fused_moe_lora_gemm if "w" in given else delta
+        arguments = {
+            n: [t.detach() for t in v]
+            if isinstance(v, list)
+            else v.detach()
+            if isinstance(v, torch.Tensor)
+            else v
+            for n, v in given.items()
+        }
+        value = as_list(arguments[name])[-1]
+
+        def with_value(new, arguments=arguments, value=value, function=function):
+            put = {
+                n: [new if t is value else t for t in v] if isinstance(v, list) else v
+                for n, v in arguments.items()
+            }
+            return function(**put | ({} if isinstance(arguments[name], list) else {name: new}))
+
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match=f"{name}.* has a tangent, and .*forward-mode"),
+        ):
+            with_value(forward_ad.make_dual(value, torch.ones_like(value)))
+        with pytest.raises(RuntimeError, match=f"{name}.* requires a gradient, and torch.func"):
+            torch.func.grad(lambda v, f=with_value: f(v).float().sum())(value)
 
 
 # ---- attacks on the boundary of autograd ----

@@ -388,7 +388,7 @@ def test_an_update_that_overflows(place):
 
 
 def test_an_update_that_overflows_the_dtype_of_the_pool():
-    house = House(("cpu", torch.float16, torch.float16))
+    house = House(("cpu", torch.float16, torch.float16, False))
     house.add("med", optimizer=lambda p: torch.optim.Adam(p, lr=1e5))  # a step of about 1e5
     before = house.factors("med")
     (step,) = house.steps(["med"], range(1))

@@ -154,3 +154,84 @@ def test_a_large_batch_has_the_bits_of_smaller_ones(name):
     for name, want in factors.items():
         off = (whole[name].float() - want).abs().max()
         assert off <= 0.02 * want.abs().max(), name
+
+
+# ---- memory ----
+
+
+def peak_of(arguments, grad_out):
+    """Bytes that a step takes above what is there before, and those of its gradients."""
+    leaves = by_name(arguments)
+    given = arguments | leaves
+    tensors = [t for v in leaves.values() for t in (v if isinstance(v, list) else [v])]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    moelora.fused_experts_lora(**given).backward(grad_out)
+    torch.cuda.synchronize()
+    took = torch.cuda.max_memory_allocated() - before
+    return took, sum(t.grad.nbytes for t in tensors)
+
+
+def by_name(arguments):
+    """Leaves of all arguments that have gradients."""
+    names = ("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+    return {
+        n: [t.detach().requires_grad_() for t in v]
+        if isinstance(v, list)
+        else v.detach().requires_grad_()
+        for n, v in arguments.items()
+        if n in names
+    }
+
+
+def test_the_peak_of_a_step():
+    """At most gu, h, z and the result of the forward, the gradients, and one P x 2I buffer; no
+    stack of quantized weights is ever dense."""
+    tokens, top_k, experts, hidden, inter = 2048, 8, 32, 1024, 512
+    spec = Spec(
+        tokens=tokens,
+        top_k=top_k,
+        experts=experts,
+        hidden=hidden,
+        inter=inter,
+        ranks=(16, 16),
+        dtype=torch.bfloat16,
+    )
+    rows = tokens * top_k
+    buffers = 2 * (2 * rows * 2 * inter + rows * inter + rows * hidden + tokens * hidden)
+    native = 0
+    for name in (None, "mxfp4", "int4_g64_zp", "fp8_block_w8a8"):
+        p = (build(spec, ALL_FORMATS[name], spec.dtype) if name else spec.build()).to("cuda")
+        arguments = p.kwargs()
+        grad_out = grad_like((tokens, hidden), spec.dtype, "cuda")
+        peak_of(arguments, grad_out)
+        took, grads = peak_of(arguments, grad_out)
+        assert took <= buffers + grads, (name, took, buffers, grads)
+        native = native or took
+        quantized = rows * (hidden + inter) if name == "fp8_block_w8a8" else 0
+        smallest_stack = 2 * experts * hidden * inter
+        assert took <= native + quantized + smallest_stack / 2, (name, took, native)
+
+
+def test_a_backward_on_the_stream_of_its_forward():
+    """And whoever waits for it sees its results."""
+    p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
+    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
+    leaves = by_name(arguments)
+    x = leaves["hidden_states"]
+
+    def run():
+        return moelora.fused_experts_lora(**arguments | leaves)
+
+    want = torch.autograd.grad(run(), x, grad_out)[0]
+    torch.cuda.synchronize()
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        out = run()
+    with torch.cuda.stream(other):
+        other.wait_stream(stream)
+        found = torch.autograd.grad(out, x, grad_out)[0].clone()
+    torch.cuda.synchronize()
+    assert same_bits(found, want)

@@ -44,8 +44,6 @@ SummedGradients summed(const moelora_experts_backward_problem *b) {
   s.add_bias(&b->bias13);
   s.add_bias(&b->bias2);
   s.pairs = b->pairs;
-  s.num_pairs = b->num_pairs;
-  s.num_sparse = b->num_sparse;
   return s;
 }
 

@@ -18,9 +18,7 @@ struct SummedGradients {
   const moelora_gradient *factors[2 * MOELORA_MAX_SLICES], *biases[2];
   int num_factors, num_biases;
   int32_t rank_columns; // at least those of a product of factors
-  const int32_t *pairs; // [max_loras, E] indices in sparse gradients; NULL: none are sparse
-  int64_t num_pairs;
-  int32_t num_sparse;
+  moelora_gradient_pairs pairs;
 
   void add_ranks(const moelora_factors *lora) {
     const int64_t columns = lora->num_slices * moelora_padded_rank(lora->max_rank);
@@ -47,15 +45,14 @@ struct SummedGradients {
     bool few = true;
     for (int i = 0; i < num_factors; i++)
       few = few && moelora_is_few_gradient(factors[i], accumulate);
-    return {any_shared(routes), weighted,
-            !accumulate,        pairs,
-            num_sparse,         few ? MOELORA_GRADIENT_FEW(rank_columns) : 0};
+    return {any_shared(routes), weighted,         !accumulate,
+            pairs.index,        pairs.num_sparse, few ? MOELORA_GRADIENT_FEW(rank_columns) : 0};
   }
   /* Zeros those to which no row contributes: of factors without adapters, all without tokens. */
   moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
     if (routes->num_rows == 0 || !routes->token_lora_mapping.data)
       for (int i = 0; i < num_factors; i++)
-        MOELORA_TRY(moelora_cuda_zero_gradient(factors[i], pairs, num_pairs, exec));
+        MOELORA_TRY(moelora_cuda_zero_gradient(factors[i], pairs.index, pairs.count, exec));
     if (routes->num_rows == 0)
       for (int i = 0; i < num_biases; i++)
         MOELORA_TRY(moelora_cuda_zero_gradient(biases[i], nullptr, 0, exec));

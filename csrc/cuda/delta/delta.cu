@@ -1,11 +1,12 @@
 /* Host side of the delta of adapters alone: launch sequence and workspace layout.
  *
- *   resolve -> [sort] -> shrink -> expand [-> sum]
+ *   [round factors] -> resolve -> [sort] -> shrink -> expand [-> sum]
  *
  * Intermediate results are stored by flat row. Small batches are sorted by each CTA, or not at
  * all: if pairs rarely repeat, rereading the factors of a repeated pair costs less. */
 #include "cuda/delta/delta.h"
 #include "cuda/backend.h"
+#include "cuda/backward/gradients.h"
 
 namespace {
 
@@ -17,6 +18,7 @@ struct Waiting {
 
 /* Up to two projections; the second reads `act`, which the first writes. */
 struct DeltaLayout {
+  moelora_rounded_factors rounded[2];
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
   moelora_sorted_rows sorted;
@@ -34,6 +36,8 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   const moelora_delta_problem *last = p + count - 1;
   const size_t rows = (size_t)p->routes.num_rows;
   const bool listed = p->lists.sorted_token_ids;
+  for (int i = 0; i < count; i++)
+    l.rounded[i] = moelora_cuda_take_rounded(&p[i].lora, p[i].k, &p->routes, p->dtype, &arena);
   l.routes = moelora_cuda_take_routes(&last->routes, false, &arena);
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
@@ -90,7 +94,7 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   delta_shrink s = {};
   delta_expand e = {};
   s.rows = e.rows = rows;
-  s.lora = e.lora = p->lora;
+  s.lora = e.lora = l->rounded[i].to;
   e.xa = s.xa = p->xa ? p->xa : l->xa[i];
   s.xa_vectors = plan->xa_vectors;
   for (int d = 0; d < 3; d++)
@@ -148,6 +152,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   if (!has_rows(p))
     return MOELORA_OK;
   const DeltaLayout l = lay_out(p, 1, plan, exec);
+  MOELORA_TRY(moelora_cuda_round_factors(l.rounded, 1, &p->routes, p->dtype, exec));
   MOELORA_TRY(find_rows(p, &l, plan, exec));
   return project(p, &l, 0, plan, exec);
 }

@@ -1,7 +1,7 @@
 /* Launch sequence and workspace of a single projection and of a layer:
  *
- *   resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation [+ quantize h],
- *                              [quantize h], shrink2, w2 + expand, sum
+ *   [round factors], resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation
+ * [+ quantize h], [quantize h], shrink2, w2 + expand, sum
  *
  * or, for a few tokens, the single kernel of decode.cu.
  *
@@ -152,6 +152,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
 }
 
 struct GemmLayout {
+  moelora_rounded_factors rounded;
   Alignment alignment;
   void *xa;
   QuantizedRows quantized;
@@ -162,6 +163,7 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
                         const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
   GemmLayout l;
+  l.rounded = moelora_cuda_take_rounded(&p->lora, p->w.k, &p->routes, p->dtype, &arena);
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection.num_counters, 1,
                                &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
@@ -311,10 +313,11 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
+  MOELORA_TRY(moelora_cuda_round_factors(&l.rounded, 1, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(moelora_cuda_zero_skipped(routes, p->out, p->out_stride, p->w.n, exec));
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, &plan->projection);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &l.rounded.to, &plan->projection);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);

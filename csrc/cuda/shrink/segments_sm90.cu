@@ -5,10 +5,13 @@
  *   consumers            0    1     ...   wgmma of step i, in flight with that of step i - 1
  *
  * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline whose stages
- * hold 64 elements of K. Two consumer warpgroups run wgmma with tokens as operand A and columns of
- * A as operand B: warpgroup w has tokens 64w to 64w + 63, the first one also those from 128 on.
- * Rows that an item lacks are undefined: their accumulators are not stored and affect no other
- * row. For that reason the third 64 tokens may extend into the rows of A.
+ * hold 64 elements of K, or twice 64 of an item with few tokens: what a stage costs a warp besides
+ * its loads and products would otherwise be most of the time. Two consumer warpgroups run wgmma
+ * with tokens as operand A and columns of A as operand B: one has the first 64 tokens and those
+ * from 128 on, the other the second 64. They take turns at that, so that with at most 64 tokens one
+ * stores the results of an item while the other multiplies the next. Rows that an item lacks are
+ * undefined: their accumulators are not stored and affect no other row. For that reason 64 tokens
+ * may extend into the rows of A.
  *
  * Accumulation restarts after every `span` of K, and the sums of spans are added in order, as in
  * shrink/product.cuh. With 128 tokens, 128 columns leave enough registers for that. */
@@ -24,6 +27,7 @@ template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = RANKS_ == 128 ? 128 : 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
+  static constexpr int FEW = (TOKENS - RANKS) / 2; // tokens of which two k steps fit a stage
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
 
   struct Stage {
@@ -36,7 +40,8 @@ template <int RANKS_> struct ShrinkShape {
     PipelineBarriers<STAGES> barriers;
   };
   static constexpr int SHARED_BYTES = 1024 + sizeof(SharedStorage); // alignment of the swizzle
-  static_assert(sizeof(Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
+  static_assert(sizeof(Stage) % 2048 == 0 && FEW % 8 == 0 && FEW <= 64,
+                "alignment of the 128-byte swizzle in both steps of a stage");
   using Ring = Pipeline<SharedStorage>;
 };
 
@@ -62,9 +67,6 @@ template <class S> struct ShrinkContext : S::Ring {
   __device__ __forceinline__ uint32_t sX() const {
     return base + stage * (int)sizeof(typename S::Stage);
   }
-  __device__ __forceinline__ uint32_t sA() const {
-    return sX() + (uint32_t)offsetof(typename S::Stage, sA);
-  }
   __device__ __forceinline__ uint32_t header() const {
     return base + (uint32_t)offsetof(Storage, headers) + stage * 32;
   }
@@ -79,6 +81,20 @@ template <class S> struct ShrinkContext : S::Ring {
     const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
     return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
             (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
+  }
+};
+
+/* How an item's k steps are placed in stages. */
+template <class S> struct StageLayout {
+  int steps, sA; // k steps per stage; offset of the rows of A of a step
+
+  __device__ __forceinline__ explicit StageLayout(const SegmentItem &item)
+      : steps(item.tokens <= S::FEW ? 2 : 1), sA((steps == 2 ? S::FEW : S::TOKENS) * kRowBytes) {}
+  static constexpr int STEP = sizeof(typename S::Stage) / 2; // offset of the second step
+
+  /* Number of stages of an item. */
+  __device__ __forceinline__ int stages(const moelora_shrink_launch &s) const {
+    return ceil_divide(s.tokens.k, kDepth * steps);
   }
 };
 
@@ -119,37 +135,47 @@ template <class S> struct BoxesOfA {
   }
 };
 
-/* Issues the loads of a k step's rows of A. `first` and `second` are boxes of every step, which
- * stay in registers; more of them are found again in each step. */
+/* Issues the loads of an item's rows of A. `first` and `second` are boxes of every step, which stay
+ * in registers; more of them are found again in each step. */
 template <class S, int BOXES>
 __device__ __forceinline__ void load_steps(const moelora_shrink_launch &s, const SegmentItem &item,
                                            const BoxOfA &first, const BoxOfA &second,
                                            const BoxesOfA<S> &others, ShrinkContext<S> at) {
   const uint64_t policy = evict_first_policy();
+  const StageLayout<S> layout(item);
   const int bytes = columns_in<S>(s, item) * kRowBytes;
-  const auto load = [&](int step, const BoxOfA &box, uint32_t sA) {
-    tma_load_4d(sA, box.map, step * kDepth, box.r, box.expert, box.adapter, at.full(), policy);
+  const auto load = [&](int k, const BoxOfA &box, uint32_t sA) {
+    tma_load_4d(sA, box.map, k, box.r, box.expert, box.adapter, at.full(), policy);
   };
-#pragma unroll 1
-  for (int k = 0, step = 0; k < s.tokens.k; k += kDepth, step++, at.advance()) {
-    // Wait until consumers have released the stage.
-    at.wait_empty();
-    if (step == 0)
-      at.write_header(item);
-
-    barrier_arrive_expect_tx(at.full(), bytes);
-    uint32_t sA = at.sA();
-    load(step, first, sA);
+  const auto load_step = [&](int k, uint32_t sA) {
+    load(k, first, sA);
     if constexpr (BOXES > 1)
-      load(step, second, sA += first.ranks * kRowBytes);
+      load(k, second, sA += first.ranks * kRowBytes);
     if constexpr (BOXES > 2) {
       sA += second.ranks * kRowBytes;
 #pragma unroll 1
       for (BoxesOfA<S> boxes = others; boxes.left > 0;) {
         const BoxOfA box = boxes.next();
-        load(step, box, sA);
+        load(k, box, sA);
         sA += box.ranks * kRowBytes;
       }
+    }
+  };
+#pragma unroll 1
+  for (int k = 0; k < s.tokens.k; at.advance()) {
+    // Wait until consumers have released the stage.
+    at.wait_empty();
+    if (k == 0)
+      at.write_header(item);
+
+    const bool two = layout.steps == 2 && k + kDepth < s.tokens.k;
+    const uint32_t sA = at.sX() + layout.sA;
+    barrier_arrive_expect_tx(at.full(), two ? 2 * bytes : bytes);
+    load_step(k, sA);
+    k += kDepth;
+    if (two) {
+      load_step(k, sA + StageLayout<S>::STEP);
+      k += kDepth;
     }
   }
 }
@@ -160,7 +186,6 @@ template <class S>
 __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                        const typename S::List &list, int items,
                                        ShrinkContext<S> &warp) {
-  const int k_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
     if (elect_one()) {
       const SegmentItem item = list.items[number];
@@ -174,7 +199,7 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
         load_steps<S, 1>(s, item, first, second, boxes, warp);
     }
     __syncwarp();
-    warp.advance(k_steps);
+    warp.advance(StageLayout<S>(list.items[number]).stages(s));
   }
 }
 
@@ -193,16 +218,19 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
                 [&](int t) { return item.position_of(s, t); });
   };
   find(0);
-  const int k_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
+    const StageLayout<S> layout(list.items[number]);
+    const int stages = layout.stages(s);
     gather.begin(s.tokens, threadIdx.x - 32);
-    for (int step = 0; step < k_steps; step++, warp.advance()) {
-      if (step == min((int)S::STAGES, k_steps - 1))
+    for (int i = 0; i < stages; i++, warp.advance()) {
+      if (i == min((int)S::STAGES, stages - 1))
         find(number + 1);
       // Wait until consumers have released the stage, then issue the copies, which arrive on its
       // barrier.
       warp.wait_empty();
-      gather.template copy<true>(warp.sX());
+#pragma unroll 1
+      for (int step = 0; step < layout.steps; step++)
+        gather.template copy<true>(warp.sX() + step * StageLayout<S>::STEP);
       barrier_arrive_cp_async(warp.full());
     }
   }
@@ -271,16 +299,19 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   }
 }
 
-/* Multiplies TILES tiles of 64 tokens of an item, whose first stage is full, by N columns. */
-template <class S, class T, int N, int TILES>
+/* Multiplies TILES tiles of 64 tokens of an item, whose first stage is full, by N columns. A stage
+ * has STEPS k steps, the last one of an item may have fewer. */
+template <class S, class T, int N, int TILES, int STEPS>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
                                               const SegmentItem &item, int columns, int span,
-                                              ShrinkContext<S> &warp, int consumer) {
+                                              ShrinkContext<S> &warp, int half) {
+  const int sA = StageLayout<S>(item).sA;
   float rAcc[TILES][N / 2], rSum[TILES][N / 2]; // of this span, of the previous spans
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
     rSum[i / (N / 2)][i % (N / 2)] = 0.f;
 
+  int step = 0, previous = -1; // step of the stage; the stage before, which is not yet released
 #pragma unroll 1
   for (int begin = 0; begin < s.tokens.k; begin += span) {
     // Clear the accumulators.
@@ -290,17 +321,19 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
 
     // K loop.
     const int end = min(begin + span, s.tokens.k);
-    int previous = 0;
 #pragma unroll 1
     for (int k = begin; k < end; k += kDepth) {
       // Wait for the stage.
-      warp.wait_full();
-      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      if (step == 0) {
+        warp.wait_full();
+        fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      }
 
       // Issue the wgmmas.
       wgmma_fence();
-      const uint64_t a = wgmma_descriptor(warp.sX() + consumer * kM64Bytes);
-      const uint64_t b = wgmma_descriptor(warp.sA());
+      const uint32_t sX = warp.sX() + (STEPS > 1 ? step * StageLayout<S>::STEP : 0);
+      const uint64_t a = wgmma_descriptor(sX + half * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(sX + sA);
 #pragma unroll
       for (int k16 = 0; k16 < 4; k16++)
 #pragma unroll
@@ -310,42 +343,52 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
       wgmma_commit();
 
       // The previous wgmma is complete: release its stage.
-      wgmma_wait<1>();
-      if (k > begin)
-        warp.release(previous);
+      if (step == 0) {
+        wgmma_wait<1>();
+        if (previous >= 0)
+          warp.release(previous);
+      }
+      if (STEPS > 1 && ++step < STEPS && k + kDepth < s.tokens.k)
+        continue;
+      step = 0;
       previous = warp.stage;
       warp.advance();
     }
     wgmma_wait<0>();
-    warp.release(previous);
 #pragma unroll
     for (int i = 0; i < TILES * N / 2; i++)
       rSum[i / (N / 2)][i % (N / 2)] += rAcc[i / (N / 2)][i % (N / 2)];
   }
+  warp.release(previous);
 
   // Scale, round and store.
 #pragma unroll
   for (int i = 0; i < TILES; i++)
-    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rSum[i]);
+    store_tile<T, N>(s, item, 64 * (half + 2 * i), columns, rSum[i]);
 }
 
-/* Consumes an item with the smallest of N, 2N, 4N, ... that holds its columns. */
+/* Consumes an item with the smallest of N, 2N, 4N, ... that holds its columns. half: 0 for the
+ * first 64 tokens of 128, 1 for the second. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,
-                                             ShrinkContext<S> &warp, int consumer) {
+                                             ShrinkContext<S> &warp, int half) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(s, item, columns, span, warp, consumer);
+      return consume_item<S, T, 2 * N>(s, item, columns, span, warp, half);
   }
-  const int tiles = (item.tokens - 64 * consumer + 127) / 128;
+  const int tiles = (item.tokens - 64 * half + 127) / 128, stages = StageLayout<S>(item).stages(s);
+  if constexpr (S::FEW > 0) {
+    if (tiles == 1 && StageLayout<S>(item).steps == 2)
+      return consume_tiles<S, T, N, 1, 2>(s, item, columns, span, warp, half);
+  }
   if constexpr (S::TOKENS > 128) {
     if (tiles == 2)
-      return consume_tiles<S, T, N, 2>(s, item, columns, span, warp, consumer);
+      return consume_tiles<S, T, N, 2, 1>(s, item, columns, span, warp, half);
   }
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(s, item, columns, span, warp, consumer);
-  for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens belong to the other consumer
+    return consume_tiles<S, T, N, 1, 1>(s, item, columns, span, warp, half);
+  for (int i = 0; i < stages; i++) { // all tokens belong to the other consumer
     warp.wait_full();
     warp.release(warp.stage);
     warp.advance();
@@ -355,12 +398,12 @@ __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
 template <class S, class T>
 __device__ __forceinline__ void consume(const moelora_shrink_launch &s, int span,
                                         ShrinkContext<S> warp, int consumer) {
-  for (;;) {
+  for (int half = consumer;; half ^= 1) {
     warp.wait_full();
     const SegmentItem item = warp.read_header();
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), span, warp, consumer);
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), span, warp, half);
   }
 }
 

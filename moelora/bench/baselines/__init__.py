@@ -88,7 +88,7 @@ ABOUT = {
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
     "vllm": "an installed vLLM's layer, without adapters",
-    "grouped_mm": "torch's grouped GEMM twice, without adapters",
+    "grouped_mm": "torch's grouped GEMM: twice for the base, six times more for adapters",
     "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
 }

@@ -63,11 +63,11 @@ def speed(
 
     `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. Decode
     with N sequences, and the time to its first token, are `decode_N` and `first_N` where N is not
-    the usual number.
+    the usual number; `gpu_milliseconds` profiles the other measurements.
     """
 
     def measure(
-        prompts: list[list[int]], adapters: list[Any], new: int, work: int
+        prompts: list[list[int]], adapters: list[Any], new: int, work: int, profiled: bool = True
     ) -> dict[str, Any]:
         def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
@@ -82,7 +82,9 @@ def speed(
             "tokens_per_s": round(work / statistics.median(seconds)),
             "seconds": [round(s, 5) for s in seconds],
             "new_tokens": new,
-            "gpu_ms": gpu_milliseconds and gpu_milliseconds(lambda: run(min(new, 16))),
+            "gpu_ms": gpu_milliseconds(lambda: run(min(new, 16)))
+            if gpu_milliseconds and profiled
+            else None,
         }
 
     long = engine.prompts([prefill[1]] * prefill[0])
@@ -98,9 +100,10 @@ def speed(
 
         table[name] = {"prefill": measure(long, spread(long), 1, prefill[0] * prefill[1])}
         for n in sequences:
-            end, some = "" if n == DECODE[0] else f"_{n}", short[:n]
-            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new)
-            table[name][f"first{end}"] = measure(some, spread(some), 1, n)
+            usual, some = n == DECODE[0], short[:n]
+            end = "" if usual else f"_{n}"
+            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new, usual)
+            table[name][f"first{end}"] = measure(some, spread(some), 1, n, usual)
             save(speed=table)
 
 

@@ -1,4 +1,4 @@
-"""Experts class of vLLM's unquantized MoE layers."""
+"""Experts classes of vLLM's unquantized MoE layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from moelora import fused_experts_lora
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import OWN_PATH, adapters, say_once, wrap
+from moelora.integrations.vllm import OWN_PATH, adapters, interface, say_once, wrap
 
 if TYPE_CHECKING:
     from moelora.ops import Weights
@@ -34,27 +34,35 @@ ACTIVATIONS = {
 DROPPING = ("TritonWNA16Experts",)
 
 
-class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not there to be read
-    """`fused_experts_lora` in place of vLLM's Triton experts, in engines with and without LoRA.
+_Base: Any = object  # one of vLLM's classes comes after it
 
-    Same role in the layer: `apply` writes the weighted sum over the selected experts, (M, K), and
-    takes adapters from the `MoELoRAContext` that `FusedMoEWithLoRA` sets; without one, the layer
-    has none. Tensor parallel: weights and stacks are this rank's shards. Expert parallel:
-    `expert_map` skips other ranks' experts.
 
-    Two results differ from vLLM's by more than rounding, and match the merged model: a router
-    weight on the input also scales the adapter's input, and the low-rank product is added to the
-    accumulators of the base product unrounded.
-    """
+class Served(_Base):  # type: ignore[misc]
+    """Common part of the experts classes that run in moelora: `apply` calls `_serve`, or vLLM's own
+    path where moelora does not support the layer."""
 
-    def __init__(self, moe_config: Any, quant_config: Any):
-        super().__init__(moe_config, quant_config)
+    _lora_context: Any = None
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
         self._reasons: dict[Any, str | None] = {}  # by activation
         self._refusal: str | None = None  # of the operator
 
-    def set_lora_context(self, ctx: Any) -> None:
-        super().set_lora_context(ctx)
-        self._reasons.clear()
+    def _serve(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> str | None:
+        """Write `output`, or return why the operator refuses, before anything is written."""
+        raise NotImplementedError
 
     def reason_against(self, activation: Any) -> str | None:
         """Why a layer like this runs vLLM's own path, as far as known without its tensors."""
@@ -82,9 +90,13 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
             return str(reason)
         if ctx is not None and ctx.fully_sharded:
             return "the adapters are fully sharded"
-        if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:
+        if ctx is not None and self._interleaved(activation) and len(ctx.w13_lora_a_stacked) > 1:
             return "gate and up have adapters of their own, while their weights are interleaved"
         return None
+
+    def _interleaved(self, activation: Any) -> bool:
+        """Whether gate and up rows of w13 alternate."""
+        return bool(activation.value == "swigluoai")
 
     def _activation(self, activation: Any) -> dict[str, Any]:
         """The activation as arguments of the operator; ValueError if it is unsupported.
@@ -101,6 +113,8 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
             linear_beta = getattr(moe, "activation_situ_linear_beta", None)
             limit = None if linear_beta is None or not linear_beta > 0 else linear_beta
             return {"activation": name, "activation_alpha": beta, "activation_limit": limit}
+        if name == "swigluoai":
+            return {"activation": name if self._interleaved(activation) else f"{name}_uninterleave"}
         if name not in ("silu", "swigluoai_uninterleave"):
             return {"activation": ACTIVATIONS[name]}
         limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)
@@ -153,13 +167,14 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
                 topk_ids,
                 activation,
                 expert_map,
+                expert_tokens_meta,
                 apply_router_weight_on_input,
             )
             if self._refusal is None:
                 return
         self._step_aside(str(reason or self._refusal))
         if reason is None:
-            problem = hidden_states.size(0), w1.size(1), hidden_states.size(1), topk_ids.size(1)
+            _, *problem = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
             experts = global_num_experts, w1.size(0), expert_tokens_meta
             shapes = super().workspace_shapes(*problem, *experts, activation)
             workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
@@ -184,6 +199,24 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
     def _step_aside(self, reason: str) -> None:
         say_once(f"{reason}; {OWN_PATH}")
 
+
+class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM is not there
+    """`fused_experts_lora` in place of vLLM's Triton experts, in engines with and without LoRA.
+
+    Same role in the layer: `apply` writes the weighted sum over the selected experts, (M, K), and
+    takes adapters from the `MoELoRAContext` that `FusedMoEWithLoRA` sets; without one, the layer
+    has none. Tensor parallel: weights and stacks are this rank's shards. Expert parallel:
+    `expert_map` skips other ranks' experts.
+
+    Two results differ from vLLM's by more than rounding, and match the merged model: a router
+    weight on the input also scales the adapter's input, and the low-rank product is added to the
+    accumulators of the base product unrounded.
+    """
+
+    def set_lora_context(self, ctx: Any) -> None:
+        super().set_lora_context(ctx)
+        self._reasons.clear()
+
     def _weights(self, w1: Tensor, w2: Tensor) -> tuple[Weights, Weights]:
         """Arguments of `apply`."""
         return w1, w2
@@ -198,9 +231,9 @@ class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not 
         topk_ids: Tensor,
         activation: Any,
         expert_map: Tensor | None,
+        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> str | None:
-        """Write `output`, or return why the operator refuses, before anything is written."""
         w13, w2 = self._weights(w1, w2)
         if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w13, w2)):
             return "the expert weights are in host memory"
@@ -238,21 +271,27 @@ def quantization(experts: Any) -> str | torch.dtype | None:
 
 
 def install() -> None:
-    """Give unquantized layers this class wherever vLLM selects its Triton experts."""
+    """Give unquantized layers these classes wherever vLLM selects its Triton experts."""
+    served = {TritonExperts: TritonExpertsWithLoRA}
+    if problem := interface.problem(interface.BATCHED):
+        say_once(f"{problem}; {OWN_PATH} for tokens that are batched by expert")
+    else:
+        from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
+
+        from moelora.integrations.vllm.batched import BatchedTritonExpertsServed
+
+        served[fused_batched_moe.BatchedTritonExperts] = BatchedTritonExpertsServed
 
     def choose(backend_to_kernel_cls: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(backend: Any) -> list[type]:
-            return [
-                TritonExpertsWithLoRA if cls is TritonExperts else cls
-                for cls in backend_to_kernel_cls(backend)
-            ]
+            return [served.get(cls, cls) for cls in backend_to_kernel_cls(backend)]
 
         return wrapped
 
     def name_others(init: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, prepare_finalize: Any, fused_experts: Any) -> None:
             init(self, prepare_finalize, fused_experts)
-            if not isinstance(fused_experts, TritonExpertsWithLoRA):
+            if not isinstance(fused_experts, Served):
                 dtype = quantization(fused_experts)
                 base = "unquantized" if dtype is None else f"quantized ({dtype})"
                 name = type(fused_experts).__name__

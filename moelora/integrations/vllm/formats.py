@@ -58,6 +58,19 @@ def _mxfp4(method: Any, layer: Any, name: str, options: dict[str, Any]) -> Quant
     return QuantizedWeights.from_mxfp4(blocks, scales, **options)
 
 
+def apart(rows: Tensor) -> Tensor:
+    """Rows of gate, then those of up, of (experts, rows, ...) where they alternate."""
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
+
+
+def _gpt_oss(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    """Loaded with alternating rows; `gate_up="concatenated"` puts them apart."""
+    blocks, scales = _get(layer, f"{name}_weight"), _get(layer, f"{name}_weight_scale")
+    if options["gate_up"] == "concatenated":
+        blocks, scales = apart(blocks), apart(scales)
+    return QuantizedWeights.from_mxfp4(blocks, scales, **options)
+
+
 def _mxfp4_compressed(
     method: Any, layer: Any, name: str, options: dict[str, Any]
 ) -> QuantizedWeights:
@@ -184,7 +197,7 @@ def _fp8_compressed(
 
 
 FORMATS = {
-    "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True, chooses="select_mxfp4_moe_backend"),
+    "gpt_oss": Format(_gpt_oss, interleaved=True, rounds=True, chooses="select_mxfp4_moe_backend"),
     "mxfp4": Format(_mxfp4, rounds=True, chooses="select_deepseek_v4_mxfp4_moe_backend"),
     "mxfp4_compressed_tensors": Format(_mxfp4_compressed, _mxfp4_compressed_reason),
     "nvfp4_modelopt": Format(_nvfp4_modelopt, _nvfp4_reason),

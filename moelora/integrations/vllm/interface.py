@@ -78,6 +78,27 @@ LAYERS = Interface(
     },
 )
 
+# Layers whose tokens come batched by expert.
+BATCHED = Interface(
+    replaced={
+        f"{_MOE}.experts.fused_batched_moe": {
+            "BatchedTritonExperts.__init__": (
+                "self moe_config quant_config max_num_tokens num_dispatchers"
+            ),
+            "BatchedTritonExperts.moe_problem_size": "self a1 w1 w2 topk_ids",
+            "BatchedTritonExperts.workspace_shapes": (
+                "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
+            ),
+            "BatchedTritonExperts.apply": (
+                "self output hidden_states w1 w2 topk_weights topk_ids activation "
+                "global_num_experts expert_map a1q_scale a2_scale workspace13 workspace2 "
+                "expert_tokens_meta apply_router_weight_on_input"
+            ),
+        },
+    },
+    fields={f"{_MOE}.modular_kernel": {"ExpertTokensMetadata": "expert_num_tokens"}},
+)
+
 DELTAS = Interface(
     replaced={
         "vllm.lora.punica_wrapper.punica_gpu": {
@@ -110,6 +131,7 @@ CONFIGS = Interface(
 # Required by any quantized layer, in addition to its method.
 QUANTIZED = Interface(
     called={
+        "vllm.config": {"get_current_vllm_config_or_none": ""},
         f"{_MOE}.config": {
             "biased_moe_quant_config": ("w1_bias w2_bias gemm1_alpha gemm1_beta gemm1_clamp_limit"),
         },

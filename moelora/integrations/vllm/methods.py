@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor import utils
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -28,7 +29,7 @@ from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.vllm import OWN_PATH, interface, say_once, wrap
-from moelora.integrations.vllm.formats import FORMATS, Format, biases
+from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 
 
@@ -175,8 +176,14 @@ def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) ->
     return wrapped
 
 
+def _pairs() -> bool:
+    """Whether every adapter has factors for gate and for up, though weights alternate."""
+    lora = getattr(get_current_vllm_config_or_none(), "lora_config", None)
+    return bool(getattr(lora, "enable_mixed_moe_lora_format", False))
+
+
 def _read(method: Any, layer: Any, format: Format) -> tuple[QuantizedWeights, QuantizedWeights]:
-    gate_up = "interleaved" if format.interleaved else "concatenated"
+    gate_up = "interleaved" if format.interleaved and not _pairs() else "concatenated"
     options = {"gate_up": gate_up if method.moe.is_act_and_mul else None}
     options["dtype"] = method.moe.in_dtype
     w13 = format.read(method, layer, "w13", options)
@@ -188,6 +195,8 @@ def _put(
 ) -> None:
     """Replace all loaded parameters by tiles and biases, and install a kernel that reads them."""
     bias = biases(format, layer, method.moe.in_dtype)
+    if format.interleaved and w13.gate_up == "concatenated" and bias[0] is not None:
+        bias = apart(bias[0]), bias[1]
     for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
         del layer._parameters[name]
     parts = {"w13_weight": w13.data, "w2_weight": w2.data, "w13_bias": bias[0], "w2_bias": bias[1]}

@@ -47,6 +47,12 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
         if reason := self.reason_against(self.moe_config.activation):
             self._step_aside(reason)
 
+    def _interleaved(self, activation: Any) -> bool:
+        """As packed: rows that alternate in the checkpoint are put apart for adapters with factors
+        for each."""
+        together = self._w13 is None or self._w13.gate_up == "interleaved"
+        return together and super()._interleaved(activation)
+
     def moe_problem_size(
         self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
     ) -> tuple[int, int, int, int, int]:

@@ -63,7 +63,10 @@ def off() -> str | None:
 
 def parts() -> list[Part]:
     """Layers by class and format, where the plugin is on. Imports vLLM."""
-    found = [_part("unquantized", "TritonExperts", interface.LAYERS)]
+    found = [
+        _part("unquantized", "TritonExperts", interface.LAYERS),
+        _part("unquantized, batched by expert", "BatchedTritonExperts", interface.BATCHED),
+    ]
     quantized = interface.problem(interface.QUANTIZED)
     for name, needed in interface.METHODS.items():
         functions = next(iter(needed.replaced.values()))

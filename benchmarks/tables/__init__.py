@@ -1,0 +1,100 @@
+"""The measured tables of README.md and docs/, from benchmarks/results/.
+
+    python -m benchmarks.tables [NAME...]  prints them, or some of them
+    python -m benchmarks.tables --write    updates the pages
+
+Names are the keys of TABLES, MADE, COMPUTED and SENTENCES, or `from TOPIC`: provenance and command
+of a file. A file is named <card>-<topic>.json; of several cards the newest is taken, and tables
+name the card.
+A page contains a table between `<!-- name -->` and `<!-- /name -->`. At `<!-- site: name, name -->`
+only the generated site does (docs/mkdocs_hooks.py), which is built without torch: this module must
+not import moelora.
+"""
+
+import re
+
+from benchmarks import training_memory
+from benchmarks.tables.columns import TABLES
+from benchmarks.tables.engines import (
+    alternatives,
+    claim,
+    engine_bits,
+    engine_ranges,
+    engines_parallel,
+    sglang_ranges,
+)
+from benchmarks.tables.files import source
+from benchmarks.tables.layers import (
+    cpu_format_ranges,
+    cpu_ranges,
+    decode_parts,
+    delta_ranges,
+    format_ranges,
+    invariance_found,
+    layer_ranges,
+    quantized_layers,
+)
+from benchmarks.tables.text import table, wrapped
+from benchmarks.tables.training import sampler_bits, training_alternatives, training_peers
+
+PAGES = (
+    "README.md",
+    "docs/README.md",
+    "docs/limits.md",
+    "docs/measurements.md",
+    "docs/batch-invariance.md",
+    "docs/training.md",
+    "docs/transformers.md",
+    "docs/adapters.md",
+)
+PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
+    "docs/layer.png": ("layer", []),
+    "docs/beside.png": ("layer", ["--picture", "beside", "--vllm-version", "0.33"]),
+    "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
+}
+# {name: (topic of a file, its table)}
+MADE = {
+    "decode_parts": ("kernels-decode", decode_parts),
+    "format_ranges": ("formats", format_ranges),
+    "quantized_layers": ("formats", quantized_layers),
+    "engine_ranges": ("e2e-fp8", engine_ranges),
+    "alternatives": ("e2e-12-layers", alternatives),
+    "engines_parallel": ("e2e-parallel", engines_parallel),
+    "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
+    "engine_bits": ("e2e-invariance", engine_bits),
+    "training_peers": ("training", training_peers),
+    "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
+    "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
+}
+COMPUTED = {"training-memory": training_memory.table}  # not measured
+SENTENCES = {
+    f.__name__: f
+    for f in (
+        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
+        *(sglang_ranges, claim, training_alternatives),
+    )
+}
+
+
+def section(name):
+    if name.startswith("from "):
+        return source(name.removeprefix("from "))
+    if name in TABLES:
+        return table(name)
+    if name in MADE:
+        return MADE[name][1]()
+    if name in COMPUTED:
+        return COMPUTED[name]()
+    return wrapped(SENTENCES[name]())
+
+
+def filled(text):
+    """A page with all of its tables regenerated."""
+    between = re.compile(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", re.S)
+    return between.sub(lambda m: f"<!-- {m[1]} -->\n{section(m[1])}\n<!-- /{m[1]} -->", text)
+
+
+def for_site(text):
+    """A page with the tables that only the site has."""
+    found = re.compile(r"<!-- site: (.*?) -->")
+    return found.sub(lambda m: "\n\n" + "\n\n".join(map(section, m[1].split(", "))), text)

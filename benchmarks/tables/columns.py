@@ -1,0 +1,98 @@
+"""Columns of the tables: "column: field of a case"; a column that no case has is left out."""
+
+CASE = "model: model, tokens: tokens, rank: rank"
+LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
+    separate with: rivals.separate, ×: ratio, without: ours_base_us,
+    vLLM without: rivals.vllm_base, _grouped_mm without: rivals.torch_grouped_mm_base"""
+FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio, share: share,
+    in bf16: ours_bf16_us, vLLM with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
+    without: ours_base_us, in bf16 without: ours_bf16_base_us, vLLM without: rivals.vllm_base,
+    triton_kernels without: rivals.tk_base, error: max_err_ratio"""
+NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
+    without: ours_base_us, share without: share_base"""
+ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
+    vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,
+    moe_sorting: ours_sorting_us"""
+DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us,
+    vLLM default: rivals.vllm_default, vLLM best: rivals.vllm_best"""
+MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
+KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
+    L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent,
+    tensor %: tensor_percent, issued %: issue_percent"""
+POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros: zeros_working_us,
+    MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
+ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
+    prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
+ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
+    prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
+    decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
+SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
+    decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
+    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
+CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
+    fastest baseline: best_rival, without: ours_base_us,
+    transformers without: rivals.grouped_mm_base"""
+CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
+    unpacked in the call: ours_unpacking_us, without: ours_base_us,
+    in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
+TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
+    forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
+    peak (MiB): peak_mib"""
+ARRIVALS = """adapters come: policy, slots: slots, adapters: adapters,
+    median first token (ms): ttft_ms, × resident: ttft_ms_ratio, 95th percentile (ms): ttft_p95_ms,
+    tokens/s of all at once: tok_s, tokens/s × resident: tok_s_ratio"""
+UPDATES = """while: what, tensors: layout, layers: layers, GiB: gib, an update (ms): ms,
+    shortest: low, longest: high, a step (ms): step_ms, longest step (ms): step_max_ms"""
+TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,
+    forward and backward: ours_us, of it forward: ours_fwd_us,
+    axolotl: peers.axolotl_multi.fwdbwd_us, peak (MiB): peak_mib"""
+QLORA = """engine: engine, layers: layers, sequences: batch, tokens of each: length,
+    checkpointing: checkpointing, tokens/s: tokens_per_s, weights (GB): weights_gb,
+    peak (GB): peak_gb"""
+GAP = "trainer and engine: pair, prompts of: who, mean: mean, median: median, largest: most"
+WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
+FP8, MIXED = "fp8_block", "4 mixed"
+WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
+RATIOS = (
+    "ratio",
+    "share",
+    "share_base",
+    "max_err_ratio",
+    "mean",
+    "median",
+    "most",
+    "ttft_ms_ratio",
+    "tok_s_ratio",
+)
+# {name: (topic of a file, which of its cases, columns)}
+TABLES = {
+    "layer_all": ("layer", lambda r: True, LAYER),
+    "adapters": ("adapters", lambda r: True, "adapters: adapters, " + LAYER),
+    "formats_all": ("formats", lambda r: True, FORMATS),
+    "nvfp4": ("nvfp4", lambda r: True, NVFP4),
+    "portable": ("sm80-layer", lambda r: True, LAYER),
+    "kernels": ("kernels", lambda r: True, KERNELS),
+    "kernels_formats": ("kernels-formats", lambda r: r["us"] > 8, KERNELS),
+    "one_launch": ("kernels-one-launch", lambda r: True, KERNELS),
+    "power": ("power", lambda r: True, POWER),
+    "align_all": ("align", lambda r: True, ALIGN),
+    "delta": ("delta", lambda r: r["part"] == "grid", DELTA),
+    "slots": ("delta", lambda r: r["part"] == "slots", DELTA),
+    "mlp": ("delta", lambda r: r["part"] == "sglang", MLP),
+    "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
+    "training": ("training", lambda r: True, TRAINING),
+    "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
+    "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
+    "training_tenants": ("training-tenants", lambda r: True, TENANTS),
+    "sampler_gap": ("e2e-sampler", lambda r: r["topic"] == "gap", GAP),
+    "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
+    "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
+    "cpu": ("cpu-layer", lambda r: True, CPU),
+    "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
+}

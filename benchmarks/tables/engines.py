@@ -1,0 +1,177 @@
+"""Tables and sentences of engines: vLLM and SGLang, with and without moelora."""
+
+from benchmarks.tables.columns import MIXED, TABLES
+from benchmarks.tables.files import AWAITED, card, load, rows_of
+from benchmarks.tables.text import cases, markdown, over, span, thousands, wrapped
+from benchmarks.tables.training import PEERS, training_speeds
+
+
+def rate(rows, phase, engine, lora, batch):
+    """Tokens per second of an engine; None where it was not timed."""
+    for row in rows:
+        if (row["engine"], row["lora_enabled"], row["batch"]) == (engine, lora, batch):
+            return row.get(f"{phase}_tok_s")
+
+
+# Twelve layers each; {experts: name of a table}
+ENGINE_TABLES = {
+    "bf16, Qwen3-30B-A3B": "engines_12_layers",
+    "FP8, Qwen3-30B-A3B": "engines_fp8",
+    "MXFP4, gpt-oss-20b": "engines_mxfp4",
+    "NVFP4, Qwen3-30B-A3B": "engines_nvfp4",
+    "INT4, Qwen3-30B-A3B": "engines_int4",
+}
+
+
+def engine_ranges():
+    """Tokens per second of engines with and without LoRA, over all measurements."""
+    said = []
+    titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
+
+    def row(topic, engine, experts, phase, base, theirs, ours):
+        gpu = card(topic).removeprefix("NVIDIA ")
+        told = [engine, gpu, experts, "12", phase, *thousands(base, theirs)]
+        said.append([*told, f"**{ours:,}**", over(ours, theirs)])
+
+    for what, name in ENGINE_TABLES.items():
+        for phase in ("prefill", "decode"):
+            base = rate(cases(name), phase, "vllm", False, "base")
+            theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
+            if ours and theirs:
+                topic = TABLES[name][0]
+                release = f"vLLM {load(topic)[0]['vllm']}"
+                row(topic, release, what, phase, base, theirs, ours)
+    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
+    for phase in ("prefill", "decode") if speeds else ():
+        numbers = (
+            speeds[key][f"{phase}_tok_s"]
+            for key in (
+                ("sglang, no LoRA", "base"),
+                ("sglang, virtual experts", MIXED),  # SGLang's faster path
+                ("moelora", MIXED),
+            )
+        )
+        release = load("e2e-sglang")[0]["sglang"]
+        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", phase, *numbers)
+    return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
+
+
+def engine_speeds():
+    """Of vLLM in bf16, for prefill and decode: moelora with adapters over vLLM's own with them, and
+    over vLLM without."""
+    rows = cases("engines_12_layers")
+    found = []
+    for phase in ("prefill", "decode"):
+        ours, theirs = (rate(rows, phase, e, True, MIXED) for e in ("moelora", "vllm"))
+        found.append((ours / theirs, ours / rate(rows, phase, "vllm", False, "base")))
+    return found
+
+
+def claim():
+    (prefill, kept_prefill), (decode, kept_decode) = engine_speeds()
+    training = [
+        f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
+        for peer in ("unsloth", "axolotl")
+    ]
+    release = load("e2e-12-layers")[0]["vllm"]
+    return f"""With moelora, vLLM {release} serves adapters on all experts of Qwen3-30B-A3B with
+        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
+        its own LoRA kernels, which is {kept_prefill:.2f} and {kept_decode:.2f} of its throughput
+        without adapters, on {card("e2e-12-layers")} in bf16, with twelve layers of the model. A
+        training step of a layer is {" and ".join(training)}, on {card("training")}."""
+
+
+def alternatives():
+    """Throughput of an engine with moelora and adapters over what one would take instead."""
+    said = []
+
+    def row(instead, ours, theirs):
+        ratios = [over(a, b) for a, b in zip(ours, theirs, strict=True)]
+        if any(ratios):
+            said.append([instead, *ratios])
+
+    phases = "prefill", "decode"
+    for what, name in ENGINE_TABLES.items():
+        rows = cases(name)
+        if not rows:
+            continue
+        topic = TABLES[name][0]
+        gpu = card(topic).removeprefix("NVIDIA ")
+        release = f"vLLM {load(topic)[0]['vllm']}, {what}, {gpu}"
+        ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
+        for instead, more in (
+            ("its own LoRA kernels", (True, MIXED)),
+            ("without adapters", (False, "base")),
+        ):
+            theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
+            row(f"{release}: {instead}", ours, theirs)
+    speeds = {
+        (r["engine"], r["batch"]): [r[f"{phase}_tok_s"] for phase in phases]
+        for r in cases("engines_sglang")
+    }
+    gpu = card("e2e-sglang").removeprefix("NVIDIA ")
+    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16, Qwen3-30B-A3B, {gpu}"
+    for instead, key in (
+        ("its own LoRA kernels, virtual experts", ("sglang, virtual experts", MIXED)),
+        ("without adapters", ("sglang, no LoRA", "base")),
+    ):
+        row(f"{release}: {instead}", speeds["moelora", MIXED], speeds[key])
+    return markdown(["moelora with adapters, relative to", *phases], said)
+
+
+def engines_parallel(topic="e2e-parallel"):
+    """Tokens per second of several GPUs, in each parallel mode."""
+    speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
+    said = []
+    for way in dict.fromkeys(row["parallel"] for row in speeds):
+        rows = [row for row in speeds if row["parallel"] == way]
+        for phase in ("prefill", "decode"):
+            none, *theirs = (
+                rate(rows, phase, "vllm", *more)
+                for more in ((False, "base"), (True, "base"), (True, MIXED))
+            )
+            idle, ours = (rate(rows, phase, "moelora", True, batch) for batch in ("base", MIXED))
+            numbers = thousands(none, *theirs, idle)
+            numbers += [f"**{ours:,}**" if ours else "", over(ours, theirs[1]), over(ours, none)]
+            said.append([way, phase, *numbers])
+    titles = ["parallel", "phase", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
+    titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
+    if not said:
+        return AWAITED
+    made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
+    count = {2: "Two", 4: "Four"}[speeds[0].get("gpus", 2)]
+    return f"{count} {card(topic)}, vLLM {load(topic)[0].get('vllm', '0.26')}:\n\n{made}"
+
+
+def sglang_ranges():
+    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
+    ours = speeds["moelora", "4 mixed"]
+    made = {
+        what: [
+            ours[f"{what}_tok_s"] / speeds[key][f"{what}_tok_s"]
+            for key in (
+                ("sglang, virtual experts", "4 mixed"),
+                ("sglang", "4 mixed"),
+                ("sglang, no LoRA", "base"),
+            )
+        ]
+        for what in ("prefill", "decode")
+    }
+    virtual, usual, without = (
+        f"{a:.2f} and {b:.2f} times" for a, b in zip(*made.values(), strict=True)
+    )
+    return f"""A real SGLang server on {card("e2e-sglang")}, over HTTP, with twelve bf16 layers and
+        the same adapters: with moelora prefill of {ours["prefill_tok_s"]:,} and decode of
+        {ours["decode_tok_s"]:,}
+        tokens/s, {virtual} SGLang's own with `--lora-use-virtual-experts`, {usual} its own without
+        it, {without} SGLang's without LoRA."""
+
+
+def engine_bits():
+    rows = [r for r in load("e2e-invariance")[1] if r["topic"] == "bits"]
+    ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
+    text = f"""Of {ours["matched"]} different rows that came to moelora's {ours["layers"]} layers in
+        both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one alone;
+        with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
+        {theirs["unmatched"]} came in one alone, after layers that differed."""
+    return wrapped(text)

@@ -1,0 +1,53 @@
+"""Result files, by topic: <card>-<topic>.json, the newest of several cards."""
+
+import json
+
+from benchmarks import ROOT
+
+AWAITED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there
+
+
+def path_of(topic, device=None):
+    """Path of the newest result file of a topic, optionally only those of `device`; None if there
+    is none. GPU results are in <card>-<topic>.json, CPU results (topic cpu-...) in <topic>.json."""
+    folder = ROOT / "benchmarks/results"
+    if topic.startswith("cpu-"):
+        found = [folder / f"{topic}.json"]
+    else:
+        found = [p for p in folder.glob(f"*-{topic}.json") if is_card(p.name, topic)]
+    found = [path for path in found if path.exists()]
+    found = [path for path in found if device in (None, read(path)[0]["device"])]
+    return max(found, key=lambda path: (read(path)[0]["date"], path.name), default=None)
+
+
+def is_card(name, topic):
+    card = name.removesuffix(f"-{topic}.json")
+    return "-" not in card and card != "cpu"
+
+
+def read(path):
+    content = json.loads(path.read_text())
+    return content["meta"], content["cases"]
+
+
+def load(topic, device=None):
+    return read(path_of(topic, device))
+
+
+def card(topic):
+    """The GPU or CPU that a file was measured on."""
+    return load(topic)[0]["device"]
+
+
+def rows_of(topic):
+    """Empty before it was measured."""
+    return load(topic)[1] if path_of(topic) else []
+
+
+def source(topic):
+    path = path_of(topic)
+    if path is None:
+        return AWAITED
+    meta, _ = read(path)
+    about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
+    return f"`benchmarks/results/{path.name}`, {about}:\n\n```\n{meta['command']}\n```"

@@ -1,0 +1,168 @@
+"""Tables and sentences of layers, projections and deltas: of formats, on GPUs and on CPUs."""
+
+import statistics
+
+from benchmarks.tables.columns import WEIGHTS
+from benchmarks.tables.files import AWAITED, card, load, path_of
+from benchmarks.tables.text import cases, cell, markdown, span, wrapped
+
+
+def layer_ranges():
+    _, rows = load("layer")
+    shares, times, ahead = [], [], []
+    for rank in sorted({r["rank"] for r in rows}):
+        some = [r for r in rows if r["rank"] == rank]
+        times.append(f"{span(r['ratio'] for r in some)} times as fast at rank {rank}")
+        won = [r["ours_us"] < r["rivals"]["vllm_base"] for r in some]
+        lost = max(
+            (r["tokens"] for r, faster in zip(some, won, strict=True) if not faster), default=0
+        )
+        later = sorted({r["tokens"] for r in some if r["tokens"] > lost})
+        ahead.append(
+            f"in {sum(won)} of {len(won)} cases at rank {rank}"
+            + (f", among them all from {later[0]} tokens on" if later else "")
+        )
+    for tokens, low, high in (("1 to 4", 1, 4), ("16 to 256", 16, 256), ("more", 257, 1e9)):
+        some = [r for r in rows if low <= r["tokens"] <= high]
+        both = [span(r[name] for r in some) for name in ("share", "share_base")]
+        shares.append(f"{tokens} tokens reach {both[0]} at all ranks, {both[1]} without adapters")
+    return f"""On {card("layer")} that is, over all numbers of tokens, {", ".join(times)}.
+        *With* adapters it is faster than vLLM's layer *without* any {"; ".join(ahead)}.
+        Of the bound {"; ".join(shares)}."""
+
+
+def delta_ranges():
+    said = []
+    for at in ("w13", "w2"):
+        grid = [r for r in load("delta")[1] if r["part"] == "grid" and r["projection"] == at]
+        usual, best = (
+            [r["rivals"][who] / r["ours_us"] for r in grid if who in r["rivals"]]
+            for who in ("vllm_default", "vllm_best")
+        )
+        said.append(f"""{at}'s is {span(usual)} times as fast as vLLM's default (median
+            {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
+            modes for the case, which is faster than moelora in {sum(b < 1 for b in best)} of
+            {len(best)} cases""")
+    where = card("delta")
+    return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."
+
+
+def format_shares():
+    """(weights, tokens, shares of the bound with adapters: ours, vLLM's), geometric means."""
+    made = []
+    for what, formats in WEIGHTS.items():
+        for tokens, low, high in (
+            ("1 and 4", 1, 4),
+            ("16 to 256", 16, 256),
+            ("1024", 1024, 1024),
+            ("4096 and more", 4096, 1e9),
+        ):
+            some = [
+                (r["share"], r["bound_us"] / r["rivals"]["vllm_lora"])
+                for r in cases("formats_all")
+                if r["format"] in formats and low <= r["tokens"] <= high
+            ]
+            ours, theirs = map(statistics.geometric_mean, zip(*some, strict=True))
+            made.append((what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"))
+    return made
+
+
+def format_ranges():
+    rows = cases("formats_all")
+    said = format_shares()
+    table = markdown(["weights", "tokens", "share of the bound", "vLLM's with adapters"], said)
+    faster = [r["rivals"]["vllm_lora"] / r["ours_us"] for r in rows]
+    few = [r for r in rows if r["rank"] == 16 and r["tokens"] >= 4]
+    won = sum(r["ours_us"] < r["rivals"]["vllm_base"] for r in few)
+    text = f"""{card("formats")}, geometric means of both ranks and all models. With adapters the
+        layer is {span(faster)} times as fast as vLLM's with adapters; from 4 tokens on it is faster
+        with adapters of rank 16 than vLLM's without in {won} of {len(few)} cases."""
+    return f"{table}\n\n{wrapped(text)}"
+
+
+def quantized_layers():
+    """Speedup over the fastest of vLLM's layers with adapters, for 4-bit and for FP8 weights."""
+    rows = cases("formats_all")
+    found = {
+        what: [r["ratio"] for r in rows if r["format"] in formats]
+        for what, formats in zip(("MXFP4 and INT4", "FP8"), WEIGHTS.values(), strict=True)
+    }
+    said = [
+        f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"
+        for what, some in found.items()
+    ]
+    text = f"""On {card("formats")} a layer of quantized experts with adapters is
+        {" and ".join(said)} as the fastest of
+        vLLM's layers with adapters: geometric means over 1 to {max(r["tokens"] for r in rows)}
+        tokens. The share of the [upper bound](docs/benchmarks.md#the-upper-bound) that moelora
+        reaches / that vLLM reaches:"""
+    shares = {}
+    for what, tokens, *both in format_shares():
+        shares.setdefault(what, {})[tokens] = " / ".join(both)
+    titles = ["tokens", *shares["FP8"]]
+    table = markdown(titles, [[what, *row.values()] for what, row in shares.items()])
+    return f"{wrapped(text)}\n\n{table}"
+
+
+def invariance_found():
+    meta, _ = load("invariance")
+    return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
+        {meta["compositions"]:,} compositions {meta["differing"]} differ."""
+
+
+def cpu_ranges():
+    meta, rows = load("cpu-layer")
+    most = max(r["tokens"] for r in rows)
+    cost = (100 * r["overhead"] for r in rows if (r["tokens"], r["rank"]) == (most, 16))
+    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}) the layer with adapters is
+        {span(r["ratio"] for r in rows)} times as fast as the best of a loop of `torch.mm` and
+        transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
+
+
+def cpu_format_ranges():
+    """Our times over those of bf16 on unpacked weights: unpacked in the call, and before."""
+    if path_of("cpu-formats") is None:
+        return AWAITED
+    meta, rows = load("cpu-formats")
+    said = []
+    for what, formats in WEIGHTS.items():
+        some = [r for r in rows if r["format"] in formats]
+        if not some:  # of a run of fewer models
+            continue
+        within, before = (
+            [r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"] for r in some for add in ("", "_base")]
+            for who in ("unpacking", "bf16")
+        )
+        longer = [
+            f"more in {sum(t > 1 for t in found)} of {len(found)}" for found in (within, before)
+        ]
+        said.append(f"""weights of {what} take {span(within)} of the time of `unpack()` and the bf16
+            layer ({longer[0]} cases), {span(before)} of that of the bf16 layer alone
+            ({longer[1]})""")
+    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}), with adapters and without,
+        {"; ".join(said)}."""
+
+
+def decode_parts():
+    """Time of each kind of kernel of a decode step / time to move its bytes at memory bandwidth."""
+    _, same_card = load("layer", card("kernels-decode"))
+    layers = {(r["model"], r["tokens"], r["rank"]): r for r in same_card}
+    parts, rows = {}, []
+    for row in load("kernels-decode")[1]:
+        kind = next((k for k in ("gemm", "shrink", "decode") if k in row["kernel"]), "rest")
+        kinds = parts.setdefault((row["model"], row["tokens"], row["rank"]), {})
+        us, mb = kinds.get(kind, (0.0, 0.0))
+        kinds[kind] = us + row["us"], mb + row["dram_read_mb"] + row["dram_write_mb"]
+    for case, kinds in parts.items():
+        layer = layers[case]
+        if "decode" in kinds or "decode" in layer["plan"]:
+            continue
+        spent = [
+            f"{us:.0f} / {1e3 * mb / layer['streaming_gb_s']:.0f}"
+            for us, mb in (kinds[kind] for kind in ("gemm", "shrink", "rest"))
+        ]
+        spent.append(f"{sum(us for us, _ in kinds.values()):.0f}")
+        named = (cell(layer, field) for field in ("model", "tokens", "rank"))
+        rows.append([*named, *spent, cell(layer, "ours_us"), cell(layer, "bound_us")])
+    titles = "model, tokens, rank, products, shrinks, sort and sum, all, in a graph, bound"
+    return f"{card('kernels-decode')}:\n\n{markdown(titles.split(', '), rows)}"

@@ -1,0 +1,67 @@
+"""Tables and sentences of training steps, and of trainers beside engines."""
+
+from benchmarks.tables.files import card, load, rows_of
+from benchmarks.tables.text import markdown, span, thousands
+
+
+def training_speeds(peer):
+    """A training step of another project's kernels over ours, of all layers that it ran."""
+    rows = [row for row in rows_of("training") if peer in row.get("peers", ())]
+    return [row["peers"][peer]["fwdbwd_us"] / row["ours_us"] for row in rows]
+
+
+def training_alternatives():
+    """Time of a training step of other projects over ours."""
+    names = {"yard": "a step with `torch._grouped_mm`, written by hand", **PEERS}
+    said = [f"{span(training_speeds(peer))} times with {name}" for peer, name in names.items()]
+    rows = {(r["shape"], r["tokens"], r["format"]): r["ours_us"] for r in rows_of("training")}
+    slower = [
+        rows[shape, tokens, "mxfp4"] / us
+        for (shape, tokens, format), us in rows.items()
+        if format == "bf16" and (shape, tokens, "mxfp4") in rows
+    ]
+    return f"""Time of a training step of one layer on {card("training")}, relative to moelora's:
+        {"; ".join(said)}. moelora takes {span(slower)} times as long on MXFP4 experts as on bf16
+        ones."""
+
+
+LAYERS = {
+    "qwen3": "Qwen3-30B-A3B",
+    "gptoss": "gpt-oss-20b",
+    "glm45air": "GLM-4.5-Air",
+    "mixtral": "Mixtral-8x7B",
+}
+PEERS = {"unsloth": "Unsloth", "axolotl": "axolotl", "veomni": "VeOmni", "peft": "PEFT"}
+
+
+def training_peers():
+    """A training step of ours and of other projects' kernels."""
+    rows = load("training")[1]
+    titles = ["layer", "tokens", "moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values()]
+
+    def case(row):
+        return row["shape"], row["tokens"], row["rank"], row["tenants"]
+
+    def peers(row, names):
+        return [row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in names]
+
+    quantized = {case(row): row for row in rows if row["format"] == "mxfp4"}
+    both = any(row["peers"] for row in quantized.values())
+    if both:
+        titles.append("Unsloth, MXFP4")
+    said = []
+    for row in rows:
+        if row["peers"] and row["format"] == "bf16":
+            other = quantized.get(case(row), {"ours_us": 0, "peers": {}})
+            times = [other["ours_us"], *peers(row, ("yard", *PEERS))]
+            times += peers(other, ("unsloth_mx",)) if both else []
+            named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
+            said.append([*named, *thousands(*map(round, times))])
+    return f"{card('training')}:\n\n{markdown(titles, said)}"
+
+
+def sampler_bits():
+    """Elements of a trainer's MoE layers that differ from an engine's."""
+    (row,) = (r for r in rows_of("e2e-sampler") if r["topic"] == "sampler")
+    return f"""On an {card("e2e-sampler")} {row["differing"]} of {row["elements"]:,} elements of
+        {row["rows"]:,} rows differ."""

@@ -1,0 +1,79 @@
+"""vLLM on several GPUs, with moelora and without: tokens per second, and answers.
+
+    python -m benchmarks.vllm_parallel --gpus 2 --layers 12 --at-once 3 --out ...-parallel.json
+    python -m benchmarks.vllm_parallel --gpus 4 --layers 12 --at-once 4 --out ...-parallel-4.json
+
+As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
+adapters of attention sharded or not) or have whole ones each (expert parallel), by vLLM's own
+exchange over NCCL. Answers of every engine are compared with those of moelora on one GPU.
+"""
+
+import sys
+
+from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines
+from benchmarks.vllm_e2e import TARGETS, Bench, Run, arguments, describe, parse, speeds
+from moelora.bench.engine.serving import targets
+
+SINGLE = "moelora single"
+WAYS = {
+    "tensor": (),
+    "expert": ("--expert-parallel",),
+    "fully sharded": ("--fully-sharded",),
+}
+
+
+class Parallel(Bench):
+    def rows(self):
+        rows = sorted(speeds(self.runs), key=lambda row: [*WAYS].index(row["parallel"]))
+        for way in WAYS if self.same_format() else ():
+            wanted = TARGETS["quantized" if self.args.format else "bf16"]
+            said = [(phase, f"{way}: {what}", *more) for phase, what, *more in wanted]
+            rows += targets([row for row in rows if row.get("parallel") == way], said)
+        return rows + answers(self.runs)
+
+    def run(self):
+        models = self.timed_models()
+        if models is None:
+            return
+        check = ("--lora", "--check")
+        runs = [Run(SINGLE, models[0], check, environment={"CUDA_VISIBLE_DEVICES": "0"})]
+        for way in self.args.ways:
+            flags = ("--tensor-parallel", self.args.gpus, *WAYS[way])
+            how = {"parallel": way, "gpus": self.args.gpus}
+            for engine in ("vllm", "moelora"):
+                runs.append(self.timed(engine, models, True, "--check", *flags, **how))
+            if way == "tensor" and not self.args.lora_only:
+                runs.append(self.timed("vllm", models, False, *flags, **how))
+        self.together(runs)
+
+
+def answers(runs):
+    """Every engine's mixed batch against uniform ones, and both against one GPU's.
+
+    One GPU and several round differently. vLLM's own engines, which differ from moelora's on one
+    GPU by nothing but rounding, say how much that is in the model: their rows are just reported.
+    """
+    checks = {name: run["check"] for name, run in runs.items() if "check" in run}
+    rows, same = [], SAME
+    for name in sorted(checks.keys() - {SINGLE}, reverse=True):  # vLLM's first
+        made = compare_batches(name, checks[name])
+        compared = compare_engines(name, SINGLE, checks, same)
+        if name.startswith("vllm"):
+            same = max([same, *(WORSE * row["prompt_median"] for row in compared)])
+            made, compared = ([row | {"ok": True} for row in some] for some in (made, compared))
+        rows += made + compared
+    return rows
+
+
+def main(argv=None):
+    p = arguments(__doc__.split("\n")[0])
+    p.add_argument("--gpus", type=int, default=2)
+    p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    bench = Parallel(parse(p, argv))
+    if bench.install():
+        bench.run()
+    return bench.report(bench.write(), lambda row: f"{row['parallel']:14} {describe(row)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

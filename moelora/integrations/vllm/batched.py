@@ -1,0 +1,54 @@
+"""Experts class of vLLM's unquantized layers whose tokens come batched by expert.
+
+DeepEP's low-latency exchange and NIXL's hand over (E, T, K), and `expert_num_tokens`. vLLM refuses
+LoRA with them, so that these layers never have adapters; `batched_experts_lora` would take them.
+Quantized layers stay with vLLM: the exchange quantizes what it sends, in vLLM's own formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import BatchedTritonExperts
+
+from moelora.integrations.batched import batched_experts_lora
+from moelora.integrations.vllm.experts import Served
+
+
+class BatchedTritonExpertsServed(Served, BatchedTritonExperts):  # type: ignore[misc]
+    """`batched_experts_lora` in place of vLLM's batched Triton experts.
+
+    Same role in the layer: `apply` writes each row's result, (E, T, K), which the exchange weights
+    and sums.
+    """
+
+    def _serve(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> str | None:
+        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w1, w2)):
+            return "the expert weights are in host memory"
+        try:
+            batched_experts_lora(
+                hidden_states,
+                w1,
+                w2,
+                expert_tokens_meta.expert_num_tokens,
+                out=output,
+                w13_bias=self.w1_bias,
+                w2_bias=self.w2_bias,
+                **self._activation(activation),
+            )
+        except (ValueError, NotImplementedError) as refusal:
+            return str(refusal)
+        return None

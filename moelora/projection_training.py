@@ -1,0 +1,215 @@
+"""Explicit backward of a projection, and of the deltas of adapters alone.
+
+Autograd runs both, for `fused_moe_lora_gemm` and the two deltas. Call them directly without
+autograd, or to accumulate gradients into given buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moelora.autograd import WANTED_OF_PROJECTION, by_projection_argument
+from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.delta import delta_arguments, moe_lora_gate_up_delta
+from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
+from moelora.ops import Weights, fused_moe_lora_gemm, projection_arguments
+
+FACTORS = ("lora_a", "lora_b")
+
+
+class ProjectionGradients(NamedTuple):
+    """Gradients by argument of `fused_moe_lora_gemm` or of a delta; None if absent or not
+    requested.
+
+    Those of factors are a list if the factors are a sequence.
+    """
+
+    x: Tensor | None = None
+    topk_weights: Tensor | None = None
+    lora_a: FactorGradients = None
+    lora_b: FactorGradients = None
+    bias: Tensor | None = None
+
+
+OPTIONS = Options(fused_moe_lora_gemm)
+DELTA_OPTIONS = Options(moe_lora_gate_up_delta, without=("out", "add_inputs"))
+
+
+@typed
+@OPTIONS
+def fused_moe_lora_gemm_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    w: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    wanted: Collection[str] | None = None,
+    float32: bool = False,
+    grads: ProjectionGradients | None = None,
+    accumulate: bool = False,
+    pairs: Tensor | None = None,
+    **options: Any,
+) -> ProjectionGradients:
+    """Gradients of `fused_moe_lora_gemm`, which saves nothing but its arguments.
+
+    For routed row `p` with expert `e`, adapter `l` and `t` its routing weight with
+    `mul_routed_weight`, otherwise 1, and with `v = grad_out[p] w[e] + s (grad_out[p] B) A`::
+
+        x[p or m]     = t v, summed over the rows that share a row of x
+        topk_weights  = <v, x> + <grad_out[p], bias[e]>, zero without mul_routed_weight
+        lora_b[l, e]  = sum over rows of grad_out[p]^T (t s x A^T)
+        lora_a[l, e]  = sum over rows of (t s grad_out[p] B)^T x
+        bias[e]       = sum over rows of t grad_out[p]
+
+    Factors and biases that no row uses get zeros, and so does what lies beyond a true rank.
+
+    Parameters
+    ----------
+    grad_out : Tensor, shape (M, top_k, N)
+        Gradient of the result, in the dtype of `x`.
+    x, w, topk_weights, topk_ids
+        As the forward had them.
+    wanted : collection of str, optional
+        Fields of `ProjectionGradients` to compute. Absent: all whose argument is given.
+    float32 : bool
+        Gradients of factors and of the bias in float32 instead of in their own dtype.
+    grads : ProjectionGradients, optional
+        Where to write instead of returning new tensors: what is given says what is wanted. Those
+        of factors and of the bias are in the dtype of `x` or in float32, of any strides whose last
+        is 1; that of `topk_weights` is float32.
+    accumulate : bool
+        Add to the gradients of factors and of the bias in `grads`.
+    pairs : Tensor, shape (max_loras, E), int32, optional
+        Gradients of factors in `grads` are sparse, as those of `fused_experts_lora_backward`.
+    **options
+        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
+
+    Returns
+    -------
+    ProjectionGradients
+        `grads`, or new tensors; that of `topk_weights` in its dtype.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, `wanted` names something else, or tensors
+        share memory.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no double backward.
+    NotImplementedError
+        The device has no kernel for it.
+
+    Notes
+    -----
+    Sums, rounding and the isolation of adapters are those of `fused_experts_lora_backward`.
+    """
+    args, last = projection_arguments(x, w, topk_weights, topk_ids, *OPTIONS.values(options))
+    arguments = {"topk_weights": topk_weights, **options}
+    return _backward(
+        (grad_out, *args, 0), last, x, arguments, wanted, float32, grads, accumulate, pairs
+    )
+
+
+@typed
+@DELTA_OPTIONS
+def moe_lora_delta_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    wanted: Collection[str] | None = None,
+    float32: bool = False,
+    grads: ProjectionGradients | None = None,
+    accumulate: bool = False,
+    pairs: Tensor | None = None,
+    **options: Any,
+) -> ProjectionGradients:
+    """Gradients of what `moe_lora_gate_up_delta` and `moe_lora_down_delta` add to `out`.
+
+    They are those of `fused_moe_lora_gemm_backward` with weights of zero. The gradient of `out`
+    itself is `grad_out` with `add_inputs`, otherwise zero.
+
+    Parameters
+    ----------
+    grad_out : Tensor, shape (M, top_k, N)
+        Gradient of `out`, in the dtype of `x`.
+    x, topk_weights, topk_ids
+        As the forward had them.
+    wanted, float32, grads, accumulate, pairs
+        As of `fused_moe_lora_gemm_backward`; there is no bias. `grads.x` has the shape of `x`.
+    **options
+        The forward's other arguments, token_lora_mapping, ..., batch_invariant, without
+        `add_inputs` and `out`.
+
+    Returns
+    -------
+    ProjectionGradients
+        `grads`, or new tensors; that of `topk_weights` in its dtype.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError, NotImplementedError
+        As `fused_moe_lora_gemm_backward`.
+    """
+    *arguments, _ = DELTA_OPTIONS.values(options)
+    x_rows, a, b, weights, ids, mapping, *tables, expert_map, experts, weighted = delta_arguments(
+        x, topk_weights, topk_ids, *arguments
+    )
+    absent = absent_tensor(x)
+    before = (
+        *(grad_out, x_rows, absent, weights, ids, mapping, a, b, *tables),
+        *(absent, expert_map, weighted, experts),
+    )
+    given = {"topk_weights": topk_weights, **options}
+    return _backward(before, (), x, given, wanted, float32, grads, accumulate, pairs)
+
+
+def _backward(
+    before: tuple[Any, ...],
+    last: tuple[float, ...],
+    x: Tensor,
+    arguments: dict[str, Any],
+    wanted: Collection[str] | None,
+    float32: bool,
+    grads: ProjectionGradients | None,
+    accumulate: bool,
+    pairs: Tensor | None,
+) -> ProjectionGradients:
+    """`before`: arguments of the operator up to those that say what is wanted."""
+    if grads is not None:
+        given = buffers(grads._asdict(), FACTORS, wanted, pairs, x)
+        given[0] = _in_rows("grads.x", given[0])
+        op = operators.fused_moe_lora_gemm_backward_out.default
+        run(op, *before, *given, or_absent(pairs, absent_tensor(x)), accumulate, *last)
+        return grads
+    present = ["x", *(n for n in ("topk_weights",) if arguments[n] is not None)]
+    present += [n for n in FACTORS if factor_list(arguments.get(n))]
+    present += [n for n in ("bias",) if arguments.get(n) is not None]
+    names, bits = requested(wanted, present, WANTED_OF_PROJECTION, pairs, accumulate)
+    op = operators.fused_moe_lora_gemm_backward.default
+    a, b = before[6:8]
+    found = by_projection_argument(run(op, *before, bits, float32, *last), len(a), len(b))
+    dtypes: dict[str, torch.dtype] = {}
+    if arguments["topk_weights"] is not None:
+        dtypes["topk_weights"] = arguments["topk_weights"].dtype
+    results = {n: in_form(found[n], arguments.get(n), dtypes.get(n)) for n in names}
+    if "x" in results:
+        results["x"] = results["x"].view(x.shape)
+    return ProjectionGradients(**results)
+
+
+def _in_rows(name: str, grad: Tensor) -> Tensor:
+    """A gradient (M, top_k, K) as (M * top_k, K), in its own memory."""
+    if grad.dim() != 3:
+        return grad
+    if grad.stride(0) != grad.size(1) * grad.stride(1) and grad.size(0) > 1 < grad.size(1):
+        raise ValueError(f"{name} has strides {grad.stride()}, expected equally spaced rows")
+    return grad.flatten(0, 1)

@@ -1,0 +1,125 @@
+"""Sparse gradients of factors: of the pairs of adapter and expert that rows reach.
+
+Autograd computes them for factors that `set_sparse` has marked, as sparse tensors of two sparse and
+two dense dimensions, (adapter, expert, rows, columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MARK = "_moelora_sparse"
+
+
+def index_of_pairs(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    max_loras: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `moelora.training.touched_pairs` returns."""
+    ids, adapter = topk_ids.long(), token_lora_mapping.long().unsqueeze(1)
+    if expert_map is not None:
+        there = (ids >= 0) & (ids < expert_map.numel())
+        ids = torch.where(there, expert_map.long()[ids * there], -1)
+    used = (ids >= 0) & (ids < num_experts) & (adapter >= 0) & (adapter < max_loras)
+    last = max_loras * num_experts  # of no pair
+    flat = torch.where(used, adapter * num_experts + ids, last).flatten()
+    touched = ids.new_zeros(last + 1).index_fill(0, flat, 1)[:last]
+    counted = touched.cumsum(0)
+    index = torch.where(touched > 0, counted - 1, -1).view(max_loras, num_experts)
+    return index.int(), touched.sum()
+
+
+def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
+    """Mark leaves: whether backwards compute their gradients for touched pairs alone.
+
+    Those of calls under torch.compile, and those that a CUDA graph captures, are dense anyway.
+    """
+    for factor in factors:
+        setattr(factor, _MARK, sparse)
+
+
+def is_sparse(factor: Tensor) -> bool:
+    return getattr(factor, _MARK, False)
+
+
+class Pairs:
+    """The pairs that a call reaches, also on the host: copied behind the forward, and there by the
+    time of its backward.
+
+    Attributes
+    ----------
+    index : Tensor, shape (max_loras, E), int32
+        As of `index_of_pairs`.
+    """
+
+    def __init__(self, ids: Tensor, mapping: Tensor, sizes: Sequence[int], expert_map: Any) -> None:
+        self.index, _ = index_of_pairs(ids, mapping, sizes[0], sizes[1], expert_map)
+        self._event = torch.cuda.Event() if ids.is_cuda else None
+        self._host = self.index
+        if self._event is not None:
+            self._host = torch.empty(self.index.shape, dtype=torch.int32, pin_memory=True)
+            self._host.copy_(self.index, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(ids.device))
+
+    def places(self) -> Tensor:
+        """(2, S): adapter and expert of each index, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return (self._host >= 0).nonzero().T
+
+
+class Buffers:
+    """Gradients of the marked ones of a call's factors for the pairs of `places`, of others dense.
+
+    Attributes
+    ----------
+    given : list of lists of Tensor
+        For the operator, by factor; empty for those that are not wanted.
+    """
+
+    def __init__(
+        self, factors: Sequence[list[Tensor]], wanted: Sequence[bool], pairs: Pairs
+    ) -> None:
+        self._pairs, places = pairs, pairs.places()
+        self._count = places.size(1)
+        device = factors[0][0].device if factors[0] else pairs.index.device
+        self._places = places.to(device, non_blocking=True)
+        self.given = [
+            [self._buffer(f) for f in each] if one else []
+            for each, one in zip(factors, wanted, strict=True)
+        ]
+        self._factors = factors
+
+    def _is_sparse(self, factor: Tensor) -> bool:
+        return factor.size(1) == self._pairs.index.size(1)
+
+    def _buffer(self, factor: Tensor) -> Tensor:
+        if not self._is_sparse(factor):
+            return torch.empty_like(factor, memory_format=torch.contiguous_format)
+        return factor.new_empty(1, max(self._count, 1), *factor.shape[2:])
+
+    def gradients(self) -> list[list[Tensor]]:
+        """What the operator wrote, as autograd has it."""
+        return [
+            [self._gradient(buffer, f) for buffer, f in zip(buffers, factors, strict=False)]
+            for buffers, factors in zip(self.given, self._factors, strict=True)
+        ]
+
+    def _gradient(self, buffer: Tensor, factor: Tensor) -> Tensor:
+        if not self._is_sparse(factor):
+            return buffer
+        return sparse_tensor(self._places, buffer[0, : self._count], factor.shape)
+
+
+def sparse_tensor(indices: Tensor, values: Tensor, size: Sequence[int]) -> Tensor:
+    """A sparse tensor of sorted indices without duplicates."""
+    return torch.sparse_coo_tensor(
+        indices, values, tuple(size), is_coalesced=True, check_invariants=False
+    )

@@ -1,0 +1,206 @@
+"""Tokens that come batched by expert, with and without vLLM."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import batched_cases
+import pytest
+import torch
+from batched_cases import combine, dispatch, options
+from cases import Spec, same_bits
+from checks import assert_close_to_ref
+from vllm_layer import load
+
+from moelora import fused_experts_lora
+from moelora.integrations.batched import batched_experts_lora
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+pytest_plugins = ["vllm_fixtures"]
+
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ROWS = 11  # of each block, more than any expert gets
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(mix="absent"),
+        Spec(tokens=9, mix="many"),
+        Spec(tokens=7, mix="half_base", sharing="outer", slices=1),
+        Spec(tokens=6, activation="swigluoai", slices=1, bias=True),
+    ],
+    ids=str,
+)
+def test_a_row_is_what_its_choice_contributes(device_and_dtype, spec):
+    device, dtype = device_and_dtype
+    p = Spec(**{**vars(spec), "dtype": dtype}).build().to(device)
+    x, counts, mapping, places = dispatch(p, 0, p.spec.experts, ROWS)
+    mapping = None if p.token_lora_mapping is None else mapping
+    more = options(p)
+    rows = batched_experts_lora(x, p.w13, p.w2, counts, mapping, **more)
+    assert rows.shape == x.shape
+    ones = p.topk_weights.new_ones(1, 1)
+    for token, choice, expert, row in places:
+        alone = fused_experts_lora(
+            p.hidden_states[token : token + 1],
+            p.w13,
+            p.w2,
+            ones,
+            p.topk_ids[token : token + 1, choice : choice + 1].contiguous(),
+            token_lora_mapping=None if mapping is None else p.token_lora_mapping[token : token + 1],
+            batch_invariant=True,
+            **more,
+        )
+        together = batched_experts_lora(
+            x, p.w13, p.w2, counts, mapping, batch_invariant=True, **more
+        )
+        assert same_bits(together[expert, row], alone[0])
+    there, here = p.kwargs(), p.to("cpu").kwargs()
+    ref, naive = fused_experts_lora_ref(**here), naive_fused_experts_lora(**there)
+    assert_close_to_ref(combine(p, rows, places).to(dtype), ref, naive, dtype)
+
+
+def test_rows_without_tokens_are_not_read(device_and_dtype):
+    """They are NaN here, and 0 in the result; numbers of tokens are on the device."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=9, mix="many", dtype=dtype).build().to(device)
+    x, counts, mapping, _ = dispatch(p, 0, p.spec.experts, ROWS)
+    out = torch.full_like(x, float("nan"))
+    got = batched_experts_lora(x, p.w13, p.w2, counts, mapping, out=out, **options(p))
+    assert got is out and out.isfinite().all()
+    for expert, count in enumerate(counts.tolist()):
+        assert out[expert, count:].eq(0).all() and out[expert, :count].ne(0).any(-1).all()
+    none = batched_experts_lora(x, p.w13, p.w2, counts * 0, mapping, **options(p))
+    assert none.eq(0).all()
+
+
+def test_arguments_are_refused_by_name():
+    p = Spec(mix="absent").build()
+    x, counts, mapping, _ = dispatch(p, 0, p.spec.experts, ROWS)
+
+    def refused(match, **changes):
+        given = {"hidden_states": x, "w13": p.w13, "w2": p.w2, "expert_num_tokens": counts}
+        with pytest.raises(ValueError, match=match):
+            batched_experts_lora(**given | changes)
+
+    refused("hidden_states has 2 dimensions, expected 3", hidden_states=p.hidden_states)
+    refused(r"expert_num_tokens has shape \(3,\), expected \(4,\)", expert_num_tokens=counts[:3])
+    refused("expert_num_tokens is torch.float32", expert_num_tokens=counts.float())
+    refused(r"token_lora_mapping has shape \(4, 3\)", token_lora_mapping=mapping[:, :3])
+    refused(r"out has shape \(4, 3, 64\)", out=x[:, :3])
+    refused("out is not contiguous", out=x.transpose(1, 2).contiguous().transpose(1, 2))
+    refused("hidden_states has 4 blocks, w13 has 2 experts", w13=p.w13[:2])
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(ON_CPUS, id="cpu"),
+        pytest.param({}, marks=[pytest.mark.gpu, TWO], id="cuda"),
+    ],
+)
+def test_two_processes_exchange_tokens_and_adapters(environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*command, "--nproc-per-node", "2", batched_cases.__file__],
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert sorted(line.partition(":")[0] for line in run.stdout.splitlines()) == [
+        "rank 0",
+        "rank 1",
+    ]
+
+
+# ---- in vLLM ----
+
+
+def batched_class(vllm):
+    oracle = load("vllm.model_executor.layers.fused_moe.oracle.unquantized")
+    return oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.BATCHED_TRITON)[0]
+
+
+def batched_layer(vllm, p, activation=None):
+    """(experts, arguments of `apply` but for those of the batch)."""
+    place = load("vllm.model_executor.layers.fused_moe.config")
+    numbers = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+    config = SimpleNamespace(
+        activation=vllm.MoEActivation(activation or p.spec.activation),
+        num_local_experts=p.spec.experts,
+        hidden_dim=p.spec.hidden,
+        **dict.fromkeys(numbers),
+    )
+    quant = place.biased_moe_quant_config(p.w13_bias, p.w2_bias)
+    experts = batched_class(vllm)(config, quant, max_num_tokens=ROWS, num_dispatchers=1)
+    return experts, {
+        "w1": p.w13,
+        "w2": p.w2,
+        "topk_weights": p.topk_weights,
+        "topk_ids": p.topk_ids,
+        "activation": config.activation,
+        "global_num_experts": p.spec.experts,
+        "expert_map": None,
+        "a1q_scale": None,
+        "a2_scale": None,
+        "apply_router_weight_on_input": False,
+    }
+
+
+def apply(vllm, experts, call, x, counts):
+    """As the modular kernel calls it, with the workspace that the class asks for."""
+    e, m, n, k, topk = experts.moe_problem_size(x, call["w1"], call["w2"], call["topk_ids"])
+    meta = vllm.ExpertTokensMetadata(counts, None)
+    shapes = experts.workspace_shapes(m, n, k, topk, e, e, meta, call["activation"])
+    first, second, output = (x.new_empty(shape) for shape in shapes)
+    experts.apply(
+        output=output,
+        hidden_states=x,
+        workspace13=first,
+        workspace2=second,
+        expert_tokens_meta=meta,
+        **call,
+    )
+    return output, shapes
+
+
+def test_vllms_batched_layers_are_served(vllm, place):
+    device, dtype = place
+    vllm.register()
+    assert batched_class(vllm).__name__ == "BatchedTritonExpertsServed"
+    p = Spec(tokens=9, mix="absent", bias=True, dtype=dtype).build().to(device)
+    experts, call = batched_layer(vllm, p)
+    x, counts, _, places = dispatch(p, 0, p.spec.experts, ROWS)
+    output, shapes = apply(vllm, experts, call, x, counts)
+    assert shapes[:2] == ((0,), (0,)) and output.shape == x.shape
+    wanted = batched_experts_lora(x, p.w13, p.w2, counts, w13_bias=p.w13_bias, w2_bias=p.w2_bias)
+    assert same_bits(output, wanted)
+    assert combine(p, output, places).isfinite().all()
+
+
+def test_what_is_not_supported_runs_vllms_own_path(vllm, lines):
+    vllm.register()
+    p = Spec(tokens=9, mix="absent").build()
+    experts, call = batched_layer(vllm, p, activation="gelu")
+    own = []
+    base = type(experts).__mro__[2]
+    assert base.__name__ == "BatchedTritonExperts"
+    vllm.monkeypatch.setattr(base, "apply", lambda self, *args: own.append(len(args)))
+    x, counts, _, _ = dispatch(p, 0, p.spec.experts, ROWS)
+    _, shapes = apply(vllm, experts, call, x, counts)
+    assert own == [15] and shapes[0] != (0,)
+    assert lines[-1] == "moelora: there is no activation 'gelu'; vLLM's own path runs"
+
+
+def test_a_release_without_batched_experts_is_served_otherwise(vllm, lines):
+    place = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
+    vllm.monkeypatch.delattr(load(place), "BatchedTritonExperts")
+    vllm.register()
+    assert vllm.chosen().__name__ == "TritonExpertsWithLoRA"
+    assert any("BatchedTritonExperts" in line and "batched by expert" in line for line in lines)

@@ -1,0 +1,86 @@
+"""Problems of a projection and of the deltas of adapters alone, and their gradients by autograd."""
+
+from dataclasses import replace
+
+import torch
+from cases import Spec
+from gradient_cases import flat, grad_like, on_cpu
+
+import moelora
+from moelora.reference import fused_moe_lora_gemm_backward_ref, naive_fused_moe_lora_gemm_backward
+from moelora.reference.backward import TRAINED_OF_PROJECTION
+
+DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
+FACTORS = ("lora_a", "lora_b")
+
+
+def with_leaves(arguments):
+    def leaf(value):
+        if isinstance(value, list):
+            return [leaf(v) for v in value]
+        return value.detach().requires_grad_()
+
+    given = {n: leaf(arguments[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None}
+    return arguments | given
+
+
+def grads_of(arguments, given):
+    def grad(value):
+        return [t.grad for t in value] if isinstance(value, list) else value.grad
+
+    return flat({n: grad(given[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None})
+
+
+def of_projection(arguments, grad_out):
+    given = with_leaves(arguments)
+    moelora.fused_moe_lora_gemm(**given).backward(grad_out)
+    return grads_of(arguments, given)
+
+
+def for_delta(projection, arguments):
+    """The arguments of a delta, and the projection without weights that it is."""
+    num_experts = arguments["w"].size(0)
+    own = {n: v for n, v in arguments.items() if n not in ("w", "bias")}
+    own["x"] = arguments["x"]
+    reference = arguments | {"w": torch.zeros_like(arguments["w"]), "bias": None}
+    return own | {"num_experts": num_experts}, reference
+
+
+def samples(grads, reference, grad_out):
+    reference, grad_out = on_cpu(reference), grad_out.cpu()
+    want = flat(fused_moe_lora_gemm_backward_ref(grad_out, **reference))
+    naive = flat(naive_fused_moe_lora_gemm_backward(grad_out, **reference))
+    assert set(grads) == set(want)
+    return {n: (grads[n], want[n], naive[n].double()) for n in want}
+
+
+def of_delta(projection, base=None, add_inputs=True):
+    def compute(arguments, grad_out):
+        given = with_leaves(arguments)
+        out = None if base is None else base(grad_out)
+        result = DELTAS[projection](**given, out=out, add_inputs=add_inputs)
+        result.backward(grad_out)
+        return grads_of(arguments, given)
+
+    return compute
+
+
+def problem(device="cpu", projection="w13", mul=True, **options):
+    """(arguments, grad_out) of a projection in bfloat16."""
+    p = replace(Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16), **options).build()
+    arguments = p.to(device).gemm_kwargs(projection, mul)
+    columns = arguments["w"].size(1)
+    return arguments, grad_like((*p.topk_ids.shape, columns), p.spec.dtype, device)
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def as_projection(projection):
+    """Gradients of the projection, or of its delta, of the same arguments."""
+
+    def of_adapters(arguments, grad_out):
+        return of_delta(projection)(for_delta(projection, arguments)[0], grad_out)
+
+    return of_projection, of_adapters

@@ -1,0 +1,290 @@
+"""Gradients of touched pairs by autograd, and tenants that train with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from checks import largest_allocation
+from conftest import on_gpu
+from gradient_cases import FEW_PLACES, grad_like
+from projection_cases import DELTAS, FACTORS, as_list, for_delta, with_leaves
+from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
+
+import moelora
+from moelora.sparse import set_sparse
+from moelora.tenants import tenants as module
+from moelora.training import Tenants, touched_pairs
+
+SPARSE = [p for p in PLACES if p.values[0][3]]
+SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")
+SPECS = {
+    "per_expert": SPEC,
+    "outer": replace(SPEC, sharing="outer", slices=1),
+    "remote": replace(SPEC, remote=2, routing="out_of_range"),
+    "no_rows": replace(SPEC, tokens=0),
+}
+
+
+# ---- by autograd ----
+
+
+def calls(name, place):
+    """(arguments, function of them, names of the factors, number of experts) of every operator."""
+    p = replace(SPECS[name], dtype=place[1]).build().to(place[0])
+    layer = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+    yield p.kwargs(), moelora.fused_experts_lora, layer, p
+    for projection, delta in DELTAS.items():
+        arguments = p.gemm_kwargs(projection, True)
+        yield arguments, moelora.fused_moe_lora_gemm, FACTORS, p
+        yield for_delta(projection, arguments)[0], delta, FACTORS, p
+
+
+def gradients(arguments, function, names, grad_seed, sparse, wide=False):
+    """Gradients of all leaves by name and index, and the leaves of factors."""
+    given = {n: v for n, v in arguments.items() if n in names}
+    if wide:
+        given = {n: [t.float() for t in as_list(v)] for n, v in given.items()}
+        given = {n: v if isinstance(arguments[n], list) else v[0] for n, v in given.items()}
+    leaves = {
+        n: [t.detach().requires_grad_() for t in v]
+        if isinstance(v, list)
+        else v.detach().requires_grad_()
+        for n, v in given.items()
+    }
+    factors = [t for v in leaves.values() for t in as_list(v)]
+    set_sparse(factors, sparse)
+    x = "hidden_states" if "hidden_states" in arguments else "x"
+    rows = arguments[x].detach().requires_grad_()
+    out = function(**arguments | leaves | {x: rows})
+    out.backward(grad_like(out.shape, out.dtype, out.device, grad_seed))
+    return [rows.grad, *(f.grad for f in factors)], factors
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_bits_of_dense_gradients(place, name):
+    for arguments, function, names, p in calls(name, place):
+        for wide in (False, True):
+            dense, _ = gradients(arguments, function, names, 1, False, wide)
+            found, _ = gradients(arguments, function, names, 1, True, wide)
+            experts, loras = p.w13.size(0), p.w2_lora_b.size(0)
+            pairs, count = touched_pairs(
+                p.topk_ids, p.token_lora_mapping, loras, experts, p.expert_map
+            )
+            assert same_bits(found[0], dense[0])
+            for got, want in zip(found[1:], dense[1:], strict=True):
+                if want.size(1) == experts:
+                    assert got.is_sparse and got._nnz() == count
+                    assert torch.equal(got.coalesce().indices(), (pairs >= 0).nonzero().T)
+                    got = got.to_dense()
+                assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_a_factor_of_two_calls(place):
+    """Autograd adds them up, of the pairs of either."""
+    (arguments, function, names, _), *_ = calls("per_expert", place)
+    _, factors = gradients(arguments, function, names, 1, True)
+    other = arguments | {"topk_ids": (arguments["topk_ids"] + 1) % 5}
+    leaves = dict(zip(names, [factors[:2], factors[2:4], *factors[4:]], strict=True))
+    out = function(**other | leaves)
+    grad_out = grad_like(out.shape, out.dtype, out.device, 2)
+    out.backward(grad_out)
+    assert all(factor.grad.is_sparse for factor in factors)
+    second, _ = gradients(other, function, names, 2, True)
+    once, _ = gradients(arguments, function, names, 1, True)
+    for factor, a, b in zip(factors, once[1:], second[1:], strict=True):
+        torch.testing.assert_close(factor.grad.to_dense(), a.to_dense() + b.to_dense())
+
+
+def test_calls_that_are_compiled_have_dense_gradients():
+    (arguments, function, names, _), *_ = calls("per_expert", ("cpu", torch.float32))
+    want, _ = gradients(arguments, function, names, 1, False)
+    compiled = torch.compile(function, backend="aot_eager")
+    found, _ = gradients(arguments, compiled, names, 1, True)
+    assert all(same_bits(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("place", [on_gpu("cuda")])
+def test_calls_that_are_captured_have_dense_gradients(place):
+    """The number of pairs of a graph's replay is not known."""
+    (arguments, function, names, _), *_ = calls("per_expert", (place, torch.bfloat16))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gradients(arguments, function, names, 1, True)
+    want, _ = gradients(arguments, function, names, 1, False)
+    graph = torch.cuda.CUDAGraph()
+    given = with_leaves(arguments) if "x" in arguments else arguments
+    leaves = {n: [t.detach().requires_grad_() for t in as_list(given[n])] for n in names}
+    factors = [t for each in leaves.values() for t in each]
+    set_sparse(factors, True)
+    grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, place, 1)
+    with torch.cuda.graph(graph):
+        out = function(**arguments | leaves)
+        found = torch.autograd.grad(out, factors, grad_out)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, wanted in zip(found, want[1:], strict=True):
+        assert same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("place", [on_gpu("cuda")])
+def test_a_stream_of_ones_own(place):
+    """The copy of the table to the host is awaited where the backward needs it."""
+    (arguments, function, names, _), *_ = calls("per_expert", (place, torch.bfloat16))
+    want, _ = gradients(arguments, function, names, 1, False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        found, _ = gradients(arguments, function, names, 1, True)
+        dense = [g.to_dense() for g in found[1:]]
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(dense, want[1:], strict=True))
+
+
+# ---- tenants ----
+
+
+def test_updates_are_those_of_dense_gradients(monkeypatch):
+    """Without the zeros of pairs that no row has reached."""
+    for place in SPARSE[:1]:
+        factors, steps = alone(place.values[0], "code", range(6))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "set_sparse", lambda *_: None)
+            dense, its_steps = alone(place.values[0], "code", range(6))
+        assert same(factors, dense)
+        assert [s.updated for s in steps] == [s.updated for s in its_steps]
+
+
+def test_pairs_that_every_batch_reaches_move_as_with_adamw():
+    """Up to eps, which SparseAdam adds before the correction of bias: gradients are large here."""
+    place = PLACES[0].values[0]
+    house = House(place)
+    start = []
+    for name, sparse in (("law", True), ("med", False)):
+        generator = torch.Generator().manual_seed(1)
+        house.add(name, rank=4, lr=1e-2, weight_decay=0.0, sparse=sparse, generator=generator)
+        start.append(house.factors(name))
+    assert same(*start)
+    w13, w2 = house.weights[0]
+    x = draw(0, 8, K)
+    ids = torch.arange(4).repeat(2)[:, None]
+    for n in range(5):
+        out = moelora.fused_experts_lora(
+            x.repeat(2, 1),
+            *(w13, w2, torch.ones(16, 1), ids.repeat(2, 1)),
+            token_lora_mapping=house.pool.mapping(["law"] * 8 + ["med"] * 8),
+            **house.pool.layer(LAYERS[0].name),
+        )
+        law, med = (1e6 * (part - n).square().mean() for part in out.split(8))
+        house.tenants.step({"law": law, "med": med})
+    for a, b, before in zip(house.factors("law"), house.factors("med"), start[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+        assert before.eq(a).all() or not torch.allclose(a, before, rtol=1e-3)
+
+
+@pytest.mark.parametrize("place", SPARSE)
+def test_a_pair_whose_gradient_is_zero_moves_by_its_moments(place):
+    """As with dense gradients; one that no row reaches does not."""
+    house = House(place)
+    house.add("law", lr=1e-2)
+    w13, w2 = house.weights[0]
+
+    def step(expert, weight):
+        out = moelora.fused_experts_lora(
+            *(draw(1, 6, K).to(place[0], place[1]), w13, w2, torch.ones(6, 1, device=place[0])),
+            torch.full((6, 1), expert, device=place[0]),
+            token_lora_mapping=house.pool.mapping(["law"] * 6),
+            **house.pool.layer(LAYERS[0].name),
+        )
+        before = house.factors("law")[3]  # B of w2
+        assert house.tenants.step({"law": out.float().square().mean() * weight})["law"].updated
+        return (house.factors("law")[3] != before).flatten(1).any(1).tolist()
+
+    assert step(0, 1.0) == [True, False, False, False]
+    assert step(2, 1.0) == [False, False, True, False]
+    assert step(0, 0.0) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("place", SPARSE)
+def test_tenants_of_both_kinds(place):
+    """One has the trajectory that it has alone, whichever gradients the others have."""
+    dense = (*place[:3], False)
+    house = House(dense)
+    house.add("law")
+    house.steps(["law"], range(1))
+    house.add("code", sparse=True)
+    house.steps(["code", "law"], range(1, 4))
+    house.add("med", sparse=True, weight_decay=0.0)
+    house.steps(["med", "code", "law"], range(4, 6))
+    house.tenants.remove("code")
+    house.tenants.remove("med")
+    house.steps(["law"], range(6, 7))
+    assert same(house.factors("law"), alone(dense, "law", range(7))[0])
+    again = House(dense)
+    again.add("law")
+    again.add("code", sparse=True)
+    again.steps(["law", "code"], range(1, 6))
+    assert same(again.factors("code"), alone_from(place, "code", range(1, 6)))
+
+
+def alone_from(place, name, numbers):
+    house = House(place, max_loras=1)
+    house.add(name)
+    house.steps([name], numbers)
+    return house.factors(name)
+
+
+@pytest.mark.parametrize("place", [(*p.values[0][:1], p.values[0][1]) for p in SPARSE[:1]])
+def test_a_step_takes_the_memory_of_its_pairs(place):
+    check_memory(*place)
+
+
+@pytest.mark.parametrize("place", [on_gpu("cuda")])
+def test_a_step_on_a_gpu_takes_the_memory_of_its_pairs(place):
+    check_memory(place, torch.bfloat16)
+
+
+def check_memory(device, dtype):
+    """Of 8 slots of 64 experts, four tokens of two tenants reach 8 pairs."""
+    experts, slots, rank, wide = 64, 8, 8, 64
+    layer = moelora.MoELayer("experts", experts, wide, wide)
+    pool = moelora.AdapterPool(
+        [layer], slots, rank, dtype=torch.float32, w13_slices=1, device=device
+    )
+    tenants = Tenants(pool)
+    for name in ("law", "med"):
+        tenants.add(name, rank=rank, sparse=True, accumulation=2)
+    w13, w2 = (draw(n, experts, wide * (2 - n), wide).to(device, dtype) for n in range(2))
+    x = draw(2, 4, wide).to(device, dtype)
+    ids = torch.arange(8, device=device).view(4, 2)
+    stacks = tenants._stacks
+    of_slot = max(stack[0].nbytes for stack in stacks)
+
+    def losses():
+        out = moelora.fused_experts_lora(
+            *(x, w13, w2, torch.ones(4, 2, device=device), ids),
+            token_lora_mapping=pool.mapping(["law", "law", "med", "med"]),
+            **pool.layer("experts"),
+        )
+        return {"law": out[:2].float().sum(), "med": out[2:].float().sum()}
+
+    tenants.step(losses())
+    for name in ("law", "med"):
+        for factor in tenants[name].factors():
+            assert factor.held.values.size(0) == 4
+    with largest_allocation() as found:
+        assert all(step.updated for step in tenants.step(losses()).values())
+    assert found.nbytes <= of_slot  # a moment of one tenant's factor, not the stack's gradient
+    assert all(stack.grad is None for stack in stacks)
+
+
+@pytest.mark.parametrize("place", SPARSE)
+def test_a_closed_house_has_dense_gradients(place):
+    house = House(place)
+    house.add("law")
+    stack = house.tenants._stacks[0]
+    house.tenants.close()
+    stack.requires_grad_()
+    house.losses(["law"], 0)["law"].backward()
+    assert not stack.grad.is_sparse
