@@ -2,12 +2,14 @@
 
     python -m benchmarks.sglang_e2e --only speed --out benchmarks/results/h200-e2e-sglang.json
     python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
+    python -m benchmarks.sglang_e2e --servers "sglang, v2;moelora, v2" --checked "sglang, v2" ...
 
 One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
-moelora, which it finds by its entry point as after `pip install`. Answers are of four layers, for
-more of random weights make other numbers of a rounding; float32 transformers with merged adapters
-judge them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
+moelora, which it finds by its entry point as after `pip install`. From SGLang 0.5.23 on "v2" is its
+LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`. Answers are
+of four layers, for more of random weights make other numbers of a rounding; float32 transformers
+with merged adapters judge them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -39,20 +41,33 @@ from moelora.integrations.sglang import SWITCH
 RANKS = "16,16,64,64"
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
 LORA = ("--enable-lora", "--lora-backend", "triton")
+V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
     "sglang, no LoRA": ((), False),
     "sglang": (LORA, False),
     "sglang, virtual experts": ((*LORA, "--lora-use-virtual-experts"), False),
     "moelora": (LORA, True),
+    "sglang, v2": ((*V2, "lora_triton"), False),
+    "sglang, v2 cutedsl": ((*V2, "lora_cutedsl"), False),
+    "moelora, v2": ((*V2, "lora_triton"), True),
 }
-CHECKED = ("sglang", "moelora")
-OURS_MIXED = {"engine": "moelora", "batch": "4 mixed"}
+USUAL = ("sglang, no LoRA", "sglang", "sglang, virtual experts", "moelora")
 TARGETS = [
-    (phase, f"moelora 4 mixed / {' '.join(theirs.values())}", OURS_MIXED, theirs, least)
-    for phase, theirs, least in (
-        ("prefill", {"engine": "sglang, no LoRA", "batch": "base"}, 1.0),
-        ("decode", {"engine": "sglang", "batch": "4 mixed"}, 1.3),
-        ("decode", {"engine": "sglang, virtual experts", "batch": "4 mixed"}, 1.3),
+    (
+        phase,
+        f"{ours} 4 mixed / {theirs} {batch}",
+        {"engine": ours, "batch": "4 mixed"},
+        {"engine": theirs, "batch": batch},
+        least,
+    )
+    for ours, phase, theirs, batch, least in (
+        ("moelora", "prefill", "sglang, no LoRA", "base", 1.0),
+        ("moelora", "decode", "sglang", "4 mixed", 1.3),
+        ("moelora", "decode", "sglang, virtual experts", "4 mixed", 1.3),
+        ("moelora, v2", "prefill", "sglang, no LoRA", "base", 1.0),
+        ("moelora, v2", "prefill", "sglang, v2", "4 mixed", 1.3),
+        ("moelora, v2", "decode", "sglang, v2", "4 mixed", 1.3),
+        ("moelora, v2", "decode", "sglang, v2 cutedsl", "4 mixed", 1.3),
     )
 ]
 
@@ -132,7 +147,7 @@ class Bench(Stages):
         manifest = self.model("--preset", "tiny")
         if manifest is None:
             return
-        for name in CHECKED:
+        for name in self.checked():
             self.server(name, manifest, lambda client, run: run.update(check=check(client)))
         self.references()
 
@@ -179,10 +194,14 @@ class Bench(Stages):
         self.checks.append({"topic": "layers", "run": name, "served": served, "ok": served == ours})
         self.write()
 
+    def checked(self):
+        """The server that answers are compared with, and moelora's with the same options."""
+        return self.args.checked, self.args.checked.replace("sglang", "moelora")
+
     def references(self):
         """transformers in fp32 with adapters merged, against the prompts of both, side by side."""
         jobs = {}
-        for name in CHECKED:
+        for name in self.checked():
             found = self.runs.get(name, {}).get("check")
             if found is None:
                 continue
@@ -208,8 +227,9 @@ class Bench(Stages):
         found = targets(rows, TARGETS)
         for name, made in checks.items():
             found += compare_batches(name, made)
-        found += compare_engines("moelora", "sglang", checks, same_by(self.said))
-        return rows + found + judge(self.said, "sglang") + self.checks
+        theirs, ours = self.checked()
+        found += compare_engines(ours, theirs, checks, same_by(self.said))
+        return rows + found + judge(self.said, ours, theirs) + self.checks
 
     def write(self):
         rows = self.rows()
@@ -247,8 +267,9 @@ def parse(argv=None):
     p.add_argument("--reps", type=int, default=5)
     p.add_argument("--port", type=int, default=30211)
     p.add_argument(
-        "--servers", type=lambda text: text.split(";"), default=list(SERVERS), help="; between"
+        "--servers", type=lambda text: text.split(";"), default=list(USUAL), help="; between"
     )
+    p.add_argument("--checked", choices=("sglang", "sglang, v2"), default="sglang")
     return p.parse_args(argv)
 
 

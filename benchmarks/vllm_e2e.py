@@ -214,6 +214,7 @@ class Bench(Stages):
             command += self.only_quantized(model)
             return self.job(f"make {model}", command, 120)
         command = [sys.executable, *self.make_model, "--out", self.work / model]
+        command += ["--one-a"] if self.args.one_a else []
         return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
 
     def quantize(self, model):
@@ -392,6 +393,7 @@ def arguments(description):
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
+    p.add_argument("--one-a", action="store_true", help="gate and up of an adapter share A")
     p.add_argument("--at-once", type=int, default=1, help="engines that start together")
     p.add_argument("--start-s", type=float, default=180, help="of each, longer ones are stopped")
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")

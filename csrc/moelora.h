@@ -360,6 +360,10 @@ typedef struct moelora_experts_args {
   /* In the dtype of hidden_states, or per projection in float32, which is then rounded to it. */
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
   moelora_lora w2_lora;  /* 1 slice of K columns */
+  /* [max_loras] int32; nonzero: the two A of w13 of this adapter are equal, true ranks, and the
+   * second need not be read. Not checked. Without an effect if w13_lora has one slice. Absent: none
+   * are. */
+  moelora_tensor w13_one_a;
   moelora_activation activation;
   /* Positive normal float32 values; 0 selects the activation's default. swigluoai takes an alpha,
    * 1.702 by default, and situ, 1 by default. silu, swigluoai and swiglustep take a limit, by

@@ -217,8 +217,8 @@ WANTED = {
     "w13_bias": 64,
     "w2_bias": 128,
 }
-_ARGUMENTS = 20  # of a layer, before the layout arguments
-_PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 13, "w2_bias": 14} | {
+_ARGUMENTS = 21  # of a layer, before the layout arguments
+_PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 14, "w2_bias": 15} | {
     "w13_lora_a": 6,
     "w13_lora_b": 7,
     "w2_lora_a": 8,

@@ -245,7 +245,8 @@ def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]
     """
     hidden_states, w13, w2, topk_weights, topk_ids, *options = arguments
     token_lora_mapping, w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b, *options = options
-    lora_ranks, lora_scalings, adapter_enabled, w13_bias, w2_bias, *options = options
+    lora_ranks, lora_scalings, adapter_enabled, w13_one_a, *options = options
+    w13_bias, w2_bias, *options = options
     activation, activation_alpha, activation_limit, expert_map, *options = options
     apply_router_weight_on_input, _ = options
     absent = absent_tensor(hidden_states)
@@ -263,6 +264,7 @@ def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]
         ids_or_absent("lora_ranks", lora_ranks, absent),
         weights_or_absent("lora_scalings", lora_scalings, absent),
         enabled_or_absent(adapter_enabled, absent),
+        ids_or_absent("w13_one_a", w13_one_a, absent),
         or_absent(w13_bias, absent),
         or_absent(w2_bias, absent),
         choose("activation", activation, ACTIVATIONS),
@@ -290,6 +292,7 @@ def fused_experts_lora(
     lora_ranks: Tensor | None = None,
     lora_scalings: Tensor | None = None,
     adapter_enabled: Tensor | None = None,
+    w13_one_a: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     activation: Activation = "silu",
@@ -340,6 +343,7 @@ def fused_experts_lora(
     {lora_ranks?}
     {lora_scalings?}
     {adapter_enabled?}
+    {w13_one_a?}
     w13_bias : Tensor, shape (E, 2 I), optional
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional
@@ -397,7 +401,7 @@ def fused_experts_lora(
     args, last = layer_arguments(
         *(hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping),
         *(w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b),
-        *(lora_ranks, lora_scalings, adapter_enabled, w13_bias, w2_bias),
+        *(lora_ranks, lora_scalings, adapter_enabled, w13_one_a, w13_bias, w2_bias),
         *(activation, activation_alpha, activation_limit, expert_map),
         *(apply_router_weight_on_input, batch_invariant),
     )

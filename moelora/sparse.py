@@ -6,7 +6,9 @@ two dense dimensions, (adapter, expert, rows, columns).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,8 +43,19 @@ def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
 
     Those of calls under torch.compile, and those that a CUDA graph captures, are dense anyway.
     """
+    if sparse:
+        warn_silently()
     for factor in factors:
         setattr(factor, _MARK, sparse)
+
+
+@cache
+def warn_silently() -> None:
+    """torch 2.11 warns of the first sparse tensor of a process, whoever makes it and whether or not
+    its maker opts out of checks of its indices. Here that is one that has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sparse_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (1,))
 
 
 def is_sparse(factor: Tensor) -> bool:

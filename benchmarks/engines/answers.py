@@ -147,14 +147,17 @@ def distances(said):
     return {match[1]: float(match[2]) for match in found if match}
 
 
-def judge(said, baseline="vllm"):
-    """Rows that hold moelora's distances from the reference against a baseline's; {run: lines}."""
-    ours, theirs = (distances(said.get(name, ())) for name in ("moelora", baseline))
+def judge(said, engine="moelora", baseline="vllm"):
+    """Rows that hold an engine's distances from the reference against a baseline's.
+
+    `said` is {run: lines}.
+    """
+    ours, theirs = (distances(said.get(name, ())) for name in (engine, baseline))
     return [
         {
             "topic": "distance",
             "who": who,
-            "moelora": ours[who],
+            engine: ours[who],
             baseline: theirs[who],
             "ok": ours[who] <= WORSE * theirs[who],
         }

@@ -35,7 +35,12 @@ from benchmarks.tables.layers import (
     quantized_layers,
 )
 from benchmarks.tables.text import table, wrapped
-from benchmarks.tables.training import sampler_bits, training_alternatives, training_peers
+from benchmarks.tables.training import (
+    sampler_bits,
+    training_alternatives,
+    training_peers,
+    training_quantized,
+)
 
 PAGES = (
     "README.md",
@@ -63,6 +68,8 @@ MADE = {
     "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
+    "training_peers_64": ("training-64", lambda: training_peers("training-64")),
+    "training_quantized": ("training", training_quantized),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
 }

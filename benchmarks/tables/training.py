@@ -1,6 +1,6 @@
 """Tables and sentences of training steps, and of trainers beside engines."""
 
-from benchmarks.tables.files import card, load, rows_of
+from benchmarks.tables.files import AWAITED, card, rows_of
 from benchmarks.tables.text import markdown, span, thousands
 
 
@@ -31,33 +31,58 @@ LAYERS = {
     "glm45air": "GLM-4.5-Air",
     "mixtral": "Mixtral-8x7B",
 }
+QUANTIZED = {"mxfp4": "MXFP4", "nvfp4": "NVFP4", "int4": "INT4", "fp8": "FP8"}
 PEERS = {"unsloth": "Unsloth", "axolotl": "axolotl", "veomni": "VeOmni", "peft": "PEFT"}
 
 
-def training_peers():
-    """A training step of ours and of other projects' kernels."""
-    rows = load("training")[1]
-    titles = ["layer", "tokens", "moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values()]
+def case(row):
+    return row["shape"], row["tokens"], row["rank"], row["tenants"]
 
-    def case(row):
-        return row["shape"], row["tokens"], row["rank"], row["tenants"]
+
+def training_peers(topic="training"):
+    """A training step of ours and of other projects' kernels."""
+    rows = rows_of(topic)
+    titles = ["moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values(), "Unsloth, MXFP4"]
 
     def peers(row, names):
         return [row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in names]
 
     quantized = {case(row): row for row in rows if row["format"] == "mxfp4"}
-    both = any(row["peers"] for row in quantized.values())
-    if both:
-        titles.append("Unsloth, MXFP4")
     said = []
     for row in rows:
         if row["peers"] and row["format"] == "bf16":
             other = quantized.get(case(row), {"ours_us": 0, "peers": {}})
-            times = [other["ours_us"], *peers(row, ("yard", *PEERS))]
-            times += peers(other, ("unsloth_mx",)) if both else []
-            named = [LAYERS[row["shape"]], str(row["tokens"]), f"**{row['ours_us']:,.0f}**"]
-            said.append([*named, *thousands(*map(round, times))])
-    return f"{card('training')}:\n\n{markdown(titles, said)}"
+            times = [other["ours_us"], *peers(row, ("yard", *PEERS)), *peers(other, ["unsloth_mx"])]
+            ours = f"**{row['ours_us']:,.0f}**"
+            named = [LAYERS[row["shape"]], str(row["tokens"])]
+            said.append([*named, ours, *thousands(*map(round, times))])
+    return with_titles(topic, titles, said)
+
+
+def training_quantized():
+    """Time of a step beside quantized weights over that of bf16 ones."""
+    rows = rows_of("training")
+    usual = {case(row): row["ours_us"] for row in rows if row["format"] == "bf16"}
+    found = {key: {} for key in usual}
+    for row in rows:
+        if case(row) in usual:
+            found[case(row)][row["format"]] = f"{row['ours_us'] / usual[case(row)]:.2f}"
+    said = [
+        [LAYERS[shape], str(tokens), *(formats.get(name, "") for name in QUANTIZED)]
+        for (shape, tokens, *_), formats in found.items()
+        if len(formats) > 1
+    ]
+    return with_titles("training", QUANTIZED.values(), said)
+
+
+def with_titles(topic, titles, rows):
+    """A table of layers and numbers of tokens, without columns that no row has."""
+    if not rows:
+        return AWAITED
+    titles = ["layer", "tokens", *titles]
+    kept = [i for i in range(len(titles)) if any(row[i] for row in rows)]
+    rows = [[row[i] for i in kept] for row in rows]
+    return f"{card(topic)}:\n\n{markdown([titles[i] for i in kept], rows)}"
 
 
 def sampler_bits():

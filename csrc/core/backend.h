@@ -36,6 +36,7 @@ typedef struct moelora_routes {
   moelora_ids token_lora_mapping; /* [M] */
   const int32_t *lora_ranks;      /* [max_loras]; NULL: the stack's R */
   const float *lora_scalings;     /* [max_loras]; NULL: 1 */
+  const int32_t *w13_one_a;       /* [max_loras]; nonzero: both A of w13 are equal; NULL: none */
   const void *adapter_enabled;    /* [max_loras], 1 or 4 bytes each; NULL: all enabled */
   int32_t adapter_enabled_bytes;
 } moelora_routes;

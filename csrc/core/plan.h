@@ -119,6 +119,7 @@ typedef struct moelora_shrink_load {
   const moelora_variant *tuned; /* row to use if it supports the problem; NULL: none */
   /* over blocks of a GEMM */
   int64_t max_blocks;
+  int32_t block_rows;
   bool by_position; /* x is ordered by position */
   int64_t x_rows;   /* different rows of x, if it is not */
   /* over windows */

@@ -137,6 +137,7 @@ moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load
       .listed = align->segments,
       .tuned = tuned,
       .max_blocks = blocks,
+      .block_rows = v->block_m,
       .by_position = load->x_rows_each == 0,
       .x_rows = x_rows};
   return moelora_plan_shrink_blocks(&shrink, device);

@@ -15,22 +15,26 @@ enum {
   STAGED_RANKS = 64,   /* of segments.cu: more would exceed its registers */
   HALF_ROWS = 16,      /* more rows of x are bound by memory: the next GEMM can use the registers */
   BLOCK_SHARES = 8,    /* of a block, for each tile of ranks */
+  SHARE_ITEMS = 32,    /* of a block that a work unit holds: items.cuh */
   THIN_SHARES = 2,     /* of a block with a row or two: more would delay the next GEMM */
   LISTED_KEYS = 4096,  /* that CTAs search for their share of the items */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments count as long */
   LONG_WINDOW_ROWS = 8,   /* per SM, in windows */
+  MANY_SEGMENTS = 6,      /* per SM */
 };
 
 /* Minimum tokens per segment, and rows per SM, from which whole segments are distributed over the
- * CTAs: below, few operands would be read twice. */
+ * CTAs: below, few operands would be read twice. Segments of an x by position are listed while the
+ * kernel that writes it drains; where x is gathered, both minima are `gathered` times as high. */
 typedef struct long_segment {
-  int32_t tokens, rows_of_unit;
+  int32_t tokens, rows_of_unit, gathered;
 } long_segment;
 
-static const long_segment long_portable = {40, 128}, /* for K below MOELORA_LONG_DEPTH */
-    long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
-    long_wide = {8, 7},                              /* sm_90, up to 64 */
-    long_widest = {2, 7};                            /* sm_90, more */
+static const long_segment long_portable = {40, 128, 1}, /* for K below MOELORA_LONG_DEPTH */
+    long_narrow = {32, 7, 2},                           /* sm_90, up to NARROW rows of A */
+    long_many = {16, 7, 1},  /* the same, with so many segments that a CTA has several */
+    long_wide = {8, 7, 2},   /* sm_90, up to 64 */
+    long_widest = {2, 7, 1}; /* sm_90, more */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -108,14 +112,27 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
   const bool sm90 = segments_family(load) == MOELORA_SM90;
   if (!load->listed || !load->vectors || (!sm90 && load->depth >= MOELORA_LONG_DEPTH))
     return false;
+  const bool many = load->segments >= (int64_t)MANY_SEGMENTS * device->num_units;
   const long_segment from = !sm90                          ? long_portable
                             : load->columns > STAGED_RANKS ? long_widest
                             : load->columns > NARROW       ? long_wide
+                            : many                         ? long_many
                                                            : long_narrow;
-  /* Segments of an x by position are listed while the kernel that writes it drains. */
-  const int64_t much = sm90 && load->columns <= STAGED_RANKS && !load->by_position ? 2 : 1;
+  const int64_t much = load->by_position ? 1 : from.gathered;
   return load->rows >= much * from.tokens * load->segments &&
          load->rows >= much * from.rows_of_unit * device->num_units;
+}
+
+/* Work units that the items of a block are distributed to. A unit per warp, if that leaves a block
+ * at least a quarter of the usual number: a second turn would search blocks again, of which a
+ * unit has an item at most, while the next GEMM waits for the SM. */
+static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
+                         const moelora_device_info *device) {
+  const int64_t chunks = moelora_divide_up(load->columns, v->block_n);
+  const int64_t usual = BLOCK_SHARES * chunks;
+  const int64_t once = (int64_t)device->num_units * v->ctas * v->warps / load->max_blocks;
+  const int64_t least = moelora_divide_up(load->block_rows * chunks, SHARE_ITEMS);
+  return once < usual && once >= least && 4 * once >= usual ? once : usual;
 }
 
 moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
@@ -147,8 +164,9 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
   part = part < v->block_m ? part : v->block_m;
   const int64_t blocks = load->max_blocks;
-  const int64_t shares =
-      (few && blocks >= rows ? THIN_SHARES : BLOCK_SHARES) * moelora_divide_up(columns, v->block_n);
+  const int64_t shares = few && blocks >= rows
+                             ? THIN_SHARES * moelora_divide_up(columns, v->block_n)
+                             : shares_of(load, v, device);
   const int64_t items = segments + rows / part;
   const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
   /* As many blocks as all CTAs together process at a time. */

@@ -86,6 +86,7 @@ static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
   routes->token_lora_mapping.data = NULL;
   routes->lora_ranks = NULL;
   routes->lora_scalings = NULL;
+  routes->w13_one_a = NULL;
   routes->adapter_enabled = NULL;
 }
 
@@ -303,6 +304,14 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
                          &max_loras, source, &problem->w2_lora));
   MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, max_loras, source,
                                      &problem->routes));
+  if (!moelora_is_absent(&args->w13_one_a)) {
+    const moelora_arg one_a = MOELORA_ARG("w13_one_a", &args->w13_one_a);
+    MOELORA_TRY(moelora_check_vector(one_a, MOELORA_I32, "[max_loras]"));
+    if (max_loras >= 0)
+      MOELORA_TRY(moelora_check_size(one_a, 0, max_loras, source));
+    if (problem->w13_lora.num_slices == 2)
+      problem->routes.w13_one_a = args->w13_one_a.data;
+  }
   drop_unused_adapters(&problem->routes, &problem->w13_lora, &problem->w2_lora);
   return MOELORA_OK;
 }
@@ -344,6 +353,7 @@ moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_exper
   };
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
+  MOELORA_TRY(moelora_check_disjoint(out, MOELORA_ARG("w13_one_a", &args->w13_one_a)));
   MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w13_lora, "w13_lora_a", "w13_lora_b"));
   MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w2_lora, "w2_lora_a", "w2_lora_b"));
   return moelora_check_disjoint_routes(out, &args->routing, &args->adapters);

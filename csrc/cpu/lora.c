@@ -42,6 +42,12 @@ static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t
   return factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
 }
 
+/* Whether the adapter's A of slice 0 is that of both slices. */
+static bool has_one_a(const moelora_projection *p, int32_t adapter) {
+  const int32_t *one_a = p->sorted->tables.one_a;
+  return p->lora->num_slices == 2 && one_a && one_a[adapter];
+}
+
 /* Shrinks sorted rows [first, first + m), one segment, for one slice. `next` is the A to prefetch.
  */
 static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m, int32_t slice,
@@ -59,9 +65,13 @@ static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m
     moelora_cpu_tile(p->variant, &a, i, i + count, m, after, scratch->c, count, scratch);
     for (int64_t j = 0; j < m * count; j++)
       scratch->c[j] *= scaling;
-    for (int64_t row = 0; row < m; row++)
-      kernels->round(scratch->c + row * count,
-                     xa_row(p, first + row, slice) + (size_t)i * kernels->operand_bytes, count);
+    const size_t at = (size_t)i * kernels->operand_bytes;
+    for (int64_t row = 0; row < m; row++) {
+      char *xa = xa_row(p, first + row, slice) + at;
+      kernels->round(scratch->c + row * count, xa, count);
+      if (has_one_a(p, adapter))
+        memcpy(xa_row(p, first + row, 1) + at, xa, (size_t)count * kernels->operand_bytes);
+    }
   }
 }
 
@@ -78,7 +88,7 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
   const int64_t end = moelora_min(at + tasks->chunk, p->sorted->num_rows);
   for (; at < end; at = next) {
     next = moelora_segment_end(p->sorted, at, end);
-    if (p->sorted->adapter[at] < 0)
+    if (p->sorted->adapter[at] < 0 || (slice == 1 && has_one_a(p, p->sorted->adapter[at])))
       continue;
     const bool more = next < end && p->sorted->adapter[next] >= 0;
     const void *ahead = more ? factor_a(p, next, slice).data : NULL;

@@ -12,6 +12,8 @@ void moelora_tables_take(const moelora_routes *routes, moelora_arena *arena,
     tables->rank = moelora_take_array(arena, slots, sizeof(int32_t));
   if (routes->lora_scalings)
     tables->scaling = moelora_take_array(arena, slots, sizeof(float));
+  if (routes->w13_one_a)
+    tables->one_a = moelora_take_array(arena, slots, sizeof(int32_t));
   if (routes->topk_weights)
     tables->weight = moelora_take_array(arena, rows, sizeof(float));
   if (routes->expert_map)
@@ -45,6 +47,8 @@ static void read_slots(const moelora_routes *routes, moelora_tables *tables) {
   }
   for (int32_t i = 0; tables->scaling && i < routes->max_loras; i++)
     tables->scaling[i] = read_f32(&routes->lora_scalings[i]);
+  for (int32_t i = 0; tables->one_a && i < routes->max_loras; i++)
+    tables->one_a[i] = moelora_read_i32(&routes->w13_one_a[i]);
 }
 
 static void read_adapters(const moelora_routes *routes, moelora_tables *tables) {

@@ -15,6 +15,7 @@ typedef struct moelora_tables {
   int32_t *adapter; /* [M] slot or -1: base row; NULL: all base rows, or lists define adapters */
   int32_t *rank;    /* [max_loras] true rank, -1: disabled; NULL: all enabled, with the stack's R */
   float *scaling;   /* [max_loras]; NULL: 1 */
+  int32_t *one_a;   /* [max_loras] nonzero: both A of w13 are equal; NULL: none */
   float *weight;    /* [P]; NULL if the operator needs none */
   int32_t *expert_map; /* [num_global] local expert or -1; NULL: ids are local */
 } moelora_tables;

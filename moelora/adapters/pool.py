@@ -55,9 +55,10 @@ class AdapterPool:
         Device of the stacks.
     w13_slices : {2, 1}
         2 keeps gate and up as two pairs (the natural form of per-expert checkpoints), 1 as one
-        pair whose A both share (the natural form of PEFT's `target_parameters`: half the shrink
-        work and memory). Either pool takes either checkpoint: two pairs in one slice need the sum
-        of their ranks. Layers without a gate or with interleaved rows always have one slice.
+        pair whose A both share (the natural form of PEFT's `target_parameters`: half the memory;
+        two pairs would have this A twice, of which layers read one). Either pool takes either
+        checkpoint: two pairs in one slice need the sum of their ranks. Layers without a gate or
+        with interleaved rows always have one slice.
     shared_outer : bool
         A of gate and up and B of down have no expert dimension (SGLang's
         `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has its
@@ -142,7 +143,9 @@ class AdapterPool:
             w13_slices,
             shared_outer,
         )
-        self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._slots.tables[self.device]
+        tables = self._slots.tables[self.device]
+        self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
+        self.adapter_enabled = tables.enabled
         self._pinned = any(device.type == "cuda" for device in self.devices)
         self._host = Host(host, self._staged_folder, self._pinned) if host else None
         self._versions = Versions(self._slots, max_loras, self._host)

@@ -7,7 +7,7 @@ adapters. An adapter is staged first: checked, and converted to the dtypes of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -22,10 +22,11 @@ PORTION = 32 << 20  # bytes of copies that share an event, and the calls that la
 
 
 class Tables(NamedTuple):
-    """Tensors shared by all layers of a device, (max_loras,) each; the first two for experts."""
+    """Tensors shared by all layers of a device, (max_loras,) each; all but the last for experts."""
 
     ranks: torch.Tensor
     scalings: torch.Tensor
+    one_a: torch.Tensor  # A of gate and of up are equal in all layers
     enabled: torch.Tensor
 
     @classmethod
@@ -33,6 +34,7 @@ class Tables(NamedTuple):
         return cls(
             torch.zeros(max_loras, dtype=torch.int32, device=device),
             torch.zeros(max_loras, dtype=torch.float32, device=device),
+            torch.zeros(max_loras, dtype=torch.int32, device=device),
             torch.zeros(max_loras, dtype=torch.bool, device=device),
         )
 
@@ -46,6 +48,7 @@ class LayerFactors(TypedDict):
     w2_lora_b: torch.Tensor
     lora_ranks: torch.Tensor
     lora_scalings: torch.Tensor
+    w13_one_a: torch.Tensor
     adapter_enabled: torch.Tensor
 
 
@@ -78,7 +81,7 @@ class Staged:
 
         factors = {n: [both(p) for p in pairs] for n, pairs in self.experts.factors.items()}
         return Staged(
-            StagedExperts(self.experts.rank, self.experts.scaling, factors),
+            replace(self.experts, factors=factors),
             {name: (copied(a), copied(b)) for name, (a, b) in self.linears.items()},
         )
 
@@ -127,6 +130,7 @@ class Slots:
             "w2_lora_b": stacks.w2_lora_b,
             "lora_ranks": tables.ranks,
             "lora_scalings": tables.scalings,
+            "w13_one_a": tables.one_a,
             "adapter_enabled": tables.enabled,
         }
 
@@ -220,6 +224,7 @@ def _fill(tables: Tables, slot: int, staged: StagedExperts, enabled: bool) -> No
     # An assignment to [slot] would be a copy that the host waits for.
     tables.ranks[slot].fill_(staged.rank)
     tables.scalings[slot].fill_(staged.scaling)
+    tables.one_a[slot].fill_(staged.one_a)
     tables.enabled[slot].fill_(enabled)
 
 

@@ -148,6 +148,7 @@ class StagedExperts:
 
     rank: int
     scaling: float
+    one_a: bool  # of two slices of w13, in all layers
     factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]]
 
 
@@ -211,7 +212,7 @@ class ExpertStacks:
         }
         fold = len(scalings) != 1
         factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
-        rank = 0
+        rank, one_a = 0, True
         for name, pairs in adapter.items():
             layer = self.layers[name]
             if fold:
@@ -220,13 +221,14 @@ class ExpertStacks:
                 joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
                 check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             slices = _w13_slices(layer, pairs, self.slices_of(layer))
+            one_a = one_a and _have_one_a(slices)
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for stack, factor in zip(self._named(layer), chosen, strict=True):
                 own = None if factor is None else self._fitted(name, stack, factor, convert)
                 factors[name].append(own)
                 rank = max(rank, 0 if factor is None else factor[0].size(1))
-        return StagedExperts(rank, 1.0 if fold else scalings.pop(), factors)
+        return StagedExperts(rank, 1.0 if fold else scalings.pop(), one_a, factors)
 
     def _named(self, layer: MoELayer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, A stack, B stack) of every pair of a layer."""
@@ -289,6 +291,18 @@ def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None if pair is None else (pair.a, pair.b)
+
+
+def _have_one_a(slices: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> bool:
+    """Whether all slices of w13 have the same A. Two tensors on a GPU are not compared, which would
+    synchronize."""
+    if None in slices or len(slices) < 2:
+        return all(s is slices[0] for s in slices)
+    (a, _), (other, _) = (s for s in slices if s is not None)
+    if a is other:
+        return True
+    on_host = a.device.type == other.device.type == "cpu"
+    return on_host and a.dtype == other.dtype and torch.equal(a, other)
 
 
 def _folded(pair: Pair) -> Pair:

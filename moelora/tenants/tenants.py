@@ -23,7 +23,7 @@ from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import replacing, write
-from moelora.sparse import set_sparse, sparse_tensor
+from moelora.sparse import set_sparse, sparse_tensor, warn_silently
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
 from moelora.tenants.new import new_adapter
@@ -184,6 +184,8 @@ class Tenants:
             accumulation=accumulation,
             max_norm=max_norm,
         )
+        if sparse:
+            warn_silently()  # also of gradients in a folder
         saved = None
         if resume:
             if not isinstance(source, (str, Path)):

@@ -13,6 +13,7 @@ from adapter_cases import (
     assert_unchanged,
     check,
     make_pool,
+    per_expert,
     snapshot,
     wrapped,
 )
@@ -71,6 +72,24 @@ def test_slot_of_larger_adapter_leaves_nothing_behind():
     assert pool.names() == ["small"]
     stacks = pool.layer(LAYERS[0].name)
     assert not stacks["w2_lora_a"][0, :, 2:].any() and not stacks["w2_lora_b"][0, :, :, 2:].any()
+
+
+def test_adapters_with_one_a_for_gate_and_up_are_marked():
+    """In two slices they have it twice, and a layer reads one of both."""
+    pool = make_pool(max_loras=1)
+    table = pool.layer(LAYERS[0].name)["w13_one_a"]
+    add(pool, "fused")
+    assert table.tolist() == [1]
+    apart = per_expert()[0]
+    assert pool.add("apart", apart, config=CONFIG) == 0
+    assert table.tolist() == [0]
+    key = "base_model.model.model.layers.0.mlp.experts.{}.{}_proj.lora_A.weight"
+    for e in range(E):
+        apart[key.format(e, "up")] = apart[key.format(e, "gate")].clone()
+    pool.add("equal", apart, config=CONFIG)
+    assert table.tolist() == [1]
+    pool.add("half", {k: t for k, t in apart.items() if ".up_proj." not in k}, config=CONFIG)
+    assert table.tolist() == [0]
 
 
 def test_least_recently_used_is_evicted():
@@ -255,7 +274,7 @@ def test_mapping():
 def test_memory():
     pool = AdapterPool(LAYERS, 3, 8, dtype=torch.bfloat16)
     factors = 3 * E * 8 * (2 * (K + N) + (N + K)) * 2 * len(LAYERS)
-    assert pool.memory_bytes() == factors + 3 * (4 + 4 + 1)
+    assert pool.memory_bytes() == factors + 3 * (4 + 4 + 4 + 1)
     # The expert dimension of the three outer factors is gone; R is rounded up to 8.
     shared = AdapterPool(LAYERS, 3, 5, dtype=torch.bfloat16, shared_outer=True)
     outer = 3 * (E - 1) * 8 * 3 * K * 2 * len(LAYERS)

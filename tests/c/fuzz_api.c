@@ -245,6 +245,7 @@ static moelora_experts_args any_experts(sizes *given, moelora_dtype dtype, int64
       .w2_bias = maybe(shaped(dtype, SIZES(s.e, s.k))),
       .routing = any_routing(&s),
       .adapters = any_adapters(&s),
+      .w13_one_a = maybe(shaped(MOELORA_I32, SIZES(s.slots))),
       .w13_lora = any_lora(&s, one_in(4) ? MOELORA_F32 : dtype, n, s.k, slices),
       .w2_lora = any_lora(&s, one_in(4) ? MOELORA_F32 : dtype, s.k, s.i, 1),
       .activation = one_in(60) ? (moelora_activation)any_size() : activation,
@@ -285,6 +286,7 @@ static void put_experts(list *inputs, moelora_experts_args *args) {
   put(inputs, &args->hidden_states), put(inputs, &args->w13), put(inputs, &args->w2);
   put(inputs, &args->w13_bias), put(inputs, &args->w2_bias);
   put_common(inputs, &args->routing, &args->adapters);
+  put(inputs, &args->w13_one_a);
   put_lora(inputs, &args->w13_lora), put_lora(inputs, &args->w2_lora);
 }
 

@@ -15,7 +15,7 @@ typedef struct table {
   moelora_tensor now, states[2];
 } table;
 
-enum { IDS, WEIGHTS, MAP, MAPPING, RANKS, SCALINGS, ENABLED, NUM_TABLES };
+enum { IDS, WEIGHTS, MAP, MAPPING, RANKS, SCALINGS, ONE_A, ENABLED, NUM_TABLES };
 
 static table tables[NUM_TABLES];
 
@@ -51,6 +51,7 @@ static void new_tables(int64_t tokens, int64_t top_k) {
   new_table(MAPPING, "token_lora_mapping", MOELORA_I32, -1, SLOTS, SIZES(tokens));
   new_table(RANKS, "lora_ranks", MOELORA_I32, 0, RANK, SIZES(SLOTS));
   new_table(SCALINGS, "lora_scalings", MOELORA_F32, -2, 2, SIZES(SLOTS));
+  new_table(ONE_A, "w13_one_a", MOELORA_I32, 0, 1, SIZES(SLOTS));
   new_table(ENABLED, "adapter_enabled", MOELORA_BOOL, 0, 1, SIZES(SLOTS));
 }
 
@@ -157,6 +158,7 @@ static operators new_operators(int64_t tokens, int64_t top_k, int64_t hidden, in
                   .w2 = random_tensor(MOELORA_F32, 0.1, SIZES(EXPERTS, hidden, inner)),
                   .routing = routing_now(),
                   .adapters = adapters_now(),
+                  .w13_one_a = tables[ONE_A].now,
                   .w2_lora = random_lora(s, MOELORA_F32, 1, RANK, hidden, inner),
                   .out = new_tensor(MOELORA_F32, SIZES(tokens, hidden))},
       .delta = {.num_experts = EXPERTS,

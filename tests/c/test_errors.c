@@ -252,6 +252,10 @@ static void test_experts_errors(void) {
           "swigluoai_uninterleave and situ have one");
   a = good, a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY;
   INVALID("activation_alpha is inf, expected a normal float32 above 0");
+  a = good, a.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(3));
+  INVALID("w13_one_a.size(0) is 3, w13_lora_a[0].size(0) is 2");
+  a = good, a.w13_one_a = random_ids(MOELORA_BOOL, 0, 1, SIZES(SLOTS));
+  INVALID("w13_one_a has dtype bool, expected int32");
   a = good, a.w13_bias.size[1] = 12;
   INVALID("w13_bias.size(1) is 12, w13.size(1) is 24");
   a = good, a.w2_bias.size[0] = 1;

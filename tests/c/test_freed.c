@@ -82,13 +82,14 @@ static void test_layer(void) {
       .w2_bias = random_tensor(MOELORA_BF16, 1, SIZES(E, K)),
       .routing = all_of_routing(),
       .adapters = all_of_adapters(),
+      .w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(SLOTS)),
       .w13_lora = random_lora(shape, MOELORA_BF16, 2, R, 2 * I, K),
       .w2_lora = random_lora(shape, MOELORA_BF16, 1, R, K, I),
       .out = new_tensor(MOELORA_BF16, SIZES(M, K)),
   };
   CHECK_FREED(moelora_prepare_experts(&a, &serial, &call), &a.hidden_states, &a.w13, &a.w2,
-              &a.w13_bias, &a.w2_bias, &a.out, ROUTING(a), MAPPING(a), TABLES(a), &a.w13_lora.a[1],
-              &a.w13_lora.b[1], &a.w2_lora.a[0], &a.w2_lora.b[0]);
+              &a.w13_bias, &a.w2_bias, &a.out, ROUTING(a), MAPPING(a), TABLES(a), &a.w13_one_a,
+              &a.w13_lora.a[1], &a.w13_lora.b[1], &a.w2_lora.a[0], &a.w2_lora.b[0]);
   a.w13_layout = (moelora_layout){.format = MOELORA_MXFP4, .rows = 2 * I};
   a.w13 = new_tensor(MOELORA_U8, SIZES(E, 2, 1, moelora_tile_bytes(MOELORA_MXFP4)));
   a.w2_layout = (moelora_layout){.format = MOELORA_FP8, .rows = K, .x = MOELORA_X_TOKEN};

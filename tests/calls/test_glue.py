@@ -59,7 +59,7 @@ def test_bad_arguments_name_themselves(changes, error, message):
 def test_the_operator_itself_raises_runtime_error():
     name, args = next(c for c in op_calls() if c[0] == "fused_experts_lora")
     with pytest.raises(RuntimeError, match=r"fused_experts_lora: activation is 99"):
-        operator(name)(*args[:15], 99, *args[16:])
+        operator(name)(*args[:16], 99, *args[17:])
     status, text = _C.last_error()
     assert status == 1
     assert text.startswith("fused_experts_lora: activation is 99")

@@ -56,8 +56,13 @@ static void test_experts(uint64_t number) {
   };
   if (maybe() && takes_limit(activation))
     args.activation_limit = 0.5;
+  const bool one_a = args.w13_lora.num_slices == 2 && maybe();
+  if (one_a)
+    args.w13_lora.a[1] = args.w13_lora.a[0];
   moelora_experts_args want = args;
   want.out = like(&args.out);
+  if (one_a)
+    args.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(s.slots));
   snprintf(
       drawn, sizeof drawn,
       " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d ranks=%lld,%lld",

@@ -227,6 +227,25 @@ def test_ranks_below_the_maximum_are_used(vllm, place):
     assert ranks.tolist() == [3, 8, 5]
 
 
+def test_one_a_for_gate_and_up_is_read_once(vllm, place):
+    """Adapters of fused weights have it twice in vLLM's stacks."""
+    device, dtype = place
+    vllm.register()
+    p = Spec(ranks=(8, 16), mix="all_different", tokens=12, dtype=dtype).build()
+    gate, up = p.w13_lora_a
+    up[1] = gate[1]
+    layer = Layer(vllm, p, device).step()
+    table = layer.experts._lora_context.w13_one_a
+    assert table.tolist() == [0, 1]
+    layer.lora.w13_lora_a_stacked[1][1].fill_(float("nan"))
+    layer.check(layer())
+
+    up[1].neg_()  # another adapter comes to the slot
+    layer.load_adapter(1)
+    assert table.tolist() == [0, 0]
+    layer.check(layer())
+
+
 def test_a_stale_mapping_is_not_used(vllm, place):
     """After a step with adapters comes one without: vLLM does not rewrite its mapping."""
     device, dtype = place

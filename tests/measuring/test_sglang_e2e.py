@@ -108,6 +108,22 @@ def test_all_servers(tmp_path, server):
     ]
 
 
+@pytest.mark.slow
+def test_the_second_design_of_sglang(tmp_path, server):
+    servers = "sglang, v2;moelora, v2"
+    words = ("--servers", servers, "--checked", "sglang, v2", "--sequences", "1")
+    code, written, log = run(tmp_path, *words)
+    assert code == 0, log
+    assert {row["engine"] for row in topics(written, "speed")} == {*servers.split(";")}
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert "moelora, v2, sglang, v2: mixed" in compared
+    (row,) = topics(written, "distance")
+    assert row["moelora, v2"] == row["sglang, v2"] == 0.01
+    assert [row["what"] for row in topics(written, "target")] == [
+        "prefill, moelora, v2 4 mixed / sglang, v2 4 mixed"
+    ]
+
+
 def test_a_layer_that_fell_back_is_found(tmp_path, server, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
     code, written, _ = run(tmp_path, "--only", "speed", "--servers", "moelora", "--sequences", "1")

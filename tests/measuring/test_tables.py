@@ -116,3 +116,25 @@ def test_two_gpus_have_a_row_for_each_way_and_phase(write):
         ["expert", "prefill", "-", "1,100", "1,000", "-", "-", "-", "-"],
         ["expert", "decode", "-", "110", "100", "-", "-", "-", "-"],
     ]
+
+
+def step(format, us, shape="qwen3", **peers):
+    row = {"shape": shape, "tokens": 4096, "rank": 64, "tenants": 1, "format": format}
+    times = {name: {"fwdbwd_us": time} for name, time in peers.items()}
+    return row | {"ours_us": us, "peers": times}
+
+
+def test_steps_beside_peers_and_beside_quantized_weights(write):
+    """Columns that no row has are left out, as before they were measured."""
+    for name in ("training_peers_64", "from training-64", "training_quantized"):
+        assert tables.section(name) == tables.files.AWAITED
+    write("h100-training-64", step("bf16", 2000.0, yard=3000.0, unsloth=4000.0))
+    head, _, titles, _, row = tables.section("training_peers_64").splitlines()
+    assert head == "NVIDIA H200:"
+    assert titles == "| layer | tokens | moelora | torch._grouped_mm | Unsloth |"
+    assert row == "| Qwen3-30B-A3B | 4096 | **2,000** | 3,000 | 4,000 |"
+    alone = step("bf16", 9.0, "mixtral")  # of no other format
+    write("h200-training", step("bf16", 2000.0), step("int4", 2200.0), step("fp8", 1900.0), alone)
+    _, _, titles, _, row = tables.section("training_quantized").splitlines()
+    assert titles == "| layer | tokens | INT4 | FP8 |"
+    assert row == "| Qwen3-30B-A3B | 4096 | 1.10 | 0.95 |"

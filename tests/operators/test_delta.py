@@ -162,7 +162,12 @@ DELTA_ERRORS = {
     "x: K": ({"x": zeros(9, 65)}, "x.size(1)", "lora_a[0].size(3) is 64"),
     "x: M": ({"x": zeros(8, 64)}, "x.size(0) is 8", "9", "18"),
     "x: dtype": ({"x": zeros(9, 64, dtype=torch.int32)}, "x has dtype int32"),
-    "factors: dtype": ({"x": zeros(9, 64).bfloat16()}, "lora_a[0]", "float32", "bfloat16 as x"),
+    "factors: dtype": (
+        {"lora_a": [zeros(3, 4, 8, 64).bfloat16()] * 2},
+        "lora_a[0] has dtype bfloat16",
+        "float32 as x",
+    ),
+    "out: dtype": ({"x": zeros(9, 64).bfloat16()}, "out has dtype float32", "bfloat16 as x"),
     "lora_b: rank": (
         {"lora_b": [zeros(3, 4, 32, 7), zeros(3, 4, 32, 7)]},
         "lora_b[0].size(3) is 7",

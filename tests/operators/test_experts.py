@@ -53,6 +53,22 @@ def test_thousands_of_random_problems(first_seed, device_and_dtype):
     check_specs(random_specs(250, first_seed=first_seed, dtypes=(dtype,)), device)
 
 
+@pytest.mark.parametrize("tokens", [1, 6, 40, 700])
+@pytest.mark.parametrize("sharing", ["per_expert", "outer"])
+def test_of_two_equal_a_one_is_read(tokens, sharing, device_and_dtype):
+    """The bits of a call without the table, whatever lies in the other A."""
+    device, dtype = device_and_dtype
+    ranks = (16, 5, 70, 64)
+    spec = Spec(tokens=tokens, hidden=512, inter=128, ranks=ranks, sharing=sharing, mix="many")
+    p = replace(spec, slices=2, dtype=dtype).build().to(device)
+    gate, up = p.w13_lora_a
+    one_a = torch.tensor([1, 0, 2, 0], dtype=torch.int32, device=device)
+    up[0], up[2] = gate[0], gate[2]
+    want = moelora.fused_experts_lora(**p.kwargs())
+    up[0], up[2] = float("nan"), float("nan")
+    assert same_bits(moelora.fused_experts_lora(**p.kwargs(), w13_one_a=one_a), want)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     "tokens, hidden, inter", [(1, 512, 256), (40, 384, 320), (130, 256, 200), (300, 192, 64)]

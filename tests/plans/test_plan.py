@@ -260,8 +260,9 @@ AROUND = {
     (1, 16): "sort_i32_64_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
     (64, 16): "sort_i32_2048_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
     (256, 64): "sort_i32_2048_sm80 segments_128x128_sm90 blocks_48x64x4_sm80",
-    (2048, 16): "sort_i32_16384_sm80 blocks_48x32x4_sm80 blocks_48x16x4_sm80",
-    (4096, 16): "sort_i32_any_sm80 blocks_48x32x4_sm80 segments_160x32_sm90",
+    (1024, 16): "sort_i32_16384_sm80 blocks_48x32x4_sm80 blocks_48x16x4_sm80",
+    (2048, 16): "sort_i32_16384_sm80 segments_160x32_sm90 segments_160x32_sm90",
+    (4096, 16): "sort_i32_any_sm80 segments_160x32_sm90 segments_160x32_sm90",
     (4096, 64): "sort_i32_any_sm80 segments_128x128_sm90 segments_160x64_sm90",
     (16384, 64): "sort_i32_any_sm80 segments_128x128_sm90 segments_160x64_sm90",
 }

@@ -37,6 +37,7 @@ def inputs(device="cpu", dtype=torch.float32, tokens=M):
         "lora_ranks": torch.tensor([R, R // 2], dtype=torch.int32, device=device),
         "lora_scalings": torch.tensor([2.0, 0.5], device=device),
         "adapter_enabled": torch.ones(LORAS, dtype=torch.bool, device=device),
+        "w13_one_a": torch.zeros(LORAS, dtype=torch.int32, device=device),
         "w13_bias": normal(E, 2 * I),
         "w2_bias": normal(E, K),
     }
@@ -61,7 +62,7 @@ def quantized_calls(device):
     adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
     experts = (
         *(given["hidden_states"], tiles13, tiles2, *routing, *w13, *([f] for f in w2), *adapters),
-        *(given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
+        *(given["w13_one_a"], given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
         *(1, 1, 2 * I, 0, 0.0, 4, K),
     )
     gemm = (
@@ -97,7 +98,7 @@ def training_calls(experts, base):
     before, none = (grad_out, gate_up, *shrinks, *experts), x.new_empty(0)
     into = [torch.zeros_like(x), torch.zeros_like(experts[3])]
     into += [[torch.zeros_like(t) for t in factors] for factors in experts[6:10]]
-    into += [torch.zeros_like(bias) for bias in experts[13:15]]
+    into += [torch.zeros_like(bias) for bias in experts[14:16]]
     some = [none.clone(), into[1].clone(), [], [torch.zeros_like(t) for t in experts[7]], [], []]
     return [
         ("fused_experts_lora_saving", experts),
@@ -128,7 +129,8 @@ def op_calls(device="cpu", dtype=torch.float32):
     experts = (
         *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
-        *(*adapters, given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
+        *(*adapters, given["w13_one_a"], given["w13_bias"], given["w2_bias"]),
+        *(0, 0.0, 0.0, absent, False),
     )
     a13, b13, a2, b2 = experts[6:10]
     routing = (weights, ids, mapping, *adapters, absent, E)
@@ -144,8 +146,8 @@ def op_calls(device="cpu", dtype=torch.float32):
     listed = (weights, *lists, mapping, TOP_K, lora_ids, torch.tensor([3]), adapters[2], E, 4)
     naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
     fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
-    base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, 0.0, 0.0, absent, False)
-    clamped = (*experts[:15], 4, 1.5, 0.25, absent, False)
+    base = (*experts[:5], absent, [], [], [], [], *[absent] * 6, 1, 0.0, 0.0, absent, False)
+    clamped = (*experts[:16], 4, 1.5, 0.25, absent, False)
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
         ("moe_align_block_size", (ids.long(), 16, E, expert_map)),

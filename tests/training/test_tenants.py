@@ -264,7 +264,6 @@ def test_what_is_trained_is_served(place):
     assert "law" in house.pool
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, in SparseAdam
 def test_sparse_updates_leave_other_experts(place):
     """Experts that no row of the tenant has reached keep factors and moments."""
     house = House(place)

@@ -8,7 +8,7 @@ from cases import Spec, same_bits
 from checks import largest_allocation
 from conftest import on_gpu
 from gradient_cases import FEW_PLACES, grad_like
-from projection_cases import DELTAS, FACTORS, as_list, for_delta, with_leaves
+from projection_cases import DELTAS, FACTORS, as_list, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
 
 import moelora
@@ -114,8 +114,7 @@ def test_calls_that_are_captured_have_dense_gradients(place):
         gradients(arguments, function, names, 1, True)
     want, _ = gradients(arguments, function, names, 1, False)
     graph = torch.cuda.CUDAGraph()
-    given = with_leaves(arguments) if "x" in arguments else arguments
-    leaves = {n: [t.detach().requires_grad_() for t in as_list(given[n])] for n in names}
+    leaves = {n: [t.detach().requires_grad_() for t in as_list(arguments[n])] for n in names}
     factors = [t for each in leaves.values() for t in each]
     set_sparse(factors, True)
     grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, place, 1)

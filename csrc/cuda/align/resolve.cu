@@ -40,6 +40,7 @@ extern "C" moelora_routes moelora_cuda_take_routes(const moelora_routes *routes,
       take_table(arena, routes->num_tokens, routes->token_lora_mapping.data), {1, 0}, false};
   to.lora_ranks = take_table(arena, routes->max_loras, routes->lora_ranks);
   to.lora_scalings = take_table(arena, routes->max_loras, routes->lora_scalings);
+  to.w13_one_a = take_table(arena, routes->max_loras, routes->w13_one_a);
   to.num_global = with_map ? routes->num_global : 0;
   to.expert_map = with_map ? take_table(arena, routes->num_global, routes->expert_map) : nullptr;
   return to;
@@ -65,6 +66,7 @@ ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes 
   p.adapter = from->token_lora_mapping.data ? (int32_t *)to->token_lora_mapping.data : nullptr;
   p.ranks = from->lora_ranks ? (int32_t *)to->lora_ranks : nullptr;
   p.scalings = from->lora_scalings ? (float *)to->lora_scalings : nullptr;
+  p.one_a = (int32_t *)to->w13_one_a;
   p.expert_map = (int32_t *)to->expert_map;
   if (from_lists) {
     p.lists = *from_lists;

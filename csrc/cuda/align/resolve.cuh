@@ -3,7 +3,7 @@
  *
  *   expert[p]    local expert of flat row p; -1: skipped
  *   adapter[m]   adapter of token m if it exists and is enabled; -1: none
- *   ranks[l], scalings[l], expert_map[g]   copied
+ *   ranks[l], scalings[l], one_a[l], expert_map[g]   copied
  *   lists        lora_ids as adapters that exist and are enabled, -1: none; counts copied */
 #ifndef MOELORA_CUDA_RESOLVE_CUH
 #define MOELORA_CUDA_RESOLVE_CUH
@@ -15,7 +15,7 @@ struct ResolveParams {
   moelora_routes from;
   moelora_list_blocks lists; // NULL lora_ids: none
   moelora_divisor top_k;
-  int32_t *expert, *adapter, *ranks, *expert_map; // NULL: not requested
+  int32_t *expert, *adapter, *ranks, *one_a, *expert_map; // NULL: not requested
   float *scalings;
   int32_t *list_ids, *list_counts;
 };
@@ -49,6 +49,7 @@ static __device__ __forceinline__ void resolve_others(const ResolveParams &p, in
   const moelora_routes &from = p.from;
   copy_table(p.ranks, from.lora_ranks, from.max_loras, begin, step);
   copy_table(p.scalings, from.lora_scalings, from.max_loras, begin, step);
+  copy_table(p.one_a, from.w13_one_a, from.max_loras, begin, step);
   copy_table(p.expert_map, from.expert_map, from.num_global, begin, step);
   copy_table(p.list_counts, (const int32_t *)p.lists.num_tokens_post_padded, from.max_loras, begin,
              step);

@@ -102,6 +102,7 @@ typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink output */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
+  const int32_t *one_a; /* [max_loras]; nonzero: A of slice 0 serves both slices; NULL: none */
 } moelora_lora_operands;
 
 /* e4m3 rows by position, for the FP8 kernels of Hopper; see moelora_quantize_launch for the

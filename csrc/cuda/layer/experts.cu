@@ -242,6 +242,7 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
 
   moelora_gemm_launch g =
       projection(&l.alignment, routes, &p->w13, &p->w13_lora, &plan->projection[0]);
+  g.adapters.one_a = routes->w13_one_a;
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (plan->scales_x) {

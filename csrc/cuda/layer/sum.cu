@@ -45,12 +45,13 @@ struct AdapterRows {
   }
 };
 
-/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a 16-byte vector. */
+/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a 16-byte vector. Rows are read once,
+ * so L2 evicts them before those that the previous kernel wrote last. */
 template <int WIDTH, class T>
 __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, float weight) {
   __align__(16) T chunk[WIDTH];
   if constexpr (WIDTH > 1)
-    *(uint4 *)chunk = *(const uint4 *)from;
+    *(uint4 *)chunk = __ldcs((const uint4 *)from);
   else
     chunk[0] = *from;
 #pragma unroll

@@ -30,9 +30,7 @@ struct BlockOperands {
   const SegmentItem &item;
   int low;
 
-  __device__ __forceinline__ int columns() const {
-    return columns_of(s.adapters.lora, item.packed);
-  }
+  __device__ __forceinline__ int columns() const { return item.columns; }
 
   template <class T, class S, int M, int N>
   __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
@@ -61,26 +59,27 @@ __device__ __forceinline__ void store(const ShrinkParams &p, const SegmentItem &
                                       const Sums<S> &sums) {
   const int rank = rank_of(p.s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
   const float scaling = scaling_of(p.s, item.packed);
-  const Teams<S> teams(columns_of(p.s.adapters.lora, item.packed));
+  const bool one_a = item.has_one_a(p.s, width);
+  const Teams<S> teams(item.columns);
   constexpr int RANK_VECTORS = S::RANKS / 8;
   for (int i = threadIdx.x; i < min(split, item.tokens) * RANK_VECTORS; i += S::THREADS) {
     const int row = i / RANK_VECTORS, at = i % RANK_VECTORS * 8, team = at / S::TEAM_RANKS;
     const int token = row + team / teams.ranks * split;
     const int column = item.first + team % teams.ranks * S::TEAM_RANKS + at % S::TEAM_RANKS;
     const int slice = column / width, r = column % width;
-    if (slice >= p.s.adapters.lora.num_slices || token >= item.tokens)
+    if (column >= item.columns || token >= item.tokens)
       continue;
     float sum[8] = {};
     add_spans<S>(sum, sums, row, at);
-    T *to = row_of_xa<T>(p.s, item, token) + slice * p.s.adapters.xa_slice + r;
-    *(uint4 *)to = round_ranks<T>(sum, scaling, r, rank);
+    store_slice(p.s.adapters, row_of_xa<T>(p.s, item, token) + r, slice, one_a,
+                round_ranks<T>(sum, scaling, r, rank));
   }
 }
 
 template <class T, class S, bool VECTORS>
 __device__ __forceinline__ void run_item(const ShrinkParams &p, const SegmentItem &item,
                                          Sums<S> &sums) {
-  const int columns = columns_of(p.s.adapters.lora, item.packed);
+  const int columns = item.columns;
   const Teams<S> teams(columns);
   const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, span = warp % S::DEPTHS;
   const int split = teams.split(item.tokens);

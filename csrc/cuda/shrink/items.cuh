@@ -40,12 +40,12 @@ template <class S> struct Teams {
 /* How a segment of `rows` tokens is split: into parts of `tokens`, and these into chunks of
  * columns. */
 template <class S> struct SegmentCut {
-  int tokens = 1, parts = 0, chunks = 0;
+  int tokens = 1, parts = 0, chunks = 0, columns = 0;
 
   __device__ __forceinline__ SegmentCut(const ShrinkParams &p, int packed, int rows) {
     if (packed < 0 || rows == 0)
       return;
-    const int columns = columns_of(p.s.adapters.lora, packed);
+    columns = columns_of(p.s.adapters, packed);
     const Teams<S> teams(columns);
     const int most = teams.tokens * p.part;
     tokens = rows, parts = 1, chunks = ceil_divide(columns, S::RANKS);
@@ -129,7 +129,8 @@ template <class S> struct ShrinkItems {
                                                           rows,
                                                           magic,
                                                           min(cut.tokens, high - at),
-                                                          j % cut.chunks * S::RANKS};
+                                                          (uint16_t)(j % cut.chunks * S::RANKS),
+                                                          (uint16_t)cut.columns};
       }
       count += __shfl_sync(0xffffffffu, end, 31);
     }
@@ -177,7 +178,8 @@ private:
             segment.share,
             moelora_divisor_of(segment.share).magic,
             min(cut.tokens, segment.count - from),
-            chunk * S::RANKS};
+            (uint16_t)(chunk * S::RANKS),
+            (uint16_t)cut.columns};
   }
 };
 

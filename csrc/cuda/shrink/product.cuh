@@ -36,9 +36,20 @@ __device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) 
   return min(packed % kRanks, lora.max_rank);
 }
 
-/* Columns of A over all slices. */
-__device__ __forceinline__ int columns_of(const moelora_factors &lora, int packed) {
-  return moelora_padded_rank(rank_of(lora, packed)) * lora.num_slices;
+/* Columns of A over all slices, or of slice 0 alone if both slices of the adapter have one A. */
+__device__ __forceinline__ int columns_of(const moelora_lora_operands &adapters, int packed) {
+  const bool one_a = adapters.one_a && adapters.one_a[packed / kRanks] != 0;
+  return moelora_padded_rank(rank_of(adapters.lora, packed)) *
+         (one_a ? 1 : adapters.lora.num_slices);
+}
+
+/* Stores results of `slice`, given their address in slice 0; with one A, in slice 1 as well. */
+template <class Value, class T>
+__device__ __forceinline__ void store_slice(const moelora_lora_operands &adapters, T *to, int slice,
+                                            bool one_a, Value value) {
+  *(Value *)(to + slice * adapters.xa_slice) = value;
+  if (one_a)
+    *(Value *)(to + adapters.xa_slice) = value;
 }
 
 __device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int packed) {

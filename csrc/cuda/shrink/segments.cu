@@ -16,11 +16,11 @@ struct StagedItem {
   const SegmentItem &item;
 
   __device__ __forceinline__ int tokens() const { return item.tokens; }
-  __device__ __forceinline__ int columns() const {
-    return columns_of(s.adapters.lora, item.packed) - item.first;
-  }
+  __device__ __forceinline__ int columns() const { return item.columns - item.first; }
   __device__ __forceinline__ int x_row(int token) const { return item.x_row(s, token); }
   template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
+    if (column >= columns())
+      return nullptr;
     return find_row_of_a<T>(s.adapters.lora, item.packed / kRanks, item.expert,
                             rank_of(s.adapters.lora, item.packed), item.first + column);
   }
@@ -38,12 +38,14 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
   const auto store = [&](int number, const Products<T, C> &products) {
     const SegmentItem &item = shared.list.items[number];
     const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
+    const int columns = item.columns - item.first;
+    const bool one_a = item.has_one_a(s, width);
     const float scaling = scaling_of(s, item.packed);
     products.for_each(item.tokens, [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
-      if (slice < s.adapters.lora.num_slices)
-        *(uint32_t *)(row_of_xa<T>(s, item, token) + slice * s.adapters.xa_slice + r) =
-            round_two<T>(sum, scaling, r, rank);
+      if (column < columns)
+        store_slice(s.adapters, row_of_xa<T>(s, item, token) + r, slice, one_a,
+                    round_two<T>(sum, scaling, r, rank));
     });
   };
   take_part(s, shared.list, (int2 *)shared.stages, [] { __syncthreads(); });

@@ -3,10 +3,10 @@
  * A segment costs the rows that it reads: its rows of x and, per TOKENS of them, its rows of A.
  * Segments are concatenated, and every CTA takes an equal part of the total. A segment in several
  * parts is split between rows, at multiples of 16. If that rereads more than twice as many rows of
- * A as it has rows of x, it goes to one part as a whole. What a part has of a segment is split
- * evenly into items of up to TOKENS rows. With many CTAs per segment, each CTA takes an equal part
- * of one segment instead and reads no second A. The split does not affect results: each row is
- * multiplied by itself, over all of K, in the same order. */
+ * A as it has rows of x, or if it is short and there are many, it goes to one part as a whole. What
+ * a part has of a segment is split evenly into items of up to TOKENS rows. With many CTAs per
+ * segment, each CTA takes an equal part of one segment instead and reads no second A. The split
+ * does not affect results: each row is multiplied by itself, over all of K, in the same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -14,16 +14,24 @@
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/launch/warp.cuh"
 
-constexpr int kListedItems = 64; // per CTA, listed at a time
-constexpr int kCut = 16;         // rows
-constexpr int kAnotherPart = 32; // cost in rows of another pass over K for another segment
+constexpr int kListedItems = 64;  // per CTA, listed at a time
+constexpr int kCut = 16;          // rows
+constexpr int kAnotherPart = 32;  // cost in rows of another pass over K for another segment
+constexpr int kManySegments = 6;  // per CTA: then CTAs may differ by a segment
+constexpr int kShortSegment = 64; // rows: half of them take nearly as long
 
-/* Some rows of a segment by columns of A from `first` on. The first is row `row` after the start
- * of block `block`, a position; each block has `share` of them. */
+/* Some rows of a segment by columns of A from `first` on, of `columns`. The first is row `row`
+ * after the start of block `block`, a position; each block has `share` of them. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // of `share` as a divisor
-  int tokens, first;
+  int tokens;
+  uint16_t first, columns;
+
+  /* Whether A of slice 0 is that of slice 1, too. */
+  __device__ __forceinline__ bool has_one_a(const moelora_shrink_launch &s, int width) const {
+    return s.adapters.one_a && columns == width;
+  }
 
   /* Position of a token's row. */
   __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
@@ -56,6 +64,7 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   int64_t begin;                // where segment `first` starts in that sum
   int first;                    // the first segment of the part
   int ctas;                     // CTAs per segment, which lengths count then; 0: rows read
+  bool many;                    // whether every CTA has several segments
   int all;                      // number of items of the part
 };
 
@@ -84,13 +93,14 @@ template <class L> struct SegmentLength {
   bool whole = false; // not split
 
   __device__ __forceinline__ SegmentLength(const moelora_shrink_launch &s, int2 packed_and_count,
-                                           int ctas = 0) {
+                                           int ctas = 0, bool many = false) {
     const int packed = packed_and_count.x, count = packed_and_count.y;
     if (packed < 0 || count == 0)
       return;
-    columns = columns_of(s.adapters.lora, packed);
+    columns = columns_of(s.adapters, packed);
     chunks = ceil_divide(columns, L::RANKS);
-    whole = ctas == 0 && count <= L::TOKENS && columns >= 2 * count;
+    whole = ctas == 0 && count <= L::TOKENS &&
+            (columns >= 2 * count || (many && count <= kShortSegment));
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
@@ -160,6 +170,7 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   if (threadIdx.x == 0) {
     list.part_begin = part_begin, list.part_end = min(all * (blockIdx.x + 1) / parts, all);
     list.ctas = ctas;
+    list.many = used >= kManySegments * (int)gridDim.x;
   }
   if (at <= part_begin && part_begin < at + own) {
     int i = low;
@@ -209,7 +220,8 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
     const int i = base + (int)threadIdx.x;
     const int4 v = load_segment(s, min(i, segments - 1));
     const moelora_segment segment = {i < segments ? v.x : -1, v.y, v.z, v.w};
-    const SegmentLength<L> length(s, make_int2(segment.packed, segment.count), list.ctas);
+    const SegmentLength<L> length(s, make_int2(segment.packed, segment.count), list.ctas,
+                                  list.many);
     const int64_t end = at + warp_inclusive_sum(length.rows);
     const int low = length.row_at(segment.count, end - length.rows, part_begin);
     const int high = length.row_at(segment.count, end - length.rows, part_end);
@@ -229,7 +241,8 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
                             segment.share,
                             magic,
                             min(rows, high - from),
-                            j % length.chunks * L::RANKS};
+                            (uint16_t)(j % length.chunks * L::RANKS),
+                            (uint16_t)length.columns};
       }
     }
     at = __shfl_sync(0xffffffffu, end, 31);

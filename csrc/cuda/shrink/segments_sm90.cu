@@ -74,13 +74,15 @@ template <class S> struct ShrinkContext : S::Ring {
   __device__ __forceinline__ void write_header(const SegmentItem &item) const {
     const uint32_t at = header();
     store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
-    store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
+    store_shared_16(
+        at + 16, make_uint4(item.share, item.magic, item.tokens, item.first | item.columns << 16));
   }
   __device__ __forceinline__ SegmentItem read_header() const {
     const uint32_t at = header();
     const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
-    return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
-            (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
+    return {(int)uniform(a.x), (int)uniform(a.y),      (int)uniform(a.z),
+            (int)uniform(a.w), (int)uniform(b.x),      uniform(b.y),
+            (int)uniform(b.z), (uint16_t)uniform(b.w), (uint16_t)(uniform(b.w) >> 16)};
   }
 };
 
@@ -101,7 +103,7 @@ template <class S> struct StageLayout {
 /* Number of columns of A of an item. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
-  return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
+  return min(item.columns - item.first, S::RANKS);
 }
 
 /* Rows of A of an item, loaded by a box. */
@@ -266,7 +268,7 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
   // A stage marks the end of the items.
   warp.wait_empty();
   if (threadIdx.x == 0) {
-    warp.write_header({-1, 0, 0, 0, 1, 0, 0, 0});
+    warp.write_header({-1, 0, 0, 0, 1, 0, 0, 0, 0});
     barrier_arrive(warp.full());
   }
   if (!issues_tma)
@@ -280,6 +282,7 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
   const float scaling = scaling_of(s, item.packed);
+  const bool one_a = item.has_one_a(s, width);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = first + 16 * warp + 8 * half + lane / 4;
@@ -291,7 +294,7 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
     for (int j = 0; j < N / 8; j++) {
       const float *v = rAcc + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(gXa + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
+        store_slice(s.adapters, gXa + r, slice, one_a, round_two<T>(v, scaling, r, rank));
       r += 8;
       if (r >= width)
         r -= width, slice++;

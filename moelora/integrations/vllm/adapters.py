@@ -8,6 +8,9 @@ token_lora_mapping, int32, slot of each token
     token, which a graph captured for more tokens reads. Here both become -1.
 lora_ranks, (max_loras,) int32
     True rank of the adapter in each slot; vLLM only has the maximum of the stacks, and zero-pads.
+w13_one_a, (max_loras,) int32
+    Whether gate and up of the adapter have the same A, as PEFT trains them for fused weights: then
+    one of both is read. Compared when the adapter is loaded.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
         "w2_lora_a": ctx.w2_lora_a_stacked,
         "w2_lora_b": ctx.w2_lora_b_stacked,
         "lora_ranks": ctx.lora_ranks,
+        "w13_one_a": ctx.w13_one_a,
         "adapter_enabled": ctx.adapter_enabled,
     }
 
@@ -97,7 +101,8 @@ def _with_ranks(build_lora_context: Callable[..., Any]) -> Callable[..., Any]:
                 self.lora_ranks = torch.full(
                     stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
                 )
-        ctx.lora_ranks = self.lora_ranks
+                self.w13_one_a = torch.zeros_like(self.lora_ranks)
+        ctx.lora_ranks, ctx.w13_one_a = self.lora_ranks, self.w13_one_a
         deltas.remember_ranks(ctx, self.lora_ranks)
         return ctx
 
@@ -115,6 +120,15 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         # Each (experts or 1, rank, columns). A slot that is reset later is also disabled.
         if hasattr(self, "lora_ranks"):
             rank = max(a.size(1) for a in lora_a if a is not None)
-            self.lora_ranks[index].fill_(rank)  # an assignment waits for the copies before it
+            # An assignment would wait for the copies before it.
+            self.lora_ranks[index].fill_(rank)
+            self.w13_one_a[index].fill_(_have_one_a(lora_a))
 
     return wrapped
+
+
+def _have_one_a(lora_a: Sequence[torch.Tensor | None]) -> bool:
+    """Whether gate and up have the same A; `lora_a` is that of gate, down and up."""
+    if len(lora_a) != 3 or lora_a[0] is None or lora_a[2] is None:
+        return False
+    return torch.equal(lora_a[0], lora_a[2])

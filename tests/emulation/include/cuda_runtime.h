@@ -120,6 +120,9 @@ inline float __fdividef(float a, float b) {
 template <class T> T __ldcg(const T *p) {
   return *p;
 }
+template <class T> T __ldcs(const T *p) {
+  return *p;
+}
 
 inline void __threadfence_block() {}
 inline void __threadfence() {}

@@ -51,13 +51,13 @@ template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
   if (stages == 0 || S::TRANSPOSED) // there, products are predicated by token and rank
-    return {stages, 0, false, false};
+    return {stages, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
 #pragma unroll 1
   for (int i = threadIdx.x & 31; i < list.count; i += 32)
     ragged |= list.at(i).packed % kSlabDepth != 0;
-  return {stages, 0, list.count > 1 || first.low > 0 || first.high < tokens,
+  return {stages, list.count > 1 || first.low > 0 || first.high < tokens,
           __any_sync(0xffffffffu, ragged) != 0};
 }
 

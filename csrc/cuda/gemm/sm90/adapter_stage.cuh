@@ -149,12 +149,6 @@ __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS 
   }
   wgmma_wait<0>();
   warp.take_last_stage(last);
-#pragma unroll 1
-  for (int i = 0; KeptRows<S>::POSSIBLE && i < adapters.empty; i++) {
-    pipeline.wait_full();
-    pipeline.release(pipeline.stage);
-    pipeline.advance();
-  }
   return nonfinite                    ? PendingCheck::FIX_UP
          : adapters.shared && !clears ? PendingCheck::CHECK_ACCUMULATORS
                                       : PendingCheck::NOTHING;

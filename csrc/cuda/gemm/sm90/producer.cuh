@@ -125,13 +125,12 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       !in_fixup && threadIdx.x == S::FIRST_PRODUCER && (S::CLUSTER == 1 || cluster_rank() == 0);
   TileScheduler<S> next(g, fetches);
   SegmentList<S> list;
-  AdaptersHeader adapters = {};
+  AdaptersHeader adapters;
   while (next.more()) {
     next.begin(g);
     const ClusterTile tile = next.tile;
-    const int count = next.count(), left = next.left();
-    const bool kept = KeptRows<S>::are_there(next.place(), k_steps + adapters.stages);
-    const TokenBoxes<S> boxes(g.tokens.divisor.value || kept ? 0 : count);
+    const int count = next.count();
+    const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     typename Mainloop::WeightLoads weights;
     weights.begin(g, tile);
     if constexpr (!S::RUNS)
@@ -153,10 +152,8 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
           // Write the stage header.
           if (i == 0)
             TileHeader{tile, count, rows_multiplied<S>(tile, count)}.write(smem.header(at.stage));
-          if (i == k_steps - 1) {
-            adapters.empty = KeptRows<S>::empty(left, k_steps + adapters.stages);
+          if (i == k_steps - 1)
             adapters.write(smem.header(at.stage));
-          }
 
           // Issue the TMA loads.
           barrier_arrive_expect_tx(at.full(),
@@ -194,14 +191,6 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       }
       __syncwarp();
     }
-    if constexpr (KeptRows<S>::POSSIBLE)
-      for (int i = KeptRows<S>::empty(left, k_steps + adapters.stages); i > 0; i--) {
-        pipeline.wait_empty();
-        if (elect_one())
-          barrier_arrive(pipeline.full());
-        __syncwarp();
-        pipeline.advance();
-      }
   }
 
   // Signal the end with a stage whose block is -1.
@@ -232,11 +221,10 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   };
   find_rows();
   SegmentList<S> list;
-  int adapter_stages = 0;
+  int adapter_stages;
   while (next.more()) {
     const ClusterTile tile = next.tile;
-    const int count = next.count(), left = next.left();
-    const bool kept = KeptRows<S>::are_there(next.place(), k_steps + adapter_stages);
+    const int count = next.count();
     scales.begin(g);
     rows.begin(g, scales, thread, smem);
     if constexpr (!S::RUNS)
@@ -254,10 +242,8 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
         // Wait until consumers have released the stage, then issue the copies. The barrier is
         // signaled when they complete.
         pipeline.wait_empty();
-        if (!kept) {
-          rows.copy(g, smem, pipeline.stage);
-          scales.copy(g, smem, pipeline.stage);
-        }
+        rows.copy(g, smem, pipeline.stage);
+        scales.copy(g, smem, pipeline.stage);
         barrier_arrive_cp_async(pipeline.full());
       }
 
@@ -287,17 +273,10 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
       } else if (!g.weights.factors_boxes)
         copy_factors<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, smem, pipeline.stage,
                                          thread);
-      if (!kept || !g.weights.factors_boxes) // otherwise only xa moves the cursor
-        copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, smem, pipeline.stage,
-                                    thread);
+      copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, smem, pipeline.stage,
+                                  thread);
       barrier_arrive_cp_async(pipeline.full());
     }
-    if constexpr (KeptRows<S>::POSSIBLE)
-      for (int i = KeptRows<S>::empty(left, k_steps + adapter_stages); i > 0; i--) {
-        pipeline.wait_empty();
-        barrier_arrive_cp_async(pipeline.full());
-        pipeline.advance();
-      }
   }
 
   // Arrive on the stage that signals the end.

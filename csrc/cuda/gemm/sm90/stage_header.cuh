@@ -33,19 +33,19 @@ struct TileHeader {
   }
 };
 
-/* In the last k step of a tile: the number of adapter stages and of empty ones that follow, and
- * whether non-finite elements of B need care: `shared` if some tokens do not carry a slab's
- * adapter, `ragged` if a slab extends beyond an adapter's true rank. */
+/* In the last k step of a tile: the number of adapter stages that follow, and whether non-finite
+ * elements of B need care: `shared` if some tokens do not carry a slab's adapter, `ragged` if a
+ * slab extends beyond an adapter's true rank. */
 struct AdaptersHeader {
-  int stages, empty;
+  int stages;
   bool shared, ragged;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_4(at + 16, stages | empty << 18 | shared << 16 | ragged << 17);
+    store_shared_4(at + 16, stages | shared << 16 | ragged << 17);
   }
   static __device__ __forceinline__ AdaptersHeader read(uint32_t at) {
     const uint32_t v = uniform(load_shared_4(at + 16));
-    return {(int)(v & 0xffff), (int)(v >> 18), (v >> 16 & 1) != 0, (v >> 17 & 1) != 0};
+    return {(int)(v & 0xffff), (v >> 16 & 1) != 0, v >> 17 != 0};
   }
 };
 

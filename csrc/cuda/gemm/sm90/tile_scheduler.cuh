@@ -13,8 +13,7 @@
  *
  * A tile with few k steps ends before its producers have found the next one and its adapters. Such
  * tiles are scheduled in runs, an index each: neighboring columns of one block, which share all
- * that is looked up, and rows of x where they stay in the pipeline (KeptRows). The last blocks are
- * scheduled tile by tile to keep all clusters busy. */
+ * that is looked up. The last blocks are scheduled tile by tile to keep all clusters busy. */
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
@@ -72,10 +71,7 @@ template <class S> struct TileScheduler {
   /* Number of valid tokens of the tile. */
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Whether the previous tile was of the same run: another column of the same block. */
-  __device__ __forceinline__ bool continues() const { return place() > 0; }
-  /* Tiles of the run before this one, and after it. */
-  __device__ __forceinline__ int place() const { return S::RUNS ? packed >> 16 : 0; }
-  __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 & 0xff : 0; }
+  __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
   /* Whether the next tile is also of the same run, so that nothing is to be looked up. */
   __device__ __forceinline__ bool is_within_run() const { return continues() && left() > 0; }
   /* Fetches the next tile, except during the first tile, which should issue its loads first: there
@@ -94,8 +90,11 @@ template <class S> struct TileScheduler {
   }
 
 private:
-  int packed; // count() | left() << 8 | place() << 16: producers have few registers
+  static constexpr int CONTINUES = 1 << 16;
+  int packed; // count() | left() << 8 | CONTINUES: producers have few registers
 
+  /* Tiles of the run after this one. */
+  __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 & 0xff : 0; }
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 
   __device__ __forceinline__ void fetch(const moelora_gemm_launch &g) const {
@@ -115,7 +114,7 @@ private:
   }
   /* Moves `tile` to the next column of its run. */
   __device__ __forceinline__ void next_column(const moelora_gemm_launch &g) {
-    packed += (1 << 16) - (1 << 8);
+    packed = packed - (1 << 8) | CONTINUES;
     tile.column += 1 + tile.is_shared();
     if (tile.is_shared())
       tile.column = min(tile.column, tile_columns<S>(g) - 1);

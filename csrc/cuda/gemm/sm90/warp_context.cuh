@@ -77,26 +77,4 @@ template <class S> struct WarpContext {
   }
 };
 
-/* Rows of x and xa that stay in the pipeline during a run of tiles: if the stages of a tile divide
- * those of the ring, an earlier tile of the run has filled the same stage with the same rows. A
- * tile gets empty stages for that. */
-template <class S> struct KeptRows {
-  static constexpr bool POSSIBLE = S::RUNS && WarpContext<S>::ALIASED_BUFFERS == 0;
-  static_assert(!POSSIBLE || (S::STAGES & (S::STAGES - 1)) == 0, "multiples of a power of two");
-
-  /* Whether a tile with `used` stages, after `place` others of its run, finds its rows there. */
-  static __device__ __forceinline__ bool are_there(int place, int used) {
-    return POSSIBLE && place > 0 && used <= S::STAGES && place * period(used) >= S::STAGES;
-  }
-  /* Empty stages behind the `used` ones of a tile, if `left` others of its run follow. */
-  static __device__ __forceinline__ int empty(int left, int used) {
-    return POSSIBLE && left > 0 && used <= S::STAGES ? period(used) - used : 0;
-  }
-
-private:
-  static __device__ __forceinline__ int period(int used) {
-    return used > 1 ? 1 << (32 - __clz(used - 1)) : used;
-  }
-};
-
 #endif
