@@ -52,7 +52,8 @@ def measure_arrivals(args, shape, save):
             f"{policy:9} {case['slots']:3} slots  first token {case['ttft_ms']:8.2f} ms, p95 "
             f"{case['ttft_p95_ms']:8.2f} ms  {case['tok_s']:8.1f} tokens/s  "
             f"{case['absent']} arrived while their adapter was in no slot "
-            f"({case['ttft_absent_ms']} ms, others {case['ttft_present_ms']})",
+            f"({case['ttft_absent_ms']} ms, others {case['ttft_present_ms']}); prefill "
+            f"{case['prefill_ms']} ms, step {case['step_ms']}",
             flush=True,
         )
     return cases

@@ -5,7 +5,8 @@ prefilled between two decode steps of all that run: the first in the queue whose
 
     resident   a slot for every adapter
     ahead      the adapters of the first requests are brought while they wait; one starts when its
-               adapter is there, or, if nothing runs, as soon as copies are under way, by layers
+               adapter will be there before its prefill ends, by layers; if nothing runs, as soon
+               as copies are under way
     blocking   the loop brings the adapter of the first request, and waits for it
 """
 
@@ -50,6 +51,7 @@ class Loop:
         self.decoder, self.pool, self.policy = decoder, pool, policy
         self.rows = [None] * decoder.rows
         self.waiting = deque()
+        self.prefills, self.steps = [], []  # seconds of each
 
     def run(self, made):
         """Seconds that it took."""
@@ -84,7 +86,9 @@ class Loop:
             self.waiting.remove(request)
             row = self.rows.index(None)
             slot = self.pool.lookup(request.adapter, held=request.held)
+            begun = time.perf_counter()
             self.decoder.prefill(row, request.prompt, slot, request.held.wait)
+            self.prefills.append(time.perf_counter() - begun)
             request.first = time.perf_counter() - start
             request.left = request.new - 1
             self.rows[row] = request
@@ -94,10 +98,14 @@ class Loop:
     def may_start(self, adapter):
         if self.policy != "ahead":
             return True
-        return self.pool.ready(adapter) or (adapter in self.pool and not any(self.rows))
+        if self.pool.ready(adapter, within=min(self.prefills[-8:], default=0.0)):
+            return True
+        return adapter in self.pool and not any(self.rows)
 
     def step(self):
+        begun = time.perf_counter()
         self.decoder.decode()
+        self.steps.append(time.perf_counter() - begun)
         for row, request in enumerate(self.rows):
             if request is None:
                 continue
@@ -124,20 +132,22 @@ def measure(decoder, make_pool, names, policy, args):
     def go(count, rate, seed):
         made = requests(count, rate, names, args.prompt, args.new, args.vocab, seed)
         loop = Loop(decoder, pool, policy)
-        return made, loop.run(made)
+        return made, loop.run(made), loop
 
     go(4, None, 1)  # warms up
-    made, _ = go(args.requests, args.rate, 2)
+    made, _, loop = go(args.requests, args.rate, 2)
     waits = [1e3 * (r.first - r.arrival) for r in made]
     absent = [wait for wait, r in zip(waits, made, strict=True) if r.absent]
     present = [wait for wait, r in zip(waits, made, strict=True) if not r.absent]
-    _, seconds = go(args.requests, None, 3)
+    _, seconds, _ = go(args.requests, None, 3)
     case = {"topic": "arrivals", "policy": policy, "slots": slots, "adapters": len(names)}
     case |= {"requests": len(made), "rate": args.rate, "absent": len(absent)}
     case |= {"ttft_ms": round(statistics.median(waits), 2)}
     case |= {"ttft_p95_ms": round(percentile(waits, 0.95), 2)}
     case |= {"ttft_present_ms": round(statistics.median(present), 2) if present else None}
     case |= {"ttft_absent_ms": round(statistics.median(absent), 2) if absent else None}
+    case |= {"prefill_ms": round(1e3 * statistics.median(loop.prefills), 2)}
+    case |= {"step_ms": round(1e3 * statistics.median(loop.steps), 2) if loop.steps else None}
     case |= {"tok_s": round(len(made) * args.new / seconds, 1)}
     case |= {"host_gib": round(pool.host_bytes() / 2**30, 2)}
     case |= {"most_frequent": Counter(r.adapter for r in made).most_common(1)[0][1]}

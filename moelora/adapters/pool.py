@@ -261,13 +261,19 @@ class AdapterPool:
         self._with_host("prefetch")
         self._versions.bring_ahead(distinct(names))
 
-    def ready(self, name: str) -> bool:
+    def ready(self, name: str, *, within: float = 0.0) -> bool:
         """Whether a batch of this adapter starts at once: it is in a slot, all copies are complete.
+
+        With `within`, in seconds, also if they will be complete after this time, at the pace of
+        those that are. If that is what a pass of all layers takes, a batch that is held with
+        `layerwise=True` gets each layer before it needs it.
 
         KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused,
         RuntimeError if it could not be copied.
         """
-        return self._versions.ready(name)
+        if not isinstance(within, (int, float)) or within < 0:
+            raise ValueError(f"within is {within!r}, wanted seconds, 0 if all copies are complete")
+        return self._versions.ready(name, within)
 
     def read(
         self,

@@ -170,7 +170,7 @@ class Slots:
         until they are, unless it is pinned memory.
         """
         self.streams.fence()
-        layers, last = {}, {}
+        layers, last, portions = {}, {}, []
         used: dict[str, int] = {}
         before, self._used[slot] = self._used[slot], {}
         try:
@@ -185,11 +185,12 @@ class Slots:
                 if event is not None:
                     layers.update(dict.fromkeys(names, (device, event)))
                     last[device] = event
+                    portions.append((event, copies.nbytes))
         except BaseException:
             self.enable(slot, False)
             raise
         self._used[slot] = used
-        return Arrival(layers, last) if last else None
+        return Arrival(layers, last, portions) if last else None
 
     def _portions(
         self, slot: int, staged: Staged, before: Mapping[str, int], used: dict[str, int]

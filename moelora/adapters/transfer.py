@@ -8,7 +8,9 @@ Nothing makes the host wait. Devices without streams are written at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,15 +21,22 @@ def is_capturing() -> bool:
 
 
 class Arrival:
-    """The copies of one adapter: an event for each layer, and the last one of each device."""
+    """The copies of one adapter: an event for each layer, and the last one of each device.
+
+    `portions`: events in the order of the launches, with the bytes that each adds.
+    """
 
     def __init__(
         self,
         layers: Mapping[str, tuple[torch.device, torch.cuda.Event]],
         last: Mapping[torch.device, torch.cuda.Event],
+        portions: Sequence[tuple[torch.cuda.Event, int]],
     ) -> None:
         self._layers = layers
         self._last = last
+        self._begun = time.monotonic()
+        self._left = list(portions)
+        self._copied = 0
 
     def wait(self, layer: str | None = None) -> None:
         """Make the current streams wait for one layer, or for all.
@@ -46,6 +55,22 @@ class Arrival:
     def done(self) -> bool:
         """Whether all copies are complete; False during a capture, which must not ask."""
         return not is_capturing() and all(event.query() for event in self._last.values())
+
+    def seconds_left(self) -> float:
+        """Until all copies are complete, at the pace of those that are; infinite without any.
+
+        The time before the first copy counts, so that the true time is shorter.
+        """
+        if is_capturing():
+            return math.inf
+        while self._left and self._left[0][0].query():
+            self._copied += self._left.pop(0)[1]
+        if not self._left:
+            return 0.0
+        if not self._copied:
+            return math.inf
+        left = sum(nbytes for _, nbytes in self._left)
+        return (time.monotonic() - self._begun) * left / self._copied
 
     def synchronize(self) -> None:
         """Make the host wait for all copies."""

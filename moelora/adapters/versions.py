@@ -70,8 +70,11 @@ class Versions:
 
     # -- for batches --
 
-    def ready(self, name: str) -> bool:
-        """Whether an adapter is in a slot, with all copies; raises why it was not brought."""
+    def ready(self, name: str, within: float) -> bool:
+        """Whether an adapter is in a slot, with all copies, or has them in so many seconds.
+
+        Raises why it was not brought.
+        """
         with self.lock:
             self.check_known(name)
             loaded = self.loaded.get(name)
@@ -79,7 +82,8 @@ class Versions:
                 self.host.source(name).check()
             if loaded is None or name in self._turns.leaving(self.loaded):
                 return False
-            return loaded.arriving() is None
+            arrival = loaded.arriving()
+            return arrival is None or (within > 0 and arrival.seconds_left() <= within)
 
     def slots_of(self, names: Sequence[str], held: Held) -> dict[str | None, int]:
         """The slots of adapters that are held; it counts as a use, and begins a step."""

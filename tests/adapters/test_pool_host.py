@@ -9,7 +9,7 @@ import torch
 from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
 from threads import run_threads
 
-from moelora.adapters import NoSlot
+from moelora.adapters import NoSlot, transfer
 from moelora.adapters import host as host_module
 from moelora.adapters.stacks import Copies
 from moelora.adapters.turns import OVERTAKEN
@@ -231,7 +231,7 @@ def test_threads_that_launch_copies_for_each_other(launching):
             pool.prefetch([f"n{first}", f"n{second}"])
             with pool.hold([f"n{first}"], timeout=60, layerwise=True) as held:
                 held.wait()
-                check(pool, f"n{first}", states[first][1], 2.0)
+                check(pool, f"n{first}", states[first][1], 2.0, held=held)
             try:
                 pool.update(f"n{third}", states[third][0], config=configs[third])
             except NoSlot:
@@ -270,6 +270,39 @@ def test_a_copy_that_fails_is_told_by_ready(launching, monkeypatch, where):
     monkeypatch.undo()
     check(pool, "a", delta, 2.0)
     wait_until(lambda: pool.ready("a"))
+
+
+class Event:
+    """A CUDA event that a test completes."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+
+def test_a_batch_may_start_before_the_last_copies(monkeypatch):
+    """At the pace so far: three of four megabytes in 30 ms leave 10 ms for the last one."""
+    pool = make_pool(max_loras=1, host=1)
+    pool.register("a", wrapped()[0], config=CONFIG)
+    pool.lookup("a")
+    now = [10.0]
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(transfer, "is_capturing", lambda: False)
+    events = [Event() for _ in range(4)]
+    last = {torch.device("cuda"): events[-1]}
+    arrival = transfer.Arrival({}, last, [(event, 1 << 20) for event in events])
+    pool._versions.entry("a").arrival = arrival
+    assert not pool.ready("a", within=60)
+    now[0] += 0.030
+    for event in events[:3]:
+        event.done = True
+    assert pool.ready("a", within=0.0101) and not pool.ready("a", within=0.0099)
+    assert not pool.ready("a")
+    events[3].done = True
+    assert pool.ready("a")
+    with pytest.raises(ValueError, match="within is -1, wanted seconds"):
+        pool.ready("a", within=-1)
 
 
 def test_a_slot_after_a_write_that_ended_halfway(device, monkeypatch):

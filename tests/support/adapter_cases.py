@@ -57,9 +57,9 @@ def wrapped(layer=0, r=4, r_down=None, seed=0):
     return state, delta
 
 
-def delta_of(pool, name, layer=0):
+def delta_of(pool, name, layer=0, held=None):
     """What the pool will add to the weights: s B A per projection and expert."""
-    slot = pool.lookup(name)
+    slot = pool.lookup(name, held=held)
     rank = int(pool.lora_ranks[slot])
     scale = float(pool.lora_scalings[slot])
     stacks = pool.layer(LAYERS[layer].name)
@@ -79,8 +79,8 @@ def delta_of(pool, name, layer=0):
     return {"gate": gate, "up": up, "down": down}
 
 
-def check(pool, name, delta, scaling, layer=0):
-    got = delta_of(pool, name, layer)
+def check(pool, name, delta, scaling, layer=0, held=None):
+    got = delta_of(pool, name, layer, held)
     for projection in ("gate", "up", "down"):
         wanted = torch.zeros_like(got[projection])
         if projection in delta:
