@@ -144,7 +144,7 @@ def write_per_expert(
             b = (b.float() * (scaling / common)).to(b.dtype)
         state[f"{PREFIX}{rename(name)}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
         state[f"{PREFIX}{rename(name)}.{b_key}"] = _plain(pad(b, (0, rank - own)))
-    config = {
+    config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": rank * common,
