@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moelora.adapters.config import CONFIG_FILE
-from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
 PREFIX = "base_model.model."
@@ -207,27 +208,34 @@ def _per_expert(
     """The pairs of single experts; those of gate and up are separate."""
     for name, pairs in adapter.experts.items():
         layer = layers[name]
-        for projection, pair in pairs.items():
-            for half, b in _halves(layer, projection, pair.b):
-                for n in range(layer.num_experts):
-                    module = f"{name}.{n}.{names[half]}"
-                    # Factors and scalings that all experts share are there once.
-                    own_a, own_b = pair.a[n % len(pair.a)], b[n % len(b)]
-                    scaling = pair.scalings[n % len(pair.scalings)]
-                    tensors = {"lora_A.weight": own_a, "lora_B.weight": own_b}
-                    yield module, module, pair.rank, scaling, tensors
+        for projection, pair in _separate(layer, pairs).items():
+            for n in range(layer.num_experts):
+                module = f"{name}.{n}.{names[projection]}"
+                # Factors and scalings that all experts share are there once.
+                a, b = pair.a[n % len(pair.a)], pair.b[n % len(pair.b)]
+                tensors = {"lora_A.weight": a, "lora_B.weight": b}
+                scaling = pair.scalings[n % len(pair.scalings)]
+                yield module, module, pair.rank, scaling, tensors
 
 
-def _halves(
-    layer: MoELayer, projection: Projection, b: Tensor
-) -> Sequence[tuple[Projection, Tensor]]:
-    """Rows of B by the projections of an expert."""
-    if projection != "gate_up":
-        return [(projection, b)]
-    if layer.interleaved:
-        return [("gate", b[:, 0::2]), ("up", b[:, 1::2])]
-    gate, up = b.chunk(2, dim=1)
-    return [("gate", gate), ("up", up)]
+def _separate(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Projection, Pair]:
+    """Pairs of gate, up and down of a layer; zeros for those it has none of, as vLLM reads all or
+    none of a layer."""
+    found = dict(pairs)
+    if both := found.pop("gate_up", None):
+        gate, up = both.b.chunk(2, dim=1)
+        if layer.interleaved:
+            gate, up = both.b[:, 0::2], both.b[:, 1::2]
+        found["gate"] = replace(both, b=gate)
+        found["up"] = replace(both, b=up)
+    some = next(iter(pairs.values()))
+    gates: tuple[Projection, ...] = ("gate",) if layer.gated else ()
+    for projection in (*gates, "up", "down"):
+        if projection not in found:
+            wide, tall = layer.shape(projection)
+            a = some.a.new_zeros(1, some.rank, wide)
+            found[projection] = Pair(a, a.new_zeros(1, tall, some.rank), some.scalings[:1])
+    return found
 
 
 def _linears(adapter: Adapter, linears: Mapping[str, LinearLayer]) -> Rows:

@@ -142,6 +142,26 @@ def test_one_rank_and_one_scaling_for_all_pairs(tmp_path):
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_projections_without_factors_get_zeros(tmp_path):
+    """vLLM reads gate, up and down of all experts of a layer, or none."""
+    model = make("qwen3_moe")
+    factors = draw(model, "fused")
+    for pairs in factors.experts.values():
+        del pairs["down"]
+    folder = DIALECTS["stacks"].write(tmp_path / "a", factors)
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
+    assert main(["adapters", str(folder), *words]) == 0
+    state = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    down = [t for name, t in state.items() if ".experts." in name and "down_proj" in name]
+    assert len(down) == 2 * 6 and not any(t.any() for t in down)
+    wanted = merge(model, factors)(tokens()).logits
+    moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
+    got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
     assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
     assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
