@@ -23,6 +23,12 @@ from moelora.files import file_in, read_json
 from moelora.terminal import printable
 
 
+STACKS = (
+    "vLLM reads stacks of experts only for models whose experts it keeps in stacks (gpt-oss, "
+    "Qwen3.5); --per-expert OUT writes one pair for each expert, for others and for SGLang"
+)
+
+
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("adapters", help="what an adapter is, and whether it will load")
     parser.add_argument("folder", help="with adapter_config.json and the weights beside it")
@@ -77,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         for line in answer:
             _say(out, line)
         problems += problem
+        if args.per_expert is None and any("stack" in group.form for group in found.groups):
+            _say(out, STACKS)
         if args.per_expert is not None and not problems:
             try:
                 _say(out, _write_per_expert(args))

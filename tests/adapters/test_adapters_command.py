@@ -67,6 +67,7 @@ def test_an_adapter_that_loads(ask, dialect):
         assert words in text
     assert "Qwen3MoeForCausalLM has 1 layers of experts, 14 linear layers" in text
     assert "load_adapters serves all of the adapter: experts up to rank 4" in text
+    assert ("--per-expert OUT writes" in text) == ("stack of experts" in text)
 
 
 def test_without_a_model(ask):
