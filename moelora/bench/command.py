@@ -152,7 +152,8 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     add("--ranks", help=f"of the adapters ({usual('ranks')})")
     about = "of each rank, one or several numbers (default: %(default)s)"
     add("--adapters", default="8", help=about)
-    about = f"{', '.join(cases.MIXES)}, or the share of base tokens (default: %(default)s)"
+    mixes = "; ".join(f"{mix}: {what}" for mix, what in cases.MIXES.items())
+    about = f"{mixes}; or the share of tokens without an adapter (default: %(default)s)"
     add("--mix", default="many", help=about)
     about = "uniform, zipf, or a file of counts per expert (default: %(default)s)"
     add("--routing", default="uniform", help=about)
@@ -161,7 +162,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     about = f"time per baseline or variant, and case ({usual('budget_ms')})"
     add("--budget-ms", type=float, help=about)
     add("--threads", type=int, help="CPU: torch's number of threads (default: torch's)")
-    about = "CPU: size of the torch.mm that gives the bound its rate (default: %(default)s)"
+    about = "CPU: size of the torch.mm that measures the bound's flop/s (default: %(default)s)"
     add("--mm-size", default=2048, type=int, help=about)
 
 

@@ -22,7 +22,6 @@ from moelora.bench import console
 from moelora.files import file_in, read_json
 from moelora.terminal import printable
 
-
 STACKS = (
     "vLLM reads stacks of experts only for models whose experts it keeps in stacks (gpt-oss, "
     "Qwen3.5); --per-expert OUT writes one pair for each expert, for others and for SGLang"
