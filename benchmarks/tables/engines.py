@@ -74,8 +74,8 @@ def claim():
         for peer in ("unsloth", "axolotl")
     ]
     release = load("e2e-12-layers")[0]["vllm"]
-    return f"""With moelora, vLLM {release} serves four adapters on all experts of Qwen3-30B-A3B with
-        **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
+    return f"""With moelora, vLLM {release} serves four adapters on all experts of Qwen3-30B-A3B
+        with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
         vLLM's own LoRA kernels; relative to vLLM without adapters that is {kept_prefill:.2f} and
         {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with twelve layers of the
         model and adapters of ranks 16 and 64 mixed in each batch. A training step of one MoE layer,
