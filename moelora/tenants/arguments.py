@@ -17,20 +17,22 @@ def check_arguments(
     lr: object,
     weight_decay: object,
     optimizer: object,
-    sparse: bool,
+    sparse: object,
     accumulation: object,
     max_norm: object,
 ) -> None:
     """ValueError for what is wrong whatever the pool is; it names the argument."""
-    _count("rank", rank)
+    if not isinstance(sparse, bool):
+        raise ValueError(f"sparse is {sparse!r}, wanted True or False")
+    check_count("rank", rank)
     if accumulation is not None:
-        _count("accumulation", accumulation)
+        check_count("accumulation", accumulation)
     if alpha is not None:
-        _number("alpha", alpha, positive=True)
-    _number("lr", lr, positive=sparse)  # SparseAdam refuses 0
-    _number("weight_decay", weight_decay)
+        check_number("alpha", alpha, positive=True)
+    check_number("lr", lr, positive=sparse)  # SparseAdam refuses 0
+    check_number("weight_decay", weight_decay)
     if max_norm is not None:
-        _number("max_norm", max_norm, positive=True)
+        check_number("max_norm", max_norm, positive=True)
     if targets is not None:
         listed = isinstance(targets, (list, tuple)) and targets
         if not listed or not all(isinstance(target, str) for target in listed):
@@ -43,12 +45,12 @@ def check_arguments(
         raise ValueError("sparse=True takes neither weight_decay nor optimizer")
 
 
-def _count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} is {value!r}, wanted an integer >= 1")
+def check_count(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} is {value!r}, wanted an integer >= {least}")
 
 
-def _number(name: str, value: object, positive: bool = False) -> None:
+def check_number(name: str, value: object, positive: bool = False) -> None:
     good = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= LARGEST
     if not good or (positive and value == 0):
         raise ValueError(

@@ -34,6 +34,8 @@ def check_loss(name: str, loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss of {name!r} is {what}, wanted a tensor of one element")
+    if loss.is_complex():
+        raise ValueError(f"the loss of {name!r} is {str(loss.dtype)[6:]}, wanted a real one")
     if not loss.requires_grad:
         raise ValueError(
             f"the loss of {name!r} requires no gradient: do its rows have its adapter?"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer, SparseAdam
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.files import file_in
+from moelora.tenants.arguments import check_count, check_number
 from moelora.tenants.factors import Factor, padded
 from moelora.tenants.rows import is_sparse
 
@@ -248,7 +249,38 @@ def read_state(folder: Path) -> dict[str, Any]:
         )
     if missing := {"optimizer", "groups", "updates", "pending", "factors"} - found.keys():
         raise ValueError(f"{path} is damaged: it has no {sorted(missing)}")
+    try:
+        _check_content(found)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     return found
+
+
+def _check_content(found: Mapping[str, Any]) -> None:
+    """ValueError for a value of another type than that of `Tenant.state`."""
+    check_count("updates", found["updates"], 0)
+    check_count("pending", found["pending"], 0)
+    check_count("accumulation", found.get("accumulation", 1))
+    if found.get("max_norm") is not None:
+        check_number("max_norm", found["max_norm"], positive=True)
+    groups, factors = found["groups"], found["factors"]
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError(f"groups is {groups!r}, wanted those of an optimizer")
+    if not isinstance(factors, dict):
+        raise ValueError(f"factors is {factors!r}, wanted a dict")
+    for key, factor in factors.items():
+        if not isinstance(factor, dict) or {"shape", "gradient", "state"} - factor.keys():
+            raise ValueError(f"{key} of factors is {factor!r}, wanted shape, gradient and state")
+        shape, grad = factor["shape"], factor["gradient"]
+        if not isinstance(shape, tuple):
+            raise ValueError(f"shape of {key} is {shape!r}, wanted a tuple")
+        if grad is not None and not (isinstance(grad, Tensor) and tuple(grad.shape) == shape):
+            got = tuple(grad.shape) if isinstance(grad, Tensor) else repr(grad)
+            raise ValueError(f"gradient of {key} is {got}, wanted a tensor of shape {shape}")
+        if not isinstance(factor["state"], dict):
+            raise ValueError(f"state of {key} is {factor['state']!r}, wanted a dict")
 
 
 def check_state(saved: Mapping[str, Any], pool: AdapterPool, adapter: Adapter) -> None:

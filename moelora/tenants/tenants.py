@@ -296,7 +296,7 @@ class Tenants:
         KeyError
             There is no such tenant.
         ValueError
-            A loss has more than one element, or requires no gradient.
+            A loss is no real tensor of one element and no function, or requires no gradient.
         RuntimeError
             The backward raised, or grad mode is `torch.inference_mode`. If the part of the graph
             that belongs to one loss raised, its tenant is named and stopped; the others, and all if
@@ -320,7 +320,7 @@ class Tenants:
             )
         tenants = {name: self[name] for name in losses}
         for name, loss in losses.items():
-            if isinstance(loss, Tensor):
+            if not callable(loss):
                 check_loss(name, loss)
         undo = Undo(self._tenants.values())
         try:
@@ -481,7 +481,8 @@ class Tenants:
         Parameters
         ----------
         name : str
-            The tenant, running or stopped: then as it was before it went wrong.
+            The tenant. The factors of one that is stopped are those of before it went wrong, its
+            accumulated gradients are dropped, and its optimizer may have seen the last batch.
         folder : path
             PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
         optimizer : bool

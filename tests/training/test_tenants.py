@@ -222,6 +222,38 @@ def test_damaged_states_are_refused(content, tmp_path):
     assert house.pool.names() == ["served"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"updates": "two"},
+        {"pending": -1},
+        {"accumulation": 0},
+        {"max_norm": "large"},
+        {"groups": [{}]},
+        {"factors": 3},
+        {"gradient": torch.zeros(2)},
+        {"state": None},
+        {"shape": None},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_states_with_other_content_are_refused(change, tmp_path):
+    """A key is of another type than `save` writes, of all or of one factor."""
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.steps(["law"], range(1))
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    saved = torch.load(tmp_path / "training.pt")
+    (saved if change.keys() <= saved.keys() else next(iter(saved["factors"].values()))).update(
+        change
+    )
+    torch.save(saved, tmp_path / "training.pt")
+    with pytest.raises(ValueError, match=rf"damaged: .*{next(iter(change))}"):
+        house.add("law", tmp_path, resume=True)
+    assert not house.pool.names()
+
+
 def test_saved_folders_are_pefts(tmp_path):
     """Of every pool that takes them, served as trained; with the ranks and scalings of each."""
     house = House(PLACES[0].values[0])
@@ -325,6 +357,7 @@ def test_pools_of_other_layouts():
         ({"targets": []}, r"targets is \[\], wanted a list"),
         ({"optimizer": "adam"}, "optimizer is 'adam', wanted a function"),
         ({"sparse": True, "weight_decay": 0.1}, "sparse=True takes neither"),
+        ({"sparse": "no"}, "sparse is 'no', wanted True or False"),
         ({"resume": True}, "resume=True needs the folder"),
     ],
 )
@@ -413,6 +446,8 @@ def test_losses_are_checked_before_anything():
     for loss, why in (
         (torch.ones(2, requires_grad=True), r"loss of 'law' is \(2,\), wanted a tensor of one"),
         (torch.ones(()), "requires no gradient: do its rows have its adapter"),
+        (torch.ones((), dtype=torch.complex64, requires_grad=True), "is complex64, wanted a real"),
+        (1.0, "loss of 'law' is float, wanted a tensor of one"),
     ):
         with pytest.raises(ValueError, match=why):
             house.tenants.step({"law": loss})
