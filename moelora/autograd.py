@@ -143,7 +143,10 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
 NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
 LEAF = "it is a leaf, to which nothing adds in place: leave {name} away, and add to it"
 NO_TRANSFORM = "torch.func cannot see the backward: call torch.autograd.grad, or .backward()"
-TWICE = "a backward has none of its own: call torch.autograd.grad without create_graph"
+TWICE = (
+    "a backward has none of its own: call it under torch.no_grad(), or torch.autograd.grad without "
+    "create_graph"
+)
 WEIGHTS = (
     "the weights of experts are frozen: their gradient is never computed; pass {name}.detach(), or "
     "{name}.requires_grad_(False)"

@@ -84,9 +84,17 @@ def buffers(
     pairs: Tensor | None,
     like: Tensor,
 ) -> list[Any]:
-    """Gradients to write to, as operators have them. ValueError if `wanted` is given, too."""
+    """Gradients to write to, as operators have them.
+
+    Raises
+    ------
+    ValueError
+        `wanted` is given, too, or `pairs` is not of two dimensions.
+    """
     if wanted is not None:
         raise ValueError("wanted and grads both say which gradients to compute: pass one")
+    if pairs is not None and pairs.dim() != 2:  # operators take an empty one for none
+        raise ValueError(f"pairs has shape {tuple(pairs.shape)}, expected (max_loras, E)")
     absent = absent_tensor(like)
     return [
         [_with_pairs(buffer, pairs) for buffer in factor_list(value)]

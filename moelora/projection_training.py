@@ -186,7 +186,8 @@ def _backward(
     """`before`: arguments of the operator up to those that say what is wanted."""
     if grads is not None:
         given = buffers(grads._asdict(), FACTORS, wanted, pairs, x)
-        given[0] = _in_rows("grads.x", given[0])
+        if grads.x is not None:
+            given[0] = _in_rows(grads.x, x)
         op = operators.fused_moe_lora_gemm_backward_out.default
         run(op, *before, *given, or_absent(pairs, absent_tensor(x)), accumulate, *last)
         return grads
@@ -206,10 +207,12 @@ def _backward(
     return ProjectionGradients(**results)
 
 
-def _in_rows(name: str, grad: Tensor) -> Tensor:
-    """A gradient (M, top_k, K) as (M * top_k, K), in its own memory."""
+def _in_rows(grad: Tensor, x: Tensor) -> Tensor:
+    """`grads.x` (M, top_k, K) as (M * top_k, K), in its own memory."""
+    if grad.shape != x.shape:
+        raise ValueError(f"grads.x has shape {tuple(grad.shape)}, expected {tuple(x.shape)} as x")
     if grad.dim() != 3:
         return grad
     if grad.stride(0) != grad.size(1) * grad.stride(1) and grad.size(0) > 1 < grad.size(1):
-        raise ValueError(f"{name} has strides {grad.stride()}, expected equally spaced rows")
+        raise ValueError(f"grads.x has strides {grad.stride()}, expected equally spaced rows")
     return grad.flatten(0, 1)

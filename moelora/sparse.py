@@ -41,7 +41,8 @@ def index_of_pairs(
 def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
     """Mark leaves: whether backwards compute their gradients for touched pairs alone.
 
-    Those of calls under torch.compile, and those that a CUDA graph captures, are dense anyway.
+    One that is marked stands for all factors of its call. Those of calls under torch.compile, and
+    those that a CUDA graph captures, are dense anyway.
     """
     if sparse:
         warn_silently()
@@ -89,7 +90,7 @@ class Pairs:
 
 
 class Buffers:
-    """Gradients of the marked ones of a call's factors for the pairs of `places`, of others dense.
+    """Gradients of a call's factors: sparse, but dense of those that experts share.
 
     Attributes
     ----------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
@@ -255,6 +256,13 @@ def touched_pairs(
         How many there are: at most `min(max_loras * num_experts, topk_ids.numel())`, which is the
         number of gradients to allocate where nothing may wait for a device.
 
+    Raises
+    ------
+    ValueError
+        A shape, dtype or number is not as above.
+    TypeError
+        An argument is of another type than in the signature.
+
     Examples
     --------
     >>> import torch
@@ -263,4 +271,32 @@ def touched_pairs(
     >>> pairs.tolist(), count.item()
     ([[-1, -1, -1], [0, -1, 1]], 2)
     """
+    _check_ids(topk_ids, token_lora_mapping, max_loras, num_experts, expert_map)
+    if expert_map is not None and not expert_map.numel():
+        expert_map = None
     return index_of_pairs(topk_ids, token_lora_mapping, max_loras, num_experts, expert_map)
+
+
+def _check_ids(
+    ids: Tensor, mapping: Tensor, max_loras: int, num_experts: int, expert_map: Tensor | None
+) -> None:
+    """ValueError for arguments of `touched_pairs` that would broadcast, or be no indices."""
+    given = {"topk_ids": ids, "token_lora_mapping": mapping, "expert_map": expert_map}
+    shapes = {"topk_ids": "(M, top_k)", "token_lora_mapping": f"({len(ids)},)"}
+    for name, right in (
+        ("topk_ids", ids.dim() == 2),
+        ("token_lora_mapping", mapping.shape == ids.shape[:1]),
+        ("expert_map", expert_map is None or expert_map.dim() == 1),
+    ):
+        value = given[name]
+        if value is None:
+            continue
+        if not right:
+            expected = shapes.get(name, "1 dimension")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has dtype {dtype}, expected an integer one")
+    for name, number in (("max_loras", max_loras), ("num_experts", num_experts)):
+        if number < 0:
+            raise ValueError(f"{name} is {number}, expected at least 0")

@@ -115,6 +115,23 @@ def test_sparse_gradients_accumulate(place):
     assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
 
 
+def test_touched_pairs_of_other_shapes_are_refused():
+    ids, mapping = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    for arguments, why in (
+        ((ids[:, 0], mapping, 2, 4), r"topk_ids has shape \(3,\), expected \(M, top_k\)"),
+        ((ids.float(), mapping, 2, 4), "topk_ids has dtype float32, expected an integer one"),
+        ((ids, mapping[:, None], 2, 4), r"mapping has shape \(3, 1\), expected \(3,\)"),
+        ((ids, mapping[:1], 2, 4), r"mapping has shape \(1,\), expected \(3,\)"),
+        ((ids, mapping, -1, 4), "max_loras is -1, expected at least 0"),
+        ((ids, mapping, 2, -4), "num_experts is -4, expected at least 0"),
+        ((ids, mapping, 2, 4, ids), r"expert_map has shape \(3, 2\), expected 1 dimension"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            touched_pairs(*arguments)
+    whole = torch.empty(0, dtype=torch.int32)  # as operators have it: no map
+    assert touched_pairs(ids, mapping, 2, 4, whole)[0].tolist() == [[0, -1, -1, -1], [-1] * 4]
+
+
 def test_what_is_refused():
     arguments, grad_out, saved, dense, pairs, count = setting("per_expert", ("cpu", torch.float32))
 
@@ -128,7 +145,7 @@ def test_what_is_refused():
 
     refuse("grad_pairs.*expected int32", pairs=pairs.long())
     refuse("size", pairs=pairs[:, 1:])
-    refuse("dimensions", pairs=pairs[0])
+    refuse(r"pairs has shape \(5,\), expected \(max_loras, E\)", pairs=pairs[0])
     refuse("number of sparse gradients", fitting._replace(w2_lora_b=fitting.w2_lora_b[1:]))
     refuse("size", fitting._replace(w2_lora_b=fitting.w2_lora_b[:, 1:]))
     with pytest.raises(ValueError, match="pairs has the indices of gradients in grads"):
