@@ -52,8 +52,8 @@ def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
 
 @cache
 def warn_silently() -> None:
-    """torch 2.11 warns of the first sparse tensor of a process, whoever makes it and whether or not
-    its maker opts out of checks of its indices. Here that is one that has none."""
+    """Make the first sparse tensor of the process, of which torch 2.11 warns even if its indices
+    are not checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sparse_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (1,))
@@ -64,8 +64,8 @@ def is_sparse(factor: Tensor) -> bool:
 
 
 class Pairs:
-    """The pairs that a call reaches, also on the host: copied behind the forward, and there by the
-    time of its backward.
+    """The pairs that a call reaches. The forward begins to copy them to the host, where its
+    backward reads them.
 
     Attributes
     ----------

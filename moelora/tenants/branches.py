@@ -1,4 +1,4 @@
-"""Whose part of a joint graph a backward is in: nodes that one tenant's loss alone reaches."""
+"""Tells whose loss a backward has failed in, by the nodes that this loss alone reaches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Branches:
         ]
 
     def failed(self) -> str | None:
-        """Whose branch a backward that raised was in; None if in none or if that is not known."""
+        """The loss in whose own part a backward raised; None: a shared part, or not known."""
         left = (name for i, name in enumerate(self._names) if i not in self._finished)
         return next(left, None)
 

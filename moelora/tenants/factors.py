@@ -43,7 +43,8 @@ class Factor:
         return cls(stack, slot, parameter.requires_grad_(), scale, own.size(dim), dim)
 
     def gradient(self, sparse: bool = False) -> Tensor | None:
-        """None if no layer of the batch used the stack. `sparse`: of experts that rows reached."""
+        """None if no layer of the batch used the stack. `sparse`: as a sparse tensor, of experts
+        that rows reached."""
         experts = self.parameter.size(0)
         grad = self.stack.grad
         own = None if grad is None or is_sparse(grad) else grad[self.slot]

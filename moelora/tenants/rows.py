@@ -31,7 +31,7 @@ class Rows:
     values: Tensor
 
     def plus(self, other: Rows) -> Rows:
-        """Their sum, of the experts of both; each sum is rounded as in a dense gradient."""
+        """The sum, for the experts of both, rounded as in dense gradients."""
         if torch.equal(self.experts, other.experts):
             return Rows(self.experts, self.values + other.values)
         both = torch.cat((self.experts, other.experts)).unique()
@@ -56,7 +56,7 @@ class Rows:
 
     @classmethod
     def of(cls, grad: Tensor) -> Rows:
-        """Undo `sparse` of scale 1, of a sparse tensor."""
+        """Inverse of `sparse` with scale 1."""
         grad = grad.coalesce()
         return cls(grad.indices()[0].cpu(), grad.values())
 
@@ -66,10 +66,10 @@ def is_sparse(grad: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
-    """Take sparse gradients from stacks, and add them to those that `factors` hold. What one holds
-    is added to the gradient of its stack if that is dense, so that each sum is in order.
+    """Move sparse gradients from stacks to `factors`, which add them to those that they hold.
 
-    Waits for the device once if a gradient is sparse.
+    Where the gradient of a stack is dense, what a factor holds moves there. Either way batches are
+    added in their order. Waits for the device once if a gradient is sparse.
     """
     found = [(stack, stack.grad) for stack in stacks if is_sparse(stack.grad)]
     of_stack: dict[int, list[Factor]] = {id(stack): [] for stack, _ in found}
@@ -96,7 +96,7 @@ def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
             ends = torch.tensor([factor.slot, factor.slot + 1]) * experts
             begin, end = torch.searchsorted(pairs, ends).tolist()
             own = values[begin:end]
-            if end - begin < values.size(0):  # lives longer than those of others
+            if end - begin < values.size(0):  # a view would keep the values of others in memory
                 own = own.clone()
             rows = Rows(pairs[begin:end] % experts, own)
             factor.held = rows if factor.held is None else factor.held.plus(rows)

@@ -147,9 +147,9 @@ class Tenants:
         sparse : bool
             Gradients and updates of experts alone that the batches of an update have reached, by
             `torch.optim.SparseAdam`: others keep their factors and moments, which do not decay.
-            While there is such a tenant, no gradients of whole stacks are made: memory is that of
-            the pairs of tenant and expert in a batch, and for each of the other tenants, that of
-            its gradients while it is updated.
+            While there is such a tenant, there are no gradients of whole stacks, but of the pairs
+            of tenant and expert in a batch. Each of the other tenants has dense gradients during
+            its update.
         accumulation : int, optional
             Batches for an update. Absent: 1, or what is resumed.
         max_norm : float, optional
@@ -233,8 +233,8 @@ class Tenants:
         return tenant
 
     def _choose_gradients(self) -> None:
-        """Have gradients of stacks be sparse while a tenant's are: those of others become dense
-        again one tenant at a time."""
+        """Make gradients of stacks sparse as long as a tenant is. Those of other tenants are then
+        made dense again, one tenant at a time."""
         set_sparse(self._stacks, any(tenant.is_sparse() for tenant in self._tenants.values()))
 
     def remove(self, name: str) -> None:
@@ -304,14 +304,14 @@ class Tenants:
 
         Notes
         -----
-        Any other exception, such as KeyboardInterrupt, leaves each tenant either updated or with
-        the factors and accumulated gradients of before the call, only its optimizer may have seen
-        the batch.
+        After any other exception, such as KeyboardInterrupt, each tenant is either updated or has
+        the factors and accumulated gradients of before the call; but the moments of its optimizer
+        may include the batch.
 
-        Waits for the device three times: for the losses, and of those that are due for the norms
-        and for whether their updates are finite; with sparse gradients once more, and in the
-        backward of each layer for its forward. Works under `torch.no_grad`, with losses that
-        require gradients.
+        Waits for the device three times: for the losses, for the norms of the tenants that are
+        due, and for whether their updates are finite. With sparse gradients it waits once more,
+        and the backward of each layer waits for its forward. Works under `torch.no_grad`, with
+        losses that require gradients.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -481,8 +481,8 @@ class Tenants:
         Parameters
         ----------
         name : str
-            The tenant. The factors of one that is stopped are those of before it went wrong, its
-            accumulated gradients are dropped, and its optimizer may have seen the last batch.
+            The tenant. One that is stopped has the factors of before it went wrong and no
+            accumulated gradients; the moments of its optimizer may include the last batch.
         folder : path
             PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
         optimizer : bool

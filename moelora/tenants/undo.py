@@ -1,4 +1,4 @@
-"""What a step that does not end takes back."""
+"""Restores what a step has changed if it raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moelora.tenants.tenant import Tenant
 
 
 class _Kept:
-    """A parameter before an update: all of it, or what a sparse gradient updates."""
+    """Values of a parameter before an update: all, or those of the experts of a sparse gradient."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter.detach()
@@ -30,7 +30,7 @@ class _Kept:
 
 
 class Undo:
-    """Accumulated gradients of tenants before a step, and factors of those that it updates."""
+    """Copies of the tenants' accumulated gradients, and of factors before their update."""
 
     def __init__(self, tenants: Iterable[Tenant]) -> None:
         self._tenants = list(tenants)
@@ -53,12 +53,12 @@ class Undo:
         self._factors[tenant] = [_Kept(p) for p in tenant.parameters()]
 
     def undo(self, tenant: Tenant) -> None:
-        """Have the parameters be those before the update again."""
+        """Restore the parameters from before the update."""
         for kept in self._factors.pop(tenant):
             kept.restore()
 
     def publish(self, tenant: Tenant) -> None:
-        """Write an update to the slots: all of it, or nothing. It is not undone any more."""
+        """Write an update to the slots, all of it or nothing. `undo_all` keeps it."""
         try:
             for factor in tenant.factors():
                 factor.publish()
