@@ -81,7 +81,7 @@ def fused_moe_lora_gemm_backward(
     grads : ProjectionGradients, optional
         Where to write instead of returning new tensors: what is given says what is wanted. Those
         of factors and of the bias are in the dtype of `x` or in float32, of any strides whose last
-        is 1; that of `topk_weights` is float32.
+        is 1; that of `topk_weights` is float32; that of `x` has its shape.
     accumulate : bool
         Add to the gradients of factors and of the bias in `grads`.
     pairs : Tensor, shape (max_loras, E), int32, optional
@@ -144,7 +144,7 @@ def moe_lora_delta_backward(
     x, topk_weights, topk_ids
         As the forward had them.
     wanted, float32, grads, accumulate, pairs
-        As of `fused_moe_lora_gemm_backward`; there is no bias. `grads.x` has the shape of `x`.
+        As of `fused_moe_lora_gemm_backward`; there is no bias.
     **options
         The forward's other arguments, token_lora_mapping, ..., batch_invariant, without
         `add_inputs` and `out`.

@@ -280,7 +280,8 @@ class Tenants:
         losses : mapping
             Tenant -> the loss of its rows of the batch, a tensor of one element; or a function that
             computes it, whose exceptions stop that tenant alone. Losses of stopped tenants are not
-            looked at, so that a loop need not know who is.
+            looked at, so that a loop need not know who is. One that depends on rows of other
+            tenants, as a router's auxiliary loss of the whole batch does, changes their gradients.
 
         Returns
         -------
