@@ -267,20 +267,22 @@ def _check_content(found: Mapping[str, Any]) -> None:
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise ValueError(f"groups is {groups!r}, wanted those of an optimizer")
+        raise ValueError("groups are not those of an optimizer")
     if not isinstance(factors, dict):
-        raise ValueError(f"factors is {factors!r}, wanted a dict")
+        raise ValueError(f"factors is a {type(factors).__name__}, wanted a dict")
     for key, factor in factors.items():
         if not isinstance(factor, dict) or {"shape", "gradient", "state"} - factor.keys():
-            raise ValueError(f"{key} of factors is {factor!r}, wanted shape, gradient and state")
+            got = list(factor) if isinstance(factor, dict) else type(factor).__name__
+            raise ValueError(f"{key} of factors has {got}, wanted shape, gradient and state")
         shape, grad = factor["shape"], factor["gradient"]
         if not isinstance(shape, tuple):
             raise ValueError(f"shape of {key} is {shape!r}, wanted a tuple")
         if grad is not None and not (isinstance(grad, Tensor) and tuple(grad.shape) == shape):
-            got = tuple(grad.shape) if isinstance(grad, Tensor) else repr(grad)
+            got = tuple(grad.shape) if isinstance(grad, Tensor) else type(grad).__name__
             raise ValueError(f"gradient of {key} is {got}, wanted a tensor of shape {shape}")
         if not isinstance(factor["state"], dict):
-            raise ValueError(f"state of {key} is {factor['state']!r}, wanted a dict")
+            kind = type(factor["state"]).__name__
+            raise ValueError(f"state of {key} is a {kind}, wanted a dict")
 
 
 def check_state(saved: Mapping[str, Any], pool: AdapterPool, adapter: Adapter) -> None:
