@@ -136,6 +136,7 @@ def write_per_expert(
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     scalings = Counter(scaling for *_, scaling, _ in pairs if scaling)
     common = scalings.most_common(1)[0][0] if scalings else 1.0
+    alpha = float(rank * common)
     state: dict[str, Tensor] = {}
     targets = set()
     for _, name, own, scaling, tensors in pairs:
@@ -148,7 +149,7 @@ def write_per_expert(
     config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "r": rank,
-        "lora_alpha": rank * common,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted(targets),
