@@ -116,6 +116,10 @@ def test_two_gpus_have_a_row_for_each_way_and_phase(write):
         ["expert", "prefill", "-", "1,100", "1,000", "-", "-", "-", "-"],
         ["expert", "decode", "-", "110", "100", "-", "-", "-", "-"],
     ]
+    four = [row | {"gpus": 4} for row in tensor]
+    write("h100-e2e-parallel-4", *four, vllm="0.33.0")
+    assert tables.section("engines_parallel_4").startswith("Four ")
+    assert ", vLLM 0.33.0:" in tables.section("engines_parallel_4")
 
 
 def step(format, us, shape="qwen3", **peers):
