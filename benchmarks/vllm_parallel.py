@@ -4,8 +4,9 @@
     python -m benchmarks.vllm_parallel --gpus 4 --layers 12 --at-once 4 --out ...-parallel-4.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
-adapters of attention sharded or not) or have whole ones each (expert parallel), by vLLM's own
-exchange over NCCL. Answers of every engine are compared with those of moelora on one GPU.
+adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
+of its own (data parallel), by vLLM's own exchange over NCCL. Answers of every engine are compared
+with those of moelora on one GPU.
 """
 
 import sys
@@ -15,10 +16,12 @@ from benchmarks.vllm_e2e import TARGETS, Bench, Run, arguments, describe, parse,
 from moelora.bench.engine.serving import targets
 
 SINGLE = "moelora single"
+TENSOR, DATA = "--tensor-parallel", "--data-parallel"
 WAYS = {
-    "tensor": (),
-    "expert": ("--expert-parallel",),
-    "fully sharded": ("--fully-sharded",),
+    "tensor": (TENSOR,),
+    "expert": (TENSOR, "--expert-parallel"),
+    "fully sharded": (TENSOR, "--fully-sharded"),
+    "data and expert": (DATA, "--expert-parallel"),
 }
 
 
@@ -38,7 +41,8 @@ class Parallel(Bench):
         check = ("--lora", "--check")
         runs = [Run(SINGLE, models[0], check, environment={"CUDA_VISIBLE_DEVICES": "0"})]
         for way in self.args.ways:
-            flags = ("--tensor-parallel", self.args.gpus, *WAYS[way])
+            by, *flags = WAYS[way]
+            flags = (by, self.args.gpus, *flags)
             how = {"parallel": way, "gpus": self.args.gpus}
             for engine in ("vllm", "moelora"):
                 runs.append(self.timed(engine, models, True, "--check", *flags, **how))

@@ -18,6 +18,7 @@ reported, which with the plugin must not be fewer by more than `NOISE`. `NOT_RUN
 are not run.
 """
 
+import os
 import pathlib
 import sys
 from dataclasses import replace
@@ -86,7 +87,7 @@ class Suite(Bench):
         """A run's failures are judged by comparison, so that its exit status says nothing."""
         tests = self.args.tests.resolve()
         plugins = ("-p", "benchmarks.engines.suite_plugin", "-p", "tests.lora.conftest")
-        options = ("--noconftest", "-q", "--tb=short", "-k", NAMES, "-o", "addopts=")
+        options = ("--noconftest", "-c", os.devnull, "-q", "--tb=short", "-k", NAMES)
         report = self.work / f"{which}.xml"
         words = [sys.executable, "-m", "pytest", *plugins, *options, f"--junitxml={report}"]
         files = [tests / file for file in FILES if (tests / file).exists()]

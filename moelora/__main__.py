@@ -20,7 +20,11 @@ COMMANDS = {  # {name: module that adds it}
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    parser = argparse.ArgumentParser(prog="moelora", description="moelora's commands")
+    parser = argparse.ArgumentParser(
+        prog="moelora",
+        description="LoRA adapters for mixture-of-experts models: check an installation, describe "
+        "adapters, measure and tune",
+    )
     parser.add_argument("--version", action="version", version=f"moelora {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module in COMMANDS.items():

@@ -38,11 +38,6 @@ ENTRIES = {
         "`alpha / r` of each adapter, `alpha / sqrt(r)` for rsLoRA. Absent: 1, that is folded into "
         "the expand factors.",
     ),
-    "w13_one_a": (
-        "w13_one_a : Tensor, shape (max_loras,), int32",
-        "Nonzero: gate and up of this adapter have the same A, as PEFT trains them, and only that "
-        "of gate is read. The result is the same. Not checked. Absent: none have.",
-    ),
     "adapter_enabled": (
         "adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int",
         "Zero turns an adapter off. Absent: all are on.",

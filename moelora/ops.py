@@ -343,7 +343,10 @@ def fused_experts_lora(
     {lora_ranks?}
     {lora_scalings?}
     {adapter_enabled?}
-    {w13_one_a?}
+    w13_one_a : Tensor, shape (max_loras,), int32, optional
+        Nonzero: gate and up of this adapter have the same A, as PEFT trains them for fused weights,
+        and that of gate may be read for both. The result is the same. Not checked. Absent: none
+        have.
     w13_bias : Tensor, shape (E, 2 I), optional
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional

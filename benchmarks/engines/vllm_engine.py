@@ -18,6 +18,7 @@ import time
 import torch
 
 from benchmarks.engines.vllm_bits import Rows
+from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
 from moelora.bench.engine.serving import CHECK, DECODE, check, speed
 from moelora.bench.engine.worker import moe_layers, reply
@@ -48,6 +49,7 @@ def parse(argv=None):
     p.add_argument("--no-profile", action="store_true", help="no times of kernels")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
+    p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
     p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
@@ -112,7 +114,7 @@ class Engine:
         )
         self.vocab, self.shape, self.ranks = manifest["vocab"], manifest["shape"], ranks
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
-        self.random = random.Random(1)
+        self.random, self.ranks_of_data = random.Random(1), Ranks()
 
     def prompts(self, lengths):
         draw = self.random.randrange
@@ -126,18 +128,23 @@ class Engine:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
-        adapters = adapters if any(adapters) else None
-        prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        adapters = self.ranks_of_data.share(adapters) if any(adapters) else None
+        prompts = [{"prompt_token_ids": ids} for ids in self.ranks_of_data.share(prompts)]
+        if not prompts:  # the engine steps with the others
+            return []
         return self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
 
     def generate(self, prompts, adapters, new):
+        self.ranks_of_data.wait()
         self.run(prompts, adapters, max_tokens=new)
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and self.ranks_of_data.size == 1:
             torch.cuda.synchronize()
+        self.ranks_of_data.wait()
 
     def replies(self, prompts, adapters, new):
         options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-        return [reply(output) for output in self.run(prompts, adapters, **options)]
+        mine = [reply(output) for output in self.run(prompts, adapters, **options)]
+        return self.ranks_of_data.gather(mine)
 
 
 # ---- what requests get ----
@@ -182,21 +189,26 @@ def wait_for_turn(file):
 
 def main():
     args = parse()
+    if args.data_parallel > 1 and RANK not in os.environ:
+        return start(__spec__.name, sys.argv[1:], args.data_parallel)
     result = {}
 
     def save(**more):
         result.update(more)
-        args.out.write_text(json.dumps(result))
+        if engine.ranks_of_data.rank == 0:
+            args.out.write_text(json.dumps(result))
 
-    start = time.time()
+    began = time.time()
     engine = Engine(args)
     layers = engine.llm.collective_rpc(moe_layers)
     save(
-        start_s=round(time.time() - start, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
+        start_s=round(time.time() - began, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
+    engine.ranks_of_data.wait()
     if args.turn:
         wait_for_turn(args.turn)
+    engine.ranks_of_data.wait()
     if args.check:
         save(check=check(engine))
     if args.bits:
@@ -205,12 +217,13 @@ def main():
         save(rows=rows(engine, args.rows))
     if args.speed:
         # Kernels of other processes are not seen from here.
-        seen = args.tensor_parallel == 1 and not args.no_profile
+        seen = args.tensor_parallel * args.data_parallel == 1 and not args.no_profile
         speed(engine, args.reps, args.sequences, save, gpu_milliseconds if seen else None)
     save(done=True)
+    engine.ranks_of_data.wait()  # none leaves while another one steps
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

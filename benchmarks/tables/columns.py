@@ -41,8 +41,8 @@ TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     peak (MiB): peak_mib"""
 ARRIVALS = """adapters come: policy, slots: slots, adapters: adapters,
     median first token (ms): ttft_ms, × resident: ttft_ms_ratio, 95th percentile (ms): ttft_p95_ms,
-    median of adapters in no slot (ms): ttft_absent_ms, tokens/s of all at once: tok_s,
-    tokens/s × resident: tok_s_ratio"""
+    median of adapters in no slot (ms): ttft_absent_ms,
+    tokens/s of all at once: tok_s, tokens/s × resident: tok_s_ratio"""
 UPDATES = """while: what, tensors: layout, layers: layers, GiB: gib, an update (ms): ms,
     shortest: low, longest: high, a step (ms): step_ms, longest step (ms): step_max_ms"""
 TENANTS = """layer: shape, tenants: tenants, weights: format, bound: bound_us, share: share,

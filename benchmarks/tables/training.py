@@ -40,7 +40,7 @@ def case(row):
 
 
 def training_peers(topic="training"):
-    """A training step of ours and of other projects' kernels."""
+    """A training step of moelora and of other projects' kernels; the fastest in bf16 is bold."""
     rows = rows_of(topic)
     titles = ["moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values(), "Unsloth, MXFP4"]
 
@@ -48,14 +48,16 @@ def training_peers(topic="training"):
         return [row["peers"].get(name, {}).get("fwdbwd_us", 0) for name in names]
 
     quantized = {case(row): row for row in rows if row["format"] == "mxfp4"}
+    bf16 = [0, *range(2, 3 + len(PEERS))]  # columns of times on bf16 experts
     said = []
     for row in rows:
         if row["peers"] and row["format"] == "bf16":
             other = quantized.get(case(row), {"ours_us": 0, "peers": {}})
-            times = [other["ours_us"], *peers(row, ("yard", *PEERS)), *peers(other, ["unsloth_mx"])]
-            ours = f"**{row['ours_us']:,.0f}**"
-            named = [LAYERS[row["shape"]], str(row["tokens"])]
-            said.append([*named, ours, *thousands(*map(round, times))])
+            times = [row["ours_us"], other["ours_us"], *peers(row, ("yard", *PEERS))]
+            cells = thousands(*map(round, [*times, *peers(other, ["unsloth_mx"])]))
+            fastest = min((n for n in bf16 if times[n]), key=times.__getitem__)
+            cells[fastest] = f"**{cells[fastest]}**"
+            said.append([LAYERS[row["shape"]], str(row["tokens"]), *cells])
     return with_titles(topic, titles, said)
 
 

@@ -1,30 +1,37 @@
-"""Write an adapter as PEFT does: `adapter_config.json` and `adapter_model.safetensors`.
+"""Write an adapter: `adapter_config.json` and `adapter_model.safetensors`.
 
-The inverse of `checkpoint.load`, in PEFT's own dialect: experts as `target_parameters` (PEFT from
-0.19.1 on, A over the inputs), all other layers as `target_modules`. PEFT names neither parameter of
-an experts module in its keys; it wraps the module once per parameter, so that the first one's
-factors are below one more `base_layer`.
+The inverse of `checkpoint.load`. `write` has PEFT's own dialect: experts as `target_parameters`
+(PEFT from 0.19.1 on, A over the inputs), all other layers as `target_modules`. PEFT names neither
+parameter of an experts module in its keys; it wraps the module once per parameter, so that the
+first one's factors are below one more `base_layer`.
+
+`write_per_expert` has a pair of factors for each expert, which PEFT wrote when experts were linear
+layers, and which vLLM reads for the models whose experts it does not keep in stacks.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moelora.adapters.config import CONFIG_FILE
-from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
 PREFIX = "base_model.model."
 PEFT_VERSION = "0.19.1"  # the first with these shapes for every experts module
+NAMES: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
+# Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
 Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
 
 
@@ -69,8 +76,6 @@ def write(
     ValueError
         A pair is of a half of `gate_up_proj`, or its experts have several scalings.
     """
-    from safetensors.torch import save_file
-
     modules: list[str] = []
     parameters: list[str] = []
     sizes: dict[str, tuple[int, float]] = {}
@@ -85,23 +90,88 @@ def write(
             sizes[target] = rank, rank * scaling
             state |= {f"{PREFIX}{prefix}.{key}": _plain(t) for key, t in tensors.items()}
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0] if sizes else ((8, 8.0), 0)
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "peft_version": PEFT_VERSION,
+    config = {
         "base_model_name_or_path": base_model,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_to_transform": None,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "use_rslora": False,
         "rank_pattern": {name: r for name, (r, _) in sizes.items() if r != rank},
         "alpha_pattern": {name: a for name, (_, a) in sizes.items() if a != alpha},
         "target_modules": modules,
         "target_parameters": parameters or None,
+    }
+    _save(folder, state, config)
+
+
+def write_per_expert(
+    adapter: Adapter,
+    folder: str | Path,
+    layers: Mapping[str, MoELayer],
+    linears: Mapping[str, LinearLayer],
+    *,
+    names: Mapping[Projection, str] = NAMES,
+    rename: Callable[[str], str] = str,
+    base_model: str | None = None,
+) -> None:
+    """Save an adapter in a folder with one pair of factors for each expert.
+
+    All pairs get one rank, the largest (smaller ones are padded with zeros), and one scaling, into
+    which those of B are multiplied where they differ: vLLM and SGLang read neither `rank_pattern`
+    nor `alpha_pattern`.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    folder : path
+        Files of an adapter in it are replaced.
+    layers, linears : mapping
+        The layers that `adapter` has pairs of, by name.
+    names : mapping, optional
+        Names of an expert's `gate`, `up` and `down`.
+    rename : callable, optional
+        Returns the name of a layer in the folder.
+    base_model : str, optional
+        `base_model_name_or_path` of the configuration.
+    """
+    pairs = [*_per_expert(adapter, layers, names), *_linears(adapter, linears)]
+    rank = max((rank for *_, rank, _, _ in pairs), default=8)
+    scalings = Counter(scaling for *_, scaling, _ in pairs if scaling)
+    common = scalings.most_common(1)[0][0] if scalings else 1.0
+    state: dict[str, Tensor] = {}
+    targets = set()
+    for _, name, own, scaling, tensors in pairs:
+        targets.add(name.rpartition(".")[2])
+        (a_key, a), (b_key, b) = tensors.items()
+        if scaling != common:
+            b = (b.float() * (scaling / common)).to(b.dtype)
+        state[f"{PREFIX}{rename(name)}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
+        state[f"{PREFIX}{rename(name)}.{b_key}"] = _plain(pad(b, (0, rank - own)))
+    config: dict[str, Any] = {
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": rank * common,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted(targets),
+        "target_parameters": None,
+    }
+    _save(folder, state, config)
+
+
+def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write both files, with the options of PEFT that are the same for every adapter."""
+    from safetensors.torch import save_file
+
+    config = {
+        "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
         "task_type": None,
+        **config,
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +200,42 @@ def _experts(adapter: Adapter, layers: Mapping[str, MoELayer]) -> Rows:
             module = f"{name}.base_layer" if n < max(there) else name
             tensors = {"lora_A.weight": a, "lora_B.weight": b}
             yield parameter, module, pair.rank, pair.scalings[0], tensors
+
+
+def _per_expert(
+    adapter: Adapter, layers: Mapping[str, MoELayer], names: Mapping[Projection, str]
+) -> Rows:
+    """The pairs of single experts; those of gate and up are separate."""
+    for name, pairs in adapter.experts.items():
+        layer = layers[name]
+        for projection, pair in _separate(layer, pairs).items():
+            for n in range(layer.num_experts):
+                module = f"{name}.{n}.{names[projection]}"
+                # Factors and scalings that all experts share are there once.
+                a, b = pair.a[n % len(pair.a)], pair.b[n % len(pair.b)]
+                tensors = {"lora_A.weight": a, "lora_B.weight": b}
+                scaling = pair.scalings[n % len(pair.scalings)]
+                yield module, module, pair.rank, scaling, tensors
+
+
+def _separate(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Projection, Pair]:
+    """Pairs of gate, up and down of a layer; zeros for those it has none of, as vLLM reads all or
+    none of a layer."""
+    found = dict(pairs)
+    if both := found.pop("gate_up", None):
+        gate, up = both.b.chunk(2, dim=1)
+        if layer.interleaved:
+            gate, up = both.b[:, 0::2], both.b[:, 1::2]
+        found["gate"] = replace(both, b=gate)
+        found["up"] = replace(both, b=up)
+    some = next(iter(pairs.values()))
+    gates: tuple[Projection, ...] = ("gate",) if layer.gated else ()
+    for projection in (*gates, "up", "down"):
+        if projection not in found:
+            wide, tall = layer.shape(projection)
+            a = some.a.new_zeros(1, some.rank, wide)
+            found[projection] = Pair(a, a.new_zeros(1, tall, some.rank), some.scalings[:1])
+    return found
 
 
 def _linears(adapter: Adapter, linears: Mapping[str, LinearLayer]) -> Rows:

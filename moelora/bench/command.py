@@ -152,7 +152,8 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     add("--ranks", help=f"of the adapters ({usual('ranks')})")
     about = "of each rank, one or several numbers (default: %(default)s)"
     add("--adapters", default="8", help=about)
-    about = f"{', '.join(cases.MIXES)}, or the share of base tokens (default: %(default)s)"
+    mixes = "; ".join(f"{mix}: {what}" for mix, what in cases.MIXES.items())
+    about = f"{mixes}; or the share of tokens without an adapter (default: %(default)s)"
     add("--mix", default="many", help=about)
     about = "uniform, zipf, or a file of counts per expert (default: %(default)s)"
     add("--routing", default="uniform", help=about)
@@ -161,7 +162,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     about = f"time per baseline or variant, and case ({usual('budget_ms')})"
     add("--budget-ms", type=float, help=about)
     add("--threads", type=int, help="CPU: torch's number of threads (default: torch's)")
-    about = "CPU: size of the torch.mm that gives the bound its rate (default: %(default)s)"
+    about = "CPU: size of the torch.mm that measures the bound's flop/s (default: %(default)s)"
     add("--mm-size", default=2048, type=int, help=about)
 
 
@@ -331,9 +332,16 @@ def first_look(
     return [f"first look, baselines follow: {result(row)}" for row in measured]
 
 
+def model_of(row: Case) -> str:
+    """A model as `--models` names it, with its number of experts if that was cut: qwen3:16."""
+    model, known = row["model"], shapes.MODELS.get(row["model"])
+    cut = known and row.get("experts", known.experts) < known.experts
+    return f"{model}:{row['experts']}" if cut else model
+
+
 def result(row: Case) -> str:
     """A case in a line."""
-    what = f"{row['model']} {row['format']} M={row['tokens']} rank {row['rank']}"
+    what = f"{model_of(row)} {row['format']} M={row['tokens']} rank {row['rank']}"
     times = {
         f"with {row['adapters']} adapters": row["ours_us"],
         "without": row["ours_base_us"],
@@ -349,7 +357,7 @@ def headlines(rows: list[Case]) -> list[str]:
     """Cost of adapters for each model, format and rank."""
     groups: dict[str, list[Case]] = {}
     for row in rows:
-        what = f"{row['model']} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
+        what = f"{model_of(row)} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
         groups.setdefault(what, []).append(row)
     lines = []
     for what, some in groups.items():
@@ -368,7 +376,7 @@ CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops 
 moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
 bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
 baseline with adapters / time of moelora with them; then the baselines, with adapters unless they
-say without"""
+say without; -: not measured, or longer than --patience-s"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
@@ -401,9 +409,9 @@ def table_of(rows: list[Case]) -> Table:
 
     last = None
     for i, row in enumerate(rows):
-        if last not in (None, (row["model"], row["format"])):
+        if last not in (None, (model_of(row), row["format"])):
             table.add_section()
-        last = row["model"], row["format"]
+        last = model_of(row), row["format"]
         low, high = row["spread_us"]["ours"]
         table.add_row(
             *(*last, *(str(row[name]) for name in ("tokens", "rank", "adapters"))),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moelora.bench import arrivals, chart, results
 from moelora.bench.engine import picture
@@ -16,7 +16,16 @@ from moelora.bench.figure import new_figure
 from moelora.bench.results import Case, baseline_name, unit_of
 from moelora.bench.shapes import MODELS
 
-NAMES = {"vllm_default": "vLLM"}  # of fields of result files
+NAMES = {  # of fields of result files
+    "vllm_default": "vLLM",
+    "vllm": "vLLM",
+    "loop": "PyTorch, expert by expert",
+    "grouped_mm": "torch's grouped GEMM",
+    "separate": "Triton, separate LoRA kernels",
+    "dense": "cuBLAS, as many flops",
+    "transformers": "transformers and PEFT",
+}
+FEW_TOKENS, FEW_CASES = 3, 6  # at most so many are bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +37,7 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("files", nargs="+", help="result files")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
     pictures = {
-        "roofline": "flops under the roof and the cost of adapters; times of one number of tokens",
+        "roofline": "flops under the roof and the cost of adapters; of few cases their times",
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
         "arrivals": "times to the first token, of one file of benchmarks.churn",
         "engine": "tokens per second of engines, of one file of bench engine",
@@ -65,56 +74,84 @@ def run(args: argparse.Namespace) -> int:
 def draw(files: Sequence[str], out: str) -> Path:
     """Draw one picture of all files: achieved flops over intensity under the roofline, and the
     overhead of adapters by number of tokens; of cases that were measured with several numbers of
-    adapters, the overhead by these. Files with one number of tokens have no curve over it: their
-    times are bars instead.
+    adapters, the overhead by these. Few numbers of tokens make no curve: the times of such cases,
+    e.g. those of `bench --quick`, are bars instead.
     """
     loaded = [results.read(file) for file in files]
     rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:
         raise ValueError("there is no layer in these files")
     panels: list[Callable[[Axes], None]] = []
-    if len({row["tokens"] for row in rows}) > 1:
+    tokens = {row["tokens"] for row in rows}
+    if len(tokens) > FEW_TOKENS or (len(tokens) > 1 and len(rows) > FEW_CASES):
         panels += [partial(roofline, rows=rows), partial(overhead, rows=rows, along="tokens")]
     if counted := with_several_counts(rows):
         panels.append(partial(overhead, rows=counted, along="adapters"))
+    height = 5.2
     if not panels:
         panels = [partial(times, rows=rows)]
+        height = max(2.5, 1.2 + 0.25 * sum(len(ways(row)) for row in rows))
     width = 7 * len(panels) + (2 if len(panels) == 1 else 0)
-    figure = new_figure(width, 5.2, layout="constrained")
+    figure = new_figure(width, height, layout="constrained")
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes)
-    devices = dict.fromkeys(meta["device"] for meta, _ in loaded)
-    figure.suptitle(", ".join(devices))
+    figure.suptitle(
+        ", ".join(dict.fromkeys(where for meta, _ in loaded for where in made_on(meta)))
+    )
     figure.savefig(out, dpi=130)
     return Path(out)
 
 
+def made_on(meta: Mapping[str, Any]) -> list[str]:
+    """The device of a file and the versions that it names."""
+    versions = (f"{name} {meta[name]}" for name in ("moelora", "torch") if meta.get(name))
+    return [meta["device"], *versions]
+
+
+def ways(row: Case) -> dict[str, tuple[float, str]]:
+    """Times of a case, in microseconds, and colors, by the way to run it."""
+    found = {
+        "moelora": (row["ours_us"], "C0"),
+        "moelora, no adapters": (row["ours_base_us"], "C9"),
+        "lower bound": (row["bound_us"], "0.7"),
+    }
+    for field, us in row["rivals"].items():
+        name, base, _ = field.partition("_base")
+        label = NAMES.get(name, baseline_name(name)) + (", no adapters" if base else "")
+        found[label] = us, "C1" if base else "C3"
+    return found
+
+
 def times(axes: Axes, rows: Sequence[Case]) -> None:
-    """A bar for each way to run a case: the bound, moelora, the baselines."""
+    """A bar for each way to run a case: moelora, the bound, the baselines."""
     _, unit, scale = unit_of(rows[0])
     labels: list[str] = []
-    for row in rows:
-        label = _case(row, *_varying(rows, "adapters"))
-        ways = {
-            "bound": row["bound_us"],
-            "moelora": row["ours_us"],
-            "moelora without": row["ours_base_us"],
-            **{baseline_name(who): us for who, us in row["rivals"].items()},
-        }
-        for who, us in ways.items():
-            color = {"bound": "0.7", "moelora": "C0", "moelora without": "C9"}.get(who, "C3")
-            bar = axes.barh(len(labels), us / scale, color=color)
+    places: list[float] = []
+    several = {name: bool(_varying(rows, name)) for name in ("tokens", "adapters")}
+    cases = {_case(row) for row in rows}
+    for group, row in enumerate(rows):
+        what = [_case(row)] if len(cases) > 1 else []
+        what += [_count(row[name], name) for name, varies in several.items() if varies]
+        for name, (us, color) in ways(row).items():
+            places.append(len(labels) + group)  # a gap between cases
+            bar = axes.barh(places[-1], us / scale, color=color)
             axes.bar_label(bar, fmt="{:,.4g}", padding=2, fontsize=8)
-            labels.append(f"{label}: {who}" if len(rows) > 1 else who)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+            labels.append(", ".join(what) + ": " + name if what else name)
+    axes.set_yticks(places, labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter("{x:,.4g}")
-    tokens = rows[0]["tokens"]
-    title = f"A layer, {tokens} token" + ("s" if tokens > 1 else "")
-    title += "" if len(rows) > 1 else f", {_case(rows[0])}"
-    axes.set(xlabel=f"{unit} (lower is better)", title=title)
+    title = ["A layer"] if len(cases) > 1 else ["A layer", *cases]
+    for name, varies in several.items():
+        if not varies and name in rows[0]:
+            title.append(_count(rows[0][name], name))
+    axes.set(xlabel=f"{unit} (lower is better)", title=", ".join(title))
     axes.grid(axis="x", alpha=0.3)
+
+
+def _count(number: int, what: str) -> str:
+    """E.g. 1 token, 64 tokens."""
+    return f"{number} {what if number != 1 else what.removesuffix('s')}"
 
 
 def with_several_counts(rows: Sequence[Case]) -> list[Case]:

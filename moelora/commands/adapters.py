@@ -1,20 +1,31 @@
-"""`moelora adapters`: describe an adapter and report whether it loads, or what prevents it."""
+"""`moelora adapters`: describe an adapter, report whether it loads, or what prevents it, and write
+it with one pair for each expert."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import get_args
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moelora.adapters import peek
+from moelora.adapters import Projection, load, peek
 from moelora.adapters.columns import Layout
+from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.describe import Group, describe
+from moelora.adapters.write import replacing, write_per_expert
 from moelora.bench import console
+from moelora.files import file_in, read_json
 from moelora.terminal import printable
+
+STACKS = (
+    "vLLM reads stacks of experts only for models whose experts it keeps in stacks (gpt-oss, "
+    "Qwen3.5); --per-expert OUT writes one pair for each expert, for others and for SGLang"
+)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,12 +42,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=get_args(Layout),
         help="how columns of lora_B lie (default: as the adapter says)",
     )
+    parser.add_argument(
+        "--per-expert",
+        metavar="OUT",
+        help="needs --model: also write the adapter in this folder with one pair for each expert, "
+        "as SGLang reads it, and vLLM for models whose experts it does not keep in stacks, such as "
+        "Qwen3-MoE (default: write nothing)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0: it loads; 1: it does not; 2: there is no adapter, or no such model."""
+    """Exit status 0: it loads, and is written; 1: it does not; 2: there is no adapter, no such
+    model, or the arguments are wrong."""
     try:
+        if args.per_expert is not None:
+            _check_out(args)
         found = describe(args.folder)
     except (OSError, ValueError) as error:
         print(f"moelora adapters: {printable(error)}", file=sys.stderr)
@@ -61,11 +82,26 @@ def run(args: argparse.Namespace) -> int:
         for line in answer:
             _say(out, line)
         problems += problem
+        if args.per_expert is None and any("stack" in group.form for group in found.groups):
+            _say(out, STACKS)
+        if args.per_expert is not None and not problems:
+            try:
+                _say(out, _write_per_expert(args))
+            except (OSError, ValueError) as error:
+                problems.append(f"--per-expert: {error}")
     for problem in problems:
         _say(out, f"problem: {problem}")
     if not problems and args.model is None:
         _say(out, "nothing is wrong by itself; --model CONFIG compares it with a model's layers")
     return 1 if problems else 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Refuse `--per-expert` before anything is read."""
+    if args.model is None:
+        raise ValueError("--per-expert needs --model, the config.json of the adapter's model")
+    if Path(args.per_expert).resolve() == Path(args.folder).resolve():
+        raise ValueError("--per-expert names the adapter's own folder, wanted another one")
 
 
 def _say(out: Console, text: str) -> None:
@@ -84,6 +120,32 @@ def _factors(groups: list[Group]) -> Table:
         ranks = ", ".join(map(str, sorted(group.ranks)))
         table.add_row(_text(group.name), str(len(group.modules)), group.form, *shapes, ranks)
     return table
+
+
+# Models whose experts vLLM names as their checkpoints do, unlike transformers.
+NAMED_AS_MIXTRAL = "mixtral", "minimax_m2"
+MIXTRAL: Mapping[Projection, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def _write_per_expert(args: argparse.Namespace) -> str:
+    """Write the adapter, which `_fits` has accepted; what was written, in a line."""
+    from moelora.integrations.transformers import moe_layers
+    from moelora.integrations.transformers.empty import empty_model
+    from moelora.integrations.transformers.linears import linear_layers
+
+    empty = empty_model(args.model)
+    experts = moe_layers(empty)
+    layers = {layer.name: layer for _, layer in experts.values()}
+    linears = {name: linear.layer for name, linear in linear_layers(empty, experts).items()}
+    adapter = load(args.folder, None, [*layers.values()], [*linears.values()], layout=args.layout)
+    base = read_json(file_in(Path(args.folder), CONFIG_FILE)).get("base_model_name_or_path")
+    options: dict[str, Any] = {"base_model": base if isinstance(base, str) else None}
+    if empty.config.model_type in NAMED_AS_MIXTRAL:
+        options["names"] = MIXTRAL
+        options["rename"] = lambda name: name.replace(".mlp.", ".block_sparse_moe.")
+    with replacing(args.per_expert) as new:
+        write_per_expert(adapter, new, layers, linears, **options)
+    return f"written with one pair for each expert: {args.per_expert}"
 
 
 def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@
 
 A parameter is a view of its slot if the stack is float32 and the pool keeps the scaling beside it;
 otherwise it is a tensor of its own, written to the slot after every update. Sparse gradients are
-taken from the stack after every backward (rows.py), and held by factor.
+taken from the stack after every backward (rows.py), and held by factor, as are those of a folder.
 """
 
 from __future__ import annotations
@@ -60,14 +60,9 @@ class Factor:
 
     def put_gradient(self, own: Tensor) -> None:
         """Have `gradient` return `own`, without padding, and what is to be added."""
-        if is_sparse(own):
-            rows = Rows.of(own)
-            values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
-            self.held = Rows(rows.experts, values.to(self.stack) / self.scale)
-            return
-        if self.stack.grad is None:
-            self.stack.grad = torch.zeros_like(self.stack)
-        self.stack.grad[self.slot].copy_(padded(own, self.parameter.shape) / self.scale)
+        rows = Rows.of(own) if is_sparse(own) else Rows(torch.arange(own.size(0)), own)
+        values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
+        self.held = Rows(rows.experts, (values / self.scale).to(self.stack))
 
     def is_finite(self) -> Tensor:
         """Whether `publish` writes finite numbers; of one element."""

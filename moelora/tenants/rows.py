@@ -66,17 +66,22 @@ def is_sparse(grad: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
-    """Add sparse gradients of stacks to those that `factors` hold, and take them from the stacks.
+    """Take sparse gradients from stacks, and add them to those that `factors` hold. What one holds
+    is added to the gradient of its stack if that is dense, so that each sum is in order.
 
-    Waits for the device once.
+    Waits for the device once if a gradient is sparse.
     """
     found = [(stack, stack.grad) for stack in stacks if is_sparse(stack.grad)]
-    if not found:
-        return
     of_stack: dict[int, list[Factor]] = {id(stack): [] for stack, _ in found}
     for factor in factors:
         if id(factor.stack) in of_stack:
             of_stack[id(factor.stack)].append(factor)
+        elif factor.held is not None and factor.stack.grad is not None:
+            own = factor.stack.grad[factor.slot]
+            own += factor.held.dense(own.size(0))
+            factor.held = None
+    if not found:
+        return
     on_host = _on_host([grad for _, grad in found])
     while found:  # of one stack after the other, whose memory is then free
         stack, grad = found.pop(0)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from dialects import DIALECTS, draw
+from dialects import DIALECTS, draw, merge
 from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
-from small_models import config, make
+from small_models import config, make, tokens
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.__main__ import main
@@ -67,6 +67,7 @@ def test_an_adapter_that_loads(ask, dialect):
         assert words in text
     assert "Qwen3MoeForCausalLM has 1 layers of experts, 14 linear layers" in text
     assert "load_adapters serves all of the adapter: experts up to rank 4" in text
+    assert ("--per-expert OUT writes" in text) == ("stack of experts" in text)
 
 
 def test_without_a_model(ask):
@@ -83,6 +84,93 @@ def test_a_layout_that_nobody_can_tell(ask):
         assert "columns of lora_B: not known" in text
     status, text = ask("unsloth-unmarked", "--layout", "grouped_by_expert")
     assert status == 0, text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dialect", "key"),
+    [
+        ("qwen3_moe", "unsloth-unmarked", "mlp.experts.3.gate_proj"),
+        ("qwen3_moe", "tinker", "mlp.experts.3.down_proj"),
+        ("gpt_oss", "peft", "mlp.experts.3.up_proj"),
+        ("mixtral", "peft", "block_sparse_moe.experts.3.w2"),
+    ],
+)
+@torch.no_grad()
+def test_one_pair_for_each_expert(tmp_path, capsys, model_type, dialect, key):
+    """The adapter that is written computes what the adapter that was read does."""
+    dialect = DIALECTS[dialect]
+    model = make(model_type)
+    factors = draw(model, dialect.kind, embeddings=dialect.embeddings)
+    folder = dialect.write(tmp_path / "a", factors)
+    config(model_type).save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
+    words += ["--layout", dialect.layout] if dialect.layout else []
+    assert main(["adapters", str(folder), *words]) == 0, capsys.readouterr().out
+    assert f"written with one pair for each expert: {tmp_path / 'out'}" in capsys.readouterr().out
+    state = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any(f"{key}.lora_B.weight" in name for name in state)
+    wanted = merge(model, factors)(tokens()).logits
+    moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
+    got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_one_rank_and_one_scaling_for_all_pairs(tmp_path):
+    """What vLLM and SGLang do not read, patterns, is in the factors."""
+    model = make("qwen3_moe")
+    folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(model, "split"))
+    path = folder / "adapter_config.json"
+    patterns = {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {"v_proj": 2}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | patterns))
+    state = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in state if "v_proj" in name]:
+        cut = state[name][:2] if "lora_A" in name else state[name][:, :2]
+        state[name] = cut.contiguous()
+    save_file(state, folder / "adapter_model.safetensors")
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
+    assert main(["adapters", str(folder), *words]) == 0
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert not written["rank_pattern"] and not written["alpha_pattern"]
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {t.size(0) for name, t in tensors.items() if "lora_A" in name} == {written["r"]}
+    answers = []
+    for name in ("a", "out"):
+        served = make("qwen3_moe")
+        moelora_hf.load_adapters(served, {"a": tmp_path / name})
+        answers.append(served(tokens(), adapter_names=["a"] * len(tokens())).logits)
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_projections_without_factors_get_zeros(tmp_path):
+    """vLLM reads gate, up and down of all experts of a layer, or none."""
+    model = make("qwen3_moe")
+    factors = draw(model, "fused")
+    for pairs in factors.experts.values():
+        del pairs["down"]
+    folder = DIALECTS["stacks"].write(tmp_path / "a", factors)
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
+    assert main(["adapters", str(folder), *words]) == 0
+    state = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    down = [t for name, t in state.items() if ".experts." in name and "down_proj" in name]
+    assert len(down) == 2 * 6 and not any(t.any() for t in down)
+    wanted = merge(model, factors)(tokens()).logits
+    moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
+    got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
+    assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
+    assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
+    before = (tmp_path / "a" / "adapter_config.json").read_text()
+    change = rename("layers.0", "layers.7")
+    assert ask("peft", "--per-expert", str(tmp_path / "out"), change=change)[0] == 1
+    assert (tmp_path / "a" / "adapter_config.json").read_text() == before
+    assert not (tmp_path / "out").exists()
 
 
 def rename(old, new):

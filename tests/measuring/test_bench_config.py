@@ -131,11 +131,13 @@ def test_what_adapters_leave_of_the_speed_comes_first():
         {**case, "tokens": 1, "ours_us": 200.0, "ours_base_us": 100.0},
         {**case, "tokens": 64, "ours_us": 125.0, "ours_base_us": 100.0},
         {**case, "rank": 64, "tokens": 1, "ours_us": 400.0, "ours_base_us": 100.0},
+        {**case, "experts": 16, "tokens": 1, "ours_us": 400.0, "ours_base_us": 100.0},
     ]
     what = "qwen3 bf16, 8 adapters of rank"
     assert command.headlines(rows) == [
         f"{what} 16: 0.63 of the speed without adapters (0.50 at 1, 0.80 at 64 tokens)",
         f"{what} 64: 0.25 of the speed without adapters",
+        "qwen3:16 bf16, 8 adapters of rank 16: 0.25 of the speed without adapters",
     ]
 
 

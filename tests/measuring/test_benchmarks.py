@@ -398,7 +398,7 @@ def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
 
 
 def test_what_is_measured_now_can_be_drawn(bench, tmp_path):
-    bench("--dtypes", "bf16")
+    bench("--dtypes", "bf16", tokens="1,2,3,4")
     out = tmp_path / "picture.svg"
     assert main(["plot", str(bench.path), "-o", str(out)]) == 0
     text = out.read_text()
@@ -413,8 +413,21 @@ def test_one_number_of_tokens_is_drawn_as_bars(bench, tmp_path):
     assert main(["plot", str(bench.path), "-o", str(out)]) == 0
     text = out.read_text()
     assert text.count('<g id="axes_') == 1
-    assert "<!-- A layer, 3 tokens, 4x2x72x40 fp32 rank 4 -->" in text
-    for way in ("bound", "moelora", "moelora without", "loop", "grouped mm peft"):
+    meta, _ = results.read(bench.path)
+    assert "<!-- A layer, 4x2x72x40 fp32 rank 4, 3 tokens, 3 adapters -->" in text
+    own = ("lower bound", "moelora", "moelora, no adapters")
+    for way in (*own, "PyTorch, expert by expert", "grouped mm peft"):
+        assert f"<!-- {way} -->" in text, way
+    assert f"moelora {meta['moelora']}, torch {meta['torch']}" in text
+
+
+def test_few_numbers_of_tokens_are_drawn_as_bars(bench, tmp_path):
+    """As `bench --quick` measures: a curve would be a line between two points."""
+    bench("--dtypes", "fp32", "--ranks", "4", tokens="1,3")
+    out = tmp_path / "picture.svg"
+    assert main(["plot", str(bench.path), "-o", str(out)]) == 0
+    text = out.read_text()
+    for way in ("1 token: moelora", "3 tokens: moelora", "3 tokens: moelora, no adapters"):
         assert f"<!-- {way} -->" in text, way
 
 

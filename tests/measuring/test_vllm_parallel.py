@@ -23,12 +23,14 @@ def run(tmp_path, peers, *options):
 
 @pytest.mark.slow
 def test_every_way_is_timed_and_held_against_one_gpu(tmp_path, peers):
-    words = ("--gpus", "4", "--at-once", "8", "--reps", "2")
+    words = ("--gpus", "4", "--at-once", "10", "--reps", "2")
     code, written, log = run(tmp_path, peers, *words)
     assert code == 1 and "no experts here" in log
     ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
     assert ends.pop("moelora expert speed, LoRA") == "exit status 1"
     assert ends.pop("vllm expert speed, LoRA") == "exit status 1"
+    for engine in ("moelora", "vllm"):
+        assert ends.pop(f"{engine} data and expert speed, LoRA") == "exit status 1"
     assert set(ends.values()) == {"ok"} and "moelora fully sharded speed, LoRA" in ends
     rows = topics(written, "speed")
     assert [(r["parallel"], r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
@@ -55,6 +57,20 @@ def test_every_way_is_timed_and_held_against_one_gpu(tmp_path, peers):
         assert f"{name} speed, LoRA, moelora single" in compared
     assert "moelora expert speed, LoRA, moelora single" not in compared
     assert all(row["ok"] for row in topics(written, "answers"))
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_share_prompts(tmp_path, peers, monkeypatch):
+    """Their answers are those of one GPU, and each has generated its own."""
+    monkeypatch.setitem(vllm_parallel.WAYS, "data and expert", (vllm_parallel.DATA,))
+    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
+    words = ("--gpus", "2", "--ways", "data and expert", "--lora-only", "--reps", "1")
+    code, written, log = run(tmp_path, peers, *words)
+    assert code == 0, log
+    assert {row["parallel"] for row in topics(written, "speed")} == {"data and expert"}
+    assert all(row["same_tokens"] == row["requests"] for row in topics(written, "answers"))
+    turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
+    assert len({pid for what, pid in turns if what == "measured"}) == 1 + 2 * 2
 
 
 @pytest.mark.slow

@@ -287,7 +287,8 @@ def test_kernels_around_the_projections(answer, tokens, rank):
         (256, 16, 128, "0 0"),  # two rows of a pair
         (256, 64, 128, "0 1"),  # enough where A is wide; gate and up have whole segments
         (1024, 16, 128, "1 1"),
-        (4096, 16, 128, "1 0"),  # the other's segments are long
+        (2048, 16, 64, "1 0"),  # the other's segments are long
+        (4096, 16, 128, "0 0"),  # both are, with several for each CTA
         (4096, 16, 512, "0 0"),  # to look through all pairs takes longer
     ],
 )

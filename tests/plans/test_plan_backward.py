@@ -36,7 +36,15 @@ def projection(answer):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("tokens", "variant"),
-    [(1, "32x128"), (256, "32x128"), (512, "96x128"), (1024, "96x128"), (4096, "128x256x64x2")],
+    [
+        (1, "32x128"),
+        (256, "32x128"),
+        (512, "96x128"),
+        (1024, "96x128"),
+        (2048, "128x256x64x2"),
+        (4096, "144x256x64x2"),
+        (16384, "128x256x64x2"),
+    ],
 )
 def test_hopper(backward, tokens, variant):
     """Qwen3-30B-A3B has tokens / 16 rows of an expert."""
@@ -115,7 +123,7 @@ def test_refusals(backward):
 
 @pytest.mark.parametrize(
     ("tokens", "variant"),
-    [(1, "32x128"), (512, "96x128"), (4096, "128x256x64x2")],
+    [(1, "32x128"), (512, "96x128"), (4096, "144x256x64x2")],
 )
 def test_a_projection_on_hopper(projection, tokens, variant):
     """By the kernels of a layer."""

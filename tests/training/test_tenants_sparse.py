@@ -12,6 +12,7 @@ from projection_cases import DELTAS, FACTORS, as_list, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
 
 import moelora
+from moelora.adapters.write import write
 from moelora.sparse import set_sparse
 from moelora.tenants import tenants as module
 from moelora.training import Tenants, touched_pairs
@@ -225,6 +226,47 @@ def test_tenants_of_both_kinds(place):
     again.add("code", sparse=True)
     again.steps(["law", "code"], range(1, 6))
     assert same(again.factors("code"), alone_from(place, "code", range(1, 6)))
+
+
+@pytest.mark.parametrize("place", SPARSE)
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_sparse_gradients_that_become_dense_within_an_accumulation(place, leaves):
+    """A tenant accumulates three batches, the first ones beside a sparse tenant that leaves."""
+    place = (*place[:2], place[1], False)
+    found = []
+    for others in ([], ["med"]):
+        house = House(place)
+        house.add("law", accumulation=3)
+        for name in others:
+            house.add(name, sparse=True, weight_decay=0.0)
+        house.steps([*others, "law"], range(leaves))
+        for name in others:
+            house.tenants.remove(name)
+        house.steps(["law"], range(leaves, 6))
+        found.append(house.factors("law"))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_accumulated_gradients_of_scaled_factors_are_resumed(sparse, tmp_path):
+    """Where the pool multiplies scalings into B, the parameter's gradient is not the stack's."""
+    place = ("cpu", torch.bfloat16, torch.bfloat16, sparse)
+    house = House(place)
+    house.add("law")
+    adapter = house.tenants["law"].adapter()
+    for pairs in adapter.experts.values():
+        pairs["down"] = replace(pairs["down"], scalings=[1.3])
+    house.tenants.remove("law")
+    write(adapter, tmp_path, house.pool.layers, {})
+    tenant = house.add("law", tmp_path, accumulation=2)
+    house.steps(["law"], range(1))
+    house.tenants.save("law", tmp_path)
+    again = House(place)
+    resumed = again.add("law", tmp_path, resume=True)
+    assert resumed.pending == 1
+    for factor, wanted in zip(resumed.factors(), tenant.factors(), strict=True):
+        found, grad = (f.gradient(sparse).to_dense() for f in (factor, wanted))
+        assert same_bits(found, grad)
 
 
 def alone_from(place, name, numbers):

@@ -15,7 +15,10 @@
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
 
-constexpr int kFewColumns = 512; // of wide, of a tile
+/* Columns of wide of a tile: the more, the less often rows of ranks are loaded, as long as there
+ * are tiles for all CTAs. */
+constexpr int kFewColumns = 512, kMostFewColumns = 2048;
+constexpr int64_t kManyFewTiles = 4096;
 
 template <int RANKS_> struct FewShape {
   static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
@@ -41,7 +44,7 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
     p++;
   const GradientProduct &product = group.product[p];
   const int at = tile - product.few.first;
-  *found = {at / product.few.columns * RANKS, at % product.few.columns * kFewColumns};
+  *found = {at / product.few.columns * RANKS, at % product.few.columns * group.few_columns};
   return product;
 }
 
@@ -71,7 +74,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   const moelora_gradient_part &part;
   GradientTile tile;
   typename S::SharedStorage &shared;
-  int rank;
+  int rank, most_columns; // of the tile
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
   __device__ __forceinline__ int warp() const { return threadIdx.x >> 5; }
@@ -80,7 +83,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return tile.column + (slab * S::WARPS + warp()) * S::COLUMNS;
   }
   __device__ __forceinline__ int slabs() const {
-    const int left = min(p.columns - tile.column, kFewColumns) - warp() * S::COLUMNS;
+    const int left = min(p.columns - tile.column, most_columns) - warp() * S::COLUMNS;
     return max(0, (left + S::WARPS * S::COLUMNS - 1) / (S::WARPS * S::COLUMNS));
   }
   __device__ __forceinline__ int passes() const { return (part.count + S::ROWS - 1) / S::ROWS; }
@@ -292,9 +295,9 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     if (part.count > 0)
       load_few_ranks<T, S>(s, p, part, tile, rank, shared);
     if (p.transposed)
-      FewTile<T, S, true>{p, part, tile, shared, rank}.run();
+      FewTile<T, S, true>{p, part, tile, shared, rank, group.few_columns}.run();
     else
-      FewTile<T, S, false>{p, part, tile, shared, rank}.run();
+      FewTile<T, S, false>{p, part, tile, shared, rank, group.few_columns}.run();
     __syncthreads(); // all warps have read the rows
   }
 }

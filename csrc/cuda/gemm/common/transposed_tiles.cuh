@@ -28,8 +28,10 @@ template <class T> struct SlabPair {
    * reads the one of lane / 4 % 2.
    *
    *   pair         index, in the tile, of the first pair of rows r, r + 8 that this lane reads
-   *   tile_scale   address of the scale of its rows (NVFP4) */
-  template <moelora_kernel_format KERNEL>
+   *   tile_scale   address of the scale of its rows (NVFP4)
+   *
+   * ZEROS: as in GroupScales. */
+  template <moelora_kernel_format KERNEL, bool ZEROS = true>
   __device__ __forceinline__ void load(uint32_t tile, uint32_t tile_scale, int pair, int slab,
                                        bool interleaved, moelora_format format) {
     using F = FormatTraits<KERNEL>;
@@ -43,7 +45,7 @@ template <class T> struct SlabPair {
     for (int i = 0; i < 2; i++) {
       const int at = pair + i * (interleaved ? 4 : 8);
       const uint32_t word = load_shared_4(values + at * 64);
-      GroupScales<KERNEL, T, true> of_rows;
+      GroupScales<KERNEL, T, ZEROS> of_rows;
       of_rows.load(scales + at * 2 * row_bytes, zeros + at * 2 * groups, format);
       of_rows.select(slab);
       v[i][0] = whole<F>(of_rows.template value<0, 0>(word), of_tile);

@@ -154,7 +154,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       const uint32_t stage = uniform_stage(warp.smem, pipeline);
       if (!full)
         pipeline.wait_full();
-      fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
+      if (g.tokens.divisor.value)
+        fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
       const uint64_t a = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX) +
                                           warp.consumer * kM64Bytes);
       const uint32_t token_scales = sXScale<S>(warp.smem, pipeline.stage) + token_scale;
@@ -309,13 +310,13 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
     if (ThreadPlace(consumer).token != 0)
       return true;
-    float most = 0.f;
+    float most[4] = {}; // chains of comparisons
 #pragma unroll
     for (int i = 0; i < 64; i++) {
       const float *two = &rAcc[i / 32][i / 2 % 16 * 4 + i % 2];
-      most = max_nan(most, fminf(fabsf(two[0]), fabsf(two[2])));
+      most[i % 4] = max_nan(most[i % 4], fminf(fabsf(two[0]), fabsf(two[2])));
     }
-    return most < __builtin_inff();
+    return max_nan(max_nan(most[0], most[1]), max_nan(most[2], most[3])) < __builtin_inff();
   }
 };
 
@@ -427,20 +428,24 @@ private:
     static_assert(S::OWN_BUFFERS * kEpilogueTokens == 64, "16 rows for each of four warps");
     const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3, chunk = lane & 7;
     const uint32_t rows = warp.sOut(warp.consumer, 0) + warp_id * 16 * kRowBytes;
-    const int from = warp.consumer * 64 + warp_id * 16;
+    const int from = warp.consumer * 64 + warp_id * 16 + lane / 8; // of every fourth token
+    const int64_t stride = g.epilogue.out_stride[0];
+    T *gOut = (T *)g.epilogue.out + ((int64_t)header.tile.block * S::TOKENS + from) * stride +
+              first + chunk * 8;
     write_tokens<T>(v, rows);
     __syncwarp();
-    T *gOut = (T *)g.epilogue.out +
-              ((int64_t)header.tile.block * S::TOKENS + from) * g.epilogue.out_stride[0] + first +
-              chunk * 8;
+    uint4 outputs[4];
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      const int token = i + lane / 8;
-      if (from + token < header.count && first + chunk * 8 < g.weights.n_out)
-        *(uint4 *)(gOut + token * g.epilogue.out_stride[0]) =
-            load_shared_16(rows + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+    for (int i = 0; i < 4; i++) {
+      const int token = 4 * i + lane / 8;
+      outputs[i] = load_shared_16(rows + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
     }
     __syncwarp(); // all lanes have read the rows
+    const int tokens = first + chunk * 8 < g.weights.n_out ? header.count - from : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++, gOut += 4 * stride)
+      if (4 * i < tokens)
+        *(uint4 *)gOut = outputs[i];
   }
 };
 

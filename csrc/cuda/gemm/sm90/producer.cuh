@@ -138,10 +138,10 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     list.base = smem.segments();
 
     // K loop, in parts.
-    const bool within_run = next.is_within_run();
+    const bool continues = next.continues();
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
-      const int end = within_run ? k_steps : Parts::end(part, Parts::TILE + 1, k_steps);
+      const int end = continues ? k_steps : Parts::end(part, Parts::TILE + 1, k_steps);
       if (elect_one()) { // the same lane every time
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
@@ -167,9 +167,9 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       step = end;
 
       // Between parts, find the adapters of this tile and the next tile.
-      if (part == Parts::ADAPTERS && !next.continues())
+      if (part == Parts::ADAPTERS && !continues)
         adapters = adapters_header(list, count, find_adapters(g, tile, list));
-      if (part == Parts::TILE || within_run)
+      if (part == Parts::TILE || continues)
         next.advance(g);
     }
 
@@ -232,10 +232,10 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
     list.base = smem.segments();
 
     // K loop, in parts.
-    const bool within_run = next.is_within_run();
+    const bool continues = next.continues();
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
-      const int end = within_run ? k_steps : Parts::end(part, Parts::ROWS + 1, k_steps);
+      const int end = continues ? k_steps : Parts::end(part, Parts::ROWS + 1, k_steps);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {
@@ -248,11 +248,11 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
       }
 
       // Between parts, find the adapters of this tile, the next tile, and its rows.
-      if (part == Parts::ADAPTERS && !next.continues())
+      if (part == Parts::ADAPTERS && !continues)
         adapter_stages = find_adapters(g, tile, list);
-      if (part == Parts::TILE || within_run)
+      if (part == Parts::TILE || continues)
         next.advance(g);
-      if (part == Parts::ROWS && !next.continues())
+      if ((part == Parts::ROWS || continues) && !next.continues())
         find_rows();
     }
 

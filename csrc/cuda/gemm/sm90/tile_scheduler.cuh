@@ -72,8 +72,6 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Whether the previous tile was of the same run: another column of the same block. */
   __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
-  /* Whether the next tile is also of the same run, so that nothing is to be looked up. */
-  __device__ __forceinline__ bool is_within_run() const { return continues() && left() > 0; }
   /* Fetches the next tile, except during the first tile, which should issue its loads first: there
    * `advance` fetches. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {

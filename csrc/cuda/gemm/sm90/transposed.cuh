@@ -24,6 +24,10 @@ struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER> {
   using Native = NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ALIASES = Native::ALIASES && !THROUGH_;
+  // The gradient of the activation needs registers beside the accumulators.
+  static constexpr bool NARROW = THROUGH_ && CONSUMERS == 2;
+  static constexpr int PRODUCER_REGISTERS = NARROW ? 104 : Native::PRODUCER_REGISTERS;
+  static constexpr int CONSUMER_REGISTERS = NARROW ? 200 : Native::CONSUMER_REGISTERS;
   static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Native::OUT_ROWS;
   static constexpr int OWN_BUFFERS =
       THROUGH_ ? buffers_for_through(TOKENS > 128 ? 2 : 3) : Native::OWN_BUFFERS;

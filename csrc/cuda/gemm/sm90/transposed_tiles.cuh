@@ -24,13 +24,16 @@
 
 template <class S, class T> struct TransposedTilesMainloop;
 
-template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool THROUGH_>
+/* ZEROS_: formats with zero points. */
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_,
+          bool THROUGH_>
 struct TransposedTilesShape
     : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
       RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   using Base = KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>;
   using Format = FormatTraits<FORMAT_>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
+  static constexpr bool ZEROS = ZEROS_;
   static constexpr bool ALIASES = Base::ALIASES && !THROUGH_;
   static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Base::OUT_ROWS;
   static constexpr int OWN_BUFFERS = THROUGH_ ? buffers_for_through(2) : Base::OWN_BUFFERS;
@@ -109,9 +112,9 @@ template <class S, class T> struct TransposedTilesMainloop : TransposedMainloop<
     } else {
       const uint32_t tile =
           sW + (2 * consumer + t) * bytes + (interleaved ? row % 2 : PAIR / 2) * S::SPAN_BYTES;
-      rA.template load<S::FORMAT>(tile, tile + S::Format::TILE_SCALE_OFFSET,
-                                  interleaved ? 8 * PAIR + row / 2 : PAIR % 2 * 16 + row, slab,
-                                  interleaved, w.format);
+      rA.template load<S::FORMAT, S::ZEROS>(tile, tile + S::Format::TILE_SCALE_OFFSET,
+                                            interleaved ? 8 * PAIR + row / 2 : PAIR % 2 * 16 + row,
+                                            slab, interleaved, w.format);
     }
   }
 
