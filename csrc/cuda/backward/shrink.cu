@@ -5,7 +5,7 @@
  *
  * A work unit is a slice, up to RANKS ranks, and
  *
- *   LISTED      every SPLITS-th 64 rows of a segment, of those that the sort has listed
+ *   LISTED      every kSplits-th 64 rows of a segment, of those that the sort has listed
  *   otherwise   up to 64 rows of a block: a CTA loops over the segments among them
  *
  * For each segment a CTA loops over K, with a cp.async pipeline:
@@ -188,7 +188,7 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
   }
 };
 
-/* Unit `unit` of a block's part. */
+/* Up to 64 rows of a block. */
 template <class T, bool VECTORS, int TILES>
 __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t base, int block,
                                             int part, int slice, int chunk) {
