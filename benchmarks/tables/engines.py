@@ -3,7 +3,7 @@
 from benchmarks.tables.columns import MIXED, TABLES
 from benchmarks.tables.files import AWAITED, card, load, rows_of
 from benchmarks.tables.text import cases, markdown, over, span, thousands, wrapped
-from benchmarks.tables.training import PEERS, training_speeds
+from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
 
 def rate(rows, phase, engine, lora, batch):
@@ -79,7 +79,8 @@ def claim():
         vLLM's own LoRA kernels; relative to vLLM without adapters that is {kept_prefill:.2f} and
         {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with twelve layers of the
         model and adapters of ranks 16 and 64 mixed in each batch. A training step of one MoE layer,
-        with an adapter of rank 16, is {" and ".join(training)}, on {card("training")}."""
+        with an adapter of rank 16 and {MANY_TOKENS} tokens or more, is {" and ".join(training)}, on
+        {card("training")}."""
 
 
 def alternatives():

@@ -3,10 +3,14 @@
 from benchmarks.tables.files import AWAITED, card, rows_of
 from benchmarks.tables.text import markdown, span, thousands
 
+MANY_TOKENS = 4096
+
 
 def training_speeds(peer):
-    """A training step of another project's kernels over ours, of all layers that it ran."""
+    """A training step of another project's kernels over ours, of all layers that it ran; not of few
+    tokens, where steps of some projects wait for the host."""
     rows = [row for row in rows_of("training") if peer in row.get("peers", ())]
+    rows = [row for row in rows if row["tokens"] >= MANY_TOKENS]
     return [row["peers"][peer]["fwdbwd_us"] / row["ours_us"] for row in rows]
 
 
@@ -20,7 +24,8 @@ def training_alternatives():
         for (shape, tokens, format), us in rows.items()
         if format == "bf16" and (shape, tokens, "mxfp4") in rows
     ]
-    return f"""Time of a training step of one layer on {card("training")}, relative to moelora's:
+    return f"""Time of a training step of one layer from {MANY_TOKENS} tokens on, on
+        {card("training")}, relative to moelora's:
         {"; ".join(said)}. moelora takes {span(slower)} times as long on MXFP4 experts as on bf16
         ones."""
 

@@ -114,6 +114,7 @@ def test_backend(device_and_dtype):
         stacks = {name: stack.cpu() for name, stack in backend.pool.layer(info.layer).items()}
         mapping = info.weight_indices.cpu().int()
         exact_layer = {**p.kwargs(), **stacks, "token_lora_mapping": mapping}
+        exact_layer.pop("w13_one_a", None)  # says how to read them, not what they are
         wanted = fused_experts_lora_ref(**exact_layer)
         assert_close_to_ref(exact, wanted, naive_fused_experts_lora(**exact_layer), dtype)
         assert torch.equal(exact[4:7], base[4:7])

@@ -240,7 +240,7 @@ def test_one_a_for_gate_and_up_is_read_once(vllm, place):
     layer.lora.w13_lora_a_stacked[1][1].fill_(float("nan"))
     layer.check(layer())
 
-    up[1].neg_()  # another adapter comes to the slot
+    layer.p.w13_lora_a[1][1].neg_()  # another adapter comes to the slot
     layer.load_adapter(1)
     assert table.tolist() == [0, 0]
     layer.check(layer())
