@@ -28,8 +28,8 @@ extern "C" {
 /* Rows of a part, which one CTA processes for a tile of a gradient. A multiple of the rows of a
  * stage; large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
-/* The largest number of rows of a pair whose gradients a kernel of their own computes: one that
- * keeps the ranks of all rows in shared memory, up to RANKS columns. */
+/* Pairs with at most this many rows go to the kernel of gradients_few.cuh, which keeps up to RANKS
+ * columns of their rank rows in shared memory. */
 #define MOELORA_GRADIENT_FEW(RANKS) ((RANKS) <= 16 ? 384 : (RANKS) <= 32 ? 320 : 128)
 
 /* A part of the rows that a gradient sums over. */
@@ -78,8 +78,8 @@ typedef struct moelora_gradient_uses {
   bool zeroes;          /* gradients are overwritten, not accumulated */
   const int32_t *pairs; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
   int32_t num_sparse;
-  int32_t few_rows; /* pairs of so few rows are listed apart; 0 unless is_few_gradient of all that
-                     * are not shared */
+  int32_t few_rows; /* pairs with at most this many rows are listed apart; 0: none are, since
+                     * moelora_is_few_gradient does not hold for all gradients */
 } moelora_gradient_uses;
 
 /* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a

@@ -1,4 +1,4 @@
-/* Gradients of factors of pairs with few rows, or none: grouped GEMMs whose time is that of their
+/* Gradients of factors of pairs with few rows, or none: grouped GEMMs bound by storing their
  * outputs, which go from registers to memory.
  *
  *   CTA     all ranks rows of a pair in shared memory, up to RANKS columns of them
@@ -48,7 +48,7 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
   return product;
 }
 
-/* Lane q of each quad gets what its lanes have of tile q, in their order: x[i] is lane i's x[q]. */
+/* Transposes a 4x4 matrix within each quad: x[i] of lane q becomes x[q] of lane i. */
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll

@@ -45,7 +45,7 @@ __device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
   return (int)quotient;
 }
 
-/* Number of the part or split that tile `at` of all belongs to, each with `tiles`. */
+/* at / tiles: the part or split that tile `at` belongs to, where each has `tiles` tiles. */
 __device__ __forceinline__ int divide_work(int64_t at, int tiles) {
   return at >> 32 ? divide_wide((uint64_t)at, (uint32_t)tiles)
                   : (int)((uint32_t)at / (uint32_t)tiles);

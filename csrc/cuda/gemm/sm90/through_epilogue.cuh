@@ -21,9 +21,10 @@
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 
-/* Epilogue buffers of a consumer, of 2 KB each, that hold `through` buffers of gate_up, and how
- * many they hold. */
+/* Rows of an epilogue buffer of the kernel shape, which are 2 KB. */
 constexpr int kThroughRows = 16;
+/* Number of such buffers of a consumer that hold `through` buffers of gate_up and one of h, and its
+ * inverse. */
 constexpr int buffers_for_through(int through) {
   return 2 * through + 1;
 }
@@ -159,7 +160,7 @@ template <class S, class T> struct ThroughEpilogue {
     store_matrix_x2_trans(sH + t * BLOCK_BYTES + in_block(), outputs.h[0], outputs.h[1]);
   }
 
-  /* Where this lane has its row of an 8 x 8 matrix, within a block. */
+  /* Offset within a block of this lane's row of an 8 x 8 matrix, for ldmatrix and stmatrix. */
   static __device__ __forceinline__ uint32_t in_block() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row = lane & 7;
     return row * kRowBytes + ((2 * warp + (lane >> 3 & 1) ^ row) << 4);
@@ -212,8 +213,9 @@ template <class S, class T> struct ThroughEpilogue {
   static __device__ __forceinline__ void
   store_as(float (&rAcc)[2][S::TOKENS / 2], const moelora_back_launch &g, const TileHeader &header,
            const WarpContext<S> &warp) {
-    // Eights of tokens in a pass of the loop, which is unrolled no further to fit the instruction
-    // cache: at its end the accumulators of the next pass move to the first registers.
+    // Groups of eight tokens per iteration. The loop is not unrolled further, to fit the
+    // instruction cache: each iteration ends by moving the accumulators of the next one to the
+    // first registers.
     constexpr int PASS = KIND == BackKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
     const int lane = threadIdx.x & 31, inter = g.weights.n_out, mine = 2 * (lane & 3);
     const int first = first_output<S>(g, header.tile, 2 * warp.consumer);

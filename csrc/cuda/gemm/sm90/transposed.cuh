@@ -36,7 +36,8 @@ struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER> {
 
 /* Adapter stages. */
 template <class S, class T> struct TransposedAdapters {
-  /* Accumulates the current adapter stage and releases stage `previous`. Never clears anything. */
+  /* Accumulates the current adapter stage and releases stage `previous`. Elements are never
+   * cleared. */
   template <int N>
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
