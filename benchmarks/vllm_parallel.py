@@ -6,7 +6,9 @@
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
 adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
 of its own (data parallel), by vLLM's own exchange over NCCL. Answers of every engine are compared
-with those of moelora on one GPU.
+with those of moelora on one GPU. They say most of few layers (--layers 4): in twelve layers of
+random weights rounding alone moves log-probabilities by 0.2 to 0.5, also vLLM's own from a mixed
+batch to a uniform one.
 """
 
 import sys
