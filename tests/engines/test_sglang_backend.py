@@ -112,6 +112,7 @@ def test_backend(device_and_dtype):
 
         exact = backend.fused_experts(**layer, **routing, moe_lora_info=info)
         stacks = {name: stack.cpu() for name, stack in backend.pool.layer(info.layer).items()}
+        del stacks["w13_one_a"]  # the reference multiplies by every factor
         mapping = info.weight_indices.cpu().int()
         exact_layer = {**p.kwargs(), **stacks, "token_lora_mapping": mapping}
         exact_layer.pop("w13_one_a", None)  # says how to read them, not what they are
