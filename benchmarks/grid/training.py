@@ -7,17 +7,32 @@ from cases import EDGE_CASES
 
 import moelora
 from benchmarks.grid.calls import BACK, each_dtype, filled, plans, present, rows, with_plans
+from moelora.training import ProjectionGradients, fused_moe_lora_gemm_backward
 
 
-def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
+def tensors(grads) -> tuple[torch.Tensor, ...]:
     values = [value for value in grads if value is not None]
     return tuple(t for v in values for t in (v if isinstance(v, list) else [v]))
 
 
+def buffers(kind, arguments):
+    """Gradients of all arguments in a `kind`, a class of gradients, to add to."""
+
+    def like(value):
+        return (
+            [like(v) for v in value]
+            if isinstance(value, list)
+            else filled(*value.shape, like=value)
+        )
+
+    trained = {name: arguments.get(name) for name in kind._fields}
+    return kind(**{name: like(value) for name, value in trained.items() if value is not None})
+
+
 def gradients(device):
     """Saved tensors and all gradients of a layer: in new tensors, in float32, and accumulated into
-    existing tensors. Also by autograd, whose backward overwrites what it saved, and the gradient of
-    a projection.
+    existing tensors. Also by autograd, whose backward overwrites what it saved, and the gradients
+    of a projection, by autograd and accumulated.
     """
 
     def calls(device, spec):
@@ -31,15 +46,7 @@ def gradients(device):
             return (*saved, *tensors(grads))
 
         def onto():
-            trained = {name: arguments.get(name) for name in moelora.Gradients._fields}
-            buffers = {
-                name: [filled(*v.shape, like=v) for v in value]
-                if isinstance(value, list)
-                else filled(*value.shape, like=value)
-                for name, value in trained.items()
-                if value is not None
-            }
-            return backward(grads=moelora.Gradients(**buffers), accumulate=True)
+            return backward(grads=buffers(moelora.Gradients, arguments), accumulate=True)
 
         def recorded():
             x = arguments["hidden_states"].detach().requires_grad_()
@@ -56,12 +63,19 @@ def gradients(device):
                 out.backward(filled(*out.shape, like=out))
             return out.detach(), x.grad
 
+        def onto_projection():
+            given = present(p.gemm_kwargs("w13"))
+            rows = filled(*given["topk_ids"].shape, given["w"].shape[1], like=given["x"])
+            to = buffers(ProjectionGradients, given)
+            return tensors(fused_moe_lora_gemm_backward(rows, **given, grads=to, accumulate=True))
+
         ways = {
             "gradients": backward,
             "gradients, float32": lambda: backward(float32=True),
             "gradients, added": onto,
             "gradients, autograd": recorded,
             "gradients of a projection": projection,
+            "gradients of a projection, added": onto_projection,
         }
         yield from with_plans(ways, plans(device, spec.dtype) + rows(device, spec.dtype, *BACK))
 
