@@ -118,7 +118,7 @@ class Host:
                 assert source.folder is not None
                 try:
                     staged = self.copied(self._read(name, source.folder, source.layout))
-                except (OSError, RuntimeError, ValueError) as error:
+                except Exception as error:
                     source.failure = error
                     raise
                 source.failure = None

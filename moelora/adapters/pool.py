@@ -269,9 +269,9 @@ class AdapterPool:
         `layerwise=True` gets each layer before it needs it.
 
         KeyError for an unknown name; ValueError or FileNotFoundError if its folder was refused,
-        RuntimeError if it could not be copied.
+        RuntimeError if it could not be copied, MemoryError or whatever else ended the attempt.
         """
-        if not isinstance(within, (int, float)) or within < 0:
+        if not isinstance(within, (int, float)) or not within >= 0:
             raise ValueError(f"within is {within!r}, wanted seconds, 0 if all copies are complete")
         return self._versions.ready(name, within)
 

@@ -262,7 +262,7 @@ class Versions:
             yield
         except (KeyError, NoSlot):
             self.residents.wanted.discard(name)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:
             self.residents.wanted.discard(name)
             self._known().fail(name, error)
 
