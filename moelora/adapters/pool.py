@@ -442,7 +442,7 @@ class AdapterPool:
         self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
     ) -> Held:
         """As `hold`, for as long as the object that it returns is referred to."""
-        if not isinstance(timeout, (int, float)):
+        if not isinstance(timeout, (int, float)) or timeout != timeout:
             raise ValueError(f"timeout is {timeout!r}, wanted seconds, 0 not to wait")
         held = self._versions.take(distinct(names), timeout)
         self._slots.streams.note()
