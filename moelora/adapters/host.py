@@ -99,13 +99,18 @@ class Host:
     def check_room(self, name: str) -> None:
         """Raises RuntimeError if tensors of `name` that have no folder would not fit."""
         with self._lock:
-            staying = [other for other, s in self._staged.items() if s.folder is None]
+            staying = self._staying()
             if len({*staying, name}) > self.places:
                 raise RuntimeError(
                     f"no host memory for adapter {name!r}: all {self.places} places have adapters "
                     f"without a folder{_some(staying)}; remove one, register folders, or make the "
                     "pool with a larger host="
                 )
+
+    def is_full(self) -> bool:
+        """Whether all places have adapters without a folder: what is read is not kept then."""
+        with self._lock:
+            return len(self._staying()) >= self.places
 
     def staged(self, name: str, source: Source) -> Staged:
         """The factors of a name, read from its folder if they are not in host memory.
@@ -162,6 +167,9 @@ class Host:
         while len(self._staged) > self.places:
             name = next((n for n, s in self._staged.items() if s.folder is not None), name)
             self._forget(name)
+
+    def _staying(self) -> list[str]:
+        return [name for name, source in self._staged.items() if source.folder is None]
 
     def _forget(self, name: str) -> None:
         source = self._staged.pop(name, None)

@@ -177,6 +177,9 @@ class Versions:
             with self.lock:
                 if self._use(name, held):
                     return
+                if held is not None and self._known().is_full():
+                    # What is read is not kept for the next try.
+                    self.residents.free_slot(f"adapter {name!r}")
             self._copy(name, source, self._known().staged(name, source), ahead=held is None)
         with self.lock:
             if self._use(name, held):
