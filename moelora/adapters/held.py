@@ -60,6 +60,11 @@ class Held:
         """Adapters that are held."""
         return list(self._loaded)
 
+    def check_held(self, names: Sequence[str]) -> None:
+        """KeyError names what is held."""
+        for name in names:
+            self._of(name)
+
     def slot(self, name: str) -> int:
         """The slot of an adapter from the next step on. KeyError names what is held.
 
@@ -192,13 +197,17 @@ class Residents:
 
     def check_free(self, name: str) -> None:
         """RuntimeError while a batch holds a version of an adapter."""
-        batches = {
+        if batches := self.batches(name):
+            raise RuntimeError(f"adapter {name!r} is in use by {batches} batches")
+
+    def batches(self, name: str) -> int:
+        """Number of batches that hold a version of an adapter."""
+        users = {
             held
             for other, one in (*self.loaded.items(), *self.retired())
             for held in (one.users if other == name else ())
         }
-        if batches:
-            raise RuntimeError(f"adapter {name!r} is in use by {len(batches)} batches")
+        return len(users)
 
     def retire(self, name: str) -> Loaded | None:
         """Take an adapter off the list; batches that hold this version go on with it."""

@@ -386,15 +386,17 @@ class AdapterPool:
         does not wait for the device.
         """
         names = listed(names)
+        if out is not None and (
+            out.dtype != torch.int32 or out.dim() != 1 or out.numel() < len(names)
+        ):
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)}, wanted int32 ({len(names)},) or longer"
+            )
         slots = {None: -1, **self._slots_of(names, held)}
         numbers = [slots[name] for name in names]
         ids = torch.tensor(numbers, dtype=torch.int32, pin_memory=self._pinned)
         if out is None:
             return ids.to(self.device, non_blocking=True)
-        if out.dtype != torch.int32 or out.dim() != 1 or out.numel() < len(names):
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)}, wanted int32 ({len(names)},) or longer"
-            )
         out[: len(names)].copy_(ids, non_blocking=True)
         out[len(names) :].fill_(-1)
         return out

@@ -89,6 +89,7 @@ class Versions:
         """The slots of adapters that are held; it counts as a use, and begins a step."""
         with self.lock:
             held.check(self)
+            held.check_held(names)
             for name in names:
                 if name in self.loaded:
                     self.loaded.move_to_end(name)
@@ -304,9 +305,9 @@ class Versions:
         self._check_room(name, source)
         if leaving is not None:
             del self.loaded[leaving]
+        self._write(slot, staged)
         if source is not None:
             self._known().put(name, source)
-        self._write(slot, staged)
         self.loaded[name] = new
         return slot
 
@@ -327,10 +328,11 @@ class Versions:
         with self.lock:
             self._check_unchanged(name, old)
             loaded = self.loaded.get(name)
-            if loaded is None:
-                return self._install(name, None, switch, new)
-            if not loaded.batches:
+            if loaded is not None and not loaded.batches:
                 return self._install(name, loaded.slot, switch, new, staged)
+            # Older versions may be held while the last one is in no slot.
+            if loaded is None and not (switch and self.residents.batches(name)):
+                return self._install(name, None, switch, new)
             place = self.residents.reserve(f"the new version of adapter {name!r}")
             enabled = self._enabled(name)
         try:
@@ -359,13 +361,13 @@ class Versions:
         enabled = self._enabled(name)
         old = self.residents.retire(name)
         version = 1 if old is None else old.version + 1
+        if slot is not None and staged is not None:
+            self._write(slot, staged, enabled)
         if new is not None:
             new.enabled, version = enabled, new.version
             self._known().put(name, new)
         if slot is None:
             return version
-        if staged is not None:
-            self._write(slot, staged, enabled)
         loaded = Loaded(slot, old is not None and old.pinned, version, enabled=enabled)
         self.loaded[name] = loaded
         if switch:
@@ -403,7 +405,7 @@ class Versions:
             self._freed.notify_all()
 
     def enable(self, name: str, enabled: bool) -> None:
-        """Enable the current version of an adapter, or disable all versions."""
+        """Enable or disable all versions of an adapter."""
         with self.lock:
             self.check_known(name)
             if self.host is not None:
@@ -411,9 +413,9 @@ class Versions:
             if name in self.loaded:
                 self.loaded[name].enabled = enabled
                 self.slots.enable(self.loaded[name].slot, enabled)
-            for other, loaded in self.residents.retired() if not enabled else ():
+            for other, loaded in self.residents.retired():
                 if other == name:
-                    self.slots.enable(loaded.slot, False)
+                    self.slots.enable(loaded.slot, enabled)
 
     def _write(self, slot: int, staged: Staged, enabled: bool = True) -> None:
         # Kernels of an earlier batch may still be reading the slot on a stream that is not known.

@@ -99,8 +99,11 @@ def test_refusals(tmp_path):
     for wrong in (-1, "4", None, 2.5):
         with pytest.raises(ValueError, match=f"host is {wrong!r}, wanted a number of adapters"):
             make_pool(host=wrong)
-    with pytest.raises(ValueError, match="timeout is None, wanted seconds"):
-        pool.keep(["a"], timeout=None)
+    for timeout in (None, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout is {timeout}, wanted seconds"):
+            pool.keep(["a"], timeout=timeout)
+    with pytest.raises(ValueError, match="within is nan, wanted seconds"):
+        pool.ready("a", within=float("nan"))
     for act in (pool.keep, pool.mapping, pool.prefetch):
         with pytest.raises(ValueError, match="names is the string 'ab', wanted a list of names"):
             act("ab")
@@ -157,6 +160,46 @@ def test_requests_behind_a_damaged_folder_are_served(tmp_path):
     tensors.write_bytes(whole)
     check(pool, "a", made[0][1], 2.0)
     assert pool.ready("a")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), TypeError("a bug"), KeyError("key")])
+def test_ready_raises_whatever_ended_the_attempt(tmp_path, monkeypatch, error):
+    """Or a scheduler would wait for the adapter forever."""
+    pool = make_pool(max_loras=1, host=1)
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("a", path)
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(pool._host, "_read", fails)
+    pool.prefetch(["a"])
+
+    def is_told():
+        try:
+            return pool.ready("a")
+        except type(error) as raised:
+            return raised is error
+
+    wait_until(is_told)
+    monkeypatch.undo()
+    check(pool, "a", delta, 2.0)
+    assert pool.ready("a")
+
+
+def test_a_batch_that_waits_does_not_read_its_folder_again_and_again(tmp_path, monkeypatch):
+    """Nothing of it could be kept, since host memory is full of adapters without a folder."""
+    pool = make_pool(max_loras=1, host=1)
+    pool.add("a", wrapped()[0], config=CONFIG)
+    ((path, delta),) = folders(tmp_path, 1)
+    pool.register("b", path)
+    reads, read = [], pool._host._read
+    monkeypatch.setattr(pool._host, "_read", lambda *args: reads.append(args) or read(*args))
+    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b'"):
+        pool.keep(["b"], timeout=0.2)
+    assert not reads
+    check(pool, "b", delta, 2.0)
+    assert len(reads) == 1
 
 
 def test_folders_stay_when_the_process_changes_its_own(tmp_path, monkeypatch):

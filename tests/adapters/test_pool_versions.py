@@ -119,6 +119,75 @@ def test_a_version_is_disabled_if_the_last_one_was(host):
 
 
 @pytest.mark.parametrize("host", [0, 4])
+def test_all_versions_are_enabled_again(host):
+    pool = make_pool(max_loras=3, host=host)
+    old = add(pool, "a", 0)
+    with pool.hold(["a"]):
+        change(pool, "a", 1)
+        new = pool.lookup("a")
+        pool.disable("a")
+        assert not pool.adapter_enabled.any()
+        pool.enable("a")
+        assert pool.adapter_enabled[[old, new]].all(), "a batch finishes on the version it has"
+
+
+def test_batches_switch_while_the_last_version_is_in_no_slot():
+    pool = make_pool(max_loras=2, host=4)
+    add(pool, "a", 0)
+    pool.register("b", STATES[3][0], config=CONFIG)
+    with pool.hold(["a"]) as held:
+        change(pool, "a", 1)
+        pool.lookup("b")
+        assert "a" not in pool, "b is in the slot of the second version"
+        assert change(pool, "a", 2, in_flight="switch") == 3
+        assert held.version("a") == 1, "no step has begun"
+        pool.lookup("a", held=held)
+        assert held.version("a") == 3
+        check(pool, "a", STATES[2][1], 2.0, held=held)
+    assert pool.version("a") == 3
+
+
+def test_a_refused_call_begins_no_step():
+    pool = make_pool(max_loras=2)
+    add(pool, "a", 0)
+    with pool.hold(["a"]) as held:
+        change(pool, "a", 1, in_flight="switch")
+        with pytest.raises(KeyError, match="adapter 'b' is not held; held are .'a'."):
+            pool.mapping(["a", "b"], held=held)
+        for out in (torch.zeros(1), torch.zeros(1, dtype=torch.int32)):
+            with pytest.raises(ValueError, match=r"out is torch.*, wanted int32 \(2,\) or longer"):
+                pool.mapping(["a", None], held=held, out=out)
+        assert held.version("a") == 1 and held.is_behind()
+
+
+@pytest.mark.parametrize("act", ["add", "replace", "update"])
+def test_a_write_that_failed_leaves_what_was_known(act, monkeypatch):
+    """It is in no slot then, but in host memory: the next batch gets the version before."""
+    pool = make_pool(max_loras=2, host=4)
+    if act != "add":
+        add(pool, "a", 0)
+
+    def fails(*args):
+        raise RuntimeError("an error of the device")
+
+    def run():
+        if act == "update":
+            return change(pool, "a", 1)
+        return pool.add("a", STATES[1][0], config=CONFIG, replace=act == "replace")
+
+    monkeypatch.setattr(pool._slots, "write", fails)
+    with pytest.raises(RuntimeError, match="an error of the device"):
+        run()
+    monkeypatch.undo()
+    assert pool.registered() == ([] if act == "add" else ["a"])
+    if act != "add":
+        check(pool, "a", STATES[0][1], 2.0)
+        assert pool.version("a") == 1
+    assert run() == (2 if act == "update" else 0)
+    check(pool, "a", STATES[1][1], 2.0)
+
+
+@pytest.mark.parametrize("host", [0, 4])
 def test_no_version_of_a_removed_adapter_is_held(host):
     pool = make_pool(max_loras=2, host=host)
     add(pool, "a", 0)
