@@ -131,6 +131,11 @@ def write_per_expert(
         Returns the name of a layer in the folder.
     base_model : str, optional
         `base_model_name_or_path` of the configuration.
+
+    Raises
+    ------
+    ValueError
+        The dtype of a B cannot represent it times its scaling; the message names the module.
     """
     pairs = [*_per_expert(adapter, layers, names), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
@@ -143,7 +148,7 @@ def write_per_expert(
         targets.add(name.rpartition(".")[2])
         (a_key, a), (b_key, b) = tensors.items()
         if scaling != common:
-            b = (b.float() * (scaling / common)).to(b.dtype)
+            b = _scaled(name, b, scaling / common)
         state[f"{PREFIX}{rename(name)}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
         state[f"{PREFIX}{rename(name)}.{b_key}"] = _plain(pad(b, (0, rank - own)))
     config: dict[str, Any] = {
@@ -156,6 +161,17 @@ def write_per_expert(
         "target_parameters": None,
     }
     _save(folder, state, config)
+
+
+def _scaled(name: str, b: Tensor, factor: float) -> Tensor:
+    """B of a module times `factor`. ValueError if its dtype cannot represent that."""
+    scaled = (b.float() * factor).to(b.dtype)
+    if not scaled.isfinite().all():
+        raise ValueError(
+            f"lora_B of {name} times {factor:g}, its scaling beside that of most modules, "
+            f"overflows {b.dtype}; convert the adapter's tensors to bfloat16 or float32"
+        )
+    return scaled
 
 
 def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:

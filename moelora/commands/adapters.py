@@ -100,6 +100,8 @@ def _check_out(args: argparse.Namespace) -> None:
     """Refuse `--per-expert` before anything is read."""
     if args.model is None:
         raise ValueError("--per-expert needs --model, the config.json of the adapter's model")
+    if not args.per_expert:
+        raise ValueError("--per-expert is empty, wanted a folder to write to")
     if Path(args.per_expert).resolve() == Path(args.folder).resolve():
         raise ValueError("--per-expert names the adapter's own folder, wanted another one")
 

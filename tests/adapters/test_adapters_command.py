@@ -163,9 +163,28 @@ def test_projections_without_factors_get_zeros(tmp_path):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_scaling_that_overflows_is_refused(tmp_path, capsys):
+    """Nothing is written: the factor would be infinite."""
+    folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(make("qwen3_moe"), "split"))
+    path, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": {"q_proj": 800}}))
+    state = {name: t.half() for name, t in load_file(tensors).items()}
+    name = next(name for name in state if "q_proj.lora_B" in name)
+    state[name][0, 0] = 60000
+    save_file(state, tensors)
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
+    assert main(["adapters", str(folder), *words]) == 1
+    text = capsys.readouterr().out
+    assert "lora_B of model.layers.0.self_attn.q_proj times 100" in text
+    assert "overflows torch.float16" in text
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
     assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
     assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
+    assert ask("peft", "--per-expert", "")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()
     change = rename("layers.0", "layers.7")
     assert ask("peft", "--per-expert", str(tmp_path / "out"), change=change)[0] == 1
