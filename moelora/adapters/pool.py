@@ -13,6 +13,7 @@ them is overwritten and added after the last. A slot that is written without the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -444,7 +445,7 @@ class AdapterPool:
         self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
     ) -> Held:
         """As `hold`, for as long as the object that it returns is referred to."""
-        if not isinstance(timeout, (int, float)) or timeout != timeout:
+        if not isinstance(timeout, (int, float)) or math.isnan(timeout):
             raise ValueError(f"timeout is {timeout!r}, wanted seconds, 0 not to wait")
         held = self._versions.take(distinct(names), timeout)
         self._slots.streams.note()
