@@ -51,8 +51,8 @@ static void new_tables(int64_t tokens, int64_t top_k) {
   new_table(MAPPING, "token_lora_mapping", MOELORA_I32, -1, SLOTS, SIZES(tokens));
   new_table(RANKS, "lora_ranks", MOELORA_I32, 0, RANK, SIZES(SLOTS));
   new_table(SCALINGS, "lora_scalings", MOELORA_F32, -2, 2, SIZES(SLOTS));
-  new_table(ONE_A, "w13_one_a", MOELORA_I32, 0, 1, SIZES(SLOTS));
   new_table(ENABLED, "adapter_enabled", MOELORA_BOOL, 0, 1, SIZES(SLOTS));
+  new_table(ONE_A, "w13_one_a", MOELORA_I32, 0, 1, SIZES(SLOTS));
 }
 
 static moelora_routing routing_now(void) {
@@ -139,6 +139,8 @@ static void new_alignments(int64_t rows, operators *o) {
                 .num_active = 2 * SLOTS,
                 .block_size = size},
   };
+  for (int32_t slot = 0; slot < SLOTS; slot++) /* every adapter; random ones after them */
+    ((int32_t *)o->lists.lists.lora_ids.data)[slot] = slot;
 }
 
 static operators new_operators(int64_t tokens, int64_t top_k, int64_t hidden, int64_t inner) {
