@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from moelora.sparse import sparse_tensor
-
-if TYPE_CHECKING:
-    from moelora.tenants.factors import Factor
 
 
 @dataclass(frozen=True)
@@ -63,47 +59,3 @@ class Rows:
 
 def is_sparse(grad: Tensor | None) -> TypeGuard[Tensor]:
     return grad is not None and grad.layout == torch.sparse_coo
-
-
-def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
-    """Move sparse gradients from stacks to `factors`, which add them to those that they hold.
-
-    Where the gradient of a stack is dense, what a factor holds moves there. Either way batches are
-    added in their order. Waits for the device once if a gradient is sparse.
-    """
-    found = [(stack, stack.grad) for stack in stacks if is_sparse(stack.grad)]
-    of_stack: dict[int, list[Factor]] = {id(stack): [] for stack, _ in found}
-    for factor in factors:
-        if id(factor.stack) in of_stack:
-            of_stack[id(factor.stack)].append(factor)
-        elif factor.held is not None and factor.stack.grad is not None:
-            own = factor.stack.grad[factor.slot]
-            own += factor.held.dense(own.size(0))
-            factor.held = None
-    if not found:
-        return
-    on_host = _on_host([grad for _, grad in found])
-    while found:  # of one stack after the other, whose memory is then free
-        stack, grad = found.pop(0)
-        stack.grad, places = None, on_host.pop(0)
-        experts = grad.size(1)
-        pairs = places[0] * experts + places[1]
-        if bool((pairs[1:] <= pairs[:-1]).any()):  # a stack that several calls have used
-            grad = grad.coalesce()
-            pairs = grad.indices()[0].cpu() * experts + grad.indices()[1].cpu()
-        values = grad._values()
-        for factor in of_stack[id(stack)]:
-            ends = torch.tensor([factor.slot, factor.slot + 1]) * experts
-            begin, end = torch.searchsorted(pairs, ends).tolist()
-            own = values[begin:end]
-            if end - begin < values.size(0):  # a view would keep the values of others in memory
-                own = own.clone()
-            rows = Rows(pairs[begin:end] % experts, own)
-            factor.held = rows if factor.held is None else factor.held.plus(rows)
-
-
-def _on_host(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Indices of each, with one transfer for each device."""
-    first = grads[0].device
-    joint = torch.cat([grad._indices().to(first) for grad in grads], 1).cpu()
-    return list(joint.split([grad._nnz() for grad in grads], 1))

@@ -26,8 +26,9 @@ from moelora.adapters.write import replacing, write
 from moelora.sparse import set_sparse, sparse_tensor, warn_silently
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
+from moelora.tenants.factors import collect
 from moelora.tenants.new import new_adapter
-from moelora.tenants.rows import collect, is_sparse
+from moelora.tenants.rows import is_sparse
 from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
     STATE_FILE,

@@ -162,7 +162,7 @@ def test_a_registration_that_fails_leaves_nothing_behind(vllm, lines, caplog):
 def test_kernels_that_do_not_run_on_this_gpu(vllm, lines, monkeypatch):
     """A driver that is too old, another family: found by a launch in the worker, not by users."""
     why = "kernels of this build do not run on the H900: no kernel image is available"
-    for name in ("experts", "deltas"):
+    for name in ("served", "deltas"):
         place = load(f"moelora.integrations.vllm.{name}")
         monkeypatch.setattr(place, "reason_against_device", lambda: why)
     vllm.register()

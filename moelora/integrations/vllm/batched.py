@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import BatchedTritonExperts
 
 from moelora.integrations.batched import batched_experts_lora
-from moelora.integrations.vllm.experts import Served
+from moelora.integrations.vllm.served import Served
 
 
 class BatchedTritonExpertsServed(Served, BatchedTritonExperts):  # type: ignore[misc]

@@ -1,0 +1,199 @@
+"""Common part of the experts classes that run vLLM's layers in moelora."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora.integrations import reason_against_device
+from moelora.integrations.vllm import OWN_PATH, say_once
+
+# Maps MoEActivation to moelora's names. vLLM's "gelu" is exact, moelora's is the tanh
+# approximation.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_tanh": "gelu",
+    "swigluoai": "swigluoai",
+    "swigluoai_uninterleave": "swigluoai_uninterleave",
+    "relu2_no_mul": "relu2",
+    "situ": "situ",
+    "swiglustep": "swiglustep",
+}
+
+
+_Base: Any = object  # one of vLLM's classes comes after it
+
+
+class Served(_Base):  # type: ignore[misc]
+    """Common part of the experts classes that run in moelora: `apply` calls `_serve`, or vLLM's own
+    path where moelora does not support the layer."""
+
+    _lora_context: Any = None
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self._reasons: dict[Any, str | None] = {}  # by activation
+        self._refusal: str | None = None  # of the operator
+
+    def _serve(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> str | None:
+        """Write `output`, or return why the operator refuses, before anything is written."""
+        raise NotImplementedError
+
+    def reason_against(self, activation: Any) -> str | None:
+        """Why a layer like this runs vLLM's own path, as far as known without its tensors."""
+        if getattr(self, "post_gemm2_hook", None) is not None:
+            return "the rows before the weighted sum are wanted"
+        if activation not in self._reasons:
+            try:
+                self._reasons[activation] = self._find_reason(activation)
+            except AttributeError as error:  # of another release
+                self._reasons[activation] = f"the layer is not as expected ({error})"
+        return self._reasons[activation]
+
+    def _find_reason(self, activation: Any) -> str | None:
+        if reason := reason_against_device():
+            return reason
+        ctx = self._lora_context
+        dtype = quantization(self)
+        if dtype is not None:
+            return f"the base is quantized ({dtype})"
+        if activation.value not in ACTIVATIONS:
+            return f"there is no activation {activation.value!r}"
+        try:
+            self._activation(activation)
+        except ValueError as reason:
+            return str(reason)
+        if ctx is not None and ctx.fully_sharded:
+            return "the adapters are fully sharded"
+        if ctx is not None and self._interleaved(activation) and len(ctx.w13_lora_a_stacked) > 1:
+            return "gate and up have adapters of their own, while their weights are interleaved"
+        return None
+
+    def _interleaved(self, activation: Any) -> bool:
+        """Whether gate and up rows of w13 alternate."""
+        return bool(activation.value == "swigluoai")
+
+    def _activation(self, activation: Any) -> dict[str, Any]:
+        """The activation as arguments of the operator; ValueError if it is unsupported.
+
+        vLLM's "swigluoai" always has the parameters of gpt-oss, and its "swiglustep" a limit of 7;
+        others use the clamp of the quantization config, or else of the layer. Those of "situ" are
+        the layer's; without a linear beta, or one that is not positive, up has no cap.
+        """
+        name, quant, moe = activation.value, self.quant_config, self.moe_config
+        if name == "situ":
+            beta = getattr(moe, "activation_situ_beta", None)
+            if beta is None or not beta > 0:
+                raise ValueError(f"situ has beta {beta}")
+            linear_beta = getattr(moe, "activation_situ_linear_beta", None)
+            limit = None if linear_beta is None or not linear_beta > 0 else linear_beta
+            return {"activation": name, "activation_alpha": beta, "activation_limit": limit}
+        if name == "swigluoai":
+            return {"activation": name if self._interleaved(activation) else f"{name}_uninterleave"}
+        if name not in ("silu", "swigluoai_uninterleave"):
+            return {"activation": ACTIVATIONS[name]}
+        limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)
+        if limit is not None and not limit > 0:
+            raise ValueError(f"the limit of {name} is {limit}")
+        if name == "silu":
+            return {"activation": name, "activation_limit": limit}
+        alpha = first(quant.gemm1_alpha, moe.swiglu_alpha)
+        beta = first(quant.gemm1_beta, moe.swiglu_beta)
+        if (alpha, beta) == (1, 0):  # g sigmoid(alpha g) (u + beta)
+            return {"activation": "silu", "activation_limit": limit}
+        if limit is None or alpha is None or beta != 1:
+            raise ValueError(f"{name} has limit {limit}, alpha {alpha} and beta {beta}")
+        return {"activation": name, "activation_alpha": alpha, "activation_limit": limit}
+
+    def workspace_shapes(self, *problem: Any) -> tuple[tuple[int, ...], ...]:
+        """Only the output of vLLM's workspace is used: the operator's workspace comes from torch's
+        pool.
+        """
+        activation = problem[-1]
+        shapes = super().workspace_shapes(*problem)
+        return shapes if self.reason_against(activation) else ((0,), (0,), shapes[2])
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        reason = self.reason_against(activation)
+        if reason is None and self._refusal is None:
+            self._refusal = self._serve(
+                output,
+                hidden_states,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                activation,
+                expert_map,
+                expert_tokens_meta,
+                apply_router_weight_on_input,
+            )
+            if self._refusal is None:
+                return
+        self._step_aside(str(reason or self._refusal))
+        if reason is None:
+            _, *problem = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
+            experts = global_num_experts, w1.size(0), expert_tokens_meta
+            shapes = super().workspace_shapes(*problem, *experts, activation)
+            workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
+        super().apply(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        )
+
+    def _step_aside(self, reason: str) -> None:
+        say_once(f"{reason}; {OWN_PATH}")
+
+
+def first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def quantization(experts: Any) -> str | torch.dtype | None:
+    """Quantized dtype of weights or activations; None for an unquantized layer."""
+    return experts.quant_config.weight_quant_dtype or experts.quant_config.quant_dtype
