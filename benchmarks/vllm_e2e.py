@@ -360,7 +360,7 @@ class Bench(Stages):
         self.read("moelora", job)
         job = self.engine("vllm", models[1], "--lora", "--check", ours=False)
         self.read("vllm", job)
-        # The weights before quantization; MXFP4 checkpoints are drawn quantized, with a dense copy.
+        # The model before quantization. MXFP4 weights are drawn quantized: theirs is dequantized.
         plain = "tiny" if (self.work / "tiny").exists() else f"{models[0]}-dense"
         pairs = {"moelora": (models[0], "--rows", rows), "vllm": (plain, "--usual")}
         for name, (model, *flags) in pairs.items():

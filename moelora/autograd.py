@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from moelora.sparse import Buffers, Pairs, is_sparse
+from moelora.sparse import Buffers, Pairs, is_marked
 from moelora.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -123,11 +123,12 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
 
 def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
     """The pairs that a call reaches; None unless the gradient of a factor is to be sparse."""
-    marked = any(is_sparse(f) for value in args if type(value) is list for f in value)
-    if not marked or (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    factors = [f for value in args if type(value) is list for f in value]
+    if not any(map(is_marked, factors)) or (
+        args[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
         return None
     given = dict(zip(_names(op), args, strict=True))
-    factors = [f for value in args if type(value) is list for f in value]
     if _is_absent(given["token_lora_mapping"]) and given["topk_ids"].size(0):
         return None
     w = given.get("w", given.get("w13"))

@@ -59,7 +59,8 @@ def warn_silently() -> None:
         sparse_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (1,))
 
 
-def is_sparse(factor: Tensor) -> bool:
+def is_marked(factor: Tensor) -> bool:
+    """Whether `set_sparse` has marked a factor."""
     return getattr(factor, _MARK, False)
 
 

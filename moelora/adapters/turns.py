@@ -66,7 +66,7 @@ class Turns:
                 raise NoSlot(f"no slot for adapter {name!r}: it leaves for a batch that waits")
 
     def leaving(self, loaded: Mapping[str, Loaded]) -> set[str]:
-        """Adapters that leave their slots for the first batch, as soon as nobody uses them."""
+        """Adapters whose slots the first batch gets when no batch uses them any more."""
         first = self._first()
         if first is None or first.overtaken < OVERTAKEN:
             return set()

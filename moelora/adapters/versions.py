@@ -147,7 +147,7 @@ class Versions:
     def _take_all(self, turn: Turn, held: Held) -> None:
         """Hold the adapters that are in slots, then bring others, which evict none of these."""
         with self.lock:
-            # The batch of a block waits for blocks inside of it, which so wait for nobody.
+            # A batch ends after those of the blocks inside its block: these must not wait for it.
             own = {name for held in self._blocks() for name in held.names()}
             self._turns.check_use(turn, self.loaded, own)
             absent = [name for name in turn.names if not self._use(name, held)]
