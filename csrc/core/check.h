@@ -140,9 +140,13 @@ moelora_status moelora_check_layer(const moelora_experts_args *args,
 /* validate.c: requires that `out` shares no memory with the inputs of a layer, except
  * hidden_states. */
 moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args);
-/* validate_backward.c: checks the tensors that a layer saves, if any. */
-moelora_status moelora_check_saved(const moelora_experts_args *args,
-                                   moelora_experts_problem *problem);
+/* validate.c: the tensors that a layer saves for its backward, as arguments: gate_up, and the
+ * shrink outputs of w13 and w2. */
+enum { MOELORA_SAVED = 3 };
+void moelora_saved_args(const moelora_saved *saved, moelora_arg args[MOELORA_SAVED]);
+/* validate.c: checks their dtypes, shapes and rows. */
+moelora_status moelora_check_saved_views(const moelora_experts_args *args,
+                                         moelora_experts_problem *problem);
 
 /* validate_weights.c: checks row-major, packed or quantized weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,

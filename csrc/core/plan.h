@@ -42,14 +42,17 @@ bool moelora_is_forced(const moelora_variant *variant);
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* plan_gemm.c: average number of routed rows per local expert, at least 1; expected number of
- * (expert, adapter) pairs, if rows carry any of `adapters` adapters with the same probability; the
- * row of a CPU; the row of the sum over top_k, where `vectors`: the output allows 16-byte
- * accesses. */
-int64_t moelora_rows_per_expert(const moelora_routes *routes);
-double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters);
+/* Average number of routed rows per local expert, at least 1. */
+static inline int64_t moelora_rows_per_expert(const moelora_routes *routes) {
+  const int64_t everywhere =
+      routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
+  return routes->num_rows > everywhere ? moelora_divide_up(routes->num_rows, everywhere) : 1;
+}
+
+/* plan_gemm.c: the variant of a CPU. */
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
                                 const moelora_variant **picked);
+/* plan_gemm.c: the variant that sums over top_k. vectors: the output allows 16-byte accesses. */
 const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);

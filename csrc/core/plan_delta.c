@@ -28,6 +28,13 @@ static int32_t likely_adapters(const moelora_routes *routes) {
   return routes->max_loras < LIKELY_ADAPTERS ? routes->max_loras : LIKELY_ADAPTERS;
 }
 
+/* Expected number of (expert, adapter) pairs with rows, if every row carries one of the likely
+ * adapters with the same probability. */
+static double expected_pairs(const moelora_routes *routes) {
+  const double pool = (double)routes->num_experts * likely_adapters(routes);
+  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
+}
+
 /* Bytes of all factors of one (expert, adapter) pair. */
 static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
   return 2.0 * lora->num_slices * lora->max_rank *
@@ -37,8 +44,7 @@ static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, b
 /* If pairs rarely repeat, rereading the factors of one costs less than sorting the rows. */
 static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair,
                                      const moelora_device_info *device) {
-  const double repeated =
-      (double)routes->num_rows - moelora_expected_pairs(routes, likely_adapters(routes));
+  const double repeated = (double)routes->num_rows - expected_pairs(routes);
   const double saved = moelora_memory_ns(device, repeated * bytes_of_pair);
   if (routes->num_rows <= MOELORA_WINDOW_ROWS &&
       (int64_t)routes->num_experts * routes->max_loras <= MOELORA_WINDOW_PAIRS)
@@ -128,7 +134,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   const int64_t ctas = (int64_t)device->num_units * v->ctas;
   if (v->method == MOELORA_EXPAND_STAGED) {
     const double rows = (double)load->routes->num_rows;
-    const double pairs = moelora_expected_pairs(load->routes, likely_adapters(load->routes));
+    const double pairs = expected_pairs(load->routes);
     while (plan.part > MIN_PART &&
            fmax(rows / plan.part, pairs) * (double)tiles < (double)(EXPAND_ITEMS * ctas * v->warps))
       plan.part /= 2;

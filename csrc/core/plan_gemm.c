@@ -1,22 +1,8 @@
 /* The plan of a projection or a layer: its GEMM kernels, forced, tuned or chosen by plan_tile.c,
  * and the launches around them. */
-#include <math.h>
-
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
-
-/* Average number of routed rows per local expert, at least 1. */
-int64_t moelora_rows_per_expert(const moelora_routes *routes) {
-  int64_t everywhere =
-      routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
-  return routes->num_rows > everywhere ? moelora_divide_up(routes->num_rows, everywhere) : 1;
-}
-
-double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
-  const double pool = (double)routes->num_experts * adapters;
-  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
-}
 
 /* A single launch is faster for one token, but not faster than Hopper's kernels. */
 static bool is_few(const moelora_routes *routes, const moelora_access *access,

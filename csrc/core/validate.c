@@ -359,6 +359,91 @@ moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_exper
   return moelora_check_disjoint_routes(out, &args->routing, &args->adapters);
 }
 
+/* ---- saved tensors ---- */
+
+/* Checks a saved tensor with P rows, in the dtype of hidden_states. */
+static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *layout,
+                                    const moelora_experts_args *args,
+                                    const moelora_experts_problem *problem) {
+  MOELORA_TRY(moelora_check_view(arg, ndim, layout));
+  MOELORA_TRY(moelora_check_dtype(arg, args->hidden_states.dtype,
+                                  MOELORA_ARG("hidden_states", &args->hidden_states).name));
+  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
+                                 moelora_words("the number of routed rows, M * top_k,")));
+  return moelora_check_rows(arg);
+}
+
+/* Checks the saved shrink output of a projection: [P, slices, R], or [P, R]. */
+static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
+                                   const moelora_experts_problem *problem,
+                                   const moelora_factors *lora, void **data, int64_t stride[2]) {
+  const bool given = !moelora_is_absent(arg.tensor);
+  if (lora->num_slices == 0) {
+    MOELORA_REQUIRE(!given || arg.tensor->size[0] == 0,
+                    "%s is given, but the projection has no adapters", arg.name);
+    return MOELORA_OK;
+  }
+  MOELORA_TRY(check_rows_of(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]",
+                            args, problem));
+  if (ndim == 3)
+    MOELORA_TRY(moelora_check_size(arg, 1, lora->num_slices,
+                                   moelora_words("the number of slices of the factors")));
+  MOELORA_TRY(moelora_check_size(arg, ndim - 1, lora->max_rank,
+                                 moelora_words("the maximum rank of the factors")));
+  *data = arg.tensor->data;
+  stride[0] = moelora_stride(arg.tensor, 0);
+  stride[1] = ndim == 3 ? moelora_stride(arg.tensor, 1) : lora->max_rank;
+  return MOELORA_OK;
+}
+
+void moelora_saved_args(const moelora_saved *saved, moelora_arg args[MOELORA_SAVED]) {
+  args[0] = MOELORA_ARG("saved.gate_up", &saved->gate_up);
+  args[1] = MOELORA_ARG("saved.w13_shrink", &saved->w13_shrink);
+  args[2] = MOELORA_ARG("saved.w2_shrink", &saved->w2_shrink);
+}
+
+moelora_status moelora_check_saved_views(const moelora_experts_args *args,
+                                         moelora_experts_problem *problem) {
+  moelora_arg all[MOELORA_SAVED];
+  moelora_saved_args(&args->saved, all);
+  const moelora_arg gate_up = all[0];
+  moelora_saved_rows *saved = &problem->saved;
+  MOELORA_TRY(check_rows_of(gate_up, 2, "[M * top_k, 2 I]", args, problem));
+  MOELORA_TRY(
+      moelora_check_size(gate_up, 1, problem->w13.n, moelora_words("the number of rows of w13")));
+  saved->gate_up = gate_up.tensor->data;
+  saved->gate_up_stride = moelora_stride(gate_up.tensor, 0);
+  MOELORA_TRY(check_shrink(all[1], 3, args, problem, &problem->w13_lora, &saved->shrink[0],
+                           saved->shrink_stride[0]));
+  return check_shrink(all[2], 2, args, problem, &problem->w2_lora, &saved->shrink[1],
+                      saved->shrink_stride[1]);
+}
+
+/* Checks the tensors that a forward saves, if any: outputs that share no memory. */
+static moelora_status check_saved(const moelora_experts_args *args,
+                                  moelora_experts_problem *problem) {
+  moelora_arg all[MOELORA_SAVED];
+  moelora_saved_args(&args->saved, all);
+  if (moelora_is_absent(all[0].tensor)) {
+    for (int32_t i = 1; i < MOELORA_SAVED; i++)
+      MOELORA_REQUIRE(moelora_is_absent(all[i].tensor), "%s is given, but %s is absent",
+                      all[i].name, all[0].name);
+    return MOELORA_OK;
+  }
+  MOELORA_TRY(moelora_check_saved_views(args, problem));
+  for (int32_t i = 0; i < MOELORA_SAVED; i++) {
+    if (moelora_is_absent(all[i].tensor))
+      continue;
+    MOELORA_TRY(moelora_check_distinct(all[i]));
+    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("hidden_states", &args->hidden_states)));
+    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("out", &args->out)));
+    MOELORA_TRY(moelora_check_disjoint_layer(all[i], args));
+    for (int32_t j = 0; j < i; j++)
+      MOELORA_TRY(moelora_check_disjoint(all[i], all[j]));
+  }
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem) {
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
@@ -377,5 +462,5 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
   MOELORA_TRY(moelora_check_disjoint_layer(out, args));
   problem->out = args->out.data;
   problem->out_stride = moelora_stride(&args->out, 0);
-  return moelora_check_saved(args, problem);
+  return check_saved(args, problem);
 }

@@ -1,92 +1,5 @@
-/* Validates training: the tensors that a forward saves, and the backward. */
+/* Validates the backward: gradients, and the forward that they are of. */
 #include "core/check.h"
-
-/* ---- saved tensors ---- */
-
-/* Checks a saved tensor with P rows, in the dtype of hidden_states. */
-static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *layout,
-                                    const moelora_experts_args *args,
-                                    const moelora_experts_problem *problem) {
-  MOELORA_TRY(moelora_check_view(arg, ndim, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, args->hidden_states.dtype,
-                                  MOELORA_ARG("hidden_states", &args->hidden_states).name));
-  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
-                                 moelora_words("the number of routed rows, M * top_k,")));
-  return moelora_check_rows(arg);
-}
-
-/* Checks the saved shrink output of a projection: [P, slices, R], or [P, R]. */
-static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
-                                   const moelora_experts_problem *problem,
-                                   const moelora_factors *lora, void **data, int64_t stride[2]) {
-  const bool given = !moelora_is_absent(arg.tensor);
-  if (lora->num_slices == 0) {
-    MOELORA_REQUIRE(!given || arg.tensor->size[0] == 0,
-                    "%s is given, but the projection has no adapters", arg.name);
-    return MOELORA_OK;
-  }
-  MOELORA_TRY(check_rows_of(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]",
-                            args, problem));
-  if (ndim == 3)
-    MOELORA_TRY(moelora_check_size(arg, 1, lora->num_slices,
-                                   moelora_words("the number of slices of the factors")));
-  MOELORA_TRY(moelora_check_size(arg, ndim - 1, lora->max_rank,
-                                 moelora_words("the maximum rank of the factors")));
-  *data = arg.tensor->data;
-  stride[0] = moelora_stride(arg.tensor, 0);
-  stride[1] = ndim == 3 ? moelora_stride(arg.tensor, 1) : lora->max_rank;
-  return MOELORA_OK;
-}
-
-static moelora_arg gate_up_of(const moelora_saved *saved) {
-  return MOELORA_ARG("saved.gate_up", &saved->gate_up);
-}
-static moelora_arg w13_shrink_of(const moelora_saved *saved) {
-  return MOELORA_ARG("saved.w13_shrink", &saved->w13_shrink);
-}
-static moelora_arg w2_shrink_of(const moelora_saved *saved) {
-  return MOELORA_ARG("saved.w2_shrink", &saved->w2_shrink);
-}
-
-static moelora_status check_saved_views(const moelora_experts_args *args,
-                                        moelora_experts_problem *problem) {
-  const moelora_arg gate_up = gate_up_of(&args->saved);
-  moelora_saved_rows *saved = &problem->saved;
-  MOELORA_TRY(check_rows_of(gate_up, 2, "[M * top_k, 2 I]", args, problem));
-  MOELORA_TRY(
-      moelora_check_size(gate_up, 1, problem->w13.n, moelora_words("the number of rows of w13")));
-  saved->gate_up = gate_up.tensor->data;
-  saved->gate_up_stride = moelora_stride(gate_up.tensor, 0);
-  MOELORA_TRY(check_shrink(w13_shrink_of(&args->saved), 3, args, problem, &problem->w13_lora,
-                           &saved->shrink[0], saved->shrink_stride[0]));
-  return check_shrink(w2_shrink_of(&args->saved), 2, args, problem, &problem->w2_lora,
-                      &saved->shrink[1], saved->shrink_stride[1]);
-}
-
-moelora_status moelora_check_saved(const moelora_experts_args *args,
-                                   moelora_experts_problem *problem) {
-  const moelora_arg all[] = {gate_up_of(&args->saved), w13_shrink_of(&args->saved),
-                             w2_shrink_of(&args->saved)};
-  const int32_t count = sizeof all / sizeof *all;
-  if (moelora_is_absent(all[0].tensor)) {
-    for (int32_t i = 1; i < count; i++)
-      MOELORA_REQUIRE(moelora_is_absent(all[i].tensor), "%s is given, but %s is absent",
-                      all[i].name, all[0].name);
-    return MOELORA_OK;
-  }
-  MOELORA_TRY(check_saved_views(args, problem));
-  for (int32_t i = 0; i < count; i++) {
-    if (moelora_is_absent(all[i].tensor))
-      continue;
-    MOELORA_TRY(moelora_check_distinct(all[i]));
-    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("hidden_states", &args->hidden_states)));
-    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("out", &args->out)));
-    MOELORA_TRY(moelora_check_disjoint_layer(all[i], args));
-    for (int32_t j = 0; j < i; j++)
-      MOELORA_TRY(moelora_check_disjoint(all[i], all[j]));
-  }
-  return MOELORA_OK;
-}
 
 /* ---- gradients ---- */
 
@@ -255,7 +168,9 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
                                                 .overwrites_gate_up = args->overwrites_gate_up};
   MOELORA_TRY(moelora_check_layer(forward, &problem->forward));
-  MOELORA_TRY(check_saved_views(forward, &problem->forward));
+  MOELORA_TRY(moelora_check_saved_views(forward, &problem->forward));
+  moelora_arg saved[MOELORA_SAVED];
+  moelora_saved_args(&forward->saved, saved);
 
   MOELORA_TRY(moelora_check_view(dout, 2, "[M, K]"));
   MOELORA_TRY(moelora_check_dtype(dout, x.tensor->dtype, x.name));
@@ -266,9 +181,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   problem->dout_stride = moelora_stride(dout.tensor, 0);
 
   if (args->overwrites_gate_up) {
-    const moelora_arg gate_up = gate_up_of(&forward->saved);
-    const moelora_arg others[] = {x, dout, w13_shrink_of(&forward->saved),
-                                  w2_shrink_of(&forward->saved)};
+    const moelora_arg gate_up = saved[0], others[] = {x, dout, saved[1], saved[2]};
     MOELORA_TRY(moelora_check_distinct(gate_up));
     for (int32_t i = 0; i < 4; i++)
       if (!moelora_is_absent(others[i].tensor))
@@ -277,8 +190,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   }
   gradients all = {
       .dtype = x.tensor->dtype,
-      .inputs = {x, dout, gate_up_of(&forward->saved), w13_shrink_of(&forward->saved),
-                 w2_shrink_of(&forward->saved)},
+      .inputs = {x, dout, saved[0], saved[1], saved[2]},
       .num_inputs = 5,
       .layer = forward,
       .num_sparse = -1,

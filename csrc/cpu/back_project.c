@@ -13,7 +13,8 @@
 #include <string.h>
 
 #include "core/format.h"
-#include "cpu/backward.h"
+#include "cpu/back_project.h"
+#include "cpu/f32_rows.h"
 
 static moelora_panel take_panel(int64_t rows, moelora_arena *arena) {
   return (moelora_panel){

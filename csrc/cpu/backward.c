@@ -16,7 +16,9 @@
  * <dz, x>. Steps whose results are not needed are skipped. */
 #include <string.h>
 
-#include "cpu/backward.h"
+#include "cpu/f32_rows.h"
+#include "cpu/gradients.h"
+#include "cpu/saved.h"
 
 typedef struct backward_layout {
   moelora_sorted sorted;
@@ -37,13 +39,8 @@ static int64_t dt_parts(const moelora_experts_problem *forward) {
   return moelora_ceil_div(forward->intermediate, MOELORA_BACK_COLUMNS);
 }
 
-/* [rows, columns] float32 */
-static float *take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
-  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
-}
-
 static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_factors *lora) {
-  return take_floats(arena, rows, (int64_t)lora->num_slices * lora->max_rank);
+  return moelora_take_floats(arena, rows, (int64_t)lora->num_slices * lora->max_rank);
 }
 
 static backward_layout lay_out(const moelora_experts_backward_problem *problem,
@@ -65,16 +62,16 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
                        &layout.rounded2);
   layout.scratch = moelora_back_scratch_take(depth, rank, exec, &arena);
   if (!wide || forward->apply_router_weight_on_input)
-    layout.x = take_floats(&arena, tokens, forward->hidden);
+    layout.x = moelora_take_floats(&arena, tokens, forward->hidden);
   if (!wide)
-    layout.dout = take_floats(&arena, tokens, forward->hidden);
+    layout.dout = moelora_take_floats(&arena, tokens, forward->hidden);
   if (want->v) {
-    layout.h = take_floats(&arena, rows, forward->intermediate);
-    layout.dgu = take_floats(&arena, rows, forward->w13.n);
-    layout.dt = take_floats(&arena, rows, dt_parts(forward));
+    layout.h = moelora_take_floats(&arena, rows, forward->intermediate);
+    layout.dgu = moelora_take_floats(&arena, rows, forward->w13.n);
+    layout.dt = moelora_take_floats(&arena, rows, dt_parts(forward));
   }
   if (want->dz)
-    layout.dz = take_floats(&arena, rows, forward->hidden);
+    layout.dz = moelora_take_floats(&arena, rows, forward->hidden);
   if (want->xa13)
     layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
   if (want->yb13)
@@ -182,31 +179,6 @@ static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin,
     dz[i] = values[i];
 }
 
-/* sum over i < n of a[i], float32, times b[i], compute dtype */
-float moelora_cpu_dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
-                           const void *from, int64_t n) {
-  float line[256], sum = 0;
-  for (int64_t i = 0; i < n; i += 256) {
-    const int64_t count = moelora_min(256, n - i);
-    kernels->load((const char *)from + (size_t)i * bytes, line, count);
-    for (int64_t j = 0; j < count; j++)
-      sum += a[i + j] * line[j];
-  }
-  return sum;
-}
-
-/* <dout, bias> of two rows of the compute dtype. */
-float moelora_cpu_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *bias,
-                          const char *dout, int64_t n) {
-  float line[256], sum = 0;
-  for (int64_t i = 0; i < n; i += 256) {
-    const int64_t count = moelora_min(256, n - i);
-    kernels->load(bias + (size_t)i * bytes, line, count);
-    sum += moelora_cpu_dot_with(kernels, bytes, line, dout + (size_t)i * bytes, count);
-  }
-  return sum;
-}
-
 static void sum_dt(void *context, int64_t m, int32_t worker) {
   (void)worker;
   const backward *b = context;
@@ -220,13 +192,13 @@ static void sum_dt(void *context, int64_t m, int32_t worker) {
     float sum = 0;
     if (expert >= 0 && forward->apply_router_weight_on_input) {
       const char *x = (const char *)forward->x + (size_t)(m * forward->x_stride) * bytes;
-      sum = moelora_cpu_dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x,
-                                 forward->hidden);
+      sum =
+          moelora_dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x, forward->hidden);
     } else if (expert >= 0) {
       for (int64_t i = 0; i < parts; i++)
         sum += b->layout.dt[p * parts + i];
       if (forward->w2.bias)
-        sum += moelora_cpu_row_dot(
+        sum += moelora_row_dot(
             kernels, bytes,
             (const char *)forward->w2.bias + (size_t)(expert * forward->w2.bias_stride_e) * bytes,
             (const char *)b->problem->dout + (size_t)(m * b->problem->dout_stride) * bytes,

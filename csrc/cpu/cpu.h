@@ -217,6 +217,18 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
                                      const moelora_experts_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec);
+size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
+                                           const moelora_gemm_backward_plan *plan,
+                                           const moelora_exec *exec);
+moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                         const moelora_gemm_backward_plan *plan,
+                                         const moelora_exec *exec);
+size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
+                                              const moelora_backward_plan *plan,
+                                              const moelora_exec *exec);
+moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
+                                            const moelora_backward_plan *plan,
+                                            const moelora_exec *exec);
 size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
                                          const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,

@@ -8,7 +8,7 @@
  * Each projection is preceded by its shrink, and for W8A8 by the quantization of x or h. `out` may
  * alias x, since only combine writes it. For a backward, w13 also saves its sums before the
  * activation, and both projections save their shrink outputs. */
-#include "cpu/backward.h"
+#include "cpu/saved.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;

@@ -14,7 +14,8 @@
  * requested are skipped. */
 #include <string.h>
 
-#include "cpu/backward.h"
+#include "cpu/f32_rows.h"
+#include "cpu/gradients.h"
 
 typedef struct gemm_backward_layout {
   moelora_sorted sorted;
@@ -44,10 +45,6 @@ static int64_t rows_of_x(const moelora_gemm_problem *forward) {
   return forward->x_per_row ? forward->routes.num_rows : forward->routes.num_tokens;
 }
 
-static float *take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
-  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
-}
-
 static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *exec) {
   const moelora_gemm_problem *forward = b->forward;
   const moelora_routes *routes = &forward->routes;
@@ -60,18 +57,18 @@ static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *
   layout.scratch = moelora_scratch_take(b->variant, exec, &arena);
   layout.back_scratch =
       moelora_back_scratch_take(moelora_max(k, forward->w.n), forward->lora.max_rank, exec, &arena);
-  layout.x = take_floats(&arena, rows_of_x(forward), k);
-  layout.y = take_floats(&arena, rows, forward->w.n);
+  layout.x = moelora_take_floats(&arena, rows_of_x(forward), k);
+  layout.y = moelora_take_floats(&arena, rows, forward->w.n);
   if (b->needs.xa) {
     if (moelora_cpu_kernels_of(b->variant)->widen)
-      layout.operands = take_floats(&arena, rows_of_x(forward), k);
+      layout.operands = moelora_take_floats(&arena, rows_of_x(forward), k);
     layout.shrunk = moelora_take(&arena, moelora_xa_bytes(b->variant, routes, &forward->lora));
-    layout.xa = take_floats(&arena, rows, ranks);
+    layout.xa = moelora_take_floats(&arena, rows, ranks);
   }
   if (b->needs.yb)
-    layout.yb = take_floats(&arena, rows, ranks);
+    layout.yb = moelora_take_floats(&arena, rows, ranks);
   if (b->needs.dz)
-    layout.dz = take_floats(&arena, rows, k);
+    layout.dz = moelora_take_floats(&arena, rows, k);
   moelora_rounded_take(routes, forward->dtype, &forward->lora, k, &arena, &layout.rounded);
   layout.pairs = moelora_pairs_take(&b->problem->pairs, &arena);
   layout.bytes = arena.used;
@@ -246,13 +243,13 @@ static void sum_dt(void *context, int64_t p, int32_t worker) {
   const int32_t expert = b->layout.sorted.tables.expert[p];
   float sum = 0;
   if (expert >= 0 && forward->mul_routed_weight) {
-    sum = moelora_cpu_dot_with(kernels, element_bytes(b), b->layout.dz + p * forward->w.k,
-                               x_row(b, p), forward->w.k);
+    sum = moelora_dot_with(kernels, element_bytes(b), b->layout.dz + p * forward->w.k, x_row(b, p),
+                           forward->w.k);
     if (forward->w.bias)
-      sum += moelora_cpu_row_dot(kernels, element_bytes(b),
-                                 (const char *)forward->w.bias +
-                                     (size_t)(expert * forward->w.bias_stride_e) * element_bytes(b),
-                                 dout_row(b, p), forward->w.n);
+      sum += moelora_row_dot(kernels, element_bytes(b),
+                             (const char *)forward->w.bias +
+                                 (size_t)(expert * forward->w.bias_stride_e) * element_bytes(b),
+                             dout_row(b, p), forward->w.n);
   }
   b->problem->dtopk_weights[p / top_k * stride[0] + p % top_k * stride[1]] = sum;
 }

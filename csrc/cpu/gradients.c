@@ -14,7 +14,8 @@
  * no sum depends on other adapters, on threads or on the position of a segment. */
 #include <string.h>
 
-#include "cpu/backward.h"
+#include "cpu/f32_rows.h"
+#include "cpu/gradients.h"
 
 /* ---- access to gradients ---- */
 

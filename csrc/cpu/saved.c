@@ -2,7 +2,8 @@
  */
 #include <string.h>
 
-#include "cpu/backward.h"
+#include "cpu/f32_rows.h"
+#include "cpu/saved.h"
 
 /* ---- shrink outputs ---- */
 

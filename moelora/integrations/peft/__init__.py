@@ -34,14 +34,9 @@ from torch import nn
 from moelora.adapters import AdapterPool
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
-from moelora.integrations.peft.experts import (
-    AttachedExperts,
-    forward,
-    rank_of,
-    unwatch,
-    wrappers_of,
-)
+from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
 from moelora.integrations.peft.sources import base_of
+from moelora.integrations.peft.wrappers import rank_of, wrappers_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.linears import plain_name

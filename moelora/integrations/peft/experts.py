@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
@@ -13,35 +14,15 @@ from torch import nn
 
 from moelora.adapters import AdapterPool
 from moelora.adapters.names import BASE
-from moelora.integrations import training
-from moelora.integrations.peft import linears, sources
+from moelora.integrations.peft import linears, sources, training
+from moelora.integrations.peft.wrappers import factors_of, rank_of
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moelora.integrations.transformers.projection import Experts
-
-    class Wrapper(nn.Module):
-        """The attributes of PEFT's `ParamWrapper` that are read, and those that are set on the
-        outermost one.
-        """
-
-        base_layer: nn.Module
-        parameter_name: str
-        num_experts: int
-        lora_A: Mapping[str, nn.Linear]
-        lora_B: Mapping[str, nn.Linear]
-        scaling: Mapping[str, float]
-        merged: bool
-        active_adapters: list[str]
-        disable_adapters: bool
-        _moelora: AttachedExperts
-        _moelora_layer: str
-
-        def get_base_layer(self) -> Experts: ...
-
+    from moelora.integrations.peft.wrappers import Wrapper
 
 # Options that do not concern experts, and remain PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
@@ -94,17 +75,6 @@ def unwatch(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if type(module._parameters["weight"]) is Watched:
             module._parameters["weight"].__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:
-    return hasattr(module, "parameter_name")
-
-
-def wrappers_of(outermost: nn.Module) -> Iterator[Wrapper]:
-    """PEFT's wrappers around one experts module, one per targeted parameter."""
-    while is_wrapper(outermost):
-        yield outermost
-        outermost = outermost.base_layer
 
 
 def _stamps(wrappers: Sequence[Wrapper], name: str) -> list[Any]:
@@ -200,7 +170,8 @@ class AttachedExperts:
         """Install `adapter_names` support in layers that PEFT has wrapped since."""
         names = list(self.model.peft_config)
         if names != self.known:
-            linears.install(self.model, self)
+            experts = chain.from_iterable(self.wrappers.values())
+            linears.install(self.model, self, experts)
             self.known = names
 
     def copy(self, name: str) -> None:
@@ -307,10 +278,6 @@ class AttachedExperts:
         return latest[1]
 
 
-def rank_of(wrapper: Wrapper, name: str) -> int:
-    return wrapper.lora_A[name].weight.shape[0] // wrapper.num_experts
-
-
 def _checkpoint(
     wrappers: Mapping[str, Wrapper], name: str, config: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -323,9 +290,7 @@ def _checkpoint(
     common = next(iter(scalings.values())) if len(set(scalings.values())) == 1 else None
     state = {}
     for key, wrapper in wrappers.items():
-        a, b = (weight.detach() for weight in training.weights(wrapper, name))
-        a = a.reshape(wrapper.num_experts, -1, a.shape[1])
-        b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        a, b = (factor.detach() for factor in factors_of(wrapper, name))
         if common is None:
             b = b.float() * scalings[key]
         more = rank - a.shape[1]
@@ -351,7 +316,8 @@ def forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Replaces `ParamWrapper.forward`: calls the experts with the rows' adapters."""
-    serving, layer = wrapper._moelora, wrapper._moelora_layer
+    serving: AttachedExperts = wrapper._moelora
+    layer = wrapper._moelora_layer
     experts = wrapper.get_base_layer()
     check_implementation(layer, experts.config)
     if any(w.merged for w in serving.wrappers[layer]):

@@ -9,7 +9,7 @@ weight, for one adapter at a time: there each adapter is added to its rows of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +20,17 @@ from moelora.integrations.peft.sources import base_of, wrapped_layers
 from moelora.integrations.transformers.deltas import Products
 
 if TYPE_CHECKING:
-    from moelora.integrations.peft.experts import AttachedExperts
     from moelora.integrations.peft.sources import Model
 
 
-def install(model: Model, serving: AttachedExperts) -> None:
-    """Make all wrapped layers except experts accept `adapter_names` as above."""
-    experts = {id(w) for chain in serving.wrappers.values() for w in chain}
+def install(model: Model, serving: object, experts: Iterable[nn.Module]) -> None:
+    """Make all wrapped layers except `experts` accept `adapter_names` as above.
+
+    `serving.now.shape` is the (rows, tokens per row) of the batch in a call.
+    """
+    others = {id(module) for module in experts}
     for _, module in wrapped_layers(base_of(model)):
-        if id(module) in experts or module.__dict__.get("_moelora") is serving:
+        if id(module) in others or module.__dict__.get("_moelora") is serving:
             continue
         if not hasattr(module, "parameter_name"):
             forward = _forward

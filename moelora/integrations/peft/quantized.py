@@ -15,7 +15,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from moelora.integrations.peft.experts import is_wrapper
+from moelora.integrations.peft.wrappers import is_wrapper
 from moelora.integrations.transformers.projection import (
     QuantizedProjection,
     is_experts,

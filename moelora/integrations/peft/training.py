@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelora.storage import check_held
+from moelora.integrations.peft.wrappers import factors_of
 
 if TYPE_CHECKING:
-    from moelora.integrations.peft.experts import Wrapper
+    from moelora.integrations.peft.wrappers import Wrapper
 
 
 def is_trained(wrappers: Sequence[Wrapper], names: Sequence[str]) -> bool:
@@ -56,7 +56,12 @@ def arguments(
     common = all(len(s) == 1 for s in scalings)
     for wrapper in wrappers:
         w = "w2" if wrapper.parameter_name == "down_proj" else "w13"
-        pairs = [_factors(wrapper, name, not common) for name in names]
+        pairs = [factors_of(wrapper, name) for name in names]
+        if not common:
+            pairs = [
+                (a, (b.float() * float(wrapper.scaling[name])).to(b.dtype))
+                for name, (a, b) in zip(names, pairs, strict=True)
+            ]
         rank = max(a.shape[1] for a, _ in pairs)
         a = torch.stack([nn.functional.pad(a, (0, 0, 0, rank - a.shape[1])) for a, _ in pairs])
         b = torch.stack([nn.functional.pad(b, (0, rank - b.shape[2])) for _, b in pairs])
@@ -68,21 +73,3 @@ def arguments(
         ones = [mapping.new_full((1,), *s, dtype=torch.float32) for s in scalings]
         found["lora_scalings"] = torch.cat(ones)
     return found
-
-
-def weights(wrapper: Wrapper, name: str) -> tuple[Tensor, Tensor]:
-    """Parameters A and B of an adapter; ValueError if one of them has been freed."""
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    for side, weight in (("lora_A", a), ("lora_B", b)):
-        check_held(f"{side}.{name} of {wrapper.parameter_name}", weight)
-    return a, b
-
-
-def _factors(wrapper: Wrapper, name: str, scaled: bool) -> tuple[Tensor, Tensor]:
-    """A (E, r, in) and B (E, out, r); if `scaled`, B is multiplied by the scaling of its
-    projection.
-    """
-    a, b = weights(wrapper, name)
-    a = a.reshape(wrapper.num_experts, -1, a.shape[1])
-    b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-    return a, (b.float() * float(wrapper.scaling[name])).to(b.dtype) if scaled else b
