@@ -67,6 +67,32 @@ ENTRIES = {
         "num_tokens_post_padded : Tensor, shape (1,), int32",
         "Rows in use, padding included.",
     ),
+    "wanted": (
+        "wanted : collection of str, optional",
+        "Fields of the result to compute. Absent: all whose argument is given.",
+    ),
+    "float32": (
+        "float32 : bool",
+        "Gradients of factors and biases in float32 instead of in their own dtype.",
+    ),
+    "projection_grads": (
+        "grads : ProjectionGradients, optional",
+        "Where to write instead of returning new tensors: what is given says what is wanted. Those "
+        "of factors are in the dtype of `x` or in float32, of any strides whose last is 1; that of "
+        "`topk_weights` is float32; that of `x` has its shape.",
+    ),
+    "accumulate": (
+        "accumulate : bool",
+        "Add to the gradients of factors and biases in `grads`.",
+    ),
+    "projection_pairs": (
+        "pairs : Tensor, shape (max_loras, E), int32, optional",
+        "Gradients of factors in `grads` are sparse, as those of `fused_experts_lora_backward`.",
+    ),
+    "options": (
+        "**options",
+        "The forward's other arguments, token_lora_mapping, ..., batch_invariant.",
+    ),
     "ValueError": (
         "ValueError",
         "A shape, dtype, stride or value is not as above, or the tensors are on different devices.",
@@ -85,13 +111,25 @@ ENTRIES = {
         "Grad mode is on, and an argument requires a gradient that has none: weights, scalings, an "
         "output that is a leaf; on CUDA any.",
     ),
+    "shared_memory": (
+        "ValueError",
+        "A shape, dtype, stride or value is not as above, `wanted` names something else, or "
+        "tensors share memory.",
+    ),
+    "no_double": (
+        "RuntimeError",
+        "An argument requires a gradient, and grad mode is on: there is no double backward.",
+    ),
     "NotImplementedError": (
         "NotImplementedError",
         "This build or this device has no kernel for it.",
     ),
 }
-# Of a projection and the deltas, in the order of their docstrings.
-GROUPS = {"errors": ("ValueError", "TypeError", "recorded", "NotImplementedError")}
+# In the order of the docstrings: of a projection and the deltas; of explicit backwards.
+GROUPS = {
+    "errors": ("ValueError", "TypeError", "recorded", "NotImplementedError"),
+    "backward_errors": ("shared_memory", "TypeError", "no_double", "NotImplementedError"),
+}
 
 _SHARED = re.compile(r"^( *)\{(\w+)(\??)\}(.*)((?:\n\1 +\S.*)*)$", re.M)
 

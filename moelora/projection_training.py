@@ -74,20 +74,12 @@ def fused_moe_lora_gemm_backward(
         Gradient of the result, in the dtype of `x`.
     x, w, topk_weights, topk_ids
         As the forward had them.
-    wanted : collection of str, optional
-        Fields of `ProjectionGradients` to compute. Absent: all whose argument is given.
-    float32 : bool
-        Gradients of factors and of the bias in float32 instead of in their own dtype.
-    grads : ProjectionGradients, optional
-        Where to write instead of returning new tensors: what is given says what is wanted. Those
-        of factors and of the bias are in the dtype of `x` or in float32, of any strides whose last
-        is 1; that of `topk_weights` is float32; that of `x` has its shape.
-    accumulate : bool
-        Add to the gradients of factors and of the bias in `grads`.
-    pairs : Tensor, shape (max_loras, E), int32, optional
-        Gradients of factors in `grads` are sparse, as those of `fused_experts_lora_backward`.
-    **options
-        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
+    {wanted}
+    {float32}
+    {projection_grads} Those of the bias are as those of factors.
+    {accumulate}
+    {projection_pairs}
+    {options}
 
     Returns
     -------
@@ -96,15 +88,7 @@ def fused_moe_lora_gemm_backward(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, `wanted` names something else, or tensors
-        share memory.
-    TypeError
-        An argument is of another type than in the signature.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no double backward.
-    NotImplementedError
-        The device has no kernel for it.
+    {backward_errors}
 
     Notes
     -----
@@ -143,21 +127,21 @@ def moe_lora_delta_backward(
         Gradient of `out`, in the dtype of `x`.
     x, topk_weights, topk_ids
         As the forward had them.
-    wanted, float32, grads, accumulate, pairs
-        As of `fused_moe_lora_gemm_backward`; there is no bias.
-    **options
-        The forward's other arguments, token_lora_mapping, ..., batch_invariant, without
-        `add_inputs` and `out`.
+    {wanted}
+    {float32}
+    {projection_grads}
+    {accumulate}
+    {projection_pairs}
+    {options} Without `add_inputs` and `out`.
 
     Returns
     -------
     ProjectionGradients
-        `grads`, or new tensors; that of `topk_weights` in its dtype.
+        `grads`, or new tensors; that of `topk_weights` in its dtype. There is no bias.
 
     Raises
     ------
-    ValueError, TypeError, RuntimeError, NotImplementedError
-        As `fused_moe_lora_gemm_backward`.
+    {backward_errors}
     """
     *arguments, _ = DELTA_OPTIONS.values(options)
     x_rows, a, b, weights, ids, mapping, *tables, expert_map, experts, weighted = delta_arguments(

@@ -160,24 +160,20 @@ def fused_experts_lora_backward(
         What `fused_experts_lora_saving` returned for the other arguments.
     hidden_states, w13, w2, topk_weights, topk_ids
         As the forward had them.
-    wanted : collection of str, optional
-        Fields of `Gradients` to compute. Absent: all whose argument is given.
-    float32 : bool
-        Gradients of factors and biases in float32 instead of in their own dtype.
+    {wanted}
+    {float32}
     grads : Gradients, optional
         Where to write instead of returning new tensors: what is given says what is wanted. Those
         of factors and biases are in the dtype of `hidden_states` or in float32, of any strides
         whose last is 1; that of `topk_weights` is float32.
-    accumulate : bool
-        Add to the gradients of factors and biases in `grads`.
+    {accumulate}
     pairs : Tensor, shape (max_loras, E), int32, optional
         Index of each pair of adapter and (local) expert in sparse gradients: those of factors in
         `grads` then have S matrices, shape (S, R, K) for instance, instead of (max_loras, E, R, K).
         At most one pair may have an index. Pairs with another value than 0 to S - 1 get no
         gradient, and indices without a pair are not written. `touched_pairs` makes it. Factors that
         experts share are not sparse.
-    **options
-        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
+    {options}
 
     Returns
     -------
@@ -186,15 +182,7 @@ def fused_experts_lora_backward(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, `wanted` names something else, or tensors
-        share memory.
-    TypeError
-        An argument is of another type than in the signature.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no double backward.
-    NotImplementedError
-        The device has no kernel for it.
+    {backward_errors}
 
     Notes
     -----

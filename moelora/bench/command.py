@@ -288,7 +288,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     done, late = 0, False
     with CaseProgress(console, total) as progress:
         for (key, model), dtype, adapters in settings:
-            what = f"{key} {model.format or dtype}" + (
+            what = f"{shapes.name_of(key, model.experts)} {model.format or dtype}" + (
                 f" L={adapters}" if len(args.adapters) > 1 else ""
             )
             progress.begin(f"{what} M={args.tokens[0]}")
@@ -333,10 +333,7 @@ def first_look(
 
 
 def model_of(row: Case) -> str:
-    """A model as `--models` names it, with its number of experts if that was cut: qwen3:16."""
-    model, known = row["model"], shapes.MODELS.get(row["model"])
-    cut = known and row.get("experts", known.experts) < known.experts
-    return f"{model}:{row['experts']}" if cut else model
+    return shapes.name_of(row["model"], row["experts"])
 
 
 def result(row: Case) -> str:

@@ -103,6 +103,12 @@ def find(text: str) -> tuple[str, Model]:
     return key, model.quantized(format) if format else model
 
 
+def name_of(key: str, experts: int) -> str:
+    """A model as `find` takes it, with its number of experts if that was cut: qwen3:16."""
+    known = MODELS.get(key)
+    return f"{key}:{experts}" if known and experts < known.experts else key
+
+
 def custom(text: str) -> tuple[str, Model]:
     """(key, model) of "E,top_k,K,I" or "E,top_k,K,I,activation"."""
     fields = text.split(",")

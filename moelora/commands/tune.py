@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moelora import _C, tuned
-from moelora.bench import cases, command
+from moelora.bench import cases, command, shapes
 from moelora.bench import console as wide_console
 from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
@@ -157,6 +157,7 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
     total = len(args.models) * len(args.dtypes) * len(args.tokens)
     with CaseProgress(console, total) as progress:
         for key, model in args.models:
+            name = shapes.name_of(key, model.experts)
             for dtype in args.dtypes:
                 layer = tuner = None  # free memory before the next one is drawn
                 layer = Layer(model, dtype, args.ranks, adapters, generator)
@@ -164,7 +165,8 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                 plans: dict[str, str] = {}
                 details: dict[str, dict[str, float]] = {}
                 for tokens in args.tokens:
-                    progress.begin(f"{key} {dtype} M={tokens}")
+                    what = f"{name} {dtype} M={tokens}"
+                    progress.begin(what)
                     batches = [
                         cases.draw_batch(
                             *(model, tokens, adapters, generator, args.mix, args.routing),
@@ -176,12 +178,12 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                     scores = {v: round(score(t), 2) for v, t in measured.items()}
                     details[str(tokens)], plan = scores, plans[str(tokens)]
                     progress.end(
-                        f"{key} {dtype} M={tokens}: {plan} {scores[plan]:,.0f} us, "
+                        f"{what}: {plan} {scores[plan]:,.0f} us, "
                         f"built-in table {scores[TABLE]:,.0f} us, of {len(scores)} measured"
                     )
                 content = describe(layer, args, plans, details)
                 written.append(tuned.write(args.dir, content))
-                show(key, content, console)
+                show(name, content, console)
     return written
 
 
@@ -217,9 +219,9 @@ def describe(
     }
 
 
-def show(key: str, content: dict[str, Any], console: Console) -> None:
+def show(name: str, content: dict[str, Any], console: Console) -> None:
     table = Table(
-        "tokens", "variant", "us", "built-in table's us", title=f"{key} {content['dtype']}"
+        "tokens", "variant", "us", "built-in table's us", title=f"{name} {content['dtype']}"
     )
     for tokens, variant in content["plans"].items():
         scores = content["measured"]["score_us"][tokens]

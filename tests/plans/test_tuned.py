@@ -14,6 +14,7 @@ from c_programs import ROOT, compile_program, run
 import moelora
 from moelora import _C, tuned
 from moelora.__main__ import main
+from moelora.bench import shapes
 from moelora.bench.timing import Times
 from moelora.commands import tune
 
@@ -319,6 +320,16 @@ def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys):
     assert "say where the files go" in capsys.readouterr().err
     assert main(["tune", *words, "--adapters", "1,2"]) == 2
     assert "--adapters is [1, 2], wanted one number" in capsys.readouterr().err
+
+
+def test_the_command_names_a_cut_model_as_it_was_given(no_plans, tmp_path, capsys, monkeypatch):
+    small = shapes.Model("Small", experts=4, top_k=2, hidden=64, intermediate=32)
+    monkeypatch.setitem(shapes.MODELS, "small", small)
+    words = ["--models", "small:2", "--tokens", "3", "--dtypes", "fp32", "--device", "cpu"]
+    words += ["--mm-size", "64", "--budget-ms", "1", "--dir", str(tmp_path)]
+    assert main(["tune", *words]) == 0
+    said = "".join(capsys.readouterr())
+    assert "small:2 fp32 M=3" in said and "small fp32" not in said
 
 
 def test_a_limited_gpu_is_not_tuned_for(monkeypatch, tmp_path, capsys):
