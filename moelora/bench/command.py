@@ -333,7 +333,7 @@ def first_look(
 
 
 def model_of(row: Case) -> str:
-    return shapes.name_of(row["model"], row["experts"])
+    return shapes.name_of(row["model"], row.get("experts"))
 
 
 def result(row: Case) -> str:

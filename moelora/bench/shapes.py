@@ -103,10 +103,10 @@ def find(text: str) -> tuple[str, Model]:
     return key, model.quantized(format) if format else model
 
 
-def name_of(key: str, experts: int) -> str:
-    """A model as `find` takes it, with its number of experts if that was cut: qwen3:16."""
+def name_of(key: str, experts: int | None) -> str:
+    """A model as `find` takes it, with its number of experts if that was cut (None: all)."""
     known = MODELS.get(key)
-    return f"{key}:{experts}" if known and experts < known.experts else key
+    return f"{key}:{experts}" if known and experts and experts < known.experts else key
 
 
 def custom(text: str) -> tuple[str, Model]:
