@@ -168,11 +168,11 @@ def fused_experts_lora_backward(
         whose last is 1; that of `topk_weights` is float32.
     {accumulate}
     pairs : Tensor, shape (max_loras, E), int32, optional
-        Index of each pair of adapter and (local) expert in sparse gradients: those of factors in
-        `grads` then have S matrices, shape (S, R, K) for instance, instead of (max_loras, E, R, K).
-        At most one pair may have an index. Pairs with another value than 0 to S - 1 get no
-        gradient, and indices without a pair are not written. `touched_pairs` makes it. Factors that
-        experts share are not sparse.
+        Makes the gradients of factors in `grads` sparse: one matrix per pair of adapter and local
+        expert that has an index, as `touched_pairs` returns them. Their shape is (S, R, K), for
+        instance, instead of (max_loras, E, R, K). No two pairs may have the same index. Pairs whose
+        index is not in 0 to S - 1 get no gradient, and matrices without a pair are not written.
+        Factors that experts share are not sparse.
     {options}
 
     Returns

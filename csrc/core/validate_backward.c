@@ -78,7 +78,7 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
   return MOELORA_OK;
 }
 
-/* Checks the table of sparse gradients, if there is one; its size against each factor later. */
+/* Checks the table of sparse gradients, if there is one. check_gradient() compares max_loras. */
 static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
                                   const moelora_routes *routes) {
   const moelora_arg arg = MOELORA_ARG("grads.pairs", pairs);
@@ -94,7 +94,7 @@ static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
   return MOELORA_OK;
 }
 
-/* The table, if some gradient is sparse. */
+/* The table; empty if no gradient is sparse. */
 static moelora_gradient_pairs pairs_of(const gradients *all) {
   if (all->num_sparse < 0)
     return (moelora_gradient_pairs){0};

@@ -3,7 +3,7 @@
  *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
  *   gradient[l, e] (+)= wide^T ranks        the same: of B
  *
- * A sparse gradient is that of pairs alone: gradient[0, pairs[l, e]].
+ * A sparse gradient has a matrix for each listed pair only: gradient[0, pairs[l, e]].
  *
  * A task is a tile of one gradient. It processes up to MOELORA_PART_ROWS rows at a time:
  *
