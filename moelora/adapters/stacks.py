@@ -76,7 +76,7 @@ class Conversions:
 
 
 class Copies:
-    """Copies to a slot, collected to run in few calls: each may have to wait for other threads."""
+    """Copies to a slot, collected for a few calls of torch: each may wait for other threads."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -269,7 +269,7 @@ class ExpertStacks:
     ) -> int:
         """Add to `copies` the staged factors of a layer; returns the largest rank of its pairs.
 
-        What has none becomes zero. `used`: from this rank on the slot is zero already.
+        Pairs without factors become zero. `used`: from this rank on the slot is zero already.
         """
         stacks = self._named(self.layers[name])
         ranks = []
@@ -283,7 +283,7 @@ class ExpertStacks:
 
 
 def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """A factor that all experts share, for each of them; it moves once to the device of `into`."""
+    """A factor that all experts share, expanded to all after one copy to the device of `into`."""
     if factor.shape == into.shape:
         return factor
     return factor.to(into.device, non_blocking=True).expand(into.shape)

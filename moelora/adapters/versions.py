@@ -25,7 +25,7 @@ POLL_S = 0.02  # how often to look for a slot of a batch that was dropped withou
 
 
 class Versions:
-    """The adapters of a pool; `host` are those that it knows, None for those in slots alone."""
+    """The adapters of a pool. `host` has all that are known; None: only those in slots are."""
 
     def __init__(self, slots: Slots, max_loras: int, host: Host | None) -> None:
         self.slots = slots
@@ -71,9 +71,9 @@ class Versions:
     # -- for batches --
 
     def ready(self, name: str, within: float) -> bool:
-        """Whether an adapter is in a slot, with all copies, or has them in so many seconds.
+        """Whether all copies of an adapter in a slot are complete, or will be `within` seconds.
 
-        Raises why it was not brought.
+        Raises the error that kept it from being brought.
         """
         with self.lock:
             self.check_known(name)
@@ -98,7 +98,7 @@ class Versions:
     def take(self, names: Sequence[str], timeout: float, passing: bool = False) -> Held:
         """Hold adapters, which are brought to slots if they are in none.
 
-        `passing`: not for a batch, but for a call that returns before others can wait for it.
+        `passing`: for a single call, during which no batch can wait for the slots.
         """
         with self.lock:
             for name in names:
@@ -116,7 +116,8 @@ class Versions:
                     self._take_all(turn, held)
                     return held
                 except BaseException as error:
-                    # The traceback refers to it, and batches would wait for each other's slots.
+                    # Now: the traceback keeps `held` alive, and batches would wait for each
+                    # other's slots.
                     self.release(held)
                     left = end - time.monotonic()
                     if not isinstance(error, NoSlot) or left <= 0:
@@ -130,7 +131,7 @@ class Versions:
                     self._freed.notify_all()
 
     def enter(self, held: Held) -> None:
-        """`held` is that of a block of this thread, until it is released."""
+        """Record what a `with` block of this thread holds, until it is released."""
         self._blocks().add(held)
 
     def _blocks(self) -> weakref.WeakSet[Held]:
@@ -147,7 +148,7 @@ class Versions:
     def _take_all(self, turn: Turn, held: Held) -> None:
         """Hold the adapters that are in slots, then bring others, which evict none of these."""
         with self.lock:
-            # A batch ends after those of the blocks inside its block: these must not wait for it.
+            # An inner `with` block must not wait for an outer one of its thread, which ends later.
             own = {name for held in self._blocks() for name in held.names()}
             self._turns.check_use(turn, self.loaded, own)
             absent = [name for name in turn.names if not self._use(name, held)]
@@ -160,7 +161,7 @@ class Versions:
             self._turns.begin(turn)
 
     def _use(self, name: str, held: Held | None) -> bool:
-        """Whether an adapter is in a slot, which counts as a use; holds it then."""
+        """Hold an adapter that is in a slot, which counts as a use; False if it is in none."""
         loaded = self.loaded.get(name)
         if loaded is not None and held is not None:
             self.residents.wanted.discard(name)
@@ -171,7 +172,7 @@ class Versions:
     def bring(self, name: str, held: Held | None) -> None:
         """Bring a registered adapter to a slot if it is in none, and hold it.
 
-        Its copies are under way then. Without `held`, ahead of a batch, other adapters that are
+        On return its copies are launched. Without `held`, ahead of a batch, adapters that are
         wanted soon keep their slots.
         """
         with self.locked(name) as source:
@@ -179,7 +180,7 @@ class Versions:
                 if self._use(name, held):
                     return
                 if held is not None and self._known().is_full():
-                    # What is read is not kept for the next try.
+                    # Fail before reading: what is read would not be kept for the next try.
                     self.residents.free_slot(f"adapter {name!r}")
             self._copy(name, source, self._known().staged(name, source), ahead=held is None)
         with self.lock:
@@ -207,7 +208,7 @@ class Versions:
                 self.residents.free(place)
 
     def bring_ahead(self, names: Sequence[str]) -> None:
-        """Begin to bring adapters, the first ones, as far as slots can be freed.
+        """Begin to bring adapters, in order, for as many as slots can be freed.
 
         Copies from host memory to GPUs are launched here, in order: in a thread, each call of CUDA
         would wait for those of the thread that runs the model. All else is left to threads.
@@ -261,7 +262,7 @@ class Versions:
 
     @contextmanager
     def _ahead(self, name: str) -> Iterator[None]:
-        """What is wrong is kept for `ready`; an adapter without a slot is tried again later."""
+        """Keep an error for `ready` to raise; an adapter without a slot is tried again later."""
         try:
             yield
         except (KeyError, NoSlot):
@@ -272,7 +273,7 @@ class Versions:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Source]:
-        """What a registered name stands for, while no other thread brings or replaces it."""
+        """The source of a registered name, which no other thread brings or replaces meanwhile."""
         host = self._known()
         while True:
             source = host.source(name)
@@ -312,9 +313,9 @@ class Versions:
         return slot
 
     def replace(self, name: str, staged: Staged, switch: bool, new: Source | None) -> int:
-        """Put a version in place of what a name stands for, in a slot or not.
+        """Replace the version of a name, in a slot or in none.
 
-        `new` has the factors in host memory already; None in a pool without.
+        `new` has the factors in host memory already; None in a pool without host memory.
         """
         if new is None:
             return self._replace(name, staged, switch, None, None)
@@ -330,7 +331,7 @@ class Versions:
             loaded = self.loaded.get(name)
             if loaded is not None and not loaded.batches:
                 return self._install(name, loaded.slot, switch, new, staged)
-            # Older versions may be held while the last one is in no slot.
+            # Batches may hold older versions while the latest one is in no slot.
             if loaded is None and not (switch and self.residents.batches(name)):
                 return self._install(name, None, switch, new)
             place = self.residents.reserve(f"the new version of adapter {name!r}")
@@ -356,7 +357,7 @@ class Versions:
         new: Source | None,
         staged: Staged | None = None,
     ) -> int:
-        """Let a name stand for a version, in `slot`, which `staged` is written to, or in none."""
+        """Register a version of a name in `slot`, after writing `staged` to it, or in no slot."""
         self._check_room(name, new)
         enabled = self._enabled(name)
         old = self.residents.retire(name)
@@ -375,7 +376,7 @@ class Versions:
         return version
 
     def _check_unchanged(self, name: str, source: Source | None) -> None:
-        """KeyError unless a name still stands for `source`, or in a pool without is in a slot."""
+        """KeyError unless the name has `source` still, or without host memory a slot."""
         if self.host is None:
             known = name in self.loaded
         else:
@@ -426,7 +427,7 @@ class Versions:
 
 
 def _bring(versions: weakref.ref[Versions], name: str) -> None:
-    """The work of a thread; `take` tries again, and raises what is wrong."""
+    """Body of a reader thread. Its errors are kept; `take` tries again, and raises its own."""
     found = versions()
     if found is not None:
         found.bring_wanted(name)
