@@ -182,7 +182,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
           const int unit = 32 * n + 8 * quad;
           if (exists && unit < 8 * N_TILES &&
               (TRANSPOSED ? r + unit < p.max_rank : column + unit < p.columns))
-            *(uint4 *)(to + unit) = make_uint4(x[0], x[1], x[2], x[3]);
+            store_global_16(to + unit, make_uint4(x[0], x[1], x[2], x[3]));
         }
       }
   }

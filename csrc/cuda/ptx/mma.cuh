@@ -94,6 +94,13 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
+/* In PTX, because the compiler would split a conditional store of computed words into four. */
+__device__ __forceinline__ void store_global_16(void *to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 /* Loads `count` (0..8) elements, zero-filled to 8; no alignment required. */
 template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
   uint32_t words[4];
