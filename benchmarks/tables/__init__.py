@@ -36,6 +36,7 @@ from benchmarks.tables.layers import (
 )
 from benchmarks.tables.text import table, wrapped
 from benchmarks.tables.training import (
+    on_other_cards,
     sampler_bits,
     training_alternatives,
     training_peers,
@@ -70,6 +71,7 @@ MADE = {
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),
     "training_quantized": ("training", training_quantized),
+    "training_on_others": ("training", on_other_cards),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
 }

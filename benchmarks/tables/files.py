@@ -25,6 +25,13 @@ def is_card(name, topic):
     return "-" not in card and card != "cpu"
 
 
+def other_devices(topic):
+    """The cards whose files of a topic are not the newest."""
+    paths = (ROOT / "benchmarks/results").glob(f"*-{topic}.json")
+    found = {read(path)[0]["device"] for path in paths if is_card(path.name, topic)}
+    return sorted(found - {card(topic)} if found else ())
+
+
 def read(path):
     content = json.loads(path.read_text())
     return content["meta"], content["cases"]
@@ -39,13 +46,13 @@ def card(topic):
     return load(topic)[0]["device"]
 
 
-def rows_of(topic):
+def rows_of(topic, device=None):
     """Empty before it was measured."""
-    return load(topic)[1] if path_of(topic) else []
+    return load(topic, device)[1] if path_of(topic, device) else []
 
 
-def source(topic):
-    path = path_of(topic)
+def source(topic, device=None):
+    path = path_of(topic, device)
     if path is None:
         return AWAITED
     meta, _ = read(path)

@@ -1,6 +1,6 @@
 """Tables and sentences of training steps, and of trainers beside engines."""
 
-from benchmarks.tables.files import AWAITED, card, rows_of
+from benchmarks.tables.files import AWAITED, card, other_devices, rows_of, source
 from benchmarks.tables.text import markdown, span, thousands
 
 MANY_TOKENS = 4096
@@ -44,9 +44,9 @@ def case(row):
     return row["shape"], row["tokens"], row["rank"], row["tenants"]
 
 
-def training_peers(topic="training"):
+def training_peers(topic="training", device=None):
     """A training step of moelora and of other projects' kernels; the fastest in bf16 is bold."""
-    rows = rows_of(topic)
+    rows = rows_of(topic, device)
     titles = ["moelora", "moelora, MXFP4", "torch._grouped_mm", *PEERS.values(), "Unsloth, MXFP4"]
 
     def peers(row, names):
@@ -63,12 +63,12 @@ def training_peers(topic="training"):
             fastest = min((n for n in bf16 if times[n]), key=times.__getitem__)
             cells[fastest] = f"**{cells[fastest]}**"
             said.append([LAYERS[row["shape"]], str(row["tokens"]), *cells])
-    return with_titles(topic, titles, said)
+    return with_titles(topic, titles, said, device)
 
 
-def training_quantized():
+def training_quantized(device=None):
     """Time of a step beside quantized weights over that of bf16 ones."""
-    rows = rows_of("training")
+    rows = rows_of("training", device)
     usual = {case(row): row["ours_us"] for row in rows if row["format"] == "bf16"}
     found = {key: {} for key in usual}
     for row in rows:
@@ -79,17 +79,31 @@ def training_quantized():
         for (shape, tokens, *_), formats in found.items()
         if len(formats) > 1
     ]
-    return with_titles("training", QUANTIZED.values(), said)
+    return with_titles("training", QUANTIZED.values(), said, device)
 
 
-def with_titles(topic, titles, rows):
+def on_other_cards():
+    """Both tables of each card beside the newest one's."""
+    tables = [
+        part
+        for device in other_devices("training")
+        for part in (
+            training_peers(device=device),
+            training_quantized(device),
+            source("training", device),
+        )
+    ]
+    return "\n\n".join(tables) or AWAITED
+
+
+def with_titles(topic, titles, rows, device=None):
     """A table of layers and numbers of tokens, without columns that no row has."""
     if not rows:
         return AWAITED
     titles = ["layer", "tokens", *titles]
     kept = [i for i in range(len(titles)) if any(row[i] for row in rows)]
     rows = [[row[i] for i in kept] for row in rows]
-    return f"{card(topic)}:\n\n{markdown([titles[i] for i in kept], rows)}"
+    return f"{device or card(topic)}:\n\n{markdown([titles[i] for i in kept], rows)}"
 
 
 def sampler_bits():

@@ -297,7 +297,7 @@ extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_ba
     MOELORA_TRY(summed(b).zero(&p->routes, exec));
   if (p->routes.num_rows == 0)
     return MOELORA_OK;
-  const BackwardLayout l = lay_out(b, plan, exec);
+  BackwardLayout l = lay_out(b, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
   MOELORA_TRY(moelora_cuda_round_factors(l.rounded, 2, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
@@ -305,7 +305,7 @@ extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_ba
     MOELORA_TRY(weigh_tokens(p, routes, l.x, exec));
   const moelora_gradients_launch gradients = describe_gradients(b, &l);
   if (gradients.count)
-    MOELORA_TRY(moelora_cuda_list_gradient_rows(&l.rows, routes, &l.alignment.blocks, exec));
+    MOELORA_TRY(list_gradient_rows(&l.rows, &l.alignment, exec));
   if (plan->needs.v)
     MOELORA_TRY(back_through_w2(b, plan, &l, exec));
   if (plan->needs.dz || plan->needs.yb13)

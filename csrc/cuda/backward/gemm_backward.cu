@@ -214,7 +214,7 @@ extern "C" moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward
     MOELORA_TRY(summed(b).zero(&p->routes, exec));
   if (p->routes.num_rows == 0)
     return MOELORA_OK;
-  const GemmBackwardLayout l = lay_out(b, plan, exec);
+  GemmBackwardLayout l = lay_out(b, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
   MOELORA_TRY(moelora_cuda_round_factors(&l.rounded, 1, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
@@ -225,7 +225,7 @@ extern "C" moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward
   }
   const moelora_gradients_launch gradients = describe_gradients(b, plan, &l);
   if (gradients.count)
-    MOELORA_TRY(moelora_cuda_list_gradient_rows(&l.rows, routes, &l.alignment.blocks, exec));
+    MOELORA_TRY(list_gradient_rows(&l.rows, &l.alignment, exec));
   if (plan->needs.dz || plan->needs.yb)
     MOELORA_TRY(back_through_w(b, plan, &l, exec));
   MOELORA_TRY(finish_inputs(b, plan, &l, exec));

@@ -3,7 +3,7 @@
  *
  *   CTA     all ranks rows of a pair in shared memory, up to RANKS columns of them
  *   warp    slabs of 32 columns of wide: rows by cp.async in a pipeline of its own, mma.sync,
- *           exchange within quads, 16-byte stores
+ *           exchange in the stage that has been read, 16-byte stores
  *
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
  * ones have one slice.
@@ -48,33 +48,37 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
   return product;
 }
 
-/* Transposes a 4x4 matrix within each quad: x[i] of lane q becomes x[q] of lane i. */
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? x[j] : x[j + 1], 1);
-    x[j] = odd ? other : x[j];
-    x[j + 1] = odd ? x[j + 1] : other;
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[j] : x[j + 2], 2);
-    x[j] = upper ? other : x[j];
-    x[j + 2] = upper ? x[j + 2] : other;
-  }
+/* Zeros all but the first `count` of eight elements. */
+__device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
+  const auto keep = [&](uint32_t two, int first) {
+    return first + 1 < count ? two : first < count ? two & 0xffffu : 0u;
+  };
+  return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
 /* A warp's work on a tile of a pair. */
 template <class T, class S, bool TRANSPOSED> struct FewTile {
   static constexpr int M_TILES = TRANSPOSED ? S::COLUMNS / 16 : S::RANK_TILES;
   static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
-  static constexpr int QUADS = (N_TILES + 3) / 4; // groups of n8 tiles that are stored together
+  // Neighbors of eight elements in a line of the gradient, a rank of A or a column of B.
+  static constexpr int UNITS = N_TILES, TURN = 32 / UNITS; // of a line; lines that a warp stores
   const GradientProduct &p;
   const moelora_gradient_part &part;
   GradientTile tile;
   typename S::SharedStorage &shared;
-  int rank, most_columns; // of the tile
+  int most_columns; // of the tile
+  // Columns of ranks of the tile that belong to the first slice; true ranks from the tile's first
+  // column on, and the same of the second slice.
+  int split, ranks_left[2];
+
+  __device__ __forceinline__ FewTile(const GradientProduct &p, const moelora_gradient_part &part,
+                                     const GradientTile &tile, typename S::SharedStorage &shared,
+                                     int rank, int most_columns)
+      : p(p), part(part), tile(tile), shared(shared), most_columns(most_columns),
+        split(p.padded_rank - tile.rank), ranks_left{rank - tile.rank, 0} {
+    if (p.slices > 1)
+      ranks_left[1] = ranks_left[0] + p.padded_rank;
+  }
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
   __device__ __forceinline__ int warp() const { return threadIdx.x >> 5; }
@@ -91,18 +95,28 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return shared_address(shared.wide[warp()][step % S::STAGES]);
   }
 
-  /* Issues the copies of the rows of a pass, of a slab's columns. */
+  /* Issues the copies of the rows of a pass, of a slab's columns: as many as the products read. */
   __device__ __forceinline__ void load(int slab, int pass, int step) const {
-    constexpr int CHUNKS = S::COLUMNS / 8;
+    constexpr int CHUNKS = S::COLUMNS / 8, TURN_ROWS = 32 / CHUNKS;
     const int chunk = lane() % CHUNKS, column = column_of(slab) + chunk * 8;
+    const int first = pass * S::ROWS + lane() / CHUNKS;
+    const uint32_t to = sWide(step) + lane() / CHUNKS * S::WIDE_PITCH + chunk * 16;
     RowCopies<T> wide;
     wide.describe(p.wide, column, p.columns - column);
+    const auto copy_all = [&](bool vectors) {
 #pragma unroll
-    for (int j = 0; j < S::ROWS * CHUNKS / 32; j++) {
-      const int i = lane() / CHUNKS + j * (32 / CHUNKS), row = pass * S::ROWS + i;
-      wide.copy(p.wide, p.wide_vectors, sWide(step) + i * S::WIDE_PITCH + chunk * 16,
-                row < part.count ? shared.wide_row[row] : 0, row < part.count);
-    }
+      for (int i = 0; i < S::ROWS; i += TURN_ROWS) {
+        if (pass * S::ROWS + i / 16 * 16 >= part.count)
+          break;
+        const bool there = first + i < part.count;
+        wide.copy(p.wide, vectors, to + i * S::WIDE_PITCH, there ? shared.wide_row[first + i] : 0,
+                  there);
+      }
+    };
+    if (p.wide_vectors)
+      copy_all(true);
+    else
+      copy_all(false);
   }
 
   /* Accumulates the products of a pass. */
@@ -143,58 +157,100 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* Whether 16 columns of ranks from `own` on have any below the true rank. */
-  __device__ __forceinline__ bool has_ranks(int own) const { return ranks_left(own) > 0; }
-  __device__ __forceinline__ int ranks_left(int own) const {
-    const int at = tile.rank + own, slice = at >= p.padded_rank;
-    return at < p.slices * p.padded_rank ? rank - at + slice * p.padded_rank : 0;
+  /* True ranks from column `own` of the tile on, in its slice. */
+  __device__ __forceinline__ int left_of(int own) const {
+    return (own < split ? ranks_left[0] : ranks_left[1]) - own;
+  }
+  __device__ __forceinline__ bool has_ranks(int own) const { return left_of(own) > 0; }
+
+  /* Where a lane stores 16 bytes of a line of a slab: of the line `i` + lane / UNITS, at i times
+   * `stride` bytes from `to` if i is below `end`. Of ranks, `there` are not zero, and `columns` is
+   * how many columns of the gradient there are from the first of the lane on. */
+  struct Lines {
+    T *to;
+    uint32_t stride;
+    int end, there, columns;
+  };
+  /* Those of ranks of a slice, by column of the tile, or of columns. */
+  __device__ __forceinline__ Lines lines_of(int slice, int first_column) const {
+    const int line = lane() / UNITS, unit = lane() % UNITS * 8;
+    const int first_rank = tile.rank - slice * p.padded_rank; // of the tile's first column
+    const int r = first_rank + (TRANSPOSED ? unit : line);
+    const int column = first_column + (TRANSPOSED ? line : unit);
+    const moelora_gradient &g = p.gradient[slice];
+    T *const gradient = (T *)g.data + part.to[0] * g.stride_l + part.to[1] * g.stride_e;
+    Lines lines = {gradient + (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column),
+                   (uint32_t)(g.stride_i * (int)sizeof(T)), 0, 0, p.columns - column};
+    if constexpr (TRANSPOSED)
+      lines.end = r < p.max_rank ? lines.columns : 0;
+    else
+      lines.end = lines.columns > 0 ? p.max_rank - r : 0, lines.there = ranks_left[slice] - line;
+    return lines;
   }
 
-  /* Stores a slab: 8 neighbors of a lane at once, columns of A, ranks of B. */
-  __device__ __forceinline__ void store(int slab, const float (&rAcc)[M_TILES][N_TILES][4]) const {
-    const int quad = lane() % 4, first = column_of(slab);
+  /* To the next slab of this warp. */
+  __device__ __forceinline__ void advance(Lines &lines) const {
+    constexpr int COLUMNS = S::WARPS * S::COLUMNS;
+    if constexpr (TRANSPOSED) {
+      lines.to += COLUMNS * p.gradient[0].stride_i, lines.end -= COLUMNS;
+    } else {
+      lines.to += COLUMNS, lines.columns -= COLUMNS;
+      lines.end = lines.columns > 0 ? lines.end : 0;
+    }
+  }
+
+  /* Stores a slab through the stage whose rows the last pass has multiplied. */
+  __device__ __forceinline__ void store(const Lines &of_first, int slab, int step,
+                                        const float (&rAcc)[M_TILES][N_TILES][4]) const {
+    constexpr int TILES = TRANSPOSED || M_TILES == 1 ? 1 : 2;
+    constexpr int PITCH = TRANSPOSED ? S::RANKS_PITCH : S::WIDE_PITCH;
+    static_assert(16 * TILES * PITCH <= S::ROWS * S::WIDE_PITCH, "they fit into a stage");
+    const uint32_t sMine = sWide(step) + lane() / 4 * PITCH + lane() % 4 * 4;
+    const uint32_t sLines = sWide(step) + lane() / UNITS * PITCH + lane() % UNITS * 16;
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++)
+    for (int m = 0; m < M_TILES; m += TILES) {
+      __syncwarp(); // all lanes have read the stage
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        // The gradient's row: a column of wide, or a rank.
-        const int line = 16 * m + 8 * half + lane() / 4;
-        const int at = tile.rank + (TRANSPOSED ? 0 : line), slice = at >= p.padded_rank;
-        const int r = at - (slice ? p.padded_rank : 0), column = first + (TRANSPOSED ? line : 0);
-        const bool exists =
-            TRANSPOSED ? column < p.columns : at < p.slices * p.padded_rank && r < p.max_rank;
-        const moelora_gradient &g = p.gradient[slice];
-        T *const to = (T *)g.data + part.to[0] * g.stride_l + part.to[1] * g.stride_e +
-                      (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
-        const int left = rank - r; // ranks from the first of this row on
+      for (int i = 0; i < 2 * TILES; i++)
 #pragma unroll
-        for (int n = 0; n < QUADS; n++) {
-          uint32_t x[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            constexpr int LAST = N_TILES - 1;
-            const int n8 = 4 * n + j < LAST ? 4 * n + j : LAST;
-            const int own = TRANSPOSED ? 8 * n8 + 2 * quad : 0;
-            x[j] = pack2<T>(own < left ? rAcc[m][n8][2 * half] : 0.f,
-                            own + TRANSPOSED < left ? rAcc[m][n8][2 * half + 1] : 0.f);
+        for (int n = 0; n < N_TILES; n++)
+          if (has_ranks(TRANSPOSED ? 8 * n : 16 * m + 8 * i)) {
+            const float *two = &rAcc[m + i / 2][n][i % 2 * 2];
+            store_shared_4(sMine + 8 * i * PITCH + 16 * n, pack2<T>(two[0], two[1]));
           }
-          transpose_quad(x);
-          const int unit = 32 * n + 8 * quad;
-          if (exists && unit < 8 * N_TILES &&
-              (TRANSPOSED ? r + unit < p.max_rank : column + unit < p.columns))
-            *(uint4 *)(to + unit) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        const bool second = !TRANSPOSED && p.slices > 1 && 16 * (m + i) >= split;
+        store_lines(second ? lines_of(1, column_of(slab)) : of_first, 16 * (m + i),
+                    sLines + 16 * i * PITCH);
       }
+    }
+  }
+  /* Stores 16 lines from `from` on. */
+  __device__ __forceinline__ void store_lines(const Lines &lines, int from, uint32_t sLines) const {
+    constexpr int PITCH = TRANSPOSED ? S::RANKS_PITCH : S::WIDE_PITCH;
+#pragma unroll
+    for (int j = 0; j < 16; j += TURN) {
+      if (from + j >= lines.end)
+        continue;
+      uint4 v = load_shared_16(sLines + j * PITCH);
+      const int count = TRANSPOSED ? left_of(lane() % UNITS * 8) : lines.there - from - j;
+      if (TRANSPOSED ? count < 8 : count <= 0)
+        v = first_elements(v, TRANSPOSED ? count : 0);
+      store_global_16((void *)row_address(lines.to, from + j, lines.stride), v);
+    }
   }
 
   /* All slabs of this warp; the rows of ranks and their indices are there. */
   __device__ __forceinline__ void run() const {
     const int all = slabs(), each = passes();
+    Lines lines = lines_of(0, column_of(0));
     if (each == 0) { // zeros
       float rAcc[M_TILES][N_TILES][4] = {};
 #pragma unroll 1
-      for (int slab = 0; slab < all; slab++)
-        store(slab, rAcc);
+      for (int slab = 0; slab < all; slab++, advance(lines))
+        store(lines, slab, 0, rAcc);
       return;
     }
     int slab = 0, pass = 0, ahead_slab = 0, ahead_pass = 0;
@@ -218,8 +274,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       multiply(pass, step, rAcc);
       if (++pass < each)
         continue;
-      store(slab, rAcc);
-      pass = 0, slab++;
+      store(lines, slab, step, rAcc);
+      pass = 0, slab++, advance(lines);
 #pragma unroll
       for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -295,9 +351,9 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     if (part.count > 0)
       load_few_ranks<T, S>(s, p, part, tile, rank, shared);
     if (p.transposed)
-      FewTile<T, S, true>{p, part, tile, shared, rank, group.few_columns}.run();
+      FewTile<T, S, true>(p, part, tile, shared, rank, group.few_columns).run();
     else
-      FewTile<T, S, false>{p, part, tile, shared, rank, group.few_columns}.run();
+      FewTile<T, S, false>(p, part, tile, shared, rank, group.few_columns).run();
     __syncthreads(); // all warps have read the rows
   }
 }

@@ -5,12 +5,12 @@
  *
  * A work unit is a slice, up to RANKS ranks, and
  *
- *   LISTED      every kSplits-th 64 rows of a segment, of those that the sort has listed
- *   otherwise   up to 64 rows of a block: a CTA loops over the segments among them
+ *   LISTED      every kSplits-th TOKENS rows of a segment, of those that the sort has listed
+ *   otherwise   up to TOKENS rows of a block: a CTA loops over the segments among them
  *
  * For each segment a CTA loops over K, with a cp.async pipeline:
  *
- *   X [64 rows][64 of K]        those of the segment
+ *   X [TOKENS rows][64 of K]    those of the segment
  *   B [64 of K][RANKS]          zeros past the end of K
  *
  * Warps share 16 rows each, and, if there are fewer rows, their ranks. K is accumulated in k16
@@ -22,14 +22,28 @@
 
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32, kTokens = 64, kStages = 4;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kSplits = 2; // units of a listed segment
+// Rows of a pair on average up to which segments are listed, and up to which units have 32 rows;
+// pairs for a row from which on most units would be empty.
+constexpr int64_t kListedRows = 64, kFewRows = 24, kEmptyPairs = 8;
 
-struct Stage {
-  SwizzledRow sX[kTokens], sB[kDepth];
+/* Segments of few rows are bound by latencies: their CTAs are small, with many on an SM. */
+template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
+  static constexpr int TILES = TILES_, TOKENS = TOKENS_;
+  static constexpr bool LISTED = LISTED_;
+  static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
+  static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
+  // m16 tiles of ranks of a warp at most: without LISTED, three groups may have rows.
+  static constexpr int OWN = GROUPS == 2 ? (TILES + 1) / 2 : TILES;
+  static_assert(GROUPS == 2 || GROUPS == kWarps, "all groups at once");
+
+  struct Stage {
+    SwizzledRow sX[TOKENS], sB[kDepth];
+  };
+  static constexpr int SHARED = STAGES * (int)sizeof(Stage);
+  static_assert(SHARED <= (int)kPortableShared, "a CTA's shared memory");
 };
-constexpr int kSharedStages = kStages * (int)sizeof(Stage);
-static_assert(kSharedStages <= (int)kPortableShared, "a CTA's shared memory");
 
 struct BackShrinkParams {
   moelora_gemm_launch g;
@@ -54,55 +68,90 @@ struct PartPositions {
   }
 };
 
-/* One segment of a part: 16 TILES ranks. */
-template <class T, bool VECTORS, int TILES> struct BackShrink {
-  static constexpr int RANKS = 16 * TILES;
+/* The segments of a part, one after the other. */
+template <class T, bool VECTORS, class S> struct BackShrink {
+  // Rows of X and of B that the threads copy at once; a thread copies eight elements of each.
+  static constexpr int X_ROWS = kThreads / 8, B_ROWS = kThreads / (2 * S::TILES);
   const BackShrinkParams &p;
   uint32_t base;
   PartPositions position;
   int slice, chunk, expert;
-  uint32_t row[kTokens / 16]; // of y, for token threadIdx.x / 8 + 16 i
+  uint32_t row[S::GROUPS]; // of y, for token threadIdx.x / 8 + 16 i
 
   /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {
 #pragma unroll
-    for (int i = 0; i < kTokens / 16; i++)
-      row[i] = (uint32_t)position(min((int)threadIdx.x / 8 + 16 * i, count - 1));
+    for (int i = 0; i < S::GROUPS; i++)
+      row[i] = (uint32_t)position(min((int)threadIdx.x / 8 + X_ROWS * i, count - 1));
     find_x_rows(p.g.schedule.blocks, p.g.tokens, row);
   }
-
-  __device__ __forceinline__ uint32_t sX(int step) const {
-    return base + step % kStages * (int)sizeof(Stage);
-  }
-  __device__ __forceinline__ uint32_t sB(int step) const {
-    return sX(step) + (uint32_t)offsetof(Stage, sB);
+  __device__ __forceinline__ int ranks_of(const PartSegment &segment) const {
+    return segment.packed % kRanks - chunk * S::RANKS;
   }
 
-  __device__ __forceinline__ void load(const PartSegment &segment, int step) const {
-    const moelora_factors &lora = p.g.adapters.lora;
-    const int depth = (int)lora.slice_n, lane = threadIdx.x & 7, at = step * kDepth;
-    const T *y = (const T *)p.g.tokens.x + slice * lora.slice_n;
-    const int left = depth - at - lane * 8;
+  /* Copies of one step after the other, by this thread. */
+  struct Copies {
+    const T *x[S::GROUPS], *b; // what the next step copies
+    const T *mapped;           // what a copy that only fills with zeros points to
+    uint32_t b_step;           // bytes between rows of B that this thread copies
+    int x_left, b_left;        // elements of K from the first of a row of X, and of B, on
+    int ranks;                 // from this thread's first on
+    bool any;                  // whether the products read ranks of this thread
+    uint32_t to, stage;        // of this thread in a stage of X, of B; the next stage
+
+    __device__ __forceinline__ Copies(const BackShrink &shrink, const PartSegment &segment) {
+      const BackShrinkParams &p = shrink.p;
+      const moelora_factors &lora = p.g.adapters.lora;
+      const int lane = threadIdx.x & 7, c = threadIdx.x % (2 * S::TILES);
+      const int n = (int)threadIdx.x / (2 * S::TILES);
+      mapped = (const T *)p.g.tokens.x + shrink.slice * lora.slice_n;
 #pragma unroll
-    for (int i = 0; i < kTokens / 16; i++) {
-      const int t = (int)threadIdx.x / 8 + 16 * i;
-      copy_chunk<VECTORS>(sX(step) + t * kRowBytes + ((lane ^ t & 7) << 4),
-                          y + (int64_t)row[i] * p.g.tokens.stride + (left > 0 ? at + lane * 8 : 0),
-                          left, t >= segment.low && t < segment.high);
+      for (int i = 0; i < S::GROUPS; i++)
+        x[i] = mapped + (int64_t)shrink.row[i] * p.g.tokens.stride + lane * 8;
+      const moelora_factor &factor = lora.b[shrink.slice];
+      b = factor_row<T>(factor, segment.packed / kRanks, shrink.expert, n) +
+          shrink.chunk * S::RANKS + c * 8;
+      b_step = (uint32_t)(B_ROWS * factor.stride_i * (int)sizeof(T));
+      x_left = (int)lora.slice_n - lane * 8, b_left = (int)lora.slice_n - n;
+      ranks = shrink.ranks_of(segment) - c * 8;
+      any = c * 8 < moelora_padded_rank(ranks + c * 8);
+      to = (threadIdx.x / 8) * kRowBytes + ((lane ^ (int)threadIdx.x / 8 & 7) << 4);
+      stage = shrink.base;
     }
-    const moelora_factor &b = lora.b[slice];
-    const T *factor = factor_row<T>(b, segment.packed / kRanks, expert, 0) + chunk * RANKS;
-    const int ranks = segment.packed % kRanks - chunk * RANKS;
-    const int c = threadIdx.x % (2 * TILES);
-    if (c * 8 >= moelora_padded_rank(ranks))
-      return; // not multiplied
+    /* Offset of this thread's chunk of a row of B that is congruent to its first one modulo 8. */
+    static __device__ __forceinline__ uint32_t b_chunk(int n) {
+      return n * kRowBytes + (((int)threadIdx.x % (2 * S::TILES) ^ n & 7) << 4);
+    }
+
+    __device__ __forceinline__ void issue(const BackShrink &shrink, const PartSegment &segment) {
 #pragma unroll
-    for (int i = 0; i < kDepth * 2 * TILES / kThreads; i++) {
-      const int n = (int)threadIdx.x / (2 * TILES) + i * (kThreads / (2 * TILES));
-      const int count = at + n < depth ? ranks - c * 8 : 0;
-      copy_chunk<VECTORS>(sB(step) + n * kRowBytes + ((c ^ n & 7) << 4),
-                          count > 0 ? factor + (at + n) * b.stride_i + c * 8 : factor, count, true);
+      for (int i = 0; i < S::GROUPS; i++) {
+        const int t = (int)threadIdx.x / 8 + X_ROWS * i;
+        copy_chunk<VECTORS>(stage + to + i * X_ROWS * kRowBytes, x_left > 0 ? x[i] : mapped, x_left,
+                            t >= segment.low && t < segment.high);
+        x[i] += kDepth;
+      }
+      x_left -= kDepth;
+      if (any) {
+        const uint32_t sB = stage + (uint32_t)offsetof(typename S::Stage, sB);
+        const int n = (int)threadIdx.x / (2 * S::TILES);
+#pragma unroll
+        for (int i = 0; i < kDepth / B_ROWS; i++) {
+          const bool exists = i * B_ROWS < b_left && ranks > 0;
+          copy_chunk<VECTORS>(sB + b_chunk(n + i * B_ROWS),
+                              exists ? row_address(b, i, b_step) : mapped, exists ? ranks : 0,
+                              true);
+        }
+        b = row_address(b, kDepth / B_ROWS, b_step);
+        b_left -= kDepth;
+      }
+      stage = shrink.after(stage);
     }
+  };
+
+  __device__ __forceinline__ uint32_t after(uint32_t stage) const {
+    const uint32_t next = stage + (uint32_t)sizeof(typename S::Stage);
+    return next < base + S::SHARED ? next : base;
   }
 
   /* A warp's share of a segment: 16 rows from `first` on, m16 tiles [low, high) of ranks. */
@@ -112,7 +161,7 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
     __device__ __forceinline__ Work(const PartSegment &segment, int warp, int ranks) {
       const int from = segment.low / 16, groups = (segment.high + 15) / 16 - from;
       const int warps = groups == 1 ? kWarps : groups == 2 ? kWarps / 2 : 1;
-      const int tiles = min((ranks + 15) / 16, TILES), each = (tiles + warps - 1) / warps;
+      const int tiles = min((ranks + 15) / 16, S::TILES), each = (tiles + warps - 1) / warps;
       first = 16 * (from + warp / warps);
       low = warp % warps * each, high = min(low + each, tiles);
     }
@@ -121,41 +170,44 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
   __device__ __forceinline__ void run(const PartSegment &segment) const {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int steps = ((int)p.g.adapters.lora.slice_n + kDepth - 1) / kDepth;
-    const Work work(segment, warp, segment.packed % kRanks - chunk * RANKS);
+    const Work work(segment, warp, ranks_of(segment));
     const int first = work.first;
     const bool mine = first < segment.high && first + 16 > segment.low && work.low < work.high;
     // Addresses from which this lane loads the first k16 slab: of B transposed, of X two n8 tiles.
     const int depth_row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
     const uint32_t b_row = depth_row * kRowBytes, x_row = (first + depth_row) * kRowBytes;
-    float d[TILES][2][4] = {};
+    float d[S::OWN][2][4] = {};
+    Copies copies(*this, segment);
 #pragma unroll 1
-    for (int step = 0; step < kStages - 1; step++) {
+    for (int step = 0; step < S::STAGES - 1; step++) {
       if (step < steps)
-        load(segment, step);
+        copies.issue(*this, segment);
       copy_async_commit();
     }
+    uint32_t stage = base;
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-      copy_async_wait<kStages - 2>();
+    for (int step = 0; step < steps; step++, stage = after(stage)) {
+      copy_async_wait<S::STAGES - 2>();
       __syncthreads();
-      if (step + kStages - 1 < steps)
-        load(segment, step + kStages - 1);
+      if (step + S::STAGES - 1 < steps)
+        copies.issue(*this, segment);
       copy_async_commit();
       if (!mine)
         continue;
+      const uint32_t sB = stage + (uint32_t)offsetof(typename S::Stage, sB);
 #pragma unroll
       for (int k = 0; k < kDepth / 16; k++) {
-        uint32_t x[4], a[TILES][4];
-        load_matrix_x4(x, sX(step) + x_row + ((2 * k + half ^ lane & 7) << 4));
+        uint32_t x[4], a[4];
+        load_matrix_x4(x, stage + x_row + ((2 * k + half ^ lane & 7) << 4));
 #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-          if (m < work.low || m >= work.high)
+        for (int m = 0; m < S::OWN; m++) {
+          if (work.low + m >= work.high)
             continue;
-          load_matrix_x4_trans(a[m], sB(step) + k * 16 * kRowBytes + b_row +
-                                         ((2 * m + half ^ lane & 7) << 4));
+          load_matrix_x4_trans(a, sB + k * 16 * kRowBytes + b_row +
+                                      ((2 * (work.low + m) + half ^ lane & 7) << 4));
 #pragma unroll
           for (int n = 0; n < 2; n++)
-            mma_16816<T>(d[m][n], a[m], x + 2 * n);
+            mma_16816<T>(d[m][n], a, x + 2 * n);
         }
       }
     }
@@ -166,65 +218,70 @@ template <class T, bool VECTORS, int TILES> struct BackShrink {
 
   /* Scaled, rounded and transposed: a lane stores two ranks of a token. */
   __device__ __forceinline__ void store(const PartSegment &segment, const Work &work,
-                                        const float (&d)[TILES][2][4]) const {
+                                        const float (&d)[S::OWN][2][4]) const {
     const int lane = threadIdx.x & 31;
-    const int rank = segment.packed % kRanks - chunk * RANKS, padded = moelora_padded_rank(rank);
+    const int rank = ranks_of(segment), padded = moelora_padded_rank(rank);
     const float scaling = p.scalings ? p.scalings[segment.packed / kRanks] : 1.f;
-    T *const yb = (T *)p.yb + slice * p.g.adapters.xa_slice + chunk * RANKS;
+    T *const yb = (T *)p.yb + slice * p.g.adapters.xa_slice + chunk * S::RANKS;
 #pragma unroll
-    for (int m = 0; m < TILES; m++)
+    for (int n = 0; n < 2; n++) {
+      const int t = work.first + n * 8 + lane / 4;
+      const bool there = t >= segment.low && t < segment.high;
+      T *const to = yb + position(there ? t : segment.low) * p.g.adapters.xa_stride;
 #pragma unroll
-      for (int n = 0; n < 2; n++)
+      for (int m = 0; m < S::OWN; m++)
 #pragma unroll
         for (int m8 = 0; m8 < 2; m8++) {
-          const bool exists = m * 16 + m8 * 8 + lane / 4 < rank;
+          const int own = (work.low + m) * 16 + m8 * 8;
+          const bool exists = own + lane / 4 < rank;
           const float *two = &d[m][n][2 * m8];
           const uint32_t v = transpose_8x8(
               pack2<T>(exists ? scaling * two[0] : 0.f, exists ? scaling * two[1] : 0.f));
-          const int t = work.first + n * 8 + lane / 4, r = m * 16 + m8 * 8 + 2 * (lane & 3);
-          if (t >= segment.low && t < segment.high && r < padded && m >= work.low && m < work.high)
-            *(uint32_t *)(yb + position(t) * p.g.adapters.xa_stride + r) = v;
+          const int r = own + 2 * (lane & 3);
+          if (there && r < padded && work.low + m < work.high)
+            *(uint32_t *)(to + r) = v;
         }
+    }
   }
 };
 
-/* Up to 64 rows of a block. */
-template <class T, bool VECTORS, int TILES>
+/* Up to TOKENS rows of a block. */
+template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t base, int block,
                                             int part, int slice, int chunk) {
   const moelora_blocks &blocks = p.g.schedule.blocks;
-  const int count = min(kTokens, blocks.counts[block] - part * kTokens);
+  const int count = min(S::TOKENS, blocks.counts[block] - part * S::TOKENS);
   if (count <= 0)
     return;
-  const PartPositions position = {(int64_t)block * blocks.rows, part * kTokens, blocks.rows,
+  const PartPositions position = {(int64_t)block * blocks.rows, part * S::TOKENS, blocks.rows,
                                   blocks.rows};
-  Segments<kTokens / 32> segments;
+  Segments<S::TOKENS / 32> segments;
   segments.load(blocks, p.g.adapters.lora.max_rank, position(0), count);
-  BackShrink<T, VECTORS, TILES> shrink = {p, base, position, slice, chunk, blocks.expert_ids[block],
-                                          {}};
+  BackShrink<T, VECTORS, S> shrink = {p, base, position, slice, chunk, blocks.expert_ids[block],
+                                      {}};
   shrink.find_rows(count);
   for (int low = 0, high; low < count; low = high) {
     high = segments.next(low + 1, count);
     const int packed =
         __shfl_sync(0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[1], low % 32);
-    if (packed >= 0 && packed % kRanks > chunk * 16 * TILES)
+    if (packed >= 0 && packed % kRanks > chunk * S::RANKS)
       shrink.run({low, high, packed});
   }
 }
 
-/* Every kSplits-th 64 rows of a listed segment of `expert`, from `split` on. */
-template <class T, bool VECTORS, int TILES>
+/* Every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
+template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_t base, int4 listed,
                                               int expert, int split, int slice, int chunk) {
   const moelora_segment segment = {listed.x, listed.y, listed.z, listed.w};
   const int rows = p.g.schedule.blocks.rows, most = p.g.adapters.lora.max_rank;
-  if (segment.packed < 0 || segment.packed % kRanks <= chunk * 16 * TILES)
+  if (segment.packed < 0 || segment.packed % kRanks <= chunk * S::RANKS)
     return;
   const int packed = min(segment.packed % kRanks, most) + segment.packed / kRanks * kRanks;
   const int64_t block = segment.position / rows * rows;
-  for (int from = split * kTokens; from < segment.count; from += kSplits * kTokens) {
-    const int count = min(kTokens, segment.count - from);
-    BackShrink<T, VECTORS, TILES> shrink = {
+  for (int from = split * S::TOKENS; from < segment.count; from += kSplits * S::TOKENS) {
+    const int count = min(S::TOKENS, segment.count - from);
+    BackShrink<T, VECTORS, S> shrink = {
         p,     base,  {block, (int)(segment.position - block) + from, segment.share, rows},
         slice, chunk, expert,
         {}};
@@ -233,51 +290,59 @@ __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_
   }
 }
 
-template <class T, bool VECTORS, int TILES, bool LISTED>
-__global__ void __launch_bounds__(kThreads, 3)
+template <class T, bool VECTORS, class S>
+__global__ void __launch_bounds__(kThreads, S::CTAS)
     back_shrink(const __grid_constant__ BackShrinkParams p) {
   extern __shared__ __align__(128) char shared[];
   wait_for_previous_kernel();
   start_next_kernel();
   const moelora_blocks &blocks = p.g.schedule.blocks;
   const int slices = p.g.adapters.lora.num_slices, adapters = p.g.schedule.max_loras + 1;
-  const int all = LISTED ? p.g.schedule.num_experts * adapters * kSplits
-                         : *blocks.num_post / blocks.rows * p.parts;
+  const int all = S::LISTED ? p.g.schedule.num_experts * adapters * kSplits
+                            : *blocks.num_post / blocks.rows * p.parts;
   const int units = all * slices * p.chunks;
   const auto number_of = [&](int unit) { return unit / p.chunks / slices; };
   const auto segment_of = [&](int unit) {
-    return LISTED && unit < units ? *(const int4 *)&blocks.segments[number_of(unit) / kSplits]
-                                  : make_int4(-1, 0, 0, 0);
+    return S::LISTED && unit < units ? *(const int4 *)&blocks.segments[number_of(unit) / kSplits]
+                                     : make_int4(-1, 0, 0, 0);
   };
   int4 segment = segment_of(blockIdx.x);
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int chunk = unit % p.chunks, slice = unit / p.chunks % slices, number = number_of(unit);
     const int4 next = segment_of(unit + gridDim.x); // early, to hide its latency
-    if constexpr (LISTED)
-      shrink_listed<T, VECTORS, TILES>(p, shared_address(shared), segment,
-                                       number / kSplits / adapters, number % kSplits, slice, chunk);
+    if constexpr (S::LISTED)
+      shrink_listed<T, VECTORS, S>(p, shared_address(shared), segment, number / kSplits / adapters,
+                                   number % kSplits, slice, chunk);
     else
-      shrink_part<T, VECTORS, TILES>(p, shared_address(shared), number / p.parts, number % p.parts,
-                                     slice, chunk);
+      shrink_part<T, VECTORS, S>(p, shared_address(shared), number / p.parts, number % p.parts,
+                                 slice, chunk);
     segment = next;
   }
 }
 
-template <class T, bool VECTORS, int TILES>
-moelora_status launch(BackShrinkParams p, const moelora_exec *exec) {
+template <class T, bool VECTORS, class S>
+moelora_status launch_shape(BackShrinkParams p, const moelora_exec *exec) {
   const moelora_blocks &blocks = p.g.schedule.blocks;
+  p.parts = (blocks.rows + S::TOKENS - 1) / S::TOKENS;
+  p.chunks = (p.g.adapters.lora.max_rank + S::RANKS - 1) / S::RANKS;
+  const int64_t units =
+      S::LISTED ? (int64_t)kSplits * p.g.schedule.num_experts * (p.g.schedule.max_loras + 1)
+                : blocks.max_blocks * p.parts;
+  return launch_kernel<back_shrink<T, VECTORS, S>>(
+      "back_shrink", units * p.chunks * p.g.adapters.lora.num_slices, kThreads, S::SHARED, exec, p);
+}
+
+template <class T, bool VECTORS, int TILES>
+moelora_status launch(const BackShrinkParams &p, const moelora_exec *exec) {
   const moelora_schedule &schedule = p.g.schedule;
-  p.parts = (blocks.rows + kTokens - 1) / kTokens;
-  p.chunks = (p.g.adapters.lora.max_rank + 16 * TILES - 1) / (16 * TILES);
-  const int64_t each = (int64_t)p.chunks * p.g.adapters.lora.num_slices;
   const int64_t pairs = (int64_t)schedule.num_experts * schedule.max_loras;
+  const int64_t rows = schedule.num_rows;
   // Segments that a unit holds on average are not cut by blocks, and their B is read once.
-  if (blocks.segments && schedule.num_rows <= kTokens * pairs)
-    return launch_kernel<back_shrink<T, VECTORS, TILES, true>>(
-        "back_shrink", each * kSplits * schedule.num_experts * (schedule.max_loras + 1), kThreads,
-        kSharedStages, exec, p);
-  return launch_kernel<back_shrink<T, VECTORS, TILES, false>>(
-      "back_shrink", each * blocks.max_blocks * p.parts, kThreads, kSharedStages, exec, p);
+  if (!schedule.blocks.segments || rows > kListedRows * pairs || pairs > kEmptyPairs * rows)
+    return launch_shape<T, VECTORS, BackShape<TILES, 64, false>>(p, exec);
+  if (rows > kFewRows * pairs)
+    return launch_shape<T, VECTORS, BackShape<TILES, 64, true>>(p, exec);
+  return launch_shape<T, VECTORS, BackShape<TILES, 32, true>>(p, exec);
 }
 
 template <class T>

@@ -81,6 +81,15 @@ inline moelora_back_launch back_product(const Alignment *a, const moelora_weight
   return g;
 }
 
+/* Lists the rows of gradients. The shrinks use its segments if the sort has listed none. */
+inline moelora_status list_gradient_rows(const moelora_gradient_rows *list, Alignment *a,
+                                         const moelora_exec *exec) {
+  MOELORA_TRY(moelora_cuda_list_gradient_rows(list, &a->routes, &a->blocks, exec));
+  if (!a->blocks.segments)
+    a->blocks.segments = list->segments;
+  return MOELORA_OK;
+}
+
 /* yb, for adapters. */
 inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_product_plan *plan,
                                   const moelora_routes *routes, void *yb,

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
         for (int q = 0; q < WIDTH; q++)
           values[q] = Element<T>::round(weight * Element<T>::to_float(values[q]));
       if constexpr (WIDTH > 1)
-        *(uint4 *)(to + i) = *(const uint4 *)values;
+        store_global_16(to + i, *(const uint4 *)values);
       else
         to[i] = values[0];
     }

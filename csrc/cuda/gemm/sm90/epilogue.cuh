@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
     const int token = i * 16 + thread / 8, chunk = thread & 7;
     const int row = __shfl_sync(0xffffffffu, rows, token);
     if (c + token < header.count && first + chunk * 8 < g.weights.n_out)
-      *(uint4 *)((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8) =
-          load_shared_16(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+      store_global_16((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8,
+                      load_shared_16(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4)));
   }
 }
 
@@ -99,8 +99,8 @@ __device__ __forceinline__ void save_gate_up(const float (&rAcc)[2][N / 2],
       const int column = scale * first + chunk * 8 + t * next;
       const int end = scale * inter + (scale == 1 ? t * inter : 0);
       if (c + token < header.count && column < end)
-        *(uint4 *)(to + column) =
-            load_shared_16(sTile[t] + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+        store_global_16(to + column, load_shared_16(sTile[t] + token * kRowBytes +
+                                                    ((chunk ^ (token & 7)) << 4)));
     }
   }
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_e4m3(const moelora_gemm_launch &g, const T
       continue;
     const int64_t position = (int64_t)tile.block * S::TOKENS + token;
     char *const values = (char *)gOut.values + position * gOut.stride;
-    *(uint4 *)(values + tile.column * 128 + lane * 16) = e4m3_bytes(n);
+    store_global_16(values + tile.column * 128 + lane * 16, e4m3_bytes(n));
     if (lane == 0)
       gOut.scales[tile.column * gOut.scales_stride + position] = scale;
   }

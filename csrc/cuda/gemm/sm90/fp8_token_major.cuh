@@ -445,7 +445,7 @@ private:
 #pragma unroll
     for (int i = 0; i < 4; i++, gOut += 4 * stride)
       if (4 * i < tokens)
-        *(uint4 *)gOut = outputs[i];
+        store_global_16(gOut, outputs[i]);
   }
 };
 

@@ -200,13 +200,13 @@ template <class S, class T> struct ThroughEpilogue {
     for (int i = 0; i < 2; i++) {
       const int column = column_of(form, first, inter, share, i);
       if (column >= 0)
-        *(uint4 *)(dgu + 2 * (uint32_t)column) =
-            load_shared_16(share.sGu + buffer + i * 2 * BLOCK_BYTES);
+        store_global_16(dgu + 2 * (uint32_t)column,
+                        load_shared_16(share.sGu + buffer + i * 2 * BLOCK_BYTES));
     }
     const int column = first + share.block * 64 + share.chunk * 8;
     if (g.through.h && column < inter)
-      *(uint4 *)(address_of(g.through.h, row, inter) + 2 * (uint32_t)column) =
-          load_shared_16(share.sH);
+      store_global_16(address_of(g.through.h, row, inter) + 2 * (uint32_t)column,
+                      load_shared_16(share.sH));
   }
 
   template <BackKind KIND>

@@ -71,6 +71,9 @@ template <class T> T load_shared(uint32_t at) {
 inline void store_shared_16(uint32_t at, uint4 v) {
   store_shared(at, v);
 }
+inline void store_global_16(void *to, uint4 v) {
+  memcpy(to, &v, sizeof v);
+}
 inline void store_shared_8(uint32_t at, uint2 v) {
   store_shared(at, v);
 }
