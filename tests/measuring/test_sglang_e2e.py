@@ -18,7 +18,7 @@ print("reference check OK")
 """
 
 SERVER = """\
-import importlib.metadata, json, os, sys
+import importlib.metadata, json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 words = sys.argv[1:]
@@ -27,8 +27,11 @@ if "sglang.srt.plugins" in importlib.metadata.entry_points().groups:
     if os.environ["MOELORA_SGLANG"] == "1":
         print("moelora: version 1 runs MoE layers with LoRA", flush=True)
 print(os.environ.get("SAY", ""), flush=True)
+print("options:", *words[words.index("--port") + 2:], flush=True)
 if os.environ.get("FAIL", "-") in words:
     sys.exit("no such thing")
+if os.environ.get("HANG", "-") in words:
+    time.sleep(60)
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
@@ -140,7 +143,41 @@ def test_a_server_that_does_not_start_costs_its_own_figures(tmp_path, server, mo
     assert [row["engine"] for row in topics(written, "speed")] == ["sglang, no LoRA"]
     assert "no such thing" in log
     first, second = written["meta"]["stages"][1:]
-    assert "refused" in first["end"] and second["end"] == "ok"
+    assert first["end"] == "exit status 1" and second["end"] == "ok"
+
+
+def test_servers_that_start_together(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("FAIL", "--lora-use-virtual-experts")
+    servers = "sglang, virtual experts;sglang, no LoRA;moelora"
+    words = ("--only", "speed", "--servers", servers, "--sequences", "2", "--at-once", "3")
+    _, written, log = run(tmp_path, *words)
+    assert {row["engine"] for row in topics(written, "speed")} == {"sglang, no LoRA", "moelora"}, (
+        log
+    )
+    assert [stage["end"] for stage in written["meta"]["stages"][1:]] == [
+        "exit status 1",
+        "ok",
+        "ok",
+    ]
+
+
+def test_all_servers_have_the_same_options(tmp_path, server):
+    servers = "sglang, no LoRA;sglang, v2;moelora, v2"
+    _, written, _ = run(tmp_path, "--only", "speed", "--servers", servers, "--sequences", "2")
+    options = written["meta"]["server_options"]
+    assert "--disable-prefill-cuda-graph" in options
+    for name in ("sglang-no-LoRA", "sglang-v2", "moelora-v2"):
+        assert f"options: {options}" in (tmp_path / f"work/{name}.log").read_text()
+
+
+def test_a_server_that_takes_too_long_is_stopped(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HANG", "--lora-use-virtual-experts")
+    servers = "sglang, virtual experts;sglang, no LoRA"
+    words = ("--only", "speed", "--servers", servers, "--sequences", "1", "--start-s", "5")
+    code, written, _ = run(tmp_path, *words)
+    assert code == 1
+    ends = [stage["end"] for stage in written["meta"]["stages"][1:]]
+    assert ends == ["not up in time", "ok"]
 
 
 def test_no_stage_starts_after_the_budget(tmp_path, server):
