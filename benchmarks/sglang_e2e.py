@@ -55,7 +55,7 @@ COMMON = (
         "none",
     ),
     *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),  # servers share the GPU
-    *("--moe-runner-backend", "triton", "--disable-prefill-cuda-graph"),
+    "--disable-prefill-cuda-graph",
 )
 PORTS = 50  # from one server to the next, which opens some beside its own
 LORA = ("--enable-lora", "--lora-backend", "triton")
