@@ -221,8 +221,8 @@ class ExpertStacks:
                 joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
                 check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             slices = _w13_slices(layer, pairs, self.slices_of(layer))
-            first, last = (slices[i] and slices[i][0] for i in (0, -1))
-            one_a = one_a and have_one_a(first, last)
+            factors_a = [s and s[0] for s in slices]
+            one_a = one_a and have_one_a(factors_a[0], factors_a[-1])
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for stack, factor in zip(self._named(layer), chosen, strict=True):
