@@ -684,7 +684,9 @@ def doctor(sglang, monkeypatch, capsys):
     value, group = "moelora.integrations.sglang:register", "sglang.srt.plugins"
     entries = [importlib.metadata.EntryPoint("moelora", value, group)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
-    monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: ("correct on H100", True))
+    monkeypatch.setattr(
+        "moelora.commands.doctor.kernels", lambda: ("correct on NVIDIA H100 80GB HBM3", True)
+    )
     monkeypatch.setattr(torch, "__version__", "2.14.1")
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
 
