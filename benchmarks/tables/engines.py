@@ -169,9 +169,9 @@ def sglang_ranges():
     (prefill, others), (decode, slower) = (sglang_speeds(phase) for phase in ("prefill", "decode"))
     said = {way: what for ways in SGLANG_WAYS.values() for way, what in ways.items()}
     compared = [
-        f"{prefill / others[way, batch]:.2f} and {decode / slower[way, batch]:.2f} times as fast as "
-        + (f"SGLang's own LoRA kernels {said[way]}" if way in said else "SGLang without LoRA")
-        for way, batch in others
+        f"{prefill / others[key]:.2f} and {decode / slower[key]:.2f} times as fast as "
+        + (f"SGLang's own LoRA kernels {said[key[0]]}" if key[0] in said else "SGLang without LoRA")
+        for key in others
     ]
     return f"""A real {sglang_release()} server on {card("e2e-sglang")}, over HTTP, with twelve bf16
         layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
