@@ -3,6 +3,7 @@
     python -m benchmarks.sglang_e2e --only speed --out benchmarks/results/h200-e2e-sglang.json
     python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
     python -m benchmarks.sglang_e2e --servers "sglang, v2;moelora, v2" --checked "sglang, v2" ...
+    python -m benchmarks.sglang_e2e --format fp8 --servers ... --out ...-e2e-sglang-fp8.json
 
 One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
@@ -31,6 +32,7 @@ import urllib.request
 from importlib import metadata
 
 from benchmarks.engines.answers import (
+    SAME_FP8,
     compare_batches,
     compare_engines,
     judge,
@@ -154,12 +156,22 @@ class Bench(Stages):
 
     def model(self, *options):
         """The manifest of a model and its adapters; None if there was no time for it."""
-        out = self.work / "model"
+        out, format = self.work / "model", self.args.format
         shutil.rmtree(out, ignore_errors=True)
         command = [sys.executable, *self.make_model, "--out", out, *options]
         if not self.done(self.job("make model", [*command, "--adapters", RANKS], 120)):
             return None
+        if format:
+            command = [sys.executable, *self.quantize_model, "--format", format, "--model", out]
+            command += ["--only-quantized"] if "a3b" in options else []  # nobody judges its answers
+            out = self.quantized()
+            if not self.done(self.job("quantize model", [*command, "--out", out], 120)):
+                return None
         return json.loads((out / "manifest.json").read_text())
+
+    def quantized(self):
+        """Folder of the quantized model; beside it NAME-dense, the same numbers unquantized."""
+        return self.work / f"model-{self.args.format}"
 
     def answers(self):
         manifest = self.model("--preset", "tiny")
@@ -246,8 +258,10 @@ class Bench(Stages):
                 continue
             lps = self.work / f"lps-{name}.json"
             write_replies(lps, found)
+            dense = f"{self.quantized()}-dense" if self.args.format else self.work / "model"
             command = [sys.executable, *self.hold_against]
-            command += ["--model", self.work / "model", "--lps", lps]
+            command += ["--tol", SAME_FP8] if self.args.format else []
+            command += ["--model", dense, "--lps", lps]
             jobs[name] = self.job(f"reference of {name}", command, 150)
         for name, job in jobs.items():
             ok = self.done(job)
@@ -305,6 +319,7 @@ def parse(argv=None):
         help="of decode, commas between",
     )
     p.add_argument("--reps", type=int, default=5)
+    p.add_argument("--format", choices=("fp8",), help="of experts; needs triton_v2")
     p.add_argument("--at-once", type=int, default=1, help="servers that start together")
     p.add_argument("--start-s", type=float, default=240, help="of each, longer ones are stopped")
     p.add_argument("--port", type=int, default=30211)

@@ -15,6 +15,7 @@ import json, sys
 assert json.load(open(sys.argv[-1]))["names"][0] == "base"
 print("base  |dlp| median 0.0100 p95 0.2   against the wrong model 1.0 ok")
 print("reference check OK")
+print("judged", *sys.argv[1:])
 """
 
 SERVER = """\
@@ -125,6 +126,20 @@ def test_the_second_design_of_sglang(tmp_path, server):
     assert [row["what"] for row in topics(written, "target")] == [
         "prefill, moelora, v2 4 mixed / sglang, v2 4 mixed"
     ]
+
+
+@pytest.mark.slow
+def test_quantized_experts(tmp_path, server):
+    """Judged by the same numbers unquantized, with the tolerance of quantized activations."""
+    words = ("--servers", "sglang, v2;moelora, v2", "--checked", "sglang, v2", "--sequences", "1")
+    code, written, log = run(tmp_path, *words, "--format", "fp8")
+    assert code == 0, log
+    stages = [stage["stage"] for stage in written["meta"]["stages"]]
+    assert stages.count("quantize model") == 2
+    for row in topics(written, "reference"):
+        said = row["said"][-1]
+        assert row["ok"] and said.startswith("judged --tol 0.5 --model")
+        assert "model-fp8-dense" in said
 
 
 def test_a_layer_that_fell_back_is_found(tmp_path, server, monkeypatch):
