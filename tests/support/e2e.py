@@ -16,7 +16,7 @@ QUANTIZE = """\
 import pathlib, shutil, sys
 model, out = (pathlib.Path(sys.argv[sys.argv.index(w) + 1]) for w in ("--model", "--out"))
 for name in [out.name] if "--only-quantized" in sys.argv else [out.name, f"{out.name}-dense"]:
-    shutil.copytree(model, out.with_name(name))
+    shutil.copytree(model, out.with_name(name), dirs_exist_ok=True)
 """
 
 
