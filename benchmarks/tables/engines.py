@@ -186,3 +186,37 @@ def engine_bits():
         with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
         {theirs["unmatched"]} came in one alone, after layers that differed."""
     return wrapped(text)
+
+
+SUITE_TOPICS = "vllm-suite-models", "vllm-suite-formats", "vllm-suite-more"
+SUITE_CASES = {
+    "bf16": "Qwen3-MoE, bf16",
+    "olmoe": "OLMoE, bf16",
+    "mixtral": "Mixtral, bf16",
+    "mxfp4": "gpt-oss, MXFP4",
+    "fp8": "Qwen3-MoE, FP8, blocks",
+    "fp8_channel": "Qwen3-MoE, FP8, channels",
+    "fp8_tensor": "Qwen3-MoE, FP8, tensors",
+    "int4": "Qwen3-MoE, INT4, compressed-tensors",
+    "gptq": "Qwen3-MoE, INT4, GPTQ",
+    "awq": "Qwen3-MoE, INT4, AWQ",
+    "nvfp4": "Qwen3-MoE, NVFP4",
+}
+
+
+def suite_ratios():
+    """Small models of each architecture and format: tokens per second of four mixed adapters with
+    the plugin over those without."""
+    rows = [row for topic in SUITE_TOPICS for row in rows_of(topic)]
+    said = []
+    for case, what in SUITE_CASES.items():
+        found = [row for row in rows if row.get("model") == case]
+        ratios = [
+            over(*(rate(found, phase, engine, True, MIXED) for engine in ("moelora", "vllm")))
+            for phase in ("prefill", "decode")
+        ]
+        if any(ratios):
+            said.append([what, *ratios])
+    if not said:
+        return AWAITED
+    return markdown(["model, experts", "prefill", "decode"], said)

@@ -130,6 +130,16 @@ def test_the_second_design_of_sglang_comes_first(write):
         assert f"{ratios} times as fast as SGLang" in sentence
 
 
+def test_small_models_are_compared_with_the_plugin_off(write):
+    assert tables.section("suite_ratios") == tables.files.AWAITED
+    write("h100-vllm-suite-models", *(row | {"model": "olmoe"} for row in LORA))
+    write("h100-vllm-suite-formats", *(row | {"model": "int4"} for row in LORA))
+    assert cells(tables.section("suite_ratios")) == [
+        ["OLMoE, bf16", "2.00", "1.50"],
+        ["Qwen3-MoE, INT4, compressed-tensors", "2.00", "1.50"],
+    ]
+
+
 def test_two_gpus_have_a_row_for_each_way_and_phase(write):
     assert tables.section("engines_parallel") == tables.files.AWAITED
     write("h100-e2e-parallel", ANSWERS)
