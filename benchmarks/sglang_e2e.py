@@ -3,6 +3,7 @@
     python -m benchmarks.sglang_e2e --only speed --out benchmarks/results/h200-e2e-sglang.json
     python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
     python -m benchmarks.sglang_e2e --servers "sglang, v2;moelora, v2" --checked "sglang, v2" ...
+    python -m benchmarks.sglang_e2e --format fp8 --servers ... --out ...-e2e-sglang-fp8.json
 
 One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
@@ -10,6 +11,10 @@ moelora, which it finds by its entry point as after `pip install`. From SGLang 0
 LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`. Answers are
 of four layers, for more of random weights make other numbers of a rounding; float32 transformers
 with merged adapters judge them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
+
+All servers have the same options (`COMMON`, in the result file): graphs of decode for the batch
+sizes that are timed, none of prefill, which take a minute to capture. Starting a server takes
+longer than measuring it: `--at-once 3` starts three together where they fit beside each other.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -27,6 +32,7 @@ import urllib.request
 from importlib import metadata
 
 from benchmarks.engines.answers import (
+    SAME_FP8,
     compare_batches,
     compare_engines,
     judge,
@@ -40,6 +46,20 @@ from moelora.integrations.sglang import SWITCH
 
 RANKS = "16,16,64,64"
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
+COMMON = (
+    *("--skip-tokenizer-init", "--disable-radix-cache", "--chunked-prefill-size", "8192"),
+    *(
+        "--attention-backend",
+        "triton",
+        "--sampling-backend",
+        "pytorch",
+        "--grammar-backend",
+        "none",
+    ),
+    *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),  # servers share the GPU
+    "--disable-prefill-cuda-graph",
+)
+PORTS = 50  # from one server to the next, which opens some beside its own
 LORA = ("--enable-lora", "--lora-backend", "triton")
 V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
@@ -136,61 +156,92 @@ class Bench(Stages):
 
     def model(self, *options):
         """The manifest of a model and its adapters; None if there was no time for it."""
-        out = self.work / "model"
+        out, format = self.work / "model", self.args.format
         shutil.rmtree(out, ignore_errors=True)
         command = [sys.executable, *self.make_model, "--out", out, *options]
         if not self.done(self.job("make model", [*command, "--adapters", RANKS], 120)):
             return None
+        if format:
+            command = [sys.executable, *self.quantize_model, "--format", format, "--model", out]
+            command += ["--only-quantized"] if "a3b" in options else []  # nobody judges its answers
+            out = self.quantized()
+            if not self.done(self.job("quantize model", [*command, "--out", out], 120)):
+                return None
         return json.loads((out / "manifest.json").read_text())
+
+    def quantized(self):
+        """Folder of the quantized model; beside it NAME-dense, the same numbers unquantized."""
+        return self.work / f"model-{self.args.format}"
 
     def answers(self):
         manifest = self.model("--preset", "tiny")
         if manifest is None:
             return
-        for name in self.checked():
-            self.server(name, manifest, lambda client, run: run.update(check=check(client)))
+        self.servers(self.checked(), manifest, lambda client, run: run.update(check=check(client)))
         self.references()
 
     def speed(self):
         manifest = self.model("--preset", "a3b", "--layers", self.args.layers)
         if manifest is None:
             return
-        for name in self.args.servers:
-            self.server(name, manifest, self.measure)
+        self.servers(self.args.servers, manifest, self.measure)
 
     def measure(self, client, run):
         speed(client, self.args.reps, self.args.sequences, run.update)
 
-    def server(self, name, manifest, ask):
-        """Start a server and query it: `ask` stores the results in a dict."""
+    def servers(self, names, manifest, ask):
+        """Start servers, `--at-once` of which load together, and query one after the other: `ask`
+        stores the results in a dict."""
+        count = self.args.at_once
+        for some in (names[i : i + count] for i in range(0, len(names), count)):
+            started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
+            running = [(n, *pair) for n, pair in started if pair and self.is_up(n, *pair)]
+            for name, job, client in running:
+                try:
+                    ask(client, self.runs[name])
+                    end = "ok"
+                except (OSError, KeyError, ValueError) as why:
+                    end = f"{type(why).__name__}: {why}"
+                self.stop_server(name, job, end)
+
+    def start_server(self, name, manifest, place):
+        """The job and the client of a server; None if there is no time for it."""
         flags, ours = SERVERS[name]
         folders = manifest["adapters"] if flags else []
-        most = max(self.args.sequences)
+        port = self.args.port + PORTS * place
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", manifest["base"]]
-        command += ["--port", self.args.port, "--skip-tokenizer-init", "--disable-radix-cache"]
-        command += ["--mem-fraction-static", "0.6", "--cuda-graph-max-bs-decode", most]
-        command += ["--max-running-requests", most, "--chunked-prefill-size", "8192"]
-        command += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-        command += ["--grammar-backend", "none", "--moe-runner-backend", "triton", *flags]
+        command += ["--port", port, *self.common(), *flags]
         if folders:
             command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
             command += [f"{pathlib.Path(f).name}={f}" for f in folders]
-        job = self.job(name, command, 240, **{SWITCH: "1" if ours else "0"})
-        if job is None:
-            return
-        client = Client(manifest, self.args.port, bool(flags))
+        job = self.job(name, command, 300, **{SWITCH: "1" if ours else "0"})
+        return job and (job, Client(manifest, port, bool(flags)))
+
+    def common(self):
+        """The options of every server."""
+        most = max(self.args.sequences)
+        sizes = ("--max-running-requests", most, "--cuda-graph-bs-decode", *self.args.sequences)
+        return [*COMMON, *map(str, sizes)]
+
+    def is_up(self, name, job, client):
+        """Wait for a server; it is stopped if it takes too long, so that it disturbs no other."""
         run = self.runs.setdefault(name, {})
-        try:
-            while not client.is_up() and job.process.poll() is None and job.left() > 0:
-                time.sleep(0.5)
-            run["start_s"] = round(time.monotonic() - job.start, 1)
-            ask(client, run)
-            end = "ok"
-        except (OSError, KeyError, ValueError) as why:
-            end = f"{type(why).__name__}: {why}"
+        while job.process.poll() is None and time.monotonic() - job.start < self.args.start_s:
+            if job.left() <= 0:
+                break
+            if client.is_up():
+                run["start_s"] = round(time.monotonic() - job.start, 1)
+                return True
+            time.sleep(0.5)
+        code = job.process.poll()
+        why = "not up in time" if code is None else f"exit status {code}"
+        self.stop_server(name, job, why)
+        return False
+
+    def stop_server(self, name, job, end):
         self.stages.append(job.stop(end))
         log = job.log.read_text(errors="replace")
-        served = SERVED in log and OWN_PATH not in log
+        served, ours = SERVED in log and OWN_PATH not in log, SERVERS[name][1]
         self.checks.append({"topic": "layers", "run": name, "served": served, "ok": served == ours})
         self.write()
 
@@ -207,8 +258,10 @@ class Bench(Stages):
                 continue
             lps = self.work / f"lps-{name}.json"
             write_replies(lps, found)
+            dense = f"{self.quantized()}-dense" if self.args.format else self.work / "model"
             command = [sys.executable, *self.hold_against]
-            command += ["--model", self.work / "model", "--lps", lps]
+            command += ["--tol", SAME_FP8] if self.args.format else []
+            command += ["--model", dense, "--lps", lps]
             jobs[name] = self.job(f"reference of {name}", command, 150)
         for name, job in jobs.items():
             ok = self.done(job)
@@ -238,6 +291,7 @@ class Bench(Stages):
             rows,
             stages=self.stages,
             sglang=version("sglang"),
+            server_options=" ".join(self.common()),
             start_s={name: run.get("start_s") for name, run in self.runs.items()},
         )
         write_logs(self.work, self.args.out.with_suffix(".log"))
@@ -265,6 +319,9 @@ def parse(argv=None):
         help="of decode, commas between",
     )
     p.add_argument("--reps", type=int, default=5)
+    p.add_argument("--format", choices=("fp8",), help="of experts; needs triton_v2")
+    p.add_argument("--at-once", type=int, default=1, help="servers that start together")
+    p.add_argument("--start-s", type=float, default=240, help="of each, longer ones are stopped")
     p.add_argument("--port", type=int, default=30211)
     p.add_argument(
         "--servers", type=lambda text: text.split(";"), default=list(USUAL), help="; between"

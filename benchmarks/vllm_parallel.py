@@ -40,14 +40,17 @@ class Parallel(Bench):
         models = self.timed_models()
         if models is None:
             return
-        check = ("--lora", "--check")
-        runs = [Run(SINGLE, models[0], check, environment={"CUDA_VISIBLE_DEVICES": "0"})]
+        check = () if self.args.only == "speed" else ("--check",)
+        runs = []
+        if check:
+            alone = {"CUDA_VISIBLE_DEVICES": "0"}
+            runs.append(Run(SINGLE, models[0], ("--lora", *check), environment=alone))
         for way in self.args.ways:
             by, *flags = WAYS[way]
             flags = (by, self.args.gpus, *flags)
             how = {"parallel": way, "gpus": self.args.gpus}
             for engine in ("vllm", "moelora"):
-                runs.append(self.timed(engine, models, True, "--check", *flags, **how))
+                runs.append(self.timed(engine, models, True, *check, *flags, **how))
             if way == "tensor" and not self.args.lora_only:
                 runs.append(self.timed("vllm", models, False, *flags, **how))
         self.together(runs)
@@ -74,6 +77,7 @@ def answers(runs):
 def main(argv=None):
     p = arguments(__doc__.split("\n")[0])
     p.add_argument("--gpus", type=int, default=2)
+    p.add_argument("--only", choices=("speed",), help="leave answers out")
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     bench = Parallel(parse(p, argv))
     if bench.install():

@@ -24,11 +24,10 @@ import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from benchmarks.engines.answers import SAME, compare_batches, compare_engines
+from benchmarks.engines.answers import SAME, SAME_FP8, compare_batches, compare_engines
 from benchmarks.vllm_e2e import (
     FP8,
     RANKS,
-    SAME_FP8,
     WITH,
     Bench,
     arguments,

@@ -21,6 +21,7 @@ TIE = 0.3  # minimum threshold of a near-tie: kernels, and thus rounding, differ
 BEYOND = 0.01  # share of log-probabilities that may differ by more than a near-tie
 CHANCE = 0.05  # maximum probability that correct engines fail by the number of such steps
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
+SAME_FP8 = 0.5  # as SAME, where activations are quantized on the way
 WORSE = 1.25  # maximum ratio of moelora's median distance to the baseline's
 
 

@@ -16,6 +16,7 @@ class Stages:
     """
 
     make_model = "-m", "benchmarks.engines.engine_model"  # words for Python
+    quantize_model = "-m", "benchmarks.engines.vllm_quantize"
     hold_against = "-m", "benchmarks.engines.engine_reference"
 
     def __init__(self, args):

@@ -22,6 +22,7 @@ from benchmarks.tables.engines import (
     engine_ranges,
     engines_parallel,
     sglang_ranges,
+    suite_ratios,
 )
 from benchmarks.tables.files import source
 from benchmarks.tables.layers import (
@@ -48,6 +49,7 @@ PAGES = (
     "docs/README.md",
     "docs/limits.md",
     "docs/measurements.md",
+    "docs/serving.md",
     "docs/batch-invariance.md",
     "docs/training.md",
     "docs/transformers.md",
@@ -67,6 +69,11 @@ MADE = {
     "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel": ("e2e-parallel", engines_parallel),
     "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
+    "engines_parallel_4_expert": (
+        "e2e-parallel-4-expert",
+        lambda: engines_parallel("e2e-parallel-4-expert"),
+    ),
+    "suite_ratios": ("vllm-suite-models", suite_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),

@@ -22,8 +22,6 @@ KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_re
 POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros: zeros_working_us,
     MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
-    prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
-ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
     decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
     first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
@@ -82,11 +80,12 @@ TABLES = {
     "slots": ("delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("delta", lambda r: r["part"] == "sglang", MLP),
     "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
-    "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
+    "engines_sglang_first": ("e2e-sglang-first", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),

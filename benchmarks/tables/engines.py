@@ -23,6 +23,35 @@ ENGINE_TABLES = {
 }
 
 
+# SGLang's designs of LoRA, the newest first: {moelora's server: {SGLang's own: what it is}}
+SGLANG_WAYS = {
+    "moelora, v2": {
+        "sglang, v2": "with `--lora-backend triton_v2` and `lora_triton`",
+        "sglang, v2 cutedsl": "with `lora_cutedsl`",
+    },
+    "moelora": {
+        "sglang, virtual experts": "with `--lora-use-virtual-experts`",
+        "sglang": "with `--lora-backend triton`",
+    },
+}
+SGLANG_BASE = "sglang, no LoRA", "base"
+
+
+def sglang_speeds(phase):
+    """Tokens per second of SGLang: (moelora's, {(server, batch): one to compare with}), of the
+    newest design in the file; None before it was measured."""
+    speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases("engines_sglang")}
+    for ours, ways in SGLANG_WAYS.items():
+        if speeds.get((ours, MIXED)):
+            others = [*((way, MIXED) for way in ways), SGLANG_BASE]
+            return speeds[ours, MIXED], {key: speeds[key] for key in others if speeds.get(key)}
+    return None
+
+
+def sglang_release():
+    return f"SGLang {load('e2e-sglang')[0]['sglang']}"
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, over all measurements."""
     said = []
@@ -41,18 +70,12 @@ def engine_ranges():
                 topic = TABLES[name][0]
                 release = f"vLLM {load(topic)[0]['vllm']}"
                 row(topic, release, what, phase, base, theirs, ours)
-    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
-    for phase in ("prefill", "decode") if speeds else ():
-        numbers = (
-            speeds[key][f"{phase}_tok_s"]
-            for key in (
-                ("sglang, no LoRA", "base"),
-                ("sglang, virtual experts", MIXED),  # SGLang's faster path
-                ("moelora", MIXED),
-            )
-        )
-        release = load("e2e-sglang")[0]["sglang"]
-        row("e2e-sglang", f"SGLang {release}", "bf16, Qwen3-30B-A3B", phase, *numbers)
+    for phase in ("prefill", "decode"):
+        if found := sglang_speeds(phase):
+            ours, others = found
+            base = others.pop(SGLANG_BASE, None)
+            theirs = max(others.values(), default=None)  # SGLang's faster way
+            row("e2e-sglang", sglang_release(), "bf16, Qwen3-30B-A3B", phase, base, theirs, ours)
     return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
 
 
@@ -107,17 +130,14 @@ def alternatives():
         ):
             theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
             row(f"{release}: {instead}", ours, theirs)
-    speeds = {
-        (r["engine"], r["batch"]): [r[f"{phase}_tok_s"] for phase in phases]
-        for r in cases("engines_sglang")
-    }
-    gpu = card("e2e-sglang").removeprefix("NVIDIA ")
-    release = f"SGLang {load('e2e-sglang')[0]['sglang']}, bf16, Qwen3-30B-A3B, {gpu}"
-    for instead, key in (
-        ("its own LoRA kernels, virtual experts", ("sglang, virtual experts", MIXED)),
-        ("without adapters", ("sglang, no LoRA", "base")),
-    ):
-        row(f"{release}: {instead}", speeds["moelora", MIXED], speeds[key])
+    found = [sglang_speeds(phase) for phase in phases]
+    if all(found):
+        gpu = card("e2e-sglang").removeprefix("NVIDIA ")
+        release = f"{sglang_release()}, bf16, Qwen3-30B-A3B, {gpu}"
+        ours = [tokens for tokens, _ in found]
+        own = [max(v for k, v in others.items() if k != SGLANG_BASE) for _, others in found]
+        row(f"{release}: its own LoRA kernels", ours, own)
+        row(f"{release}: without adapters", ours, [o.get(SGLANG_BASE) for _, o in found])
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
@@ -146,27 +166,16 @@ def engines_parallel(topic="e2e-parallel"):
 
 
 def sglang_ranges():
-    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
-    ours = speeds["moelora", "4 mixed"]
-    made = {
-        what: [
-            ours[f"{what}_tok_s"] / speeds[key][f"{what}_tok_s"]
-            for key in (
-                ("sglang, virtual experts", "4 mixed"),
-                ("sglang", "4 mixed"),
-                ("sglang, no LoRA", "base"),
-            )
-        ]
-        for what in ("prefill", "decode")
-    }
-    virtual, usual, without = (
-        f"{a:.2f} and {b:.2f} times" for a, b in zip(*made.values(), strict=True)
-    )
-    return f"""A real SGLang server on {card("e2e-sglang")}, over HTTP, with twelve bf16 layers and
-        the same adapters: with moelora it prefills {ours["prefill_tok_s"]:,} and decodes
-        {ours["decode_tok_s"]:,} tokens/s. That is {virtual} as fast as SGLang's own LoRA kernels
-        with `--lora-use-virtual-experts`, {usual} as fast as these without the option, and
-        {without} as fast as SGLang without LoRA."""
+    (prefill, others), (decode, slower) = (sglang_speeds(phase) for phase in ("prefill", "decode"))
+    said = {way: what for ways in SGLANG_WAYS.values() for way, what in ways.items()}
+    compared = [
+        f"{prefill / others[key]:.2f} and {decode / slower[key]:.2f} times as fast as "
+        + (f"SGLang's own LoRA kernels {said[key[0]]}" if key[0] in said else "SGLang without LoRA")
+        for key in others
+    ]
+    return f"""A real {sglang_release()} server on {card("e2e-sglang")}, over HTTP, with twelve bf16
+        layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
+        tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
 
 
 def engine_bits():
@@ -177,3 +186,37 @@ def engine_bits():
         with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
         {theirs["unmatched"]} came in one alone, after layers that differed."""
     return wrapped(text)
+
+
+SUITE_TOPICS = "vllm-suite-models", "vllm-suite-formats", "vllm-suite-more"
+SUITE_CASES = {
+    "bf16": "Qwen3-MoE, bf16",
+    "olmoe": "OLMoE, bf16",
+    "mixtral": "Mixtral, bf16",
+    "mxfp4": "gpt-oss, MXFP4",
+    "fp8": "Qwen3-MoE, FP8, blocks",
+    "fp8_channel": "Qwen3-MoE, FP8, channels",
+    "fp8_tensor": "Qwen3-MoE, FP8, tensors",
+    "int4": "Qwen3-MoE, INT4, compressed-tensors",
+    "gptq": "Qwen3-MoE, INT4, GPTQ",
+    "awq": "Qwen3-MoE, INT4, AWQ",
+    "nvfp4": "Qwen3-MoE, NVFP4",
+}
+
+
+def suite_ratios():
+    """Small models of each architecture and format: tokens per second of four mixed adapters with
+    the plugin over those without."""
+    rows = [row for topic in SUITE_TOPICS for row in rows_of(topic)]
+    said = []
+    for case, what in SUITE_CASES.items():
+        found = [row for row in rows if row.get("model") == case]
+        ratios = [
+            over(*(rate(found, phase, engine, True, MIXED) for engine in ("moelora", "vllm")))
+            for phase in ("prefill", "decode")
+        ]
+        if any(ratios):
+            said.append([what, *ratios])
+    if not said:
+        return AWAITED
+    return markdown(["model, experts", "prefill", "decode"], said)

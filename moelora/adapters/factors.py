@@ -50,6 +50,19 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     return next((n for n, ok in zip(filled, finite, strict=True) if not ok), None)
 
 
+def have_one_a(gate: torch.Tensor | None, up: torch.Tensor | None) -> bool:
+    """Whether gate and up have the same A, of which one is then read; None has no factors.
+
+    Two tensors on a GPU are not compared, which would synchronize with the host.
+    """
+    if gate is up:
+        return True
+    if gate is None or up is None:
+        return False
+    on_host = gate.device.type == up.device.type == "cpu"
+    return on_host and gate.dtype == up.dtype and torch.equal(gate, up)
+
+
 def common_dtype(factors: Sequence[Factor]) -> torch.dtype:
     """Common dtype of all, or float32 if they differ."""
     dtypes = {factor.dtype for factor in factors}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moelora.adapters.factors import check_rank, first_not_finite
+from moelora.adapters.factors import check_rank, first_not_finite, have_one_a
 from moelora.adapters.fits import check_experts
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
@@ -221,7 +221,8 @@ class ExpertStacks:
                 joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
                 check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             slices = _w13_slices(layer, pairs, self.slices_of(layer))
-            one_a = one_a and _have_one_a(slices)
+            factors_a = [s and s[0] for s in slices]
+            one_a = one_a and have_one_a(factors_a[0], factors_a[-1])
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for stack, factor in zip(self._named(layer), chosen, strict=True):
@@ -291,18 +292,6 @@ def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None if pair is None else (pair.a, pair.b)
-
-
-def _have_one_a(slices: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> bool:
-    """Whether all slices of w13 have the same A. Two tensors on a GPU are not compared, which would
-    synchronize."""
-    if None in slices or len(slices) < 2:
-        return all(s is slices[0] for s in slices)
-    (a, _), (other, _) = (s for s in slices if s is not None)
-    if a is other:
-        return True
-    on_host = a.device.type == other.device.type == "cpu"
-    return on_host and a.dtype == other.dtype and torch.equal(a, other)
 
 
 def _folded(pair: Pair) -> Pair:

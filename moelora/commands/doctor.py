@@ -1,4 +1,4 @@
-"""`moelora doctor`: what the plugin would do in the engine that is installed here, and why.
+"""`moelora doctor`: what the plugin would do in the engines that are installed here, and why.
 
 Prints without rich, which engines' containers may lack.
 """
@@ -16,7 +16,9 @@ from moelora.terminal import printable
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("doctor", help="whether an installed vLLM runs moelora, and where")
+    parser = commands.add_parser(
+        "doctor", help="whether an installed vLLM or SGLang runs moelora, and where"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,19 +37,27 @@ def kernels() -> tuple[str, bool]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0: the plugin is on, and kernels run; 1: not; 2: there is no vLLM."""
-    from moelora.integrations.vllm import report
+    """Exit status 0: the plugins are on, and kernels run; 1: not; 2: there is no engine."""
+    from moelora.integrations.sglang.report import REPORT as SGLANG
+    from moelora.integrations.vllm.report import REPORT as VLLM
 
-    found = report.version()
-    if found is None:
-        print("moelora doctor: vLLM is not installed in this environment", file=sys.stderr)
+    found = {report: version for report in (VLLM, SGLANG) if (version := report.version())}
+    if not found:
+        print(
+            "moelora doctor: neither vLLM nor SGLang is installed in this environment",
+            file=sys.stderr,
+        )
         return 2
-    print(f"moelora {_C.version()}, torch {torch.__version__}, vLLM {found}")
-    try:
-        said, on = report.lines()
-    except Exception as error:  # of an import of vLLM
-        said, on = [f"off: {type(error).__name__}: {str(error):.300}"], False
+    engines = ", ".join(f"{report.engine} {version}" for report, version in found.items())
+    print(f"moelora {_C.version()}, torch {torch.__version__}, {engines}")
     ran, correct = kernels()
     print(f"kernels: {printable(ran)}")
-    print("plugin: " + "\n".join(printable(line) for line in said))
-    return 0 if on and correct else 1
+    every = [correct]
+    for report in found:
+        try:
+            said, on = report.lines()
+        except Exception as error:  # of an import of the engine
+            said, on = [f"off: {type(error).__name__}: {str(error):.300}"], False
+        print("plugin: " + "\n".join(printable(line) for line in said))
+        every.append(on)
+    return 0 if all(every) else 1

@@ -1,9 +1,11 @@
 """moelora behind SGLang's interfaces, whose names and signatures are recorded here."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,6 +23,8 @@ from quantized_cases import FP8_FORMATS, fitted, to_fp8
 
 import moelora
 import moelora.integrations.sglang as moelora_sglang
+from moelora.__main__ import main
+from moelora.integrations.sglang import interface
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 # What moelora is called by and calls, from sglang/srt of SGLang: legacy from 0.5.13 on, the runner
@@ -54,12 +58,21 @@ def signature(function) -> str:
 # ---- as much of SGLang as moelora meets ----
 
 
+SERVING = Path(__file__).parents[2] / "docs/serving.md"
+
+
 class StandardDispatcher:
     skip_local_expert_mapping = False
 
 
 class StandardCombineInput(NamedTuple):
     hidden_states: torch.Tensor
+
+
+class StandardDispatchOutput(NamedTuple):
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor | None
+    topk_output: Any
 
 
 @dataclass(kw_only=True)
@@ -186,10 +199,16 @@ def sglang(monkeypatch, hook_registry):
     """Stand-ins for SGLang's modules, with the plugin registered and its hooks applied."""
     contents = {
         "sglang.srt.layers.moe.token_dispatcher.standard": {
-            "StandardCombineInput": StandardCombineInput
+            "StandardCombineInput": StandardCombineInput,
+            "StandardDispatchOutput": StandardDispatchOutput,
         },
+        "sglang.srt.layers.moe.moe_runner.runner": {"MoeRunner": MoeRunner},
+        "sglang.srt.lora.lora_moe_runners": {"LoRAInfo": LoRAInfo},
         "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
-        "sglang.srt.lora.moe.runner": {"MoeLoraRunner": make_runner()},
+        "sglang.srt.lora.moe.runner": {
+            "MoeLoraRunner": make_runner(),
+            "MoeLoraBatch": MoeLoraBatch,
+        },
         "sglang.srt.runtime_context": {"LoRABatchLayout": LoRABatchLayout},
         "sglang.srt.plugins.hook_registry": hook_registry,
     }
@@ -586,7 +605,7 @@ def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang.srt.lora.moe.runner")
     HookRegistry.hooks.clear()
     moelora_sglang.register()
-    assert [target for target, _, _ in HookRegistry.hooks] == [f"{moelora_sglang.LAYER}.__init__"]
+    assert [target for target, _, _ in HookRegistry.hooks] == [f"{interface.LAYER}.__init__"]
 
 
 # ---- safe to have installed ----
@@ -614,6 +633,97 @@ def test_a_release_whose_layers_are_other_ones(sglang, monkeypatch, caplog):
     assert type(layer._lora_runner) is MoeRunner
     (line,) = caplog.messages
     assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
+
+
+@pytest.mark.parametrize(
+    "name, change, why",
+    [
+        (
+            "triton_v2",
+            lambda at: setattr(at.MoeLoraRunner, "run", lambda self, dispatched, batch, more: 0),
+            "MoeLoraRunner.run has the parameters ['self', 'dispatched', 'batch', 'more'], not",
+        ),
+        (
+            "triton_v2",
+            lambda at: setattr(sys.modules[interface.RUNNER], "MoeLoraBatch", LoRAInfo),
+            "MoeLoraBatch has no down_lora_a, down_lora_b, gate_up_lora_a",
+        ),
+        (
+            "csgmv",
+            lambda at: setattr(
+                sys.modules["sglang.srt.lora.lora_moe_runners"], "LoRAInfo", MoeLoraBatch
+            ),
+            "LoRAInfo has no down_lora_a_weights",
+        ),
+    ],
+    ids=["run", "batch", "legacy"],
+)
+def test_a_release_that_would_call_otherwise(name, change, why, sglang, monkeypatch, caplog):
+    """Seen before the first forward, which would fail."""
+    change(sglang)
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        for _ in range(2):
+            layer = sglang.FusedMoEWithLoRA(
+                make_base_layer(Spec().build()), make_lora_backend(name=name), max_lora_rank=16
+            )
+    if name == "csgmv":
+        assert type(layer._lora_runner) is MoeRunner
+    else:
+        assert type(layer._moe_lora_runner) is sglang.MoeLoraRunner
+    (line,) = caplog.messages
+    assert why in line and line.endswith("; SGLang's own path runs")
+
+
+@pytest.fixture
+def doctor(sglang, monkeypatch, capsys):
+    """Runs `moelora doctor` on a machine with a GPU and SGLang; (exit status, lines)."""
+    versions, distribution = {"sglang": "0.5.23"}, importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: versions.get(name) or distribution("no " + name)
+    )
+    value, group = "moelora.integrations.sglang:register", "sglang.srt.plugins"
+    entries = [importlib.metadata.EntryPoint("moelora", value, group)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(
+        "moelora.commands.doctor.kernels", lambda: ("correct on NVIDIA H100 80GB HBM3", True)
+    )
+    monkeypatch.setattr(torch, "__version__", "2.14.1")
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+
+    def run():
+        status = main(["doctor"])
+        return status, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_doctor_says_which_layers_run(doctor):
+    status, lines = doctor()
+    assert status == 0
+    sample = SERVING.read_text().split("$ moelora doctor\n")[2].split("```", 1)[0].splitlines()
+    assert [line.replace(f"moelora {moelora.__version__}", "moelora") for line in lines] == [
+        re.sub(r"^moelora [\d.]+,", "moelora,", line) for line in sample
+    ]
+
+
+def test_doctor_of_a_release_without_the_new_runner(doctor, monkeypatch):
+    monkeypatch.setitem(sys.modules, interface.RUNNER, None)
+    status, lines = doctor()
+    assert status == 0 and lines[-1].endswith(" MoeLoraRunner     not in this release")
+
+
+@pytest.mark.parametrize(
+    "variable, value, why",
+    [
+        ("SGLANG_PLUGINS", "other", "SGLANG_PLUGINS=other does not name moelora, so SGLang does"),
+        ("MOELORA_SGLANG", "0", "MOELORA_SGLANG=0"),
+    ],
+)
+def test_doctor_says_why_it_is_off(doctor, monkeypatch, variable, value, why):
+    monkeypatch.setenv(variable, value)
+    status, lines = doctor()
+    assert status == 1
+    assert lines[2].startswith(f"plugin: off: {why}") and lines[3] == "SGLang's own path runs"
 
 
 def test_whatever_fails_leaves_sglang_as_it_was(sglang, monkeypatch, caplog):

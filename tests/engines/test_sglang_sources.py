@@ -23,9 +23,12 @@ from test_sglang import (  # noqa: F401
 from vllm_sources import Sources
 
 from moelora.integrations import sglang as plugin
+from moelora.integrations.sglang import interface
 
 FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[2] / ".peers/sglang_sources"))
-RUNNER = plugin.RUNNER.replace(".", "/") + ".py"  # of triton_v2, which releases before 0.5.23 lack
+RUNNER = (
+    interface.RUNNER.replace(".", "/") + ".py"
+)  # of triton_v2, which releases before 0.5.23 lack
 REGISTRY = "sglang/srt/plugins/hook_registry.py"
 RELEASES = sorted(
     folder
@@ -56,6 +59,14 @@ def test_parameters(release, path):
     wanted = [part.split("=")[0] for part in SIGNATURES[path].strip("()").split(", ")]
     bound = name.split(".")[-1] in ("from_layer", "register")  # to the class
     assert found[bound:] == [part for part in wanted if part != "*"]
+
+
+@pytest.mark.parametrize("part", ["LEGACY", "TRITON_V2"])
+def test_interface(release, part):
+    """What a layer is checked for before moelora runs it."""
+    if part == "TRITON_V2":
+        only_where_there_is_triton_v2(release)
+    assert interface.problem(getattr(interface, part), Sources(release).parameters) is None
 
 
 # What the integration reads by name, and where SGLang gives it.

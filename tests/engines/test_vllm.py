@@ -246,6 +246,30 @@ def test_one_a_for_gate_and_up_is_read_once(vllm, place):
     layer.check(layer())
 
 
+def test_an_adapter_that_vllm_cannot_load_is_read_as_far_as_it_was_written(vllm, place):
+    """Its slot is enabled then: nothing that was known of the adapter before it holds."""
+    device, dtype = place
+    vllm.register()
+    p = Spec(ranks=(8, 16), mix="all_different", tokens=12, dtype=dtype).build()
+    gate, up = p.w13_lora_a
+    up[0] = gate[0]
+    layer = Layer(vllm, p, device).step()
+    context = layer.experts._lora_context
+    assert context.w13_one_a.tolist() == [1, 0] and context.lora_ranks.tolist() == [8, 16]
+    largest = layer.lora.w2_lora_a_stacked[0].size(2)
+
+    a, b = ([t[0][:, :, :7] for t in some] for some in ([*p.w13_lora_a], [*p.w13_lora_b]))
+    with pytest.raises(Exception):  # noqa: B017 # whatever vLLM raises
+        layer.lora.set_lora(0, [a[0], None, a[1]], [b[0], None, b[1]])
+    assert layer.lora.adapter_enabled[0] == 1
+    assert context.w13_one_a.tolist() == [0, 0]
+    assert context.lora_ranks.tolist() == [largest, 16]
+
+    layer.load_adapter(0)
+    assert context.w13_one_a.tolist() == [1, 0] and context.lora_ranks.tolist() == [8, 16]
+    layer.check(layer())
+
+
 def test_a_stale_mapping_is_not_used(vllm, place):
     """After a step with adapters comes one without: vLLM does not rewrite its mapping."""
     device, dtype = place

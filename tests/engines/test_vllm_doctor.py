@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,26 @@ OWN = "vLLM's own path runs"
 GPU = "NVIDIA H100 80GB HBM3"
 
 
+def installed(monkeypatch, **versions):
+    """These engines, and no others."""
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
 @pytest.fixture
 def doctor(vllm, monkeypatch, capsys):
     """Runs the command on a machine that has a GPU, a wheel and vLLM; (exit status, lines)."""
     report = load("moelora.integrations.vllm.report")
     value = "moelora.integrations.vllm:register"
-    entry = importlib.metadata.EntryPoint("moelora", value, report.GROUP)
+    entry = importlib.metadata.EntryPoint("moelora", value, report.REPORT.group)
     entries = [entry]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
-    monkeypatch.setattr(report, "version", lambda: "0.33.0")
+    installed(monkeypatch, vllm="0.33.0")
     monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: (f"correct on {GPU}", True))
     monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
     monkeypatch.setattr(torch, "__version__", "2.14.0")
@@ -114,18 +126,29 @@ def test_an_engine_that_cannot_be_imported(doctor, monkeypatch):
     def fails():
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.report, "problem_here", fails)
+    broken = replace(doctor.report.REPORT, problem_here=fails)
+    monkeypatch.setattr(doctor.report, "REPORT", broken)
     status, lines = doctor()
     assert (status, lines[-1]) == (1, "plugin: off: ImportError: " + "libcudart.so.13: cannot open"
                                    " shared object file")  # fmt: skip
 
 
-def test_without_vllm(monkeypatch, capsys):
-    from moelora.integrations.vllm import report
-
-    monkeypatch.setattr(report, "version", lambda: None)
+def test_without_an_engine(monkeypatch, capsys):
+    installed(monkeypatch)
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "moelora doctor: vLLM is not installed in this environment\n"
+    wanted = "moelora doctor: neither vLLM nor SGLang is installed in this environment\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_both_engines(doctor, monkeypatch):
+    """Each is reported; one that is off makes the exit status 1."""
+    installed(monkeypatch, vllm="0.33.0", sglang="0.5.23")
+    monkeypatch.setenv("MOELORA_SGLANG", "0")
+    status, lines = doctor()
+    assert lines[0].endswith("torch 2.14.0, vLLM 0.33.0, SGLang 0.5.23")
+    assert "plugin: on: vLLM loads the plugin in every process" in lines
+    assert lines[-2:] == ["plugin: off: MOELORA_SGLANG=0", "SGLang's own path runs"]
+    assert status == 1
 
 
 def test_kernels_of_this_machine():

@@ -15,10 +15,11 @@ import json, sys
 assert json.load(open(sys.argv[-1]))["names"][0] == "base"
 print("base  |dlp| median 0.0100 p95 0.2   against the wrong model 1.0 ok")
 print("reference check OK")
+print("judged", *sys.argv[1:])
 """
 
 SERVER = """\
-import importlib.metadata, json, os, sys
+import importlib.metadata, json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 words = sys.argv[1:]
@@ -27,8 +28,11 @@ if "sglang.srt.plugins" in importlib.metadata.entry_points().groups:
     if os.environ["MOELORA_SGLANG"] == "1":
         print("moelora: version 1 runs MoE layers with LoRA", flush=True)
 print(os.environ.get("SAY", ""), flush=True)
+print("options:", *words[words.index("--port") + 2:], flush=True)
 if os.environ.get("FAIL", "-") in words:
     sys.exit("no such thing")
+if os.environ.get("HANG", "-") in words:
+    time.sleep(60)
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
@@ -124,6 +128,20 @@ def test_the_second_design_of_sglang(tmp_path, server):
     ]
 
 
+@pytest.mark.slow
+def test_quantized_experts(tmp_path, server):
+    """Judged by the same numbers unquantized, with the tolerance of quantized activations."""
+    words = ("--servers", "sglang, v2;moelora, v2", "--checked", "sglang, v2", "--sequences", "1")
+    code, written, log = run(tmp_path, *words, "--format", "fp8")
+    assert code == 0, log
+    stages = [stage["stage"] for stage in written["meta"]["stages"]]
+    assert stages.count("quantize model") == 2
+    for row in topics(written, "reference"):
+        said = row["said"][-1]
+        assert row["ok"] and said.startswith("judged --tol 0.5 --model")
+        assert "model-fp8-dense" in said
+
+
 def test_a_layer_that_fell_back_is_found(tmp_path, server, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
     code, written, _ = run(tmp_path, "--only", "speed", "--servers", "moelora", "--sequences", "1")
@@ -140,7 +158,41 @@ def test_a_server_that_does_not_start_costs_its_own_figures(tmp_path, server, mo
     assert [row["engine"] for row in topics(written, "speed")] == ["sglang, no LoRA"]
     assert "no such thing" in log
     first, second = written["meta"]["stages"][1:]
-    assert "refused" in first["end"] and second["end"] == "ok"
+    assert first["end"] == "exit status 1" and second["end"] == "ok"
+
+
+def test_servers_that_start_together(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("FAIL", "--lora-use-virtual-experts")
+    servers = "sglang, virtual experts;sglang, no LoRA;moelora"
+    words = ("--only", "speed", "--servers", servers, "--sequences", "2", "--at-once", "3")
+    _, written, log = run(tmp_path, *words)
+    assert {row["engine"] for row in topics(written, "speed")} == {"sglang, no LoRA", "moelora"}, (
+        log
+    )
+    assert [stage["end"] for stage in written["meta"]["stages"][1:]] == [
+        "exit status 1",
+        "ok",
+        "ok",
+    ]
+
+
+def test_all_servers_have_the_same_options(tmp_path, server):
+    servers = "sglang, no LoRA;sglang, v2;moelora, v2"
+    _, written, _ = run(tmp_path, "--only", "speed", "--servers", servers, "--sequences", "2")
+    options = written["meta"]["server_options"]
+    assert "--disable-prefill-cuda-graph" in options
+    for name in ("sglang-no-LoRA", "sglang-v2", "moelora-v2"):
+        assert f"options: {options}" in (tmp_path / f"work/{name}.log").read_text()
+
+
+def test_a_server_that_takes_too_long_is_stopped(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("HANG", "--lora-use-virtual-experts")
+    servers = "sglang, virtual experts;sglang, no LoRA"
+    words = ("--only", "speed", "--servers", servers, "--sequences", "1", "--start-s", "5")
+    code, written, _ = run(tmp_path, *words)
+    assert code == 1
+    ends = [stage["end"] for stage in written["meta"]["stages"][1:]]
+    assert ends == ["not up in time", "ok"]
 
 
 def test_no_stage_starts_after_the_budget(tmp_path, server):

@@ -102,6 +102,44 @@ def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
     ]
 
 
+def test_the_second_design_of_sglang_comes_first(write):
+    def server(engine, batch, *rates):
+        return {"topic": "speed", "engine": engine, "batch": batch} | dict(
+            zip(("prefill_tok_s", "decode_tok_s"), rates, strict=True)
+        )
+
+    rows = [
+        server("sglang, no LoRA", "base", 3000, 300),
+        server("sglang, v2", "4 mixed", 1600, 150),
+        server("sglang, v2 cutedsl", "4 mixed", 1000, 200),
+        server("moelora", "4 mixed", 1, 1),
+        server("moelora, v2", "4 mixed", 2400, 240),
+    ]
+    write("h200-e2e-sglang", *rows, sglang="0.5.23")
+    told = [row[4:] for row in cells(tables.section("engine_ranges"))]
+    assert told == [
+        ["prefill", "3,000", "1,600", "**2,400**", "1.50"],
+        ["decode", "300", "200", "**240**", "1.20"],
+    ]
+    assert [row[1:] for row in cells(tables.section("alternatives"))] == [
+        ["1.50", "1.20"],
+        ["0.80", "0.80"],
+    ]
+    sentence = tables.SENTENCES["sglang_ranges"]()
+    for ratios in ("1.50 and 1.60", "2.40 and 1.20", "0.80 and 0.80"):
+        assert f"{ratios} times as fast as SGLang" in sentence
+
+
+def test_small_models_are_compared_with_the_plugin_off(write):
+    assert tables.section("suite_ratios") == tables.files.AWAITED
+    write("h100-vllm-suite-models", *(row | {"model": "olmoe"} for row in LORA))
+    write("h100-vllm-suite-formats", *(row | {"model": "int4"} for row in LORA))
+    assert cells(tables.section("suite_ratios")) == [
+        ["OLMoE, bf16", "2.00", "1.50"],
+        ["Qwen3-MoE, INT4, compressed-tensors", "2.00", "1.50"],
+    ]
+
+
 def test_two_gpus_have_a_row_for_each_way_and_phase(write):
     assert tables.section("engines_parallel") == tables.files.AWAITED
     write("h100-e2e-parallel", ANSWERS)

@@ -74,6 +74,15 @@ def test_data_parallel_ranks_share_prompts(tmp_path, peers, monkeypatch):
 
 
 @pytest.mark.slow
+def test_speed_alone_starts_no_reference(tmp_path, peers):
+    words = ("--ways", "fully sharded", "--lora-only", "--only", "speed", "--at-once", "2")
+    code, written, log = run(tmp_path, peers, *words, "--reps", "1")
+    assert code == 0, log
+    assert len(topics(written, "speed")) == 4 and not topics(written, "answers")
+    assert "moelora single" not in {stage["stage"] for stage in written["meta"]["stages"]}
+
+
+@pytest.mark.slow
 def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
     words = ("--ways", "tensor", "--lora-only", "--at-once", "3", "--reps", "1")

@@ -12,9 +12,18 @@ manifest = {"base": str(out / "base"), "adapters": adapters, "vocab": 100, "shap
 """
 
 
+QUANTIZE = """\
+import pathlib, shutil, sys
+model, out = (pathlib.Path(sys.argv[sys.argv.index(w) + 1]) for w in ("--model", "--out"))
+for name in [out.name] if "--only-quantized" in sys.argv else [out.name, f"{out.name}-dense"]:
+    shutil.copytree(model, out.with_name(name), dirs_exist_ok=True)
+"""
+
+
 def pretend(monkeypatch, folder, reference):
     """Scripts in place of the commands that make models and judge answers."""
-    for name, text in {"make_model": MAKE_MODEL, "hold_against": reference}.items():
+    scripts = {"make_model": MAKE_MODEL, "quantize_model": QUANTIZE, "hold_against": reference}
+    for name, text in scripts.items():
         script = folder / f"{name}.py"
         script.write_text(text)
         monkeypatch.setattr(jobs.Stages, name, (script,))

@@ -32,6 +32,7 @@ import torch
 
 from moelora import _C
 from moelora.integrations import reason_against_build, reason_against_device
+from moelora.integrations.sglang import interface
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
@@ -47,8 +48,6 @@ __all__ = [
 ]
 
 SWITCH = "MOELORA_SGLANG"
-RUNNER = "sglang.srt.lora.moe.runner"
-LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 
 log = logging.getLogger("sglang.moelora")
 
@@ -66,11 +65,13 @@ def _announce() -> None:
     )
 
 
-def _reason(reason_against: Callable[[Any], str | None], layer: Any) -> str | None:
-    """Why a layer stays with SGLang; a release with unexpected attributes is such a reason."""
+def _reason(
+    needed: interface.Interface, reason_against: Callable[[Any], str | None], layer: Any
+) -> str | None:
+    """Why a layer stays with SGLang; a release with another interface is such a reason."""
     try:
-        return reason_against_device() or reason_against(layer)
-    except (AttributeError, ImportError, TypeError) as error:
+        return reason_against_device() or interface.problem(needed) or reason_against(layer)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
         return f"it is not as expected ({type(error).__name__}: {error})"
 
 
@@ -78,7 +79,7 @@ def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
-    reason = _reason(reason_against, base_layer)
+    reason = _reason(interface.TRITON_V2, reason_against, base_layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
         return original(cls, base_layer, *args, **kwargs)
@@ -100,7 +101,7 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
             layer._base_run_moe_core = runner.run_base
     if getattr(layer, "_lora_runner", None) is None:
         return
-    reason = _reason(reason_against_layer, layer)
+    reason = _reason(interface.LEGACY, reason_against_layer, layer)
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
     else:
@@ -119,9 +120,10 @@ def register() -> None:
             return
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        if _exists(RUNNER):
-            HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
-        HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
+        if _exists(interface.RUNNER):
+            target = f"{interface.RUNNER}.MoeLoraRunner.from_layer"
+            HookRegistry.register(target, from_layer, HookType.AROUND)
+        HookRegistry.register(f"{interface.LAYER}.__init__", after_initialize, HookType.AFTER)
     except Exception as error:
         _say(f"could not register: {type(error).__name__}: {str(error):.300}")
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from moelora.adapters.factors import have_one_a
 from moelora.integrations.vllm import deltas, say_once, wrap
 
 
@@ -116,19 +117,18 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         lora_a: Sequence[torch.Tensor | None],
         lora_b: Sequence[torch.Tensor | None],
     ) -> None:
-        set_lora(self, index, lora_a, lora_b)
-        # Each (experts or 1, rank, columns). A slot that is reset later is also disabled.
-        if hasattr(self, "lora_ranks"):
-            rank = max(a.size(1) for a in lora_a if a is not None)
+        if not hasattr(self, "lora_ranks"):
+            return set_lora(self, index, lora_a, lora_b)
+        # If vLLM fails midway, the slot is enabled with what was written. Reset slots are disabled.
+        rank, one_a = self.w2_lora_a_stacked[0].size(2), False
+        try:
+            set_lora(self, index, lora_a, lora_b)
+            rank = max(a.size(1) for a in lora_a if a is not None)  # (experts or 1, rank, columns)
+            # Gate, down and up, or two tensors for a layer whose gate and up are one stack.
+            one_a = len(lora_a) == 3 and have_one_a(lora_a[0], lora_a[2])
+        finally:
             # An assignment would wait for the copies before it.
             self.lora_ranks[index].fill_(rank)
-            self.w13_one_a[index].fill_(_have_one_a(lora_a))
+            self.w13_one_a[index].fill_(one_a)
 
     return wrapped
-
-
-def _have_one_a(lora_a: Sequence[torch.Tensor | None]) -> bool:
-    """Whether gate and up have the same A; `lora_a` is that of gate, down and up."""
-    if len(lora_a) != 3 or lora_a[0] is None or lora_a[2] is None:
-        return False
-    return torch.equal(lora_a[0], lora_a[2])

@@ -7,13 +7,10 @@ Quantized layers stay with vLLM: the exchange quantizes what it sends, in vLLM's
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.fused_batched_moe import BatchedTritonExperts
 
 from moelora.integrations.batched import batched_experts_lora
-from moelora.integrations.vllm.served import Served
+from moelora.integrations.vllm.served import Call, Served
 
 
 class BatchedTritonExpertsServed(Served, BatchedTritonExperts):  # type: ignore[misc]
@@ -23,31 +20,19 @@ class BatchedTritonExpertsServed(Served, BatchedTritonExperts):  # type: ignore[
     and sums.
     """
 
-    def _serve(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> str | None:
-        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w1, w2)):
+    def _serve(self, call: Call) -> str | None:
+        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (call.w1, call.w2)):
             return "the expert weights are in host memory"
         try:
             batched_experts_lora(
-                hidden_states,
-                w1,
-                w2,
-                expert_tokens_meta.expert_num_tokens,
-                out=output,
+                call.hidden_states,
+                call.w1,
+                call.w2,
+                call.expert_tokens_meta.expert_num_tokens,
+                out=call.output,
                 w13_bias=self.w1_bias,
                 w2_bias=self.w2_bias,
-                **self._activation(activation),
+                **self._activation(call.activation),
             )
         except (ValueError, NotImplementedError) as refusal:
             return str(refusal)

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from moelora import fused_experts_lora
 from moelora.integrations.vllm import OWN_PATH, adapters, interface, say_once, wrap
-from moelora.integrations.vllm.served import Served, quantization
+from moelora.integrations.vllm.served import Call, Served, quantization
 
 if TYPE_CHECKING:
     from moelora.ops import Weights
@@ -43,38 +43,27 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
         """Arguments of `apply`."""
         return w1, w2
 
-    def _serve(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> str | None:
-        w13, w2 = self._weights(w1, w2)
+    def _serve(self, call: Call) -> str | None:
+        w13, w2 = self._weights(call.w1, call.w2)
         if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w13, w2)):
             return "the expert weights are in host memory"
-        if apply_router_weight_on_input:  # vLLM's prepare step has scaled hidden_states
+        topk_weights = call.topk_weights
+        if call.apply_router_weight_on_input:  # vLLM's prepare step has scaled hidden_states
             topk_weights = torch.ones_like(topk_weights)
         ctx = self._lora_context
-        lora = {} if ctx is None else adapters.arguments(ctx, hidden_states.size(0))
+        lora = {} if ctx is None else adapters.arguments(ctx, call.hidden_states.size(0))
         try:
             fused_experts_lora(
-                hidden_states,
+                call.hidden_states,
                 w13,
                 w2,
                 topk_weights,
-                topk_ids,
+                call.topk_ids,
                 w13_bias=self.w1_bias,
                 w2_bias=self.w2_bias,
-                expert_map=expert_map,
-                out=output,
-                **self._activation(activation),
+                expert_map=call.expert_map,
+                out=call.output,
+                **self._activation(call.activation),
                 **lora,
             )
         except (ValueError, NotImplementedError) as refusal:

@@ -1,39 +1,14 @@
-"""The vLLM API that this integration uses, and the check that an installed vLLM provides it.
-
-Version numbers are not checked: a vLLM that provides this API is served; otherwise the difference
-is reported. Parts are independent, so that a vLLM whose quantized layers changed still has its
-unquantized ones served.
-"""
+"""The API of vLLM that this integration uses."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from operator import attrgetter
+from moelora.integrations.interface import Interface, problem
+
+__all__ = ["BATCHED", "CONFIGS", "DELTAS", "LAYERS", "METHODS", "QUANTIZED", "Interface", "problem"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
-
-Table = dict[str, dict[str, str]]
-Lookup = Callable[[str, str], list[str]]
-
-
-@dataclass(frozen=True)
-class Interface:
-    """API that one part uses. Each table is {module: {function or class: parameters or fields}}.
-
-    replaced: functions that vLLM calls and that are replaced here, with all of their parameters.
-    called: functions that are called here with these parameters; the others must have defaults.
-    fields: dataclasses of which these fields are read.
-    """
-
-    replaced: Table = field(default_factory=dict)
-    called: Table = field(default_factory=dict)
-    fields: Table = field(default_factory=dict)
-
 
 LAYERS = Interface(
     replaced={
@@ -202,36 +177,3 @@ METHODS = {
         "self weight_quant input_quant moe layer_name",
     ),
 }
-
-
-def problem(interface: Interface, parameters: Lookup | None = None) -> str | None:
-    """First difference between `interface` and vLLM, whose parameters `parameters` looks up."""
-    lookup = parameters or _parameters
-
-    def found(module: str, name: str) -> list[str] | str:
-        try:
-            return lookup(module, name)
-        except (ImportError, AttributeError):
-            return f"there is no {module}.{name}"
-
-    for module, functions in interface.replaced.items():
-        for name, wanted in functions.items():
-            got = found(module, name)
-            if isinstance(got, str):
-                return got
-            if got != wanted.split():
-                return f"{module}.{name} has the parameters {got}, not {wanted.split()}"
-    for table, what in ((interface.called, "does not take"), (interface.fields, "has no")):
-        for module, names in table.items():
-            for name, wanted in names.items():
-                got = found(module, name)
-                if isinstance(got, str):
-                    return got
-                if missing := set(wanted.split()) - set(got):
-                    return f"{module}.{name} {what} {', '.join(sorted(missing))}"
-    return None
-
-
-def _parameters(module: str, name: str) -> list[str]:
-    found = attrgetter(name)(importlib.import_module(module))
-    return list(inspect.signature(found).parameters)

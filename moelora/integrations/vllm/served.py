@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ ACTIVATIONS = {
 }
 
 
+class Call(NamedTuple):
+    """What a layer's `apply` is given, by vLLM's names, as far as moelora reads it."""
+
+    output: Tensor
+    hidden_states: Tensor
+    w1: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    activation: Any
+    expert_map: Tensor | None
+    expert_tokens_meta: Any
+    apply_router_weight_on_input: bool
+
+
 _Base: Any = object  # one of vLLM's classes comes after it
 
 
@@ -37,20 +52,8 @@ class Served(_Base):  # type: ignore[misc]
         self._reasons: dict[Any, str | None] = {}  # by activation
         self._refusal: str | None = None  # of the operator
 
-    def _serve(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> str | None:
-        """Write `output`, or return why the operator refuses, before anything is written."""
+    def _serve(self, call: Call) -> str | None:
+        """Write `call.output`, or return why the operator refuses, before anything is written."""
         raise NotImplementedError
 
     def reason_against(self, activation: Any) -> str | None:
@@ -147,7 +150,7 @@ class Served(_Base):  # type: ignore[misc]
     ) -> None:
         reason = self.reason_against(activation)
         if reason is None and self._refusal is None:
-            self._refusal = self._serve(
+            call = Call(
                 output,
                 hidden_states,
                 w1,
@@ -159,6 +162,7 @@ class Served(_Base):  # type: ignore[misc]
                 expert_tokens_meta,
                 apply_router_weight_on_input,
             )
+            self._refusal = self._serve(call)
             if self._refusal is None:
                 return
         self._step_aside(str(reason or self._refusal))

@@ -1,0 +1,103 @@
+"""What an engine's plugin does in this environment, part by part, without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moelora.integrations.interface import Interface, problem
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which implementation runs a class of layers, and the reason if it is not moelora."""
+
+    layers: str
+    cls: str
+    runs: str  # "moelora", "own" or "absent": this release has no such class
+    why: str = ""
+
+
+def part(layers: str, cls: str, needed: Interface) -> Part:
+    """The part that runs if the installed engine has what is needed."""
+    difference = problem(needed)
+    if difference is None:
+        return Part(layers, cls, "moelora")
+    if difference == f"there is no {_first(needed)}":
+        return Part(layers, cls, "absent")
+    return Part(layers, cls, "own", difference)
+
+
+def _first(needed: Interface) -> str:
+    """Full name of the first replaced function; a release without it has no such layers."""
+    module, names = next(iter(needed.replaced.items()))
+    return f"{module}.{next(iter(names))}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """An engine, and how it finds moelora.
+
+    engine: its name, which is that of its distribution but for case.
+    group: the entry points that it loads.
+    allowed: an environment variable with names of plugins, of which alone it loads these.
+    switch: moelora's own environment variable; 0 turns it off.
+    problem_here: why moelora is not installed into the engine, or None.
+    parts: layers by class and format, where the plugin is on; imports the engine.
+    """
+
+    engine: str
+    group: str
+    allowed: str
+    switch: str
+    problem_here: Callable[[], str | None]
+    parts: Callable[[], list[Part]]
+
+    def version(self) -> str | None:
+        """That of the installed engine."""
+        try:
+            return importlib.metadata.version(self.engine.lower())
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def off(self) -> str | None:
+        """Why the engine runs as if moelora were not installed, or None."""
+        names = [
+            entry.name
+            for entry in importlib.metadata.entry_points(group=self.group)
+            if entry.value.startswith("moelora.")
+        ]
+        if not names:
+            return (
+                f"no installed package has moelora's entry point of {self.group}: pip install the "
+                "wheel"
+            )
+        allowed = os.environ.get(self.allowed)
+        if allowed is not None and not {*names} & {*allowed.split(",")}:
+            return (
+                f"{self.allowed}={allowed} does not name {names[0]}, so {self.engine} does not "
+                "load it"
+            )
+        if os.environ.get(self.switch) == "0":
+            return f"{self.switch}=0"
+        return self.problem_here()
+
+    def lines(self) -> tuple[list[str], bool]:
+        """The report, and whether the plugin is on."""
+        reason = self.off()
+        if reason is not None:
+            return [f"off: {reason}", f"{self.engine}'s own path runs"], False
+        said = [f"on: {self.engine} loads the plugin in every process"]
+        every = self.parts()
+        widths = [max(len(getattr(one, name)) for one in every) for name in ("layers", "cls")]
+        runs = {
+            "moelora": "moelora",
+            "own": f"{self.engine}'s own path",
+            "absent": "not in this release",
+        }
+        for one in every:
+            why = f": {one.why}" if one.why else ""
+            said.append(f"  {one.layers:{widths[0]}}  {one.cls:{widths[1]}}  {runs[one.runs]}{why}")
+        return said, True

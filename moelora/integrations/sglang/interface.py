@@ -1,0 +1,47 @@
+"""The API of SGLang that this integration uses."""
+
+from __future__ import annotations
+
+from moelora.integrations.interface import Interface, problem
+
+__all__ = ["LAYER", "LEGACY", "RUNNER", "TRITON_V2", "Interface", "problem"]
+
+LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
+RUNNER = "sglang.srt.lora.moe.runner"
+_STANDARD = "sglang.srt.layers.moe.token_dispatcher.standard"
+
+_COMBINED = {_STANDARD: {"StandardCombineInput": "hidden_states"}}
+_DISPATCHED = {_STANDARD: {"StandardDispatchOutput": "hidden_states topk_output"}}
+
+# Layers of the backends `triton` and `csgmv`, the only ones before 0.5.23.
+LEGACY = Interface(
+    replaced={
+        "sglang.srt.layers.moe.moe_runner.runner": {
+            "MoeRunner.run": "self dispatch_output quant_info lora_info"
+        }
+    },
+    called=_COMBINED,
+    fields=_DISPATCHED
+    | {
+        "sglang.srt.lora.lora_moe_runners": {
+            "LoRAInfo": (
+                "gate_up_lora_a_weights gate_up_lora_b_weights down_lora_a_weights "
+                "down_lora_b_weights lora_ranks has_active_lora"
+            )
+        }
+    },
+)
+
+# Layers of the backend `triton_v2`.
+TRITON_V2 = Interface(
+    replaced={RUNNER: {"MoeLoraRunner.run": "self dispatch_output batch"}},
+    called=_COMBINED,
+    fields=_DISPATCHED
+    | {
+        RUNNER: {
+            "MoeLoraBatch": (
+                "gate_up_lora_a gate_up_lora_b down_lora_a down_lora_b token_lora_mapping"
+            )
+        }
+    },
+)

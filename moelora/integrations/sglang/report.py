@@ -1,0 +1,21 @@
+"""What the plugin does in this environment, by SGLang's classes of layers."""
+
+from __future__ import annotations
+
+from moelora.integrations.report import Part, Report, part
+from moelora.integrations.sglang import SWITCH, interface, problem_here
+
+LAYERS = {
+    "unquantized, --lora-backend triton or csgmv": ("FusedMoEWithLoRA", interface.LEGACY),
+    "unquantized, FP8, NVFP4, INT4; --lora-backend triton_v2": (
+        "MoeLoraRunner",
+        interface.TRITON_V2,
+    ),
+}
+
+
+def parts() -> list[Part]:
+    return [part(layers, cls, needed) for layers, (cls, needed) in LAYERS.items()]
+
+
+REPORT = Report("SGLang", "sglang.srt.plugins", "SGLANG_PLUGINS", SWITCH, problem_here, parts)
