@@ -572,9 +572,10 @@ def test_forced_variants_stand_beside_the_plan(capsys):
     class Clock:
         peaks = machine.Peaks(4e12, 8e14)
 
-        def microseconds(self, call, batches, moved):
-            call(0)
-            return 10.0
+        def microseconds(self, calls, batches, moved):
+            for call in calls.values():
+                call(0)
+            return dict.fromkeys(calls, 10.0)
 
     args = variants.parse(["--models", "qwen3:16@int4", "--tokens", "1,3", "--ranks", "0,16"])
     rows = list(variants.measure(args, Clock(), "cpu"))
@@ -591,3 +592,11 @@ def test_variants_that_a_load_might_want(monkeypatch):
     assert variants.candidates(1) == ["gemm_bf16_16x128x64_sm90", "decode_bf16_sm80"]
     assert variants.candidates(30) == ["gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"]
     assert variants.candidates(100) == ["gemm_bf16_128x256x64_sm90"]
+    assert variants.candidates(5000) == ["gemm_bf16_128x256x64_sm90"]
+    assert variants.candidates(1, "gemm") == ["gemm_bf16_16x128x64_sm90"]
+
+
+def test_plans_that_are_behind_a_variant():
+    row = {"us": 11.0, "variants_us": {"slower": 12.0, "faster": 10.0}}
+    assert variants.behind(row) == pytest.approx(10)
+    assert variants.behind(row | {"variants_us": {}}) == 0
