@@ -162,6 +162,7 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
                          moelora_are_vector_factors(lora->b, lora->num_slices),
       .num_counters = num_counters(routes, load->w, v),
       .l2_elements = device->l2_bytes / 4 / 2,
+      .weights_again = moelora_reads_weights_again(v, moelora_rows_per_expert(routes)),
   };
 }
 

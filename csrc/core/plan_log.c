@@ -160,11 +160,11 @@ static void log_projection(const char *what, const moelora_variant *variant,
   log_part(what,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
-           "l2_elements=%d run=%d",
+           "l2_elements=%d weights_again=%d run=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), plan->vectors,
            plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
-           (long long)plan->num_counters, plan->l2_elements, plan->run);
+           (long long)plan->num_counters, plan->l2_elements, plan->weights_again, plan->run);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
@@ -242,9 +242,11 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
 }
 
 static void log_back_product(const char *what, const moelora_back_product_plan *product) {
-  log_part(what, "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d",
+  log_part(what,
+           "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld l2_elements=%d "
+           "weights_again=%d",
            product->variant->name, product->vectors, product->a_vectors, product->shrinks_vectors,
-           (long long)product->num_counters, product->l2_elements);
+           (long long)product->num_counters, product->l2_elements, product->weights_again);
 }
 
 void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,

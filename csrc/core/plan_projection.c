@@ -94,6 +94,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
       .stores_out = true,
       .num_counters = num_counters_of(load, v),
       .l2_elements = l2_elements_of(v, device),
+      .weights_again = moelora_reads_weights_again(v, moelora_rows_per_expert(load->routes)),
       .run = run_of(load, v),
   };
   const bool b_vectors = moelora_are_vector_factors(lora->b, lora->num_slices);

@@ -117,6 +117,11 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
   return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
 
+/* Whether the average expert has more rows than the blocks that share the weights of a cluster. */
+static inline bool moelora_reads_weights_again(const moelora_variant *v, int64_t rows_per_expert) {
+  return rows_per_expert > (int64_t)v->block_m * v->cluster;
+}
+
 /* K columns, of 128 bytes, that adapter kernels never split. */
 #define MOELORA_LINE 64
 
@@ -217,6 +222,7 @@ typedef struct moelora_projection_plan {
   bool stores_out;        /* the epilogue stores unquantized outputs, if they are read */
   int64_t num_counters;   /* of the tile scheduler */
   int32_t l2_elements;    /* elements of x that stay in L2 while weights are streamed */
+  bool weights_again;     /* several clusters read a tile of weights, for more rows of its expert */
   int32_t run;            /* tiles of a run of the tile scheduler */
 } moelora_projection_plan;
 
@@ -255,6 +261,7 @@ typedef struct moelora_back_product_plan {
   bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
   int64_t num_counters; /* of the tile scheduler */
   int32_t l2_elements;
+  bool weights_again; /* as of a projection */
 } moelora_back_product_plan;
 
 /* Intermediate results that a requested gradient depends on. */

@@ -69,6 +69,24 @@ def test_tiles_with_few_k_steps_run(launches, format, inter):
     assert launches(A100, format, inter=inter, **many)["w2"]["run"] == "1"
 
 
+@pytest.mark.parametrize(
+    "format, tokens, again",
+    [
+        ("native", 16, "0"),
+        ("native", 4096, "0"),
+        ("native", 8192, "1"),
+        ("mxfp4", 1024, "0"),
+        ("mxfp4", 4096, "1"),
+        ("w8a8", 4096, "0"),
+        ("w8a8", 4112, "1"),
+    ],
+)
+def test_weights_of_long_experts_are_read_again(launches, format, tokens, again):
+    """Those with more rows than the blocks of a cluster."""
+    plan = launches(H200, format, tokens=tokens)
+    assert (plan["w13"]["weights_again"], plan["w2"]["weights_again"]) == (again, again)
+
+
 @pytest.mark.parametrize("hidden, tokens", [(4096, 4096), (2048, 16384)])
 def test_shrinks_of_much_x_go_by_adapter(launches, hidden, tokens):
     much = launches(H200, tokens=tokens, hidden=hidden, rank=16)

@@ -95,6 +95,7 @@ typedef struct moelora_weight_rows {
   bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* the factors B do, too */
   bool factors_boxes;   /* each slice of B has a tensor map */
+  bool again;           /* other clusters read them, too; see moelora_projection_plan */
 } moelora_weight_rows;
 
 /* Adapters of a projection, and the shrink output between their two halves. */

@@ -60,11 +60,13 @@ template <class S> struct TileParts {
   }
 };
 
-/* Cache policy of weights and factors. A tile that usually holds all tokens of an expert reads
- * them once, so L2 evicts them first; both, because factors that stay in L2 would displace other
- * data. The largest tiles of quantized weights do so as well. Native weights are read again by
- * other blocks. */
-template <class S> constexpr bool kEvictFirst = S::TOKENS <= 128 || S::CLUSTER == 1;
+/* Whether L2 evicts weights and factors first: where a cluster usually has all tokens of an expert,
+ * they are read once. Both, because factors that stay in L2 would displace other data. The largest
+ * native tiles are for longer experts. */
+template <class S>
+__device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
+  return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.again;
+}
 
 /* Rows of a tile that consumers multiply. With tokens as operand A, each consumer multiplies 64
  * tokens, and one without tokens leaves the tensor cores to the other. If both CTAs of a cluster
@@ -119,7 +121,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
   const int k_steps = k_steps_of<S>(g);
-  const uint64_t policy = kEvictFirst<S> ? evict_first_policy() : evict_normal_policy();
+  const uint64_t policy = evicts_first<S>(g.weights) ? evict_first_policy() : evict_normal_policy();
   const bool in_fixup = FixupPass<S>(smem).is_running(); // read by all lanes
   const bool fetches =
       !in_fixup && threadIdx.x == S::FIRST_PRODUCER && (S::CLUSTER == 1 || cluster_rank() == 0);
