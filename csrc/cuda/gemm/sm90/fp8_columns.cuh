@@ -19,8 +19,8 @@
 
 #include <type_traits>
 
-constexpr int kColumnsDepth = 256; // most of K
-constexpr int kColumnsSlabs = 4;   // of an adapter stage
+constexpr int kColumnsSteps = 2; // most k steps
+constexpr int kColumnsSlabs = 4; // of an adapter stage
 
 /* A block of tokens by `columns` columns. */
 struct ColumnsItem {
@@ -67,12 +67,13 @@ template <class S> struct Fp8ColumnsStorage {
 };
 
 /* TILES is 1: a column is an m64 tile of weights. */
-template <int STAGES_>
+template <int K_STEPS_, int STAGES_>
 struct Fp8ColumnsShape : Extent<128, 1, MOELORA_KERNEL_W8A8>, RegisterBudget<56, 2> {
   static constexpr int CONSUMERS = 2, STAGES = STAGES_, CLUSTER = 1, RESIDENT = 1;
   static constexpr int PRODUCERS = 128, FIRST_PRODUCER = 0, THREADS = PRODUCERS + 128 * CONSUMERS;
   static constexpr int OWN_BUFFERS = 2, OUT_ROWS = 64; // a buffer has 64 outputs of 64 tokens
-  static constexpr int K_STEPS = kColumnsDepth / 128;
+  static constexpr int K_STEPS = K_STEPS_;
+  static_assert(K_STEPS <= kColumnsSteps, "registers of accumulators and rows");
 
   struct WeightTile {
     SwizzledRow rows[64];

@@ -62,7 +62,8 @@ struct LaunchSm90 {
         return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
       } else {
         if (fits_columns(*g, *plan))
-          return launch_columns<Fp8ColumnsShape<8>>(g, exec);
+          return g->tokens.k > 128 ? launch_columns<Fp8ColumnsShape<2, 8>>(g, exec)
+                                   : launch_columns<Fp8ColumnsShape<1, 12>>(g, exec);
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
       }
     case MOELORA_EPILOGUE_GENERAL:
@@ -75,7 +76,7 @@ struct LaunchSm90 {
 
   /* Whether fp8_columns.cuh has a kernel for the launch. */
   static bool fits_columns(const moelora_gemm_launch &g, const moelora_projection_plan &plan) {
-    return g.tokens.k > 128 && g.tokens.k <= kColumnsDepth && g.tokens.divisor.value == 0 &&
+    return g.tokens.k <= 128 * kColumnsSteps && g.tokens.divisor.value == 0 &&
            g.epilogue.out_by_position &&
            (!g.schedule.blocks.packed_ranks || (plan.b_boxes && g.adapters.lora.num_slices == 1));
   }
