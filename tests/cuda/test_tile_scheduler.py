@@ -23,7 +23,7 @@ TILES = {
     "fp8_block_w8a8": ("64x128x128", "128x256x128x2"),
     "fp8_channel_w8a8": ("64x128x128", "128x256x128x2"),
 }
-# Intermediate sizes: of FP8 of more k steps than columns take, then of two, one and a half, and one.
+# Intermediate sizes; with FP8 of more k steps than columns take, then of two, one and a half, one.
 INTER = {"fp8_block_w8a8": (320, 256, 192, 128), "fp8_channel_w8a8": (320, 256)}
 KERNELS = [
     (form, size, inter)
