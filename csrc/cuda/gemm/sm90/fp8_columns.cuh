@@ -119,6 +119,15 @@ template <class S> struct ColumnsMemory : SharedMemory<S> {
   }
 };
 
+/* Passes stages that the other producer warp fills. Waits for each of them as that one does,
+ * because a barrier's parity only tells a phase from the next. */
+template <class S>
+__device__ __forceinline__ void pass_stages(GemmPipeline<S> &pipeline, int count) {
+#pragma unroll 1
+  for (; count > 0; count--, pipeline.advance())
+    pipeline.wait_empty();
+}
+
 /* Producer warp of weights and items. It prepares an item while it loads the one before. */
 template <class S> struct ColumnsWeights {
   const moelora_gemm_launch &g;
@@ -158,7 +167,7 @@ template <class S> struct ColumnsWeights {
       for (int i = 0; i <= last; i++) {
         if (i < last)
           load(item.tile, i + 1);
-        pipeline.advance(stages); // see ColumnsFactors
+        pass_stages<S>(pipeline, stages);
 
         // Prepare the next item in parts, which use what the part before has loaded.
         if (i == 0)
@@ -278,11 +287,11 @@ template <class S> struct ColumnsFactors {
       SlabIterator cursor;
       if (stages > 0 && stages <= STAGES_AT_ONCE)
         find(item, 0, cursor);
-      pipeline.advance(); // the weights of the first column
+      pass_stages<S>(pipeline, 1); // the weights of the first column
 #pragma unroll 1
       for (int i = 0; i < item.columns; i++) {
         if (i + 1 < item.columns)
-          pipeline.advance(); // the weights of the next column
+          pass_stages<S>(pipeline, 1); // the weights of the next column
 #pragma unroll 1
         for (int stage = 0; stage < stages; stage++, pipeline.advance()) {
           if (stages > STAGES_AT_ONCE && stage % STAGES_AT_ONCE == 0) {
