@@ -59,45 +59,76 @@ struct ColumnsSlab {
   }
 };
 
-template <class S> struct Fp8ColumnsStorage {
-  SharedStorage<S> gemm;
-  alignas(1024) SwizzledRow sX[S::K_STEPS][S::TOKENS]; // token rows of the next item
-  alignas(16) uint4 item;                              // the next one
-  uint64_t full, empty;                                // barriers of sX and item
-};
+constexpr int kWarpTokens = 16; // of a consumer's warp
 
 /* TILES is 1: a column is an m64 tile of weights. */
 template <int K_STEPS_, int STAGES_>
 struct Fp8ColumnsShape : Extent<128, 1, MOELORA_KERNEL_W8A8>, RegisterBudget<56, 2> {
-  static constexpr int CONSUMERS = 2, STAGES = STAGES_, CLUSTER = 1, RESIDENT = 1;
-  static constexpr int PRODUCERS = 128, FIRST_PRODUCER = 0, THREADS = PRODUCERS + 128 * CONSUMERS;
-  static constexpr int OWN_BUFFERS = 2, OUT_ROWS = 64; // a buffer has 64 outputs of 64 tokens
-  static constexpr int K_STEPS = K_STEPS_;
+  static constexpr int K_STEPS = K_STEPS_, STAGES = STAGES_, FACTOR_STAGES = 6;
+  static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS, RESIDENT = 1;
+  static constexpr int BUFFERS = 2; // epilogue buffers of a consumer
   static_assert(K_STEPS <= kColumnsSteps, "registers of accumulators and rows");
 
   struct WeightTile {
     SwizzledRow rows[64];
     SwizzledRow scales[8]; // a tile's scales follow its rows, as in memory
   };
-  struct Stage {
-    WeightTile sW[K_STEPS]; // or rows of B
-  };
   static_assert(sizeof(WeightTile) % 1024 == 0, "alignment of the 128-byte swizzle");
-  template <class S> using Storage = Fp8ColumnsStorage<S>;
+  struct Stage { // for slabs_per_stage()
+    SwizzledRow sW[64];
+  };
 };
 
-constexpr int kWarpTokens = 16; // of a consumer's warp
+/* Weights and factors have a ring each: a consumer takes the weights of a column before the factors
+ * of the one before, of which there may be any number of stages. */
+template <int STAGES_> struct ColumnsRing {
+  PipelineBarriers<STAGES_> barriers;
+};
+template <class S> using WeightRing = Pipeline<ColumnsRing<S::STAGES>>;
+template <class S> using FactorRing = Pipeline<ColumnsRing<S::FACTOR_STAGES>>;
 
-template <class S> struct ColumnsMemory : SharedMemory<S> {
-  using Storage = Fp8ColumnsStorage<S>;
-  using SharedMemory<S>::base;
-  using SharedMemory<S>::SharedMemory;
+template <class S> struct ColumnsStorage {
+  typename S::WeightTile weights[S::STAGES][S::K_STEPS];
+  SwizzledRow factors[S::FACTOR_STAGES][64]; // slabs of B
+  SwizzledRow sOut[S::CONSUMERS][S::BUFFERS][4][kWarpTokens];
+  SwizzledRow sX[S::K_STEPS][S::TOKENS]; // token rows of the next item
+  ListedSegment segments[2][S::TOKENS];  // of this and of the next item
+  StageHeader headers[S::FACTOR_STAGES]; // ColumnsSlab, SlabsHeader
+  uint4 item;                            // the next one
+  ColumnsRing<S::STAGES> weight_ring;
+  ColumnsRing<S::FACTOR_STAGES> factor_ring;
+  uint64_t full, empty; // barriers of sX and item
+};
 
-  __device__ __forceinline__ uint32_t rows(int step) const {
+template <class S> struct ColumnsMemory {
+  using Storage = ColumnsStorage<S>;
+  static constexpr int BYTES = 1024 + sizeof(Storage); // with room to align the start
+  static_assert(BYTES <= 227 * 1024, "shared memory of a CTA");
+  uint32_t base;
+
+  __device__ __forceinline__ explicit ColumnsMemory(const void *dynamic)
+      : base((shared_address(dynamic) + 1023) & ~1023u) {}
+
+  __device__ __forceinline__ uint32_t weights(int stage, int step) const {
+    return base + (stage * S::K_STEPS + step) * (int)sizeof(typename S::WeightTile);
+  }
+  __device__ __forceinline__ uint32_t factors(int stage) const {
+    return base + (uint32_t)offsetof(Storage, factors) + stage * kM64Bytes;
+  }
+  __device__ __forceinline__ uint32_t header(int stage) const {
+    return base + (uint32_t)offsetof(Storage, headers) + stage * (int)sizeof(StageHeader);
+  }
+  /* Rows of a warp of a consumer. */
+  __device__ __forceinline__ uint32_t sOut(int consumer, int buffer, int warp) const {
+    return base + (uint32_t)offsetof(Storage, sOut) +
+           ((consumer * S::BUFFERS + buffer) * 4 + warp) * kWarpTokens * kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t sX(int step) const {
     return base + (uint32_t)offsetof(Storage, sX) + step * S::TOKENS * kRowBytes;
   }
-  __device__ __forceinline__ uint32_t tile(int stage, int step) const {
-    return this->sW(stage) + step * (int)sizeof(typename S::WeightTile);
+  __device__ __forceinline__ uint32_t segments(int parity) const {
+    return base + (uint32_t)offsetof(Storage, segments) +
+           parity * (int)(S::TOKENS * sizeof(ListedSegment));
   }
   __device__ __forceinline__ uint32_t item() const {
     return base + (uint32_t)offsetof(Storage, item);
@@ -108,32 +139,20 @@ template <class S> struct ColumnsMemory : SharedMemory<S> {
   __device__ __forceinline__ uint32_t empty() const {
     return base + (uint32_t)offsetof(Storage, empty);
   }
-  __device__ __forceinline__ uint32_t list(int parity) const {
-    return base + (uint32_t)offsetof(SharedStorage<S>, segments) +
-           parity * (int)(S::TOKENS * sizeof(ListedSegment));
+  __device__ __forceinline__ WeightRing<S> weight_ring() const {
+    return WeightRing<S>(base + (uint32_t)offsetof(Storage, weight_ring));
   }
-  /* Rows of a warp in an epilogue buffer. */
-  __device__ __forceinline__ uint32_t sOut(int consumer, int buffer, int warp) const {
-    return base + (uint32_t)offsetof(SharedStorage<S>, sOut) +
-           ((consumer * S::OWN_BUFFERS + buffer) * S::OUT_ROWS + warp * kWarpTokens) * kRowBytes;
+  __device__ __forceinline__ FactorRing<S> factor_ring() const {
+    return FactorRing<S>(base + (uint32_t)offsetof(Storage, factor_ring));
   }
 };
-
-/* Passes stages that the other producer warp fills. Waits for each of them as that one does,
- * because a barrier's parity only tells a phase from the next. */
-template <class S>
-__device__ __forceinline__ void pass_stages(GemmPipeline<S> &pipeline, int count) {
-#pragma unroll 1
-  for (; count > 0; count--, pipeline.advance())
-    pipeline.wait_empty();
-}
 
 /* Producer warp of weights and items. It prepares an item while it loads the one before. */
 template <class S> struct ColumnsWeights {
   const moelora_gemm_launch &g;
   const CUtensorMap *x_map;
   ColumnsMemory<S> smem;
-  GemmPipeline<S> pipeline;
+  WeightRing<S> ring;
   uint64_t policy;
   int columns, each, runs, blocks; // columns of a block, and of an item; items of a block; blocks
   int index = blockIdx.x;          // of the next item
@@ -143,8 +162,8 @@ template <class S> struct ColumnsWeights {
 
   __device__ __forceinline__ ColumnsWeights(const moelora_gemm_launch &launch, const CUtensorMap *x,
                                             const ColumnsMemory<S> &memory)
-      : g(launch), x_map(x), smem(memory), pipeline(memory.base), policy(evict_first_policy()),
-        columns((launch.weights.n_out + 63) / 64),
+      : g(launch), x_map(x), smem(memory), ring(memory.weight_ring()),
+        policy(evict_normal_policy()), columns((launch.weights.n_out + 63) / 64),
         blocks(*launch.schedule.blocks.num_post / S::TOKENS) {
     // Items that are long enough to hide the preparation of the next one, and enough of them to
     // keep all CTAs busy.
@@ -161,13 +180,12 @@ template <class S> struct ColumnsWeights {
     begin();
     while (next.tile.block >= 0) {
       const ColumnsItem item = next;
-      const int last = item.columns - 1, stages = item.stages();
+      const int last = item.columns - 1;
       load(item.tile, 0);
 #pragma unroll 1
       for (int i = 0; i <= last; i++) {
         if (i < last)
           load(item.tile, i + 1);
-        pass_stages<S>(pipeline, stages);
 
         // Prepare the next item in parts, which use what the part before has loaded.
         if (i == 0)
@@ -213,7 +231,7 @@ private:
     next.slabs = 0;
     if (next.tile.block >= 0 && g.schedule.blocks.packed_ranks) {
       SegmentList<S> list;
-      list.base = smem.list(items & 1);
+      list.base = smem.segments(items & 1);
       segments.find(g.adapters.lora.max_rank);
       list.find(g, next.tile, segments);
       next.slabs = list.slabs;
@@ -225,7 +243,7 @@ private:
         barrier_arrive_expect_tx(smem.full(), S::K_STEPS * S::TOKENS * kRowBytes);
 #pragma unroll
         for (int step = 0; step < S::K_STEPS; step++)
-          tma_load_2d(smem.rows(step), x_map, step * kDepth, next.tile.block * S::TOKENS,
+          tma_load_2d(smem.sX(step), x_map, step * kDepth, next.tile.block * S::TOKENS,
                       smem.full());
       } else {
         barrier_arrive(smem.full());
@@ -235,17 +253,17 @@ private:
   }
   /* Loads the weights of the item's column i, all of K, and their scales. */
   __device__ __forceinline__ void load(const Tile &first, int i) {
-    pipeline.wait_empty();
+    ring.wait_empty();
     if (elect_one()) {
       const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
       const char *gW = quantized_tile(g, first.expert, 0, (first.column + i) * 64);
-      barrier_arrive_expect_tx(pipeline.full(), S::K_STEPS * bytes);
+      barrier_arrive_expect_tx(ring.full(), S::K_STEPS * bytes);
 #pragma unroll
       for (int step = 0; step < S::K_STEPS; step++, gW += g.weights.w.stride_kt)
-        bulk_load(smem.tile(pipeline.stage, step), gW, bytes, pipeline.full(), policy);
+        bulk_load(smem.weights(ring.stage, step), gW, bytes, ring.full(), policy);
     }
     __syncwarp();
-    pipeline.advance();
+    ring.advance();
   }
 };
 
@@ -256,7 +274,7 @@ template <class S> struct ColumnsFactors {
   const moelora_gemm_launch &g;
   const FactorMaps *maps;
   ColumnsMemory<S> smem;
-  GemmPipeline<S> pipeline;
+  FactorRing<S> ring;
   uint64_t policy;
   SegmentList<S> list = {};
   // The lane's slab:
@@ -267,8 +285,8 @@ template <class S> struct ColumnsFactors {
   __device__ __forceinline__ ColumnsFactors(const moelora_gemm_launch &launch,
                                             const FactorMaps *b_maps,
                                             const ColumnsMemory<S> &memory)
-      : g(launch), maps(b_maps), smem(memory), pipeline(memory.base), policy(evict_first_policy()) {
-  }
+      : g(launch), maps(b_maps), smem(memory), ring(memory.factor_ring()),
+        policy(evict_normal_policy()) {}
 
   __device__ __forceinline__ void run() {
 #pragma unroll 1
@@ -281,19 +299,16 @@ template <class S> struct ColumnsFactors {
       if (item.tile.block < 0)
         break;
       const int stages = item.stages();
-      list.base = smem.list(items & 1);
+      list.base = smem.segments(items & 1);
       list.slabs = item.slabs;
       list.slices = 1;
       SlabIterator cursor;
       if (stages > 0 && stages <= STAGES_AT_ONCE)
         find(item, 0, cursor);
-      pass_stages<S>(pipeline, 1); // the weights of the first column
 #pragma unroll 1
       for (int i = 0; i < item.columns; i++) {
-        if (i + 1 < item.columns)
-          pass_stages<S>(pipeline, 1); // the weights of the next column
 #pragma unroll 1
-        for (int stage = 0; stage < stages; stage++, pipeline.advance()) {
+        for (int stage = 0; stage < stages; stage++, ring.advance()) {
           if (stages > STAGES_AT_ONCE && stage % STAGES_AT_ONCE == 0) {
             if (stage == 0)
               cursor = {};
@@ -331,8 +346,8 @@ private:
     const int slabs = min(kColumnsSlabs, item.slabs - stage * kColumnsSlabs);
     const int j = (int)(threadIdx.x & 31) - stage % STAGES_AT_ONCE * kColumnsSlabs;
     const bool mine = j >= 0 && j < slabs;
-    const uint32_t at = smem.header(pipeline.stage);
-    pipeline.wait_empty();
+    const uint32_t at = smem.header(ring.stage);
+    ring.wait_empty();
     if (mine) {
       store_shared_4(at + 4 * j, word);
       if (j == 0)
@@ -340,12 +355,12 @@ private:
     }
     __syncwarp();
     if (j == 0)
-      barrier_arrive_expect_tx(pipeline.full(), slabs * kSlabM64Bytes);
+      barrier_arrive_expect_tx(ring.full(), slabs * kSlabM64Bytes);
     __syncwarp();
     if (mine && width > 0)
-      tma_load_5d(smem.sW(pipeline.stage) + j * kSlabM64Bytes,
+      tma_load_5d(smem.factors(ring.stage) + j * kSlabM64Bytes,
                   width > 1 ? &maps->wide[0] : &maps->slice[0], rank, output, 0, expert, adapter,
-                  pipeline.full(), policy);
+                  ring.full(), policy);
   }
 };
 
@@ -354,7 +369,8 @@ template <class S, class T> struct ColumnsConsumer {
   const moelora_gemm_launch &g;
   const CUtensorMap *out_map;
   ColumnsMemory<S> smem;
-  GemmPipeline<S> pipeline;
+  WeightRing<S> weights;
+  FactorRing<S> factors;
   uint64_t policy; // of the outputs, which the sum over top_k reads once
   int consumer;
   int from; // first token of this warp
@@ -367,8 +383,9 @@ template <class S, class T> struct ColumnsConsumer {
   __device__ __forceinline__ ColumnsConsumer(const moelora_gemm_launch &launch,
                                              const CUtensorMap *out, const ColumnsMemory<S> &memory,
                                              int which)
-      : g(launch), out_map(out), smem(memory), pipeline(memory.base), policy(evict_first_policy()),
-        consumer(which), from(which * 64 + (int)(threadIdx.x >> 5 & 3) * kWarpTokens) {}
+      : g(launch), out_map(out), smem(memory), weights(memory.weight_ring()),
+        factors(memory.factor_ring()), policy(evict_first_policy()), consumer(which),
+        from(which * 64 + (int)(threadIdx.x >> 5 & 3) * kWarpTokens) {}
 
   __device__ __forceinline__ void run() {
     bool waits = g.schedule.blocks.packed_ranks != nullptr; // for the shrink
@@ -401,18 +418,22 @@ template <class S, class T> struct ColumnsConsumer {
   }
 
 private:
-  __device__ __forceinline__ void release(int stage) const {
-    __syncwarp(); // all lanes have read the stage
-    pipeline.release(stage);
-  }
-  /* Passes the stages of an item without tokens of this consumer. */
+  /* Passes an item without tokens of this consumer. */
   __device__ __forceinline__ void skip() {
-    const int stages = item.columns * (1 + item.stages());
+    const int stages = item.stages();
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, pipeline.advance()) {
-      pipeline.wait_full();
-      release(pipeline.stage);
+    for (int i = 0; i < item.columns; i++) {
+      pass(weights);
+#pragma unroll 1
+      for (int j = 0; j < stages; j++)
+        pass(factors);
     }
+  }
+  template <class Ring> static __device__ __forceinline__ void pass(Ring &ring) {
+    ring.wait_full();
+    __syncwarp(); // all lanes have waited
+    ring.release(ring.stage);
+    ring.advance();
   }
 
   __device__ __forceinline__ void load_rows() {
@@ -420,7 +441,7 @@ private:
 #pragma unroll
     for (int i = 0; i < S::K_STEPS * 4; i++) {
       const int chunk = i % 4 * 2 + (lane >> 4);
-      load_matrix_x4(rX[i], smem.rows(i / 4) + row * kRowBytes + ((chunk ^ (row & 7)) << 4));
+      load_matrix_x4(rX[i], smem.sX(i / 4) + row * kRowBytes + ((chunk ^ (row & 7)) << 4));
     }
   }
   /* Position of the thread's first token; the other one is eight further on. */
@@ -470,9 +491,9 @@ private:
   /* Issues the wgmmas of the next column, each k step to its own accumulators. Returns its stage.
    */
   __device__ __forceinline__ int issue(float (&rAcc)[S::K_STEPS][32]) {
-    const int stage = (int)uniform(pipeline.stage);
-    pipeline.wait_full();
-    const uint64_t b = wgmma_descriptor(smem.sW(stage));
+    const int stage = (int)uniform(weights.stage);
+    weights.wait_full();
+    const uint64_t b = wgmma_descriptor(smem.weights(stage, 0));
     constexpr int TILE_UNITS = sizeof(typename S::WeightTile) / 16;
 #pragma unroll
     for (int step = 0; step < S::K_STEPS; step++)
@@ -483,7 +504,7 @@ private:
       Wgmma<64>::mma_e4m3_registers(rAcc[i / 4], rX[i],
                                     move_descriptor(b, i / 4 * TILE_UNITS + i % 4 * 2), i % 4 > 0);
     wgmma_commit();
-    pipeline.advance();
+    weights.advance();
     return stage;
   }
   /* Scales the accumulators of the item's column i, adds its adapters and stores it. */
@@ -493,7 +514,8 @@ private:
       promote<true>(rAcc, stage);
     else
       promote<false>(rAcc, stage);
-    release(stage);
+    __syncwarp(); // all lanes have read the scales
+    weights.release(stage);
     add_adapters(v);
     if (from >= item.count)
       return;
@@ -512,7 +534,8 @@ private:
   __device__ __forceinline__ void promote(float (&rAcc)[S::K_STEPS][32], int stage) const {
 #pragma unroll
     for (int step = 0; step < S::K_STEPS; step++) {
-      const uint32_t at = smem.tile(stage, step) + kM64Bytes + (BY_ROW ? 8 * (threadIdx.x & 3) : 0);
+      const uint32_t at =
+          smem.weights(stage, step) + kM64Bytes + (BY_ROW ? 8 * (threadIdx.x & 3) : 0);
       float2 weight;
       if (!BY_ROW)
         weight.x = weight.y = __uint_as_float(load_shared_4(at));
@@ -535,18 +558,19 @@ private:
   __device__ __forceinline__ void add_adapters(float (&v)[32]) {
     const int stages = item.stages();
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, pipeline.advance()) {
-      pipeline.wait_full();
-      const int stage = pipeline.stage;
+    for (int i = 0; i < stages; i++, factors.advance()) {
+      factors.wait_full();
+      const int stage = factors.stage;
       const uint4 words = load_shared_16(smem.header(stage));
       const SlabsHeader header = SlabsHeader::read(smem.header(stage));
 #pragma unroll 1
       for (int j = 0; j < header.slabs; j++) {
         const ColumnsSlab slab(j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w);
         if (slab.low < from + kWarpTokens && slab.high > from)
-          add_slab(v, slab, header, j, smem.sW(stage));
+          add_slab(v, slab, header, j, smem.factors(stage));
       }
-      release(stage);
+      __syncwarp(); // all lanes have read the stage
+      factors.release(stage);
     }
   }
   /* v += xa B^T of slab j, for the tokens that carry its adapter. */
@@ -606,7 +630,7 @@ private:
     const uint32_t sOut = smem.sOut(consumer, buffer, threadIdx.x >> 5 & 3);
     buffer ^= 1;
     if (elect_one())
-      tma_store_wait_read<S::OWN_BUFFERS - 1>();
+      tma_store_wait_read<S::BUFFERS - 1>();
     __syncwarp();
     write_tokens<T>(v, sOut);
     fence_async_proxy();
@@ -628,7 +652,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   extern __shared__ char shared[];
   const ColumnsMemory<S> smem(shared);
   if (threadIdx.x == 0) {
-    GemmPipeline<S>(smem.base).init(1, 4 * S::CONSUMERS);
+    smem.weight_ring().init(1, 4 * S::CONSUMERS);
+    smem.factor_ring().init(1, 4 * S::CONSUMERS);
     barrier_init(smem.full(), 1);
     barrier_init(smem.empty(), (4 * S::CONSUMERS + 1) * kArrivals);
     barrier_init_visible();

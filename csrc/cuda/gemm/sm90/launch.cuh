@@ -62,7 +62,7 @@ struct LaunchSm90 {
         return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
       } else {
         if (fits_columns(*g, *plan))
-          return g->tokens.k > 128 ? launch_columns<Fp8ColumnsShape<2, 8>>(g, exec)
+          return g->tokens.k > 128 ? launch_columns<Fp8ColumnsShape<2, 6>>(g, exec)
                                    : launch_columns<Fp8ColumnsShape<1, 12>>(g, exec);
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
       }
@@ -93,8 +93,8 @@ struct LaunchSm90 {
       MOELORA_TRY(map_factors<S>(g, BF16, &b));
     const int64_t columns = (g->weights.n_out + 63) / 64;
     return launch_kernel<gemm_columns_sm90<S, T>>(
-        "gemm_sm90", g->schedule.blocks.max_blocks * columns, S::THREADS, kSharedBytes<S>, exec,
-        x.box, out.box, b, *g);
+        "gemm_sm90", g->schedule.blocks.max_blocks * columns, S::THREADS, ColumnsMemory<S>::BYTES,
+        exec, x.box, out.box, b, *g);
   }
 
   /* parts: number of parts that a tile may be split into. */
