@@ -15,10 +15,7 @@
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
 
-/* Columns of wide of a tile: the more, the less often rows of ranks are loaded, as long as there
- * are tiles for all CTAs. */
-constexpr int kFewColumns = 512, kMostFewColumns = 2048;
-constexpr int64_t kManyFewTiles = 4096;
+constexpr int kFewColumns = 512; // of wide, of a tile
 
 template <int RANKS_> struct FewShape {
   static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
@@ -44,7 +41,7 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
     p++;
   const GradientProduct &product = group.product[p];
   const int at = tile - product.few.first;
-  *found = {at / product.few.columns * RANKS, at % product.few.columns * group.few_columns};
+  *found = {at / product.few.columns * RANKS, at % product.few.columns * kFewColumns};
   return product;
 }
 
@@ -74,11 +71,11 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
 
   __device__ __forceinline__ FewTile(const GradientProduct &p, const moelora_gradient_part &part,
                                      const GradientTile &tile, typename S::SharedStorage &shared,
-                                     int rank, int most_columns)
+                                     int rank)
       : p(p), part(part), wide_row(shared.wide_row), sRanks(shared_address(shared.ranks)),
         sWide(shared_address(shared.wide[threadIdx.x >> 5])), rank(rank), first_rank(tile.rank) {
     const int own = (int)(threadIdx.x >> 5) * S::COLUMNS;
-    const int left = min(p.columns - tile.column, most_columns) - own;
+    const int left = min(p.columns - tile.column, kFewColumns) - own;
     first_column = tile.column + own;
     slabs = max(0, (left + CTA_COLUMNS - 1) / CTA_COLUMNS);
   }
@@ -360,9 +357,9 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     if (part.count > 0)
       load_few_ranks<T, S>(s, p, part, tile, rank, shared);
     if (p.transposed)
-      FewTile<T, S, true>(p, part, tile, shared, rank, group.few_columns).run();
+      FewTile<T, S, true>(p, part, tile, shared, rank).run();
     else
-      FewTile<T, S, false>(p, part, tile, shared, rank, group.few_columns).run();
+      FewTile<T, S, false>(p, part, tile, shared, rank).run();
     __syncthreads(); // all warps have read the rows
   }
 }
