@@ -2,6 +2,8 @@
 
     python -m benchmarks.qlora_step --out benchmarks/results/h200-qlora-step.json
     python -m benchmarks.qlora_step --engines moelora,unsloth --peers .peers/train --out ...
+    python -m benchmarks.qlora_step --layers 24 --rank 8 --batch 1 --length 1024,4096 \
+        --checkpointing --float32 --whole-logits --out benchmarks/results/h200-training-memory.json
 
 Twelve layers of attention (64 heads, 8 of keys and values) and 32 experts in MXFP4, four for a
 token; embeddings and head of 201,088 tokens. Adapters of rank 16 on experts and attention, in
@@ -9,13 +11,17 @@ bfloat16, trained by torch's fused AdamW; random weights and tokens; no position
 biases; SiLU, as peers have it. One step: forward, cross entropy, backward, update. Engines differ
 in the experts alone: `moelora`, or Unsloth's kernels as `--peers DIR` has them (`train_peers.py`,
 `unsloth_mx`, which chooses by itself between its fused GEMM and dequantization). Each engine has a
-process of its own. `--checkpointing` repeats each layer's forward in the backward.
+process of its own. `--checkpointing` repeats each layer's forward in the backward; `--float32` has
+factors of experts, their gradients and moments in float32, as PEFT does by default;
+`--whole-logits` keeps those of all tokens. With all three, and all layers, the peak is what
+`training_memory` computes.
 
 seconds: median of the steps after two; peak: of torch's allocator, weights included. `loss`: that
 of the first step, for which engines have the same weights.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -23,6 +29,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,11 +93,11 @@ def draw_experts(s, draw):
 
 
 class Ours:
-    def __init__(self, p):
+    def __init__(self, p, dtype=torch.bfloat16):
         pack = moelora.QuantizedWeights.from_mxfp4
         self.w13, self.w2 = pack(p.q13, p.s13, gate_up="concatenated"), pack(p.q2, p.s2)
         names = {"w13_lora_a": p.a13, "w13_lora_b": p.b13, "w2_lora_a": p.a2, "w2_lora_b": p.b2}
-        self.factors = {n: nn.Parameter(t.unsqueeze(0)) for n, t in names.items()}
+        self.factors = {n: nn.Parameter(t.unsqueeze(0).to(dtype)) for n, t in names.items()}
         self.scalings = torch.full((1,), SCALING, device=p.a13.device)
 
     def trained(self):
@@ -167,10 +174,10 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, s, device, make, repeats=False):
+    def __init__(self, s, device, make, repeats=False, whole_logits=False):
         super().__init__()
         draw = Draw(device)
-        self.repeats = repeats
+        self.repeats, self.whole_logits = repeats, whole_logits
         self.register_buffer("embedding", draw.normal(s.vocab, s.hidden, std=1.0))
         self.register_buffer("head", draw.normal(s.vocab, s.hidden, std=s.hidden**-0.5))
         self.layers = nn.ModuleList(Layer(s, draw, make) for _ in range(s.layers))
@@ -184,6 +191,8 @@ class Model(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.repeats else layer(x)
         x, wanted = F.rms_norm(x, x.shape[-1:]).flatten(0, 1), tokens[:, 1:].flatten()
+        if self.whole_logits:
+            return self.loss(x, wanted) / len(wanted)
         parts = zip(x.split(CHUNK), wanted.split(CHUNK), strict=True)
         losses = [checkpoint(self.loss, *part, use_reentrant=False) for part in parts]
         return torch.stack(losses).sum() / len(wanted)
@@ -192,10 +201,10 @@ class Model(nn.Module):
         return F.cross_entropy(F.linear(x, self.head).float(), wanted, reduction="sum")
 
 
-def measure(sizes, make, batch, length, steps, device="cuda", repeats=False):
+def measure(sizes, make, batch, length, steps, device="cuda", **options):
     """What steps of a model with such experts take."""
     on_gpu = device == "cuda"
-    model = Model(sizes, device, make, repeats)
+    model = Model(sizes, device, make, **options)
     optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
     draw = torch.Generator(device).manual_seed(1)
     seconds, losses = [], []
@@ -230,42 +239,57 @@ def main(argv=None):
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--rank", type=int, default=Sizes.rank)
     parser.add_argument("--batch", type=int, default=2, help="sequences")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument(
+        "--length", default="2048", help="tokens of a sequence; several: one by one"
+    )
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument("--float32", action="store_true", help="experts' factors")
+    parser.add_argument("--whole-logits", action="store_true", help="of all tokens at once")
     parser.add_argument("--seconds", type=float, default=150, help="for an engine")
     parser.add_argument("--out", help="result file to write")
     parser.add_argument("--engine", choices=("moelora", "unsloth"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.engine:
         make = unsloth(args.peers.resolve()) if args.engine == "unsloth" else Ours
+        make = partial(Ours, dtype=torch.float32) if args.float32 else make
         sizes = Sizes(layers=args.layers, rank=args.rank)
-        row = measure(sizes, make, args.batch, args.length, args.steps, repeats=args.checkpointing)
-        print(json.dumps(row))
+        options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
+        print(json.dumps(measure(sizes, make, args.batch, int(args.length), args.steps, **options)))
         return 0
     engines = args.engines.split(",")
     if "unsloth" in engines and args.peers is None:
         parser.error("unsloth needs --peers, a folder with train_peers.py")
+    if "unsloth" in engines and args.float32:
+        parser.error("--float32 needs --engines moelora: Unsloth's kernels take bfloat16 factors")
     rows = []
-    for engine in engines:
-        words = [sys.executable, "-m", "benchmarks.qlora_step", "--engine", engine]
-        for name in ("layers", "rank", "batch", "length", "steps"):
-            words += [f"--{name}", str(getattr(args, name))]
-        words += ["--peers", str(args.peers)] if args.peers else []
-        words += ["--checkpointing"] if args.checkpointing else []
-        case = {n: getattr(args, n) for n in ("layers", "rank", "batch", "length", "checkpointing")}
-        row = {"engine": engine, **case}
-        try:
-            run = subprocess.run(words, capture_output=True, text=True, timeout=args.seconds)
-            said = run.stdout.splitlines()
-            row |= json.loads(said[-1]) if run.returncode == 0 else {"error": run.stderr[-800:]}
-        except subprocess.TimeoutExpired:
-            row["error"] = f"stopped after {args.seconds:.0f} s"
-        print(json.dumps(row), flush=True)
-        rows.append(row)
+    for engine, length in itertools.product(engines, map(int, args.length.split(","))):
+        rows.append(run(engine, length, args))
+        print(json.dumps(rows[-1]), flush=True)
         if args.out:
             results.write(args.out, rows)
     return int(any("error" in row for row in rows))
+
+
+FLAGS = "checkpointing", "float32", "whole_logits"
+
+
+def run(engine, length, args):
+    """A row of the result file, by a process of its own."""
+    case = {n: getattr(args, n) for n in ("layers", "rank", "batch")} | {"length": length}
+    words = [sys.executable, "-m", "benchmarks.qlora_step", "--engine", engine]
+    for name, value in (case | {"steps": args.steps}).items():
+        words += [f"--{name}", str(value)]
+    words += ["--peers", str(args.peers)] if args.peers else []
+    words += [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(args, name)]
+    row = {"engine": engine, **case, **{name: getattr(args, name) for name in FLAGS}}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=args.seconds)
+        said = done.stdout.splitlines()
+        row |= json.loads(said[-1]) if done.returncode == 0 else {"error": done.stderr[-800:]}
+    except subprocess.TimeoutExpired:
+        row["error"] = f"stopped after {args.seconds:.0f} s"
+    return row
 
 
 if __name__ == "__main__":

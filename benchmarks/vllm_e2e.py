@@ -4,7 +4,7 @@
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
-    python -m benchmarks.vllm_e2e --only sampler --format fp8 --out ...-e2e-sampler.json
+    python -m benchmarks.vllm_e2e --only sampler --format fp8 --out ...-e2e-sampler-fp8.json
 
 One engine of vLLM after the other, each in its own process (`engines/vllm_engine.py`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry

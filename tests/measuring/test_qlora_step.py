@@ -1,8 +1,11 @@
 """benchmarks.qlora_step: engines differ in the experts alone."""
 
+import functools
+
+import pytest
 import torch
 
-from benchmarks.qlora_step import SCALING, Ours, Sizes, measure
+from benchmarks.qlora_step import SCALING, Ours, Sizes, main, measure
 
 SMALL = Sizes(
     layers=2,
@@ -43,3 +46,16 @@ def test_engines_have_the_same_model():
     assert rows[0]["loss"] == rows[1]["loss"]
     assert abs(rows[0]["loss"] - rows[2]["loss"]) < 0.02
     assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_float32_factors_and_whole_logits_change_the_loss_by_rounding():
+    usual = measure(SMALL, Ours, 2, 24, 1, device="cpu")
+    make = functools.partial(Ours, dtype=torch.float32)
+    other = measure(SMALL, make, 2, 24, 1, device="cpu", repeats=True, whole_logits=True)
+    assert abs(usual["loss"] - other["loss"]) < 0.001
+
+
+def test_unsloth_takes_no_float32_factors(capsys):
+    with pytest.raises(SystemExit):
+        main(["--engines", "unsloth", "--peers", ".", "--float32"])
+    assert "--float32 needs --engines moelora" in capsys.readouterr().err

@@ -129,20 +129,37 @@ def test_an_adapter_trains_as_if_it_were_alone(spec, place):
             assert grad[adapter].any(), name
 
 
+def assert_alone_in_another_stack(p: Problem, grad_out: torch.Tensor, adapters) -> None:
+    """The bits of gradients of `adapters` are those that each has in a stack of its own."""
+    together = by_hand(p.kwargs(), grad_out)
+    for adapter in adapters:
+        tokens = (p.token_lora_mapping == adapter).nonzero().squeeze(1)
+
+        def own(value, adapter=adapter):
+            if isinstance(value, list):
+                return [own(v) for v in value]
+            return value[adapter : adapter + 1].contiguous()
+
+        names = (*FACTORS, "lora_ranks", "lora_scalings")
+        changes = {name: own(getattr(p, name)) for name in names}
+        mapping = torch.zeros_like(tokens, dtype=torch.int32)
+        alone = only(p, tokens, **changes, token_lora_mapping=mapping)
+        for name, grad in factors(by_hand(alone.kwargs(), grad_out[tokens])).items():
+            assert grad.any() and same_bits(grad[0], together[name][adapter]), (name, adapter)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_an_adapter_in_another_slot_of_another_stack(place):
     p, grad_out = problem(TENANTS, place)
-    together = by_hand(p.kwargs(), grad_out)
-    tokens = (p.token_lora_mapping == 2).nonzero().squeeze(1)
+    assert_alone_in_another_stack(p, grad_out, [2])
 
-    def own(value):
-        return [own(v) for v in value] if isinstance(value, list) else value[2:3].contiguous()
 
-    changes = {name: own(getattr(p, name)) for name in (*FACTORS, "lora_ranks", "lora_scalings")}
-    mapping = torch.zeros_like(tokens, dtype=torch.int32)
-    alone = only(p, tokens, **changes, token_lora_mapping=mapping)
-    for name, grad in factors(by_hand(alone.kwargs(), grad_out[tokens])).items():
-        assert same_bits(grad[0], together[name][2]), name
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_one_of_more_pairs_than_a_sort_has_keys(place):
+    """A pair has half a row on average, others none."""
+    spec = replace(TENANTS, tokens=1000, top_k=4, experts=64, hidden=64, inter=32)
+    p, grad_out = problem(replace(spec, ranks=(8, 16, 3) * 40), place)
+    assert_alone_in_another_stack(p, grad_out, [0, 50, 119])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

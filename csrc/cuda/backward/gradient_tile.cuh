@@ -33,7 +33,6 @@ struct GradientGroup {
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
   int32_t tiles, few_tiles; // tiles per part; per pair of few rows
-  int32_t few_columns;      // of wide, of a tile of a pair of few rows
   int64_t slot_floats;
   float *slots;
 };

@@ -489,19 +489,12 @@ template <class T, int RANKS>
 moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
   using S = FewShape<RANKS>;
   GradientGroup &group = s.group[0];
-  const auto number_tiles = [&](int columns) {
-    group.few_columns = columns, group.few_tiles = 0;
-    for (int i = 0; i < group.count; i++) {
-      GradientProduct &p = group.product[i];
-      p.few.columns = (p.columns + columns - 1) / columns;
-      p.few.first = group.few_tiles;
-      group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
-    }
-    return group.parts.most_few * group.few_tiles;
-  };
-  int columns = kMostFewColumns;
-  while (number_tiles(columns) < kManyFewTiles && columns > kFewColumns)
-    columns /= 2;
+  for (int i = 0; i < group.count; i++) {
+    GradientProduct &p = group.product[i];
+    p.few.columns = (p.columns + kFewColumns - 1) / kFewColumns;
+    p.few.first = group.few_tiles;
+    group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
+  }
   return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.most_few * group.few_tiles,
                                             S::THREADS, sizeof(typename S::SharedStorage), exec, s);
 }

@@ -15,10 +15,7 @@
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
 
-/* Columns of wide of a tile: the more, the less often rows of ranks are loaded, as long as there
- * are tiles for all CTAs. */
-constexpr int kFewColumns = 512, kMostFewColumns = 2048;
-constexpr int64_t kManyFewTiles = 4096;
+constexpr int kFewColumns = 512; // of wide, of a tile
 
 template <int RANKS_> struct FewShape {
   static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
@@ -44,7 +41,7 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
     p++;
   const GradientProduct &product = group.product[p];
   const int at = tile - product.few.first;
-  *found = {at / product.few.columns * RANKS, at % product.few.columns * group.few_columns};
+  *found = {at / product.few.columns * RANKS, at % product.few.columns * kFewColumns};
   return product;
 }
 
@@ -62,94 +59,109 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
   // Neighbors of eight elements in a line of the gradient, a rank of A or a column of B.
   static constexpr int UNITS = N_TILES, TURN = 32 / UNITS; // of a line; lines that a warp stores
+  static constexpr int CTA_COLUMNS = S::WARPS * S::COLUMNS;
+  static constexpr uint32_t STAGE = S::ROWS * S::WIDE_PITCH;
   const GradientProduct &p;
   const moelora_gradient_part &part;
-  GradientTile tile;
-  typename S::SharedStorage &shared;
-  int most_columns; // of the tile
-  // Columns of ranks of the tile that belong to the first slice; true ranks from the tile's first
-  // column on, and the same of the second slice.
-  int split, ranks_left[2];
+  const int32_t *wide_row; // by row, and the first row for those up to a multiple of 16
+  uint32_t sRanks, sWide;  // of this warp
+  int rank;                // true rank of the part
+  int first_rank;          // column of ranks where the tile begins
+  int first_column, slabs; // of this warp
 
   __device__ __forceinline__ FewTile(const GradientProduct &p, const moelora_gradient_part &part,
                                      const GradientTile &tile, typename S::SharedStorage &shared,
-                                     int rank, int most_columns)
-      : p(p), part(part), tile(tile), shared(shared), most_columns(most_columns),
-        split(p.padded_rank - tile.rank), ranks_left{rank - tile.rank, 0} {
-    if (p.slices > 1)
-      ranks_left[1] = ranks_left[0] + p.padded_rank;
+                                     int rank)
+      : p(p), part(part), wide_row(shared.wide_row), sRanks(shared_address(shared.ranks)),
+        sWide(shared_address(shared.wide[threadIdx.x >> 5])), rank(rank), first_rank(tile.rank) {
+    const int own = (int)(threadIdx.x >> 5) * S::COLUMNS;
+    const int left = min(p.columns - tile.column, kFewColumns) - own;
+    first_column = tile.column + own;
+    slabs = max(0, (left + CTA_COLUMNS - 1) / CTA_COLUMNS);
   }
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
-  __device__ __forceinline__ int warp() const { return threadIdx.x >> 5; }
-  /* First column of a slab. */
-  __device__ __forceinline__ int column_of(int slab) const {
-    return tile.column + (slab * S::WARPS + warp()) * S::COLUMNS;
-  }
-  __device__ __forceinline__ int slabs() const {
-    const int left = min(p.columns - tile.column, most_columns) - warp() * S::COLUMNS;
-    return max(0, (left + S::WARPS * S::COLUMNS - 1) / (S::WARPS * S::COLUMNS));
-  }
-  __device__ __forceinline__ int passes() const { return (part.count + S::ROWS - 1) / S::ROWS; }
-  __device__ __forceinline__ uint32_t sWide(int step) const {
-    return shared_address(shared.wide[warp()][step % S::STAGES]);
+  __device__ __forceinline__ uint32_t after(uint32_t stage) const {
+    return stage == sWide + (S::STAGES - 1) * STAGE ? sWide : stage + STAGE;
   }
 
-  /* Issues the copies of the rows of a pass, of a slab's columns: as many as the products read. */
-  __device__ __forceinline__ void load(int slab, int pass, int step) const {
+  /* Copies of a warp, one pass over the rows of a slab after the other. */
+  struct Copies {
+    const T *from; // in row 0, of this lane
+    int left;      // columns from there on
+    int slabs, passes, pass;
+    uint32_t stage;
+  };
+  __device__ __forceinline__ Copies all_copies(int passes) const {
+    const int column = first_column + lane() % (S::COLUMNS / 8) * 8;
+    return {(const T *)p.wide.data + column, p.columns - column, slabs, passes, 0, sWide};
+  }
+
+  /* Issues the copies of a pass: as many rows as the products read. */
+  __device__ __forceinline__ void load(Copies &copies) const {
     constexpr int CHUNKS = S::COLUMNS / 8, TURN_ROWS = 32 / CHUNKS;
-    const int chunk = lane() % CHUNKS, column = column_of(slab) + chunk * 8;
-    const int first = pass * S::ROWS + lane() / CHUNKS;
-    const uint32_t to = sWide(step) + lane() / CHUNKS * S::WIDE_PITCH + chunk * 16;
-    RowCopies<T> wide;
-    wide.describe(p.wide, column, p.columns - column);
-    const auto copy_all = [&](bool vectors) {
+    if (copies.slabs > 0) {
+      const int rows = part.count - copies.pass * S::ROWS, own = lane() / CHUNKS;
+      const int32_t *const row = wide_row + copies.pass * S::ROWS + own;
+      const T *const from = copies.left > 0 ? copies.from : (const T *)p.wide.data;
+      const uint32_t to = copies.stage + own * S::WIDE_PITCH + lane() % CHUNKS * 16;
+      const auto copy_all = [&](auto copy) {
 #pragma unroll
-      for (int i = 0; i < S::ROWS; i += TURN_ROWS) {
-        if (pass * S::ROWS + i / 16 * 16 >= part.count)
-          break;
-        const bool there = first + i < part.count;
-        wide.copy(p.wide, vectors, to + i * S::WIDE_PITCH, there ? shared.wide_row[first + i] : 0,
-                  there);
+        for (int i = 0; i < S::ROWS; i += TURN_ROWS) {
+          if (i / 16 * 16 >= rows)
+            break;
+          copy(to + i * S::WIDE_PITCH, (uint32_t)row[i], own + i < rows && copies.left > 0);
+        }
+      };
+      if (p.wide_vectors)
+        copy_all([&](uint32_t to, uint32_t row, bool there) {
+          copy_async_16<128>(to, row_address(from, row, (uint32_t)p.wide.stride * sizeof(T)),
+                             there ? 16 : 0, true);
+        });
+      else
+        copy_all([&](uint32_t to, uint32_t row, bool there) {
+          copy_elements(to, from + row * p.wide.stride, there ? min(copies.left, 8) : 0);
+        });
+      if (++copies.pass == copies.passes) {
+        copies.pass = 0, copies.slabs--;
+        copies.from += CTA_COLUMNS, copies.left -= CTA_COLUMNS;
       }
-    };
-    if (p.wide_vectors)
-      copy_all(true);
-    else
-      copy_all(false);
+    }
+    copy_async_commit();
+    copies.stage = after(copies.stage);
   }
 
   /* Accumulates the products of a pass. */
-  __device__ __forceinline__ void multiply(int pass, int step,
+  __device__ __forceinline__ void multiply(int pass, uint32_t stage,
                                            float (&rAcc)[M_TILES][N_TILES][4]) const {
     // Addresses from which ldmatrix.trans loads an operand A: 16 rows of K by 16 columns in the
     // order of m16k16; and an operand B: in that of two k16n8.
     const int l = lane(), a_row = l % 8 + l / 16 * 8, a_column = l / 8 % 2 * 8;
     const int b_row = l % 16, b_column = l / 16 * 8;
-    const uint32_t sRanks = shared_address(shared.ranks) + pass * S::ROWS * S::RANKS_PITCH;
+    const uint32_t sPass = sRanks + pass * S::ROWS * S::RANKS_PITCH;
     const int left = part.count - pass * S::ROWS;
 #pragma unroll
     for (int k = 0; k < S::ROWS; k += 16) {
       if (k >= left)
         break;
-      const uint32_t a = TRANSPOSED ? sWide(step) + (k + a_row) * S::WIDE_PITCH + 2 * a_column
-                                    : sRanks + (k + a_row) * S::RANKS_PITCH + 2 * a_column;
-      const uint32_t b = TRANSPOSED ? sRanks + (k + b_row) * S::RANKS_PITCH + 2 * b_column
-                                    : sWide(step) + (k + b_row) * S::WIDE_PITCH + 2 * b_column;
+      const uint32_t a = TRANSPOSED ? stage + (k + a_row) * S::WIDE_PITCH + 2 * a_column
+                                    : sPass + (k + a_row) * S::RANKS_PITCH + 2 * a_column;
+      const uint32_t b = TRANSPOSED ? sPass + (k + b_row) * S::RANKS_PITCH + 2 * b_column
+                                    : stage + (k + b_row) * S::WIDE_PITCH + 2 * b_column;
       uint32_t rA[M_TILES][4];
 #pragma unroll
       for (int m = 0; m < M_TILES; m++)
-        if (TRANSPOSED || has_ranks(16 * m))
+        if (TRANSPOSED || ranks_left(16 * m) > 0)
           load_matrix_x4_trans(rA[m], a + 32 * m);
 #pragma unroll
       for (int n = 0; n < N_TILES; n += 2) {
-        if (TRANSPOSED && !has_ranks(8 * n))
+        if (TRANSPOSED && ranks_left(8 * n) <= 0)
           continue;
         uint32_t rB[4];
         load_matrix_x4_trans(rB, b + 16 * n);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)
-          if (TRANSPOSED || has_ranks(16 * m)) {
+          if (TRANSPOSED || ranks_left(16 * m) > 0) {
             mma_16816<T>(rAcc[m][n], rA[m], rB);
             mma_16816<T>(rAcc[m][n + 1], rA[m], rB + 2);
           }
@@ -157,56 +169,56 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* True ranks from column `own` of the tile on, in its slice. */
-  __device__ __forceinline__ int left_of(int own) const {
-    return (own < split ? ranks_left[0] : ranks_left[1]) - own;
+  /* True ranks from column `own` of the tile on, in its slice. Transposed products have one. */
+  __device__ __forceinline__ int ranks_left(int own) const {
+    const int at = first_rank + own;
+    return TRANSPOSED || at < p.padded_rank ? rank - at
+           : p.slices > 1                   ? rank + p.padded_rank - at
+                                            : 0;
   }
-  __device__ __forceinline__ bool has_ranks(int own) const { return left_of(own) > 0; }
 
   /* Where a lane stores 16 bytes of a line of a slab: of the line `i` + lane / UNITS, at i times
-   * `stride` bytes from `to` if i is below `end`. Of ranks, `there` are not zero, and `columns` is
-   * how many columns of the gradient there are from the first of the lane on. */
+   * `stride` bytes from `to` if i is below `end`, and not zeros if it is below `there`. Of ranks,
+   * `columns` is how many columns of the gradient there are from the first of the lane on. */
   struct Lines {
     T *to;
     uint32_t stride;
     int end, there, columns;
   };
   /* Those of ranks of a slice, by column of the tile, or of columns. */
-  __device__ __forceinline__ Lines lines_of(int slice, int first_column) const {
+  __device__ __forceinline__ Lines lines_of(int slice, int slab_column) const {
     const int line = lane() / UNITS, unit = lane() % UNITS * 8;
-    const int first_rank = tile.rank - slice * p.padded_rank; // of the tile's first column
-    const int r = first_rank + (TRANSPOSED ? unit : line);
-    const int column = first_column + (TRANSPOSED ? line : unit);
+    const int at = first_rank - slice * p.padded_rank; // rank where the tile begins
+    const int r = at + (TRANSPOSED ? unit : line);
+    const int column = slab_column + (TRANSPOSED ? line : unit), columns = p.columns - column;
     const moelora_gradient &g = p.gradient[slice];
     T *const gradient = (T *)g.data + part.to[0] * g.stride_l + part.to[1] * g.stride_e;
-    Lines lines = {gradient + (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column),
-                   (uint32_t)(g.stride_i * (int)sizeof(T)), 0, 0, p.columns - column};
-    if constexpr (TRANSPOSED)
-      lines.end = r < p.max_rank ? lines.columns : 0;
-    else
-      lines.end = lines.columns > 0 ? p.max_rank - r : 0, lines.there = ranks_left[slice] - line;
-    return lines;
+    T *const to = gradient + (TRANSPOSED ? column * g.stride_i + r : r * g.stride_i + column);
+    const uint32_t stride = (uint32_t)g.stride_i * sizeof(T);
+    if (TRANSPOSED)
+      return {to, stride, r < p.max_rank ? columns : 0, r < rank ? columns : 0, columns};
+    return {to, stride, columns > 0 ? p.max_rank - r : 0, rank - r, columns};
   }
-
   /* To the next slab of this warp. */
   __device__ __forceinline__ void advance(Lines &lines) const {
-    constexpr int COLUMNS = S::WARPS * S::COLUMNS;
+    lines.columns -= CTA_COLUMNS;
     if constexpr (TRANSPOSED) {
-      lines.to += COLUMNS * p.gradient[0].stride_i, lines.end -= COLUMNS;
+      lines.to += CTA_COLUMNS * p.gradient[0].stride_i;
+      lines.end -= CTA_COLUMNS, lines.there -= CTA_COLUMNS;
     } else {
-      lines.to += COLUMNS, lines.columns -= COLUMNS;
+      lines.to += CTA_COLUMNS;
       lines.end = lines.columns > 0 ? lines.end : 0;
     }
   }
 
   /* Stores a slab through the stage whose rows the last pass has multiplied. */
-  __device__ __forceinline__ void store(const Lines &of_first, int slab, int step,
+  __device__ __forceinline__ void store(const Lines &of_first, uint32_t stage,
                                         const float (&rAcc)[M_TILES][N_TILES][4]) const {
     constexpr int TILES = TRANSPOSED || M_TILES == 1 ? 1 : 2;
     constexpr int PITCH = TRANSPOSED ? S::RANKS_PITCH : S::WIDE_PITCH;
-    static_assert(16 * TILES * PITCH <= S::ROWS * S::WIDE_PITCH, "they fit into a stage");
-    const uint32_t sMine = sWide(step) + lane() / 4 * PITCH + lane() % 4 * 4;
-    const uint32_t sLines = sWide(step) + lane() / UNITS * PITCH + lane() % UNITS * 16;
+    static_assert(16 * TILES * PITCH <= STAGE, "they fit into a stage");
+    const uint32_t sMine = stage + lane() / 4 * PITCH + lane() % 4 * 4;
+    const uint32_t sLines = stage + lane() / UNITS * PITCH + lane() % UNITS * 16;
 #pragma unroll
     for (int m = 0; m < M_TILES; m += TILES) {
       __syncwarp(); // all lanes have read the stage
@@ -214,16 +226,19 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       for (int i = 0; i < 2 * TILES; i++)
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
-          if (has_ranks(TRANSPOSED ? 8 * n : 16 * m + 8 * i)) {
+          if (ranks_left(TRANSPOSED ? 8 * n : 16 * m + 8 * i) > 0) {
             const float *two = &rAcc[m + i / 2][n][i % 2 * 2];
             store_shared_4(sMine + 8 * i * PITCH + 16 * n, pack2<T>(two[0], two[1]));
           }
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < TILES; i++) {
-        const bool second = !TRANSPOSED && p.slices > 1 && 16 * (m + i) >= split;
-        store_lines(second ? lines_of(1, column_of(slab)) : of_first, 16 * (m + i),
-                    sLines + 16 * i * PITCH);
+        const int from = 16 * (m + i);
+        const bool second = !TRANSPOSED && p.slices > 1 && first_rank + from >= p.padded_rank;
+        // lines.columns are those from the slab on; the slice of other ranks is rare.
+        store_lines(second ? lines_of(1, p.columns - of_first.columns - lane() % UNITS * 8)
+                           : of_first,
+                    from, sLines + 16 * i * PITCH);
       }
     }
   }
@@ -235,54 +250,43 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       if (from + j >= lines.end)
         continue;
       uint4 v = load_shared_16(sLines + j * PITCH);
-      const int count = TRANSPOSED ? left_of(lane() % UNITS * 8) : lines.there - from - j;
-      if (TRANSPOSED ? count < 8 : count <= 0)
-        v = first_elements(v, TRANSPOSED ? count : 0);
+      const bool there = from + j < lines.there;
+      v = make_uint4(there ? v.x : 0, there ? v.y : 0, there ? v.z : 0, there ? v.w : 0);
+      if (TRANSPOSED && rank % 8)
+        v = first_elements(v, ranks_left(lane() % UNITS * 8));
       store_global_16((void *)row_address(lines.to, from + j, lines.stride), v);
     }
   }
 
   /* All slabs of this warp; the rows of ranks and their indices are there. */
   __device__ __forceinline__ void run() const {
-    const int all = slabs(), each = passes();
-    Lines lines = lines_of(0, column_of(0));
-    if (each == 0) { // zeros
-      float rAcc[M_TILES][N_TILES][4] = {};
+    const int passes = (part.count + S::ROWS - 1) / S::ROWS;
+    Lines lines = lines_of(0, first_column);
+    if (passes == 0) { // zeros
+      const float rAcc[M_TILES][N_TILES][4] = {};
 #pragma unroll 1
-      for (int slab = 0; slab < all; slab++, advance(lines))
-        store(lines, slab, 0, rAcc);
+      for (int slab = 0; slab < slabs; slab++, advance(lines))
+        store(lines, sWide, rAcc);
       return;
     }
-    int slab = 0, pass = 0, ahead_slab = 0, ahead_pass = 0;
-    const auto load_next = [&](int step) {
-      if (ahead_slab < all)
-        load(ahead_slab, ahead_pass, step);
-      copy_async_commit();
-      if (++ahead_pass == each)
-        ahead_pass = 0, ahead_slab++;
-    };
+    Copies copies = all_copies(passes);
 #pragma unroll 1
-    for (int step = 0; step < S::STAGES - 1; step++)
-      load_next(step);
-    float rAcc[M_TILES][N_TILES][4] = {};
+    for (int i = 0; i < S::STAGES - 1; i++)
+      load(copies);
+    uint32_t stage = sWide, last = sWide;
 #pragma unroll 1
-    for (int step = 0; slab < all; step++) {
-      // Wait for the stage, and until all lanes have read the previous one.
-      copy_async_wait<S::STAGES - 2>();
-      __syncwarp();
-      load_next(step + S::STAGES - 1);
-      multiply(pass, step, rAcc);
-      if (++pass < each)
-        continue;
-      store(lines, slab, step, rAcc);
-      pass = 0, slab++, advance(lines);
-#pragma unroll
-      for (int m = 0; m < M_TILES; m++)
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            rAcc[m][n][i] = 0.f;
+    for (int slab = 0; slab < slabs; slab++, advance(lines)) {
+      float rAcc[M_TILES][N_TILES][4] = {};
+#pragma unroll 1
+      for (int pass = 0; pass < passes; pass++) {
+        // Wait for the stage, and until all lanes have read the previous one.
+        copy_async_wait<S::STAGES - 2>();
+        __syncwarp();
+        load(copies);
+        multiply(pass, stage, rAcc);
+        last = stage, stage = after(stage);
+      }
+      store(lines, last, rAcc);
     }
     copy_async_wait<0>();
   }
@@ -300,6 +304,8 @@ load_few_ranks(const GradientLaunch &s, const GradientProduct &p, const moelora_
     if (p.weighted)
       shared.weight[i] = s.weight[part.first + i];
   }
+  for (int i = part.count + threadIdx.x; i < (part.count + 15) / 16 * 16; i += S::THREADS)
+    shared.wide_row[i] = s.index[p.wide.index][part.first];
   __syncthreads();
   const int chunk = threadIdx.x % CHUNKS, at = tile.rank + chunk * 8;
   const int slice = at >= p.padded_rank;
@@ -351,9 +357,9 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     if (part.count > 0)
       load_few_ranks<T, S>(s, p, part, tile, rank, shared);
     if (p.transposed)
-      FewTile<T, S, true>(p, part, tile, shared, rank, group.few_columns).run();
+      FewTile<T, S, true>(p, part, tile, shared, rank).run();
     else
-      FewTile<T, S, false>(p, part, tile, shared, rank, group.few_columns).run();
+      FewTile<T, S, false>(p, part, tile, shared, rank).run();
     __syncthreads(); // all warps have read the rows
   }
 }
