@@ -113,6 +113,9 @@ static void project_task(void *context, int64_t index, int32_t worker) {
     matrix->leave();
 }
 
+/* Outputs of the narrowest block: two groups of rows of a matrix register. */
+enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
+
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_sorted *sorted = projection->sorted;
   const int32_t num_experts = projection->routes->num_experts;
@@ -122,7 +125,6 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
       .columns = projection->gated ? block_n / 2 : block_n,
       .total_columns = projection->gated ? projection->w->n / 2 : projection->w->n,
   };
-  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
 
   int64_t active = 0, longest = 1;
   for (int32_t e = 0; e < num_experts; e++) {
@@ -130,9 +132,13 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
     active += rows > 0;
     longest = moelora_max(longest, rows);
   }
-  /* Rows are split only if experts and columns give too few tasks to balance the workers, since
-   * each chunk reads the weights again. */
-  int64_t wanted = 4 * (int64_t)moelora_workers(exec);
+  /* Several tasks per worker, to balance them: narrower blocks of columns if experts are few. Rows
+   * are split only if that does not suffice, since each chunk reads the weights again. */
+  const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
+  while (tasks.columns > MIN_COLUMNS &&
+         active * moelora_ceil_div(tasks.total_columns, tasks.columns) < wanted)
+    tasks.columns /= 2;
+  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
