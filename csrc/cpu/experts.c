@@ -12,7 +12,7 @@
 
 typedef struct experts_layout {
   moelora_sorted sorted;
-  moelora_scratch *scratch13, *scratch2;
+  moelora_scratch *scratch;
   void *x;    /* [M, K] operands; NULL if hidden_states are used directly */
   void *h;    /* [P, I] operands by sorted position */
   float *z;   /* [P, K] by flat row */
@@ -30,8 +30,7 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   moelora_arena arena = moelora_workspace_of(exec);
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
-  layout.scratch13 = moelora_scratch_take(variant, exec, &arena);
-  layout.scratch2 = moelora_scratch_take(variant, exec, &arena);
+  layout.scratch = moelora_scratch_take(variant, exec, &arena);
   if (moelora_cpu_kernels_of(variant)->widen || problem->apply_router_weight_on_input)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
@@ -72,7 +71,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
-      .scratch = layout.scratch13,
+      .scratch = layout.scratch,
       .x = problem->x,
       .x_stride = problem->x_stride,
       .x_index = MOELORA_BY_TOKEN,
@@ -95,7 +94,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
-      .scratch = layout.scratch2,
+      .scratch = layout.scratch,
       .x = layout.h,
       .x_stride = problem->intermediate,
       .x_index = MOELORA_BY_SORTED,
