@@ -134,6 +134,7 @@ struct moelora_projection {
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Output columns: gated projections pair column c of gate with column c of up. */
   bool gated, interleaved, activated;
+  int64_t first_column, columns; /* those to compute; columns == 0: all */
   moelora_activation_problem activation;
   void *before; /* [P, w->n] by flat row in the dtype, before the activation; NULL: not saved */
   int64_t before_stride;
@@ -175,7 +176,7 @@ static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, in
 }
 
 /* combine.c: implementations of `emit`: operands of out_variant by sorted position; float32 by
- * flat row. */
+ * flat row, from first_column on. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);
 void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,

@@ -14,8 +14,8 @@
 typedef struct project_tasks {
   const moelora_projection *projection;
   int64_t column_blocks, row_chunks, rows_per_chunk;
-  int64_t columns;       /* outputs per block: block_n, or half of it if gated */
-  int64_t total_columns; /* outputs of the projection */
+  int64_t columns;       /* outputs per block: at most block_n, or half of it if gated */
+  int64_t total_columns; /* outputs of all blocks */
 } project_tasks;
 
 static void add_bias(const moelora_projection *p, int32_t expert, const moelora_columns_of *range,
@@ -97,8 +97,8 @@ static void project_task(void *context, int64_t index, int32_t worker) {
   const int64_t chunk = index % tasks->row_chunks;
   const int64_t block = index / tasks->row_chunks % tasks->column_blocks;
   const int64_t expert = index / tasks->row_chunks / tasks->column_blocks;
-  const int64_t begin = block * tasks->columns;
-  const int64_t count = moelora_min(tasks->columns, tasks->total_columns - begin);
+  const int64_t begin = p->first_column + block * tasks->columns;
+  const int64_t count = moelora_min(tasks->columns, p->first_column + tasks->total_columns - begin);
   int64_t row = p->sorted->offset[expert] + chunk * tasks->rows_per_chunk;
   const int64_t end = moelora_min(p->sorted->offset[expert + 1], row + tasks->rows_per_chunk);
   if (row >= end)
@@ -125,6 +125,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
       .columns = projection->gated ? block_n / 2 : block_n,
       .total_columns = projection->gated ? projection->w->n / 2 : projection->w->n,
   };
+  if (projection->columns)
+    tasks.total_columns = projection->columns;
 
   int64_t active = 0, longest = 1;
   for (int32_t e = 0; e < num_experts; e++) {
@@ -145,7 +147,9 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   /* A register tile reuses a weight for several rows in the time of one read. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
-                       (double)passes * (double)projection->w->n * (double)projection->w->k,
+                       (double)passes *
+                           (double)(tasks.total_columns * (projection->gated ? 2 : 1)) *
+                           (double)projection->w->k,
                        project_task, &tasks);
 }
 
