@@ -19,6 +19,13 @@ enum { MOELORA_MATRIX_ROWS = 16, MOELORA_MATRIX_STEP = 32, MOELORA_PANEL_STEP = 
 /* Granularity of the columns of add_rows. */
 #define MOELORA_ROW_STEP 16
 
+/* Scales of a product: the sum of row i and weight row j times w[j] x[i][group]. */
+typedef struct moelora_product_scales {
+  const float *w;        /* [n] */
+  const float *const *x; /* [m] rows */
+  int64_t group;
+} moelora_product_scales;
+
 /* Products on matrix registers, for 16-bit operands. Panels are operand rows of x, rearranged:
  * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. The bits
  * of a row depend on k alone, as those of `dot`, but are others. */
@@ -28,10 +35,11 @@ typedef struct moelora_cpu_matrix {
   void (*leave)(void);
   void (*pack)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */, void *panels);
   /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
-   * is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes. */
+   * is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes. With
+   * scales (NULL: none) the sum over q is scaled before it is added. */
   void (*multiply)(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
-                   const void *w /* [n] operand rows */, int64_t w_stride, float *c /* [m, ldc] */,
-                   int64_t ldc);
+                   const void *w /* [n] operand rows */, int64_t w_stride,
+                   const moelora_product_scales *scales, float *c /* [m, ldc] */, int64_t ldc);
 } moelora_cpu_matrix;
 
 typedef struct moelora_cpu_kernels {

@@ -143,16 +143,22 @@ multiply_block(const bool two_weights, const bool two_tokens, int64_t k, const w
     _tile_stored(3, sums[1][1], 64);
 }
 
-/* c[i * ldc + j] += sums[j][i], for i < m and j < n, at most 16 each */
-static inline void add_transposed(int64_t m, int64_t n, const float *sums, float *c, int64_t ldc) {
+/* c[i * ldc + j] += sums[j][i], for i < m and j < n, at most 16 each, times the scales of rows from
+ * `row` and of weight rows from `column` on */
+static inline void add_transposed(int64_t m, int64_t n, const float *sums,
+                                  const moelora_product_scales *scales, int64_t row, int64_t column,
+                                  float *c, int64_t ldc) {
   const __mmask16 lanes = (__mmask16)((1u << n) - 1);
   __m512i r[ROWS];
   for (int i = 0; i < ROWS; i++)
     r[i] = _mm512_loadu_si512(sums + ROWS * i);
   transpose(r);
+  const __m512 w = _mm512_maskz_loadu_ps(scales ? lanes : 0, scales ? scales->w + column : sums);
   for (int64_t i = 0; i < m; i++, c += ldc) {
-    const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, c), _mm512_castsi512_ps(r[i]));
-    _mm512_mask_storeu_ps(c, lanes, sum);
+    __m512 sum = _mm512_castsi512_ps(r[i]);
+    if (scales)
+      sum = _mm512_mul_ps(sum, _mm512_mul_ps(w, _mm512_set1_ps(scales->x[row + i][scales->group])));
+    _mm512_mask_storeu_ps(c, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, c), sum));
   }
 }
 
@@ -161,7 +167,8 @@ static inline int64_t at_most_rows(int64_t count) {
 }
 
 static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
-                     const void *weights, int64_t w_stride, float *c, int64_t ldc) {
+                     const void *weights, int64_t w_stride, const moelora_product_scales *scales,
+                     float *c, int64_t ldc) {
   float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
   char copies[2][TILE_BYTES] __attribute__((aligned(64)));
   for (int64_t j = 0; j < n; j += 2 * ROWS) {
@@ -184,8 +191,8 @@ static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_
         multiply_block(false, false, k, w, x, panel_bytes, sums);
       for (int t = 0; t <= two_tokens; t++)
         for (int q = 0; q <= two_weights; q++)
-          add_transposed(at_most_rows(m - i - ROWS * t), w[q].count, sums[t][q],
-                         c + (i + ROWS * t) * ldc + j + ROWS * q, ldc);
+          add_transposed(at_most_rows(m - i - ROWS * t), w[q].count, sums[t][q], scales,
+                         i + ROWS * t, j + ROWS * q, c + (i + ROWS * t) * ldc + j + ROWS * q, ldc);
     }
   }
 }

@@ -61,11 +61,10 @@ static int64_t rows_at_once(const moelora_cpu_kernels *kernels) {
   return kernels->matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
 }
 
-/* c[columns[j]] += sums[j] times both scales; width: the number of adjacent columns, or 0. */
-static inline __attribute__((always_inline)) void
-add_sums(const pass *p, const float *sums, float x_scale, const int64_t width, float *c) {
-  const bool adjacent = width > 0;
-  for (int64_t j = 0; j < (adjacent ? width : p->count); j++) {
+/* c[columns[j]] += sums[j] times both scales; adjacent: MOELORA_DOT_N columns. */
+static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
+                                                           float x_scale, bool adjacent, float *c) {
+  for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
     const float sum = p->scales ? sums[j] * (p->scales[j] * x_scale) : sums[j];
     if (adjacent)
       c[p->columns[0] + j] += sum;
@@ -74,34 +73,43 @@ add_sums(const pass *p, const float *sums, float x_scale, const int64_t width, f
   }
 }
 
+/* Whether the rows of a pass are `width` adjacent columns of c. */
+static bool are_adjacent(const pass *p, int64_t width) {
+  bool adjacent = p->count == width && p->columns[0] >= 0;
+  for (int64_t j = 1; j < p->count; j++)
+    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
+  return adjacent;
+}
+
 /* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
 static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                      int64_t ldc, moelora_scratch *scratch) {
   float part[PART_ROWS * MOELORA_MATRIX_ROWS];
+  const moelora_product_scales scales = {p->scales, scratch->x_scales, p->group};
   const int64_t width = rows_at_once(kernels);
-  bool adjacent = p->count == width && p->columns[0] >= 0;
-  for (int64_t j = 1; j < p->count; j++)
-    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
+  const bool adjacent = are_adjacent(p, width);
+  if (kernels->matrix && adjacent) {
+    kernels->matrix->multiply(m, width, p->depth, p->panels, p->panel_bytes, p->w, p->row_bytes,
+                              p->scales ? &scales : NULL, c + p->columns[0], ldc);
+    return;
+  }
   for (int64_t first = 0; first < m; first += PART_ROWS) {
     const int64_t rows = moelora_min(PART_ROWS, m - first);
     memset(part, 0, (size_t)(rows * width) * sizeof *part);
     if (kernels->matrix)
       kernels->matrix->multiply(rows, p->count, p->depth,
                                 p->panels + first / MOELORA_MATRIX_ROWS * p->panel_bytes,
-                                p->panel_bytes, p->w, p->row_bytes, part, width);
+                                p->panel_bytes, p->w, p->row_bytes, NULL, part, width);
     else
       kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL,
                    part, width);
     for (int64_t i = 0; i < rows; i++) {
       const float x_scale = p->scales ? scratch->x_scales[first + i][p->group] : 1;
       const float *sums = part + i * width;
-      float *to = c + (first + i) * ldc;
-      if (!adjacent)
-        add_sums(p, sums, x_scale, 0, to);
-      else if (width == MOELORA_DOT_N)
-        add_sums(p, sums, x_scale, MOELORA_DOT_N, to);
+      if (adjacent)
+        add_sums(p, sums, x_scale, true, c + (first + i) * ldc);
       else
-        add_sums(p, sums, x_scale, MOELORA_MATRIX_ROWS, to);
+        add_sums(p, sums, x_scale, false, c + (first + i) * ldc);
     }
   }
 }
@@ -241,7 +249,10 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       read_scales(w, tile, r, scale);
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
-      fetch_ahead(kernels, w, rows, at + j, k);
+      if (end < w->k) { /* all rows before the next tile of K: more than hardware looks ahead */
+        __builtin_prefetch(tile + w->stride_kt + r * 128, 0, 2);
+        __builtin_prefetch(tile + w->stride_kt + r * 128 + 64, 0, 2);
+      }
       kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
                               scratch->w + j * p.row_bytes);
     }

@@ -108,13 +108,13 @@ static void matrix_pass(const moelora_variant *variant, const moelora_weights *w
   if (!w->packed) {
     matrix->multiply(m, range->end - range->begin, depth, scratch->panels, panel,
                      moelora_row_at(w, variant->dtype, range->begin) + k * bytes,
-                     w->stride_n * bytes, c + range->at, ldc);
+                     w->stride_n * bytes, NULL, c + range->at, ldc);
     return;
   }
   for (int64_t n = range->begin; n < range->end; n += MOELORA_MATRIX_ROWS) {
     const int64_t rows = moelora_min(MOELORA_MATRIX_ROWS, range->end - n);
     copy_operands(variant, w, n, rows, k, depth, 0, scratch->w);
-    matrix->multiply(m, rows, depth, scratch->panels, panel, scratch->w, depth * bytes,
+    matrix->multiply(m, rows, depth, scratch->panels, panel, scratch->w, depth * bytes, NULL,
                      c + range->at + n - range->begin, ldc);
   }
 }

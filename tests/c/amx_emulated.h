@@ -63,6 +63,19 @@ static inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
   return a;
 }
 
+static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
+  for (int i = 0; i < 16; i++)
+    a.lane[i] *= b.lane[i];
+  return a;
+}
+
+static inline __m512 _mm512_set1_ps(float x) {
+  __m512 r;
+  for (int i = 0; i < 16; i++)
+    r.lane[i] = x;
+  return r;
+}
+
 static inline __m512 _mm512_castsi512_ps(__m512i a) {
   __m512 r;
   memcpy(&r, &a, sizeof r);

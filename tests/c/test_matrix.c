@@ -28,12 +28,12 @@ static uint16_t *random_rows(int64_t rows, int64_t k, int64_t stride) {
 }
 
 static void multiply_rows(int64_t m, int64_t n, int64_t k, const void *const *x, const uint16_t *w,
-                          int64_t stride, float *c) {
+                          int64_t stride, const moelora_product_scales *scales, float *c) {
   const int64_t panel = (k + 31) / 32 * MOELORA_PANEL_STEP;
   char *panels = malloc((size_t)((m + 15) / 16 * panel));
   emulated.pack(m, k, x, panels);
   emulated.enter();
-  emulated.multiply(m, n, k, panels, panel, w, stride * (int64_t)sizeof *w, c, LDC);
+  emulated.multiply(m, n, k, panels, panel, w, stride * (int64_t)sizeof *w, scales, c, LDC);
   emulated.leave();
   free(panels);
 }
@@ -47,12 +47,23 @@ static void check_product(int64_t m, int64_t n, int64_t k) {
     rows[i] = x + i * k;
   for (int64_t i = 0; i < m * LDC; i++)
     c[i] = (float)(i % 7);
-  multiply_rows(m, n, k, rows, w, stride, c);
+  float w_scales[MAX_N], x_scales[MAX_M];
+  const float *x_rows[MAX_M];
+  const moelora_product_scales all = {w_scales, x_rows, 0};
+  const moelora_product_scales *scales = rand() % 2 ? &all : NULL;
+  for (int64_t j = 0; j < n; j++)
+    w_scales[j] = scales ? (float)(1 + rand() % 4) : 1;
+  for (int64_t i = 0; i < m; i++) {
+    x_scales[i] = scales ? (float)(1 + rand() % 4) / 2 : 1;
+    x_rows[i] = x_scales + i;
+  }
+  multiply_rows(m, n, k, rows, w, stride, scales, c);
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < LDC; j++) {
       double sum = (double)((i * LDC + j) % 7), scale = 1;
       for (int64_t q = 0; q < k && j < n; q++) {
-        const double term = amx_bf16(x[i * k + q]) * (double)amx_bf16(w[j * stride + q]);
+        const double term = amx_bf16(x[i * k + q]) * (double)amx_bf16(w[j * stride + q]) *
+                            w_scales[j] * x_scales[i];
         sum += term;
         scale += fabs(term);
       }
@@ -63,7 +74,8 @@ static void check_product(int64_t m, int64_t n, int64_t k) {
   const int64_t one = rand() % m;
   for (int64_t j = 0; j < LDC; j++)
     alone[j] = (float)((one * LDC + j) % 7);
-  multiply_rows(1, n, k, rows + one, w, stride, alone);
+  const moelora_product_scales own = {w_scales, x_rows + one, 0};
+  multiply_rows(1, n, k, rows + one, w, stride, scales ? &own : NULL, alone);
   CHECK(memcmp(alone, c + one * LDC, sizeof alone) == 0);
   free(x);
   free(w);
