@@ -32,11 +32,13 @@ FAST = os.environ.get("MOELORA_CUDA_FAST") == "1"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512BF16 = [*AVX512, "-mavx512bf16"]
+AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]
 # Kernels of one instruction set live in files of that suffix; everything else is baseline code.
 ISA_FLAGS = {
     "_avx2": AVX2,
     "_avx512": AVX512,
     "_avx512bf16": AVX512BF16,
+    "_amx": AMX,
 }
 # Machine code of portable kernels. Without an "f" or "a" it runs on all later minor versions too:
 # that of 100 on 10.3, that of 120 on 12.1.

@@ -107,6 +107,7 @@ const char *moelora_cpu_features(void) {
       {MOELORA_ISA_AVX2, "avx2 fma f16c"},
       {MOELORA_ISA_AVX512, "avx512f avx512bw avx512dq avx512vl"},
       {MOELORA_ISA_AVX512_BF16, "avx512_bf16"},
+      {MOELORA_ISA_AMX_BF16, "amx_bf16"},
   };
   static _Thread_local char text[128];
   moelora_device_info info;

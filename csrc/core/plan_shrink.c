@@ -123,9 +123,9 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
          load->rows >= much * from.rows_of_unit * device->num_units;
 }
 
-/* Work units that the items of a block are distributed to. A unit per warp, if that leaves a block
- * at least a quarter of the usual number: a second turn would search blocks again, of which a
- * unit has an item at most, while the next GEMM waits for the SM. */
+/* Work units that the items of a block are distributed to. One unit per warp, unless a block would
+ * then have less than a quarter of the usual number: in a second turn warps search blocks again,
+ * for at most one item each, while the next GEMM waits for the SM. */
 static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
                          const moelora_device_info *device) {
   const int64_t chunks = moelora_divide_up(load->columns, v->block_n);

@@ -154,7 +154,7 @@ static void keep(tile_list list, const moelora_tile *best, const char *why_not) 
       t->why_not = why_not;
 }
 
-/* For few tokens the first row that runs the whole layer. */
+/* For few tokens, keeps the first row that runs the whole layer. */
 static void keep_layer(tile_list list, bool few) {
   const moelora_tile *layer = NULL;
   for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
@@ -168,7 +168,7 @@ static void keep_layer(tile_list list, bool few) {
   keep(list, layer, "one launch for the whole layer is faster");
 }
 
-/* The newest instruction set of a CPU, or the GPU's own family. */
+/* Keeps the newest instruction set of a CPU, or the GPU's own family. */
 static void keep_newest(tile_list list) {
   int32_t newest = -1;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
@@ -179,6 +179,7 @@ static void keep_newest(tile_list list) {
       t->why_not = "newer instructions of the device serve";
 }
 
+/* Keeps the tile nearest to the one that was measured fastest. */
 static void keep_measured(tile_list list, shape want) {
   const moelora_tile *best = NULL;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)

@@ -24,6 +24,7 @@ typedef enum moelora_isa {
   MOELORA_ISA_AVX2 = 1,   /* with FMA and F16C */
   MOELORA_ISA_AVX512 = 2, /* F, BW, DQ, VL */
   MOELORA_ISA_AVX512_BF16 = 4,
+  MOELORA_ISA_AMX_BF16 = 8, /* with AVX512_BF16 */
 } moelora_isa;
 
 /* Operation of a kernel. At most one row of each role can be forced. */

@@ -11,7 +11,7 @@ void moelora_cpu_emit_operands(const moelora_projection *p, int64_t at, int64_t 
 
 void moelora_cpu_emit_f32(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
                           const float *values) {
-  float *z = (float *)p->out + p->sorted->row[at] * p->out_stride[0] + begin;
+  float *z = (float *)p->out + p->sorted->row[at] * p->out_stride[0] + begin - p->first_column;
   for (int64_t j = 0; j < count; j++)
     z[j] = values[j];
 }

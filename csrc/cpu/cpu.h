@@ -37,7 +37,8 @@ typedef struct moelora_scratch {
   const float **x_scales; /* [block_m] scales of e4m3 rows, per K group */
   float *c;               /* [block_m, block_n] accumulators */
   float *line;            /* [block_n] one output row */
-  char *w;                /* [MOELORA_DOT_N, block_k] weight operands */
+  char *w;                /* [MOELORA_DOT_N or MOELORA_MATRIX_ROWS, block_k] weight operands */
+  char *panels;           /* [block_m, block_k] x of a pass as panels; NULL: no matrix registers */
 } moelora_scratch;
 
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
@@ -50,17 +51,37 @@ static inline const char *moelora_row_at(const moelora_weights *w, moelora_dtype
 }
 
 /* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin,
- * end). `w` is one expert's matrix, the rows of x are scratch->x. `next`: the first of
- * MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next tile, or NULL. */
+ * end). `w` is a matrix that is not quantized, a factor for instance; the rows of x are scratch->x.
+ * `next`: the first of MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next
+ * tile, or NULL. */
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
-/* quantized.c: moelora_cpu_tile() for quantized weights. For e4m3 x, scratch->x are e4m3 rows with
- * scales in scratch->x_scales. */
+/* Weight rows [begin, end), whose products are columns [at, at + end - begin) of a tile. */
+typedef struct moelora_columns_of {
+  int64_t begin, end, at;
+} moelora_columns_of;
+
+/* tile.c: the product with rows of one expert's weights, of any format, in one or two ranges. Runs
+ * on matrix registers if the kernels have any: between their enter() and leave(). */
+void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
+                              const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,
+                              int64_t ldc, moelora_scratch *scratch);
+/* tile.c: the beginning of a pass over K, `depth` elements from k on: fills scratch->x_pass, and
+ * scratch->panels if there are matrix registers. */
+void moelora_cpu_begin_pass(const moelora_variant *variant, int64_t k, int64_t depth, int64_t m,
+                            moelora_scratch *scratch);
+/* Bytes of a panel of `depth` elements of K. */
+static inline int64_t moelora_panel_bytes(int64_t depth) {
+  return moelora_ceil_div(depth, MOELORA_MATRIX_STEP) * MOELORA_PANEL_STEP;
+}
+
+/* quantized.c: moelora_cpu_weights_tile() for quantized weights. For e4m3 x, scratch->x are e4m3
+ * rows with scales in scratch->x_scales. */
 void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
-                                int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
-                                moelora_scratch *scratch);
+                                const moelora_columns_of *ranges, int num_ranges, int64_t m,
+                                float *c, int64_t ldc, moelora_scratch *scratch);
 
 /* quantized.c: dequantizes the 128 columns of row r of an FP8 tile to operands, rounded to the
  * dtype. */
@@ -113,6 +134,7 @@ struct moelora_projection {
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Output columns: gated projections pair column c of gate with column c of up. */
   bool gated, interleaved, activated;
+  int64_t first_column, columns; /* those to compute; columns == 0: all */
   moelora_activation_problem activation;
   void *before; /* [P, w->n] by flat row in the dtype, before the activation; NULL: not saved */
   int64_t before_stride;
@@ -154,7 +176,7 @@ static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, in
 }
 
 /* combine.c: implementations of `emit`: operands of out_variant by sorted position; float32 by
- * flat row. */
+ * flat row, from first_column on. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);
 void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,

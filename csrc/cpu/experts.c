@@ -2,9 +2,10 @@
  *
  *   sort       rows by (expert, adapter)
  *   w13        h [P, I] by sorted position, operands     = act(x w13^T + adapters + bias)
- *   w2         z [P, K] by flat row, float32             = h w2^T + adapters + bias
- *   combine    out [M, K]                                = sum over j of weight * z, rounded once
+ *   w2         z [P, columns] by flat row, float32       = h w2^T + adapters + bias
+ *   combine    out [M, columns]                          = sum over j of weight * z, rounded once
  *
+ * The last two run for one window of columns after another, whose z is small enough for a cache.
  * Each projection is preceded by its shrink, and for W8A8 by the quantization of x or h. `out` may
  * alias x, since only combine writes it. For a backward, w13 also saves its sums before the
  * activation, and both projections save their shrink outputs. */
@@ -12,16 +13,25 @@
 
 typedef struct experts_layout {
   moelora_sorted sorted;
-  moelora_scratch *scratch13, *scratch2;
-  void *x;    /* [M, K] operands; NULL if hidden_states are used directly */
-  void *h;    /* [P, I] operands by sorted position */
-  float *z;   /* [P, K] by flat row */
+  moelora_scratch *scratch;
+  void *x;  /* [M, K] operands; NULL if hidden_states are used directly */
+  void *h;  /* [P, I] operands by sorted position */
+  float *z; /* [P, window] by flat row */
+  int64_t window;
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
   moelora_quantized_rows x_e4m3, h_e4m3;
   moelora_rounded rounded13, rounded2;
   size_t bytes;
 } experts_layout;
+
+/* Columns of a window: a few blocks at least, so that every worker has tasks. */
+static int64_t window_of(const moelora_experts_problem *problem) {
+  enum { Z_BYTES = 8 << 20, LEAST = 512 };
+  const int64_t rows = moelora_max(1, problem->routes.num_rows);
+  const int64_t most = Z_BYTES / (int64_t)sizeof(float) / rows / LEAST * LEAST;
+  return moelora_min(problem->hidden, moelora_max(LEAST, most));
+}
 
 static experts_layout lay_out(const moelora_experts_problem *problem,
                               const moelora_experts_plan *plan, const moelora_exec *exec) {
@@ -30,8 +40,7 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   moelora_arena arena = moelora_workspace_of(exec);
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
-  layout.scratch13 = moelora_scratch_take(variant, exec, &arena);
-  layout.scratch2 = moelora_scratch_take(variant, exec, &arena);
+  layout.scratch = moelora_scratch_take(variant, exec, &arena);
   if (moelora_cpu_kernels_of(variant)->widen || problem->apply_router_weight_on_input)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
@@ -39,8 +48,9 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
   layout.x_e4m3 = moelora_quantized_rows_take(variant, &problem->w13, routes->num_tokens, &arena);
   layout.h_e4m3 = moelora_quantized_rows_take(variant, &problem->w2, routes->num_rows, &arena);
+  layout.window = window_of(problem);
   layout.z = moelora_take_array(
-      &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
+      &arena, moelora_times((size_t)routes->num_rows, (size_t)layout.window), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
     layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
@@ -72,7 +82,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
-      .scratch = layout.scratch13,
+      .scratch = layout.scratch,
       .x = problem->x,
       .x_stride = problem->x_stride,
       .x_index = MOELORA_BY_TOKEN,
@@ -95,7 +105,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
-      .scratch = layout.scratch2,
+      .scratch = layout.scratch,
       .x = layout.h,
       .x_stride = problem->intermediate,
       .x_index = MOELORA_BY_SORTED,
@@ -105,7 +115,6 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .xa = layout.sorted.has_adapters ? layout.xa2 : NULL,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,
-      .out_stride = {problem->hidden},
   };
   if (layout.x) {
     const float *weight =
@@ -124,19 +133,23 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                        exec);
   if (w2.xa)
     moelora_cpu_shrink(&w2, exec);
-  moelora_cpu_project(&w2, exec);
 
-  const moelora_combine combine = {
+  moelora_combine combine = {
       .variant = w2.variant,
       .routes = routes,
       .tables = &layout.sorted.tables,
       .z = layout.z,
-      .columns = problem->hidden,
       .weighted = !problem->apply_router_weight_on_input,
-      .out = problem->out,
       .out_stride = problem->out_stride,
   };
-  moelora_cpu_combine(&combine, exec);
+  for (int64_t begin = 0; begin < problem->hidden; begin += layout.window) {
+    w2.first_column = begin;
+    w2.columns = moelora_min(layout.window, problem->hidden - begin);
+    w2.out_stride[0] = combine.columns = w2.columns;
+    moelora_cpu_project(&w2, exec);
+    combine.out = (char *)problem->out + (size_t)begin * moelora_dtype_bytes(problem->dtype);
+    moelora_cpu_combine(&combine, exec);
+  }
   if (problem->saved.gate_up) {
     moelora_cpu_save_skipped(problem, &layout.sorted);
     moelora_cpu_save_shrink(&w13, &problem->saved, 0, exec);

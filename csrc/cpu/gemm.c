@@ -11,19 +11,14 @@
 
 #include "cpu/cpu.h"
 
-/* Weight rows [begin, end) whose products are columns [at, at + end - begin) of the tile. */
-typedef struct column_range {
-  int64_t begin, end, at;
-} column_range;
-
 typedef struct project_tasks {
   const moelora_projection *projection;
   int64_t column_blocks, row_chunks, rows_per_chunk;
-  int64_t columns;       /* outputs per block: block_n, or half of it if gated */
-  int64_t total_columns; /* outputs of the projection */
+  int64_t columns;       /* outputs per block: at most block_n, or half of it if gated */
+  int64_t total_columns; /* outputs of all blocks */
 } project_tasks;
 
-static void add_bias(const moelora_projection *p, int32_t expert, const column_range *range,
+static void add_bias(const moelora_projection *p, int32_t expert, const moelora_columns_of *range,
                      int64_t m, float *c, float *line) {
   const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
   const char *bias =
@@ -54,7 +49,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
 }
 
 /* Saves the columns of `range` of sorted row `at` before the activation. */
-static void keep_before(const moelora_projection *p, int64_t at, const column_range *range,
+static void keep_before(const moelora_projection *p, int64_t at, const moelora_columns_of *range,
                         const float *c) {
   const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
   char *to =
@@ -68,12 +63,12 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   const int32_t expert = p->sorted->expert[first];
   const int64_t ldc = p->variant->block_n;
   const int64_t up = p->w->n / 2 + begin;
-  column_range ranges[2] = {{begin, begin + count, 0}};
+  moelora_columns_of ranges[2] = {{begin, begin + count, 0}};
   int num_ranges = 1;
   if (p->interleaved) {
-    ranges[0] = (column_range){2 * begin, 2 * (begin + count), 0};
+    ranges[0] = (moelora_columns_of){2 * begin, 2 * (begin + count), 0};
   } else if (p->gated) {
-    ranges[num_ranges++] = (column_range){up, up + count, ldc / 2};
+    ranges[num_ranges++] = (moelora_columns_of){up, up + count, ldc / 2};
   }
   const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
 
@@ -81,10 +76,7 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
     moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
   moelora_cpu_base_rows(p, first, m, scratch);
-  for (int i = 0; i < num_ranges; i++)
-    moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m,
-                     i + 1 < num_ranges ? moelora_row_at(&w, p->variant->dtype, up) : NULL,
-                     scratch->c + ranges[i].at, ldc, scratch);
+  moelora_cpu_weights_tile(p->variant, &w, ranges, num_ranges, m, scratch->c, ldc, scratch);
   for (int i = 0; i < num_ranges; i++) {
     if (p->xa)
       moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,
@@ -105,14 +97,24 @@ static void project_task(void *context, int64_t index, int32_t worker) {
   const int64_t chunk = index % tasks->row_chunks;
   const int64_t block = index / tasks->row_chunks % tasks->column_blocks;
   const int64_t expert = index / tasks->row_chunks / tasks->column_blocks;
-  const int64_t begin = block * tasks->columns;
-  const int64_t count = moelora_min(tasks->columns, tasks->total_columns - begin);
+  const int64_t begin = p->first_column + block * tasks->columns;
+  const int64_t count = moelora_min(tasks->columns, p->first_column + tasks->total_columns - begin);
   int64_t row = p->sorted->offset[expert] + chunk * tasks->rows_per_chunk;
   const int64_t end = moelora_min(p->sorted->offset[expert + 1], row + tasks->rows_per_chunk);
+  if (row >= end)
+    return;
+  const moelora_cpu_matrix *matrix = moelora_cpu_kernels_of(p->variant)->matrix;
+  if (matrix)
+    matrix->enter();
   for (; row < end; row += p->variant->block_m)
     project_tile(p, row, moelora_min(p->variant->block_m, end - row), begin, count,
                  &p->scratch[worker]);
+  if (matrix)
+    matrix->leave();
 }
+
+/* Outputs of the narrowest block: two groups of rows of a matrix register. */
+enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_sorted *sorted = projection->sorted;
@@ -123,7 +125,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
       .columns = projection->gated ? block_n / 2 : block_n,
       .total_columns = projection->gated ? projection->w->n / 2 : projection->w->n,
   };
-  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
+  if (projection->columns)
+    tasks.total_columns = projection->columns;
 
   int64_t active = 0, longest = 1;
   for (int32_t e = 0; e < num_experts; e++) {
@@ -131,16 +134,22 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
     active += rows > 0;
     longest = moelora_max(longest, rows);
   }
-  /* Rows are split only if experts and columns give too few tasks to balance the workers, since
-   * each chunk reads the weights again. */
-  int64_t wanted = 4 * (int64_t)moelora_workers(exec);
+  /* Several tasks per worker, to balance them: narrower blocks of columns if experts are few. Rows
+   * are split only if that does not suffice, since each chunk reads the weights again. */
+  const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
+  while (tasks.columns > MIN_COLUMNS &&
+         active * moelora_ceil_div(tasks.total_columns, tasks.columns) < wanted)
+    tasks.columns /= 2;
+  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
   /* A register tile reuses a weight for several rows in the time of one read. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
-                       (double)passes * (double)projection->w->n * (double)projection->w->k,
+                       (double)passes *
+                           (double)(tasks.total_columns * (projection->gated ? 2 : 1)) *
+                           (double)projection->w->k,
                        project_task, &tasks);
 }
 

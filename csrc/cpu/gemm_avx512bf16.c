@@ -1,4 +1,5 @@
-/* AVX-512 BF16: products of bf16 pairs, added in float32 by vdpbf16ps. Operands are bf16. */
+/* AVX-512 BF16: products of bf16 pairs, added in float32 by vdpbf16ps. Operands are bf16. With AMX
+ * (matrix_amx.c) the same, but for products with weights. */
 #if defined(__x86_64__)
 #include "cpu/avx512.h"
 #include "cpu/f32_operands.h"
@@ -82,16 +83,12 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
 #define TYPE bf16
 #include "cpu/dequantize.h"
 
-const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
-    .operand_bytes = sizeof(uint16_t),
-    .round = store_bf16,
-    .store = store_bf16,
-    .load = load_bf16,
-    .dot = dot,
-    .add_rows = add_rows,
-    .dequantize = dequantize_bf16,
-    .dequantize_fp8 = dequantize_fp8_bf16,
-    .activate = moelora_activate,
-    .activate_backward = moelora_activate_backward,
-};
+#define BF16_OPERANDS                                                                              \
+  .operand_bytes = sizeof(uint16_t), .round = store_bf16, .store = store_bf16, .load = load_bf16,  \
+  .dot = dot, .add_rows = add_rows, .dequantize = dequantize_bf16,                                 \
+  .dequantize_fp8 = dequantize_fp8_bf16, .activate = moelora_activate,                             \
+  .activate_backward = moelora_activate_backward
+
+const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {BF16_OPERANDS};
+const moelora_cpu_kernels moelora_gemm_bf16_amx = {BF16_OPERANDS, .matrix = &moelora_matrix_amx};
 #endif

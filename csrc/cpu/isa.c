@@ -1,11 +1,17 @@
 /* Instruction sets that may be used: supported by the CPU, with their registers saved by the OS. */
+#define _DEFAULT_SOURCE /* syscall() */
 #include "cpu/cpu.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-/* XCR0 bits: SSE and AVX state, then also opmask and both halves of the ZMM state. */
-enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6 };
+/* XCR0 bits: SSE and AVX state, then also opmask and both halves of the ZMM state; configuration
+ * and data of AMX tiles. */
+enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
+/* CPUID leaf 7, EDX: bf16 products, and tiles. */
+enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
 
 static uint64_t read_xcr0(void) {
   uint32_t low, high;
@@ -17,6 +23,17 @@ static bool has(uint32_t word, uint32_t bits) {
   return (word & bits) == bits;
 }
 
+/* Asks the kernel to save the tiles of this process's threads: arch_prctl(ARCH_REQ_XCOMP_PERM,
+ * XFEATURE_XTILEDATA), which Linux before 5.16 does not know. */
+static bool may_use_tiles(void) {
+  enum { REQUEST = 0x1023, TILE_DATA = 18 };
+#ifdef SYS_arch_prctl
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
 uint32_t moelora_cpu_isa(void) {
   uint32_t a, b, c, d, isa = MOELORA_ISA_SCALAR;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C))
@@ -24,7 +41,7 @@ uint32_t moelora_cpu_isa(void) {
   uint64_t xcr0 = read_xcr0();
   if ((xcr0 & XCR0_AVX) != XCR0_AVX || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
     return isa;
-  uint32_t subleaves = a;
+  const uint32_t subleaves = a, leaf7 = d;
   if (has(b, bit_AVX2))
     isa |= MOELORA_ISA_AVX2;
   if ((xcr0 & XCR0_AVX512) == XCR0_AVX512 &&
@@ -32,6 +49,9 @@ uint32_t moelora_cpu_isa(void) {
     isa |= MOELORA_ISA_AVX512;
     if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, bit_AVX512BF16))
       isa |= MOELORA_ISA_AVX512_BF16;
+    if ((isa & MOELORA_ISA_AVX512_BF16) && has(leaf7, AMX_BF16 | AMX_TILE) &&
+        (xcr0 & XCR0_AMX) == XCR0_AMX && may_use_tiles())
+      isa |= MOELORA_ISA_AMX_BF16;
   }
   return isa;
 }

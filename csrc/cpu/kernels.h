@@ -14,8 +14,33 @@
 
 /* Weight rows of a register tile. */
 #define MOELORA_DOT_N 4
+/* Rows of a matrix register, K elements of a step, and bytes of a step of a panel. */
+enum { MOELORA_MATRIX_ROWS = 16, MOELORA_MATRIX_STEP = 32, MOELORA_PANEL_STEP = 1024 };
 /* Granularity of the columns of add_rows. */
 #define MOELORA_ROW_STEP 16
+
+/* Scales of a product: the sum of row i and weight row j times w[j] x[i][group]. */
+typedef struct moelora_product_scales {
+  const float *w;        /* [n] */
+  const float *const *x; /* [m] rows */
+  int64_t group;
+} moelora_product_scales;
+
+/* Products on matrix registers, for 16-bit operands. Panels are operand rows of x, rearranged:
+ * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. The bits
+ * of a row depend on k alone, as those of `dot`, but are others. */
+typedef struct moelora_cpu_matrix {
+  /* On each thread, around calls of `multiply`. */
+  void (*enter)(void);
+  void (*leave)(void);
+  void (*pack)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */, void *panels);
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
+   * is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes. With
+   * scales (NULL: none) the sum over q is scaled before it is added. */
+  void (*multiply)(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
+                   const void *w /* [n] operand rows */, int64_t w_stride,
+                   const moelora_product_scales *scales, float *c /* [m, ldc] */, int64_t ldc);
+} moelora_cpu_matrix;
 
 typedef struct moelora_cpu_kernels {
   size_t operand_bytes;
@@ -32,6 +57,8 @@ typedef struct moelora_cpu_kernels {
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
+  /* Multiplies x by weights instead of `dot`, which multiplies factors; NULL: `dot` does both. */
+  const moelora_cpu_matrix *matrix;
   /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q][j], for i < m and j < n, all float32; n is
    * a multiple of MOELORA_ROW_STEP. Adds in the order of q. */
   void (*add_rows)(int64_t m, int64_t n, int64_t k, const float *const *x /* [m] rows */,
@@ -61,5 +88,9 @@ const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant
   extern const moelora_cpu_kernels moelora_##NAME;
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
+
+#if defined(__x86_64__)
+extern const moelora_cpu_matrix moelora_matrix_amx;
+#endif
 
 #endif

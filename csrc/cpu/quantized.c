@@ -1,9 +1,9 @@
 /* Products with quantized weights, which are dequantized to operand rows a few at a time.
  *
  * Rows r and r + 8 of a 4-bit tile share words, so MOELORA_DOT_N rows are two such pairs, and
- * `dot` returns products for non-adjacent columns of c. FP8 rows are separate. Sums are formed as
- * in tile.c, with the same passes over K of the same operands: results are bit-identical to
- * products with the unpacked weights.
+ * `dot` returns products for non-adjacent columns of c; a matrix register has eight pairs. FP8 rows
+ * are separate. Sums are formed as in tile.c, with the same passes over K of the same operands:
+ * results are bit-identical to products with the unpacked weights.
  *
  * If x is e4m3, a pass covers a scale group of K. Its sum of unscaled products is multiplied by
  * both scales and added to c, in the order of K, for any number of rows. */
@@ -47,15 +47,21 @@ static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
  * none if negative. */
 typedef struct pass {
   int64_t depth, row_bytes;
-  int64_t count; /* of rows, at most MOELORA_DOT_N */
+  int64_t count; /* of rows, at most rows_at_once() */
   const char *w;
-  int64_t columns[MOELORA_DOT_N];
+  int64_t columns[MOELORA_MATRIX_ROWS];
+  const char *panels; /* of x, on matrix registers */
+  int64_t panel_bytes;
   /* scales of the weight rows, and the index of x's scale; NULL: unscaled */
   const float *scales;
   int64_t group;
 } pass;
 
-/* c[columns[j]] += sums[j] times both scales. */
+static int64_t rows_at_once(const moelora_cpu_kernels *kernels) {
+  return kernels->matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
+}
+
+/* c[columns[j]] += sums[j] times both scales; adjacent: MOELORA_DOT_N columns. */
 static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
                                                            float x_scale, bool adjacent, float *c) {
   for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
@@ -67,21 +73,39 @@ static inline __attribute__((always_inline)) void add_sums(const pass *p, const 
   }
 }
 
+/* Whether the rows of a pass are `width` adjacent columns of c. */
+static bool are_adjacent(const pass *p, int64_t width) {
+  bool adjacent = p->count == width && p->columns[0] >= 0;
+  for (int64_t j = 1; j < p->count; j++)
+    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
+  return adjacent;
+}
+
 /* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
 static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                      int64_t ldc, moelora_scratch *scratch) {
-  float part[PART_ROWS * MOELORA_DOT_N];
-  bool adjacent = p->count == MOELORA_DOT_N && p->columns[0] >= 0;
-  for (int64_t j = 1; j < p->count; j++)
-    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
+  float part[PART_ROWS * MOELORA_MATRIX_ROWS];
+  const moelora_product_scales scales = {p->scales, scratch->x_scales, p->group};
+  const int64_t width = rows_at_once(kernels);
+  const bool adjacent = are_adjacent(p, width);
+  if (kernels->matrix && adjacent) {
+    kernels->matrix->multiply(m, width, p->depth, p->panels, p->panel_bytes, p->w, p->row_bytes,
+                              p->scales ? &scales : NULL, c + p->columns[0], ldc);
+    return;
+  }
   for (int64_t first = 0; first < m; first += PART_ROWS) {
     const int64_t rows = moelora_min(PART_ROWS, m - first);
-    memset(part, 0, (size_t)(rows * MOELORA_DOT_N) * sizeof *part);
-    kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL, part,
-                 MOELORA_DOT_N);
+    memset(part, 0, (size_t)(rows * width) * sizeof *part);
+    if (kernels->matrix)
+      kernels->matrix->multiply(rows, p->count, p->depth,
+                                p->panels + first / MOELORA_MATRIX_ROWS * p->panel_bytes,
+                                p->panel_bytes, p->w, p->row_bytes, NULL, part, width);
+    else
+      kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL,
+                   part, width);
     for (int64_t i = 0; i < rows; i++) {
       const float x_scale = p->scales ? scratch->x_scales[first + i][p->group] : 1;
-      const float *sums = part + i * MOELORA_DOT_N;
+      const float *sums = part + i * width;
       if (adjacent)
         add_sums(p, sums, x_scale, true, c + (first + i) * ldc);
       else
@@ -99,6 +123,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t tiles = moelora_ceil_div(depth, MOELORA_PACK);
   const int64_t row_bytes = tiles * MOELORA_PACK * (int64_t)kernels->operand_bytes;
+  const int32_t pairs = (int32_t)rows_at_once(kernels) / 2;
   for (int64_t base = rows->begin / 16 * 16; base < rows->end; base += 16) {
     const int32_t quarter = (int32_t)(base % MOELORA_PACK);
     const int64_t next_quarter = base + 16 < rows->end
@@ -106,22 +131,28 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
                                            moelora_words_offset((quarter + 16) % MOELORA_PACK) -
                                            moelora_words_offset(quarter + 6)
                                      : 0;
-    for (int32_t r = 0; r < 8; r += 2) {
-      pass p = {.depth = depth, .row_bytes = row_bytes, .count = MOELORA_DOT_N, .w = scratch->w};
+    for (int32_t r = 0; r < 8; r += pairs) {
+      pass p = {.depth = depth,
+                .row_bytes = row_bytes,
+                .count = 2 * pairs,
+                .w = scratch->w,
+                .panels = scratch->panels,
+                .panel_bytes = moelora_panel_bytes(depth)};
       bool any = false;
-      for (int j = 0; j < MOELORA_DOT_N; j++) {
-        const int64_t at = base + r + j / 2 + j % 2 * 8;
+      for (int64_t j = 0; j < p.count; j++) {
+        /* low and high rows alternate for `dot`, and are in order on matrix registers */
+        const int64_t at = base + r + (kernels->matrix ? j : j / 2 + j % 2 * 8);
         const bool there = at >= rows->begin && at < rows->end;
         p.columns[j] = there ? rows->column + (at - rows->begin) * rows->step : -1;
         any = any || there;
       }
       if (!any)
         continue;
-      const int64_t ahead = r < 6 ? 2 * 64 : next_quarter;
-      for (int32_t pair = 0; pair < MOELORA_DOT_N / 2; pair++) {
-        char *low = scratch->w + 2 * pair * row_bytes;
+      for (int32_t pair = 0; pair < pairs; pair++) {
+        char *low = scratch->w + pair * (kernels->matrix ? 1 : 2) * row_bytes;
         kernels->dequantize(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
-                            ahead, low, low + row_bytes);
+                            r + pair < 6 ? 2 * 64 : next_quarter, low,
+                            low + (kernels->matrix ? 8 : 1) * row_bytes);
       }
       multiply(kernels, &p, m, c, ldc, scratch);
     }
@@ -131,8 +162,9 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
 /* ---- FP8 ---- */
 
 /* Number of weight rows that one pass processes, starting at `at`: all in one tile. */
-static int64_t rows_of_pass(int64_t at, int64_t end) {
-  return moelora_min(moelora_min(MOELORA_DOT_N, end - at), MOELORA_PACK - at % MOELORA_PACK);
+static int64_t rows_of_pass(const moelora_cpu_kernels *kernels, int64_t at, int64_t end) {
+  const int64_t left = moelora_min(end - at, MOELORA_PACK - at % MOELORA_PACK);
+  return moelora_min(rows_at_once(kernels), left);
 }
 
 static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
@@ -152,8 +184,9 @@ static void read_scales(const moelora_weights *w, const char *tile, int64_t r, f
 }
 
 /* Prefetches into L2 the row that the next pass reads, if this one reads `at`. */
-static void fetch_ahead(const moelora_weights *w, const tile_rows *rows, int64_t at, int64_t k) {
-  const int64_t next = moelora_min(at + MOELORA_DOT_N, rows->end - 1);
+static void fetch_ahead(const moelora_cpu_kernels *kernels, const moelora_weights *w,
+                        const tile_rows *rows, int64_t at, int64_t k) {
+  const int64_t next = moelora_min(at + rows_at_once(kernels), rows->end - 1);
   const char *row = tile_of(w, next, k) + next % MOELORA_PACK * 128;
   __builtin_prefetch(row, 0, 2);
   __builtin_prefetch(row + 64, 0, 2);
@@ -176,15 +209,18 @@ static void multiply_fp8(const moelora_variant *variant, const moelora_weights *
                          int64_t ldc, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t tile_bytes = 128 * (int64_t)kernels->operand_bytes;
-  pass p = {
-      .depth = depth, .w = scratch->w, .row_bytes = moelora_ceil_div(depth, 128) * tile_bytes};
+  pass p = {.depth = depth,
+            .w = scratch->w,
+            .row_bytes = moelora_ceil_div(depth, 128) * tile_bytes,
+            .panels = scratch->panels,
+            .panel_bytes = moelora_panel_bytes(depth)};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {
-    p.count = rows_of_pass(at, rows->end);
+    p.count = rows_of_pass(kernels, at, rows->end);
     columns_of_pass(&p, rows, at);
     for (int64_t j = 0; j < p.count; j++) {
       char *to = scratch->w + j * p.row_bytes;
       for (int64_t i = 0; i < depth; i += 128, to += tile_bytes) {
-        fetch_ahead(w, rows, at + j, k + i);
+        fetch_ahead(kernels, w, rows, at + j, k + i);
         moelora_cpu_fp8_row(kernels, w, variant->dtype, tile_of(w, at, k + i),
                             (at + j) % MOELORA_PACK, to);
       }
@@ -200,10 +236,11 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
   static const float ones[2] = {1, 1};
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t operand = (int64_t)kernels->operand_bytes, group = moelora_x_group(w->format);
-  pass p = {.row_bytes = 128 * operand};
+  const int64_t end = moelora_min(k + 128, w->k);
+  pass p = {.row_bytes = 128 * operand, .panel_bytes = moelora_panel_bytes(end - k)};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {
-    float scales[2][MOELORA_DOT_N];
-    p.count = rows_of_pass(at, rows->end);
+    float scales[2][MOELORA_MATRIX_ROWS];
+    p.count = rows_of_pass(kernels, at, rows->end);
     columns_of_pass(&p, rows, at);
     for (int64_t j = 0; j < p.count; j++) {
       const int64_t r = (at + j) % MOELORA_PACK;
@@ -212,16 +249,20 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       read_scales(w, tile, r, scale);
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
-      fetch_ahead(w, rows, at + j, k);
+      if (end < w->k) { /* all rows before the next tile of K: more than hardware looks ahead */
+        __builtin_prefetch(tile + w->stride_kt + r * 128, 0, 2);
+        __builtin_prefetch(tile + w->stride_kt + r * 128 + 64, 0, 2);
+      }
       kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
                               scratch->w + j * p.row_bytes);
     }
-    const int64_t end = moelora_min(k + 128, w->k);
     for (int64_t i = k; i < end; i += group) {
       for (int64_t row = 0; row < m; row++)
         scratch->x_pass[row] = (const char *)scratch->x[row] + i * operand;
       p.depth = moelora_min(group, end - i);
       p.w = scratch->w + (i - k) * operand;
+      if (kernels->matrix)
+        p.panels = scratch->panels + (i - k) / MOELORA_MATRIX_STEP * MOELORA_PANEL_STEP;
       p.scales = scales[(i - k) / 64];
       p.group = i / group;
       multiply(kernels, &p, m, c, ldc, scratch);
@@ -230,22 +271,23 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
 }
 
 void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
-                                int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
-                                moelora_scratch *scratch) {
-  const size_t operand = moelora_cpu_kernels_of(variant)->operand_bytes;
+                                const moelora_columns_of *ranges, int num_ranges, int64_t m,
+                                float *c, int64_t ldc, moelora_scratch *scratch) {
   const bool e4m3 = w->x != MOELORA_X_NATIVE;
   const int64_t step = e4m3 ? 128 : variant->block_k;
-  tile_rows rows[2];
-  find_rows(w, begin, end, rows);
   for (int64_t k = 0; k < w->k; k += step) {
     const int64_t depth = moelora_min(step, w->k - k);
-    for (int64_t i = 0; i < m; i++)
-      scratch->x_pass[i] = (const char *)scratch->x[i] + (size_t)k * operand;
-    for (int half = 0; half < 2; half++)
+    moelora_cpu_begin_pass(variant, k, depth, m, scratch);
+    for (int i = 0; i < 2 * num_ranges; i++) {
+      const moelora_columns_of *range = &ranges[i / 2];
+      tile_rows halves[2];
+      find_rows(w, range->begin, range->end, halves);
+      const tile_rows *rows = &halves[i % 2];
       if (e4m3)
-        multiply_e4m3(variant, w, &rows[half], k, m, c, ldc, scratch);
+        multiply_e4m3(variant, w, rows, k, m, c + range->at, ldc, scratch);
       else
-        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, &rows[half], k,
-                                                                      depth, m, c, ldc, scratch);
+        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, rows, k, depth, m,
+                                                                      c + range->at, ldc, scratch);
+    }
   }
 }

@@ -3,7 +3,7 @@
  * Both operands are contiguous along K, so nothing is transposed. Loops, outermost first: passes
  * over K of block_k, groups of MOELORA_DOT_N weight rows (which stay in L1), and in `dot` all m
  * token rows. Weights that are packed, or not in operand representation, are copied to scratch->w.
- */
+ * On matrix registers a pass begins with x as panels, and groups have 16 or more weight rows. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -11,6 +11,8 @@
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
                                       moelora_arena *arena) {
   const size_t rows = (size_t)variant->block_m, columns = (size_t)variant->block_n;
+  const bool matrix = moelora_cpu_kernels_of(variant)->matrix;
+  const size_t w_rows = matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
   const int32_t workers = moelora_workers(exec);
   moelora_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
   for (int32_t i = 0; i < workers; i++) {
@@ -20,8 +22,10 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
         .x_scales = moelora_take(arena, rows * sizeof(float *)),
         .c = moelora_take(arena, rows * columns * sizeof(float)),
         .line = moelora_take(arena, columns * sizeof(float)),
-        .w = moelora_take(arena, MOELORA_DOT_N * (size_t)variant->block_k * sizeof(float)),
+        .w = moelora_take(arena, w_rows * (size_t)variant->block_k * sizeof(float)),
     };
+    if (matrix)
+      one.panels = moelora_take(arena, rows * (size_t)variant->block_k * sizeof(uint16_t));
     if (all)
       all[i] = one;
   }
@@ -52,21 +56,30 @@ static void copy_operands(const moelora_variant *variant, const moelora_weights 
   }
 }
 
+static void advance_rows(const moelora_variant *variant, int64_t k, int64_t m,
+                         moelora_scratch *scratch) {
+  const size_t offset = (size_t)k * moelora_cpu_kernels_of(variant)->operand_bytes;
+  for (int64_t i = 0; i < m; i++)
+    scratch->x_pass[i] = (const char *)scratch->x[i] + offset;
+}
+
+void moelora_cpu_begin_pass(const moelora_variant *variant, int64_t k, int64_t depth, int64_t m,
+                            moelora_scratch *scratch) {
+  const moelora_cpu_matrix *matrix = moelora_cpu_kernels_of(variant)->matrix;
+  advance_rows(variant, k, m, scratch);
+  if (matrix)
+    matrix->pack(m, depth, scratch->x_pass, scratch->panels);
+}
+
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const moelora_dtype dtype = variant->dtype;
   const size_t bytes = moelora_dtype_bytes(dtype), operand = kernels->operand_bytes;
-  if (moelora_is_quantized(w->format)) {
-    moelora_cpu_quantized_tile(variant, w, begin, end, m, c, ldc, scratch);
-    return;
-  }
   for (int64_t k = 0; k < w->k; k += variant->block_k) {
     const int64_t depth = moelora_min(variant->block_k, w->k - k);
-    for (int64_t i = 0; i < m; i++)
-      scratch->x_pass[i] = (const char *)scratch->x[i] + (size_t)k * operand;
-
+    advance_rows(variant, k, m, scratch);
     if (!w->packed && !kernels->widen) {
       const size_t offset = (size_t)k * bytes;
       kernels->dot(m, end - begin, depth, scratch->x_pass, moelora_row_at(w, dtype, begin) + offset,
@@ -82,6 +95,50 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
       kernels->dot(m, columns, depth, scratch->x_pass, scratch->w, depth * (int64_t)operand, NULL,
                    c + (n - begin), ldc);
     }
+  }
+}
+
+/* A pass over a range of weight rows, on matrix registers. */
+static void matrix_pass(const moelora_variant *variant, const moelora_weights *w,
+                        const moelora_columns_of *range, int64_t k, int64_t depth, int64_t m,
+                        float *c, int64_t ldc, moelora_scratch *scratch) {
+  const moelora_cpu_matrix *matrix = moelora_cpu_kernels_of(variant)->matrix;
+  const int64_t bytes = (int64_t)moelora_dtype_bytes(variant->dtype);
+  const int64_t panel = moelora_panel_bytes(depth);
+  if (!w->packed) {
+    matrix->multiply(m, range->end - range->begin, depth, scratch->panels, panel,
+                     moelora_row_at(w, variant->dtype, range->begin) + k * bytes,
+                     w->stride_n * bytes, NULL, c + range->at, ldc);
+    return;
+  }
+  for (int64_t n = range->begin; n < range->end; n += MOELORA_MATRIX_ROWS) {
+    const int64_t rows = moelora_min(MOELORA_MATRIX_ROWS, range->end - n);
+    copy_operands(variant, w, n, rows, k, depth, 0, scratch->w);
+    matrix->multiply(m, rows, depth, scratch->panels, panel, scratch->w, depth * bytes, NULL,
+                     c + range->at + n - range->begin, ldc);
+  }
+}
+
+void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
+                              const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,
+                              int64_t ldc, moelora_scratch *scratch) {
+  if (moelora_is_quantized(w->format)) {
+    moelora_cpu_quantized_tile(variant, w, ranges, num_ranges, m, c, ldc, scratch);
+    return;
+  }
+  if (!moelora_cpu_kernels_of(variant)->matrix) {
+    for (int i = 0; i < num_ranges; i++)
+      moelora_cpu_tile(variant, w, ranges[i].begin, ranges[i].end, m,
+                       i + 1 < num_ranges ? moelora_row_at(w, variant->dtype, ranges[i + 1].begin)
+                                          : NULL,
+                       c + ranges[i].at, ldc, scratch);
+    return;
+  }
+  for (int64_t k = 0; k < w->k; k += variant->block_k) {
+    const int64_t depth = moelora_min(variant->block_k, w->k - k);
+    moelora_cpu_begin_pass(variant, k, depth, m, scratch);
+    for (int i = 0; i < num_ranges; i++)
+      matrix_pass(variant, w, &ranges[i], k, depth, m, c, ldc, scratch);
   }
 }
 

@@ -11,6 +11,7 @@ from benchmarks.grid.layers import LAYOUTS
 from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
 
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
+AMX = AVX2 | AVX512 | AVX512_BF16 | 8
 QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
 MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
 DTYPES = {"BF16": "bfloat16", "F16": "float16"}
@@ -95,6 +96,9 @@ ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
         pytest.param(AVX2 | AVX512, "bfloat16", "gemm_bf16_avx512", marks=x86),
         pytest.param(AVX2 | AVX512 | AVX512_BF16, "bfloat16", "gemm_bf16_avx512bf16", marks=x86),
         pytest.param(AVX2 | AVX512 | AVX512_BF16, "float16", "gemm_f16_avx512", marks=x86),
+        pytest.param(AMX, "bfloat16", "gemm_bf16_amx", marks=x86),
+        pytest.param(AMX, "float16", "gemm_f16_avx512", marks=x86),
+        pytest.param(AMX, "float32", "gemm_f32_avx512", marks=x86),
     ],
 )
 def test_the_best_instruction_set_of_a_cpu(plan, isa, dtype, want):

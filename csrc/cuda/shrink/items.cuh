@@ -2,11 +2,12 @@
  * tokens, by up to RANKS rows of A, slice after slice.
  *
  * If the sort has listed segments, every CTA counts the items of all segments and takes every
- * gridDim-th: CTAs differ by at most one item, and concurrent ones share A or x in L2; adapter by
- * adapter they share the rows of x of its tokens. Otherwise
- * segments are searched in blocks: the items of a block are distributed to `shares` work units,
- * and these to CTAs, such that concurrent CTAs work on a `group` of adjacent blocks; each warp of
- * a CTA searches the items of one work unit. That is also used for few segments. */
+ * gridDim-th: CTAs differ by at most one item, and concurrent ones share A or x in L2. In the order
+ * by adapter they share the rows of x that its tokens have.
+ *
+ * Otherwise, and for few segments, each warp searches blocks for segments. The items of a block are
+ * distributed to `shares` work units, and these to the warps of CTAs, such that concurrent CTAs
+ * work on a `group` of adjacent blocks. */
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 
