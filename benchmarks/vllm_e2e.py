@@ -254,10 +254,12 @@ class Bench(Stages):
         models = self.quantize("tiny")
         if models is None:
             return
-        for name, model in zip(("moelora", "vllm"), models, strict=True):
-            job = self.engine(name, model, "--lora", "--check", ours=name == "moelora")
-            self.read(name, job)
-        for name in ("moelora", "vllm") if self.args.format in FP8 else ("moelora",):
+        names = "moelora", "vllm"
+        flags = "--lora", "--check"
+        self.together(
+            [Run(n, m, flags, n == "moelora") for n, m in zip(names, models, strict=True)]
+        )
+        for name in names if self.args.format in FP8 else names[:1]:
             reference = self.reference(name)
             if reference is None:
                 continue
