@@ -83,11 +83,11 @@ typedef struct moelora_gradient_uses {
 } moelora_gradient_uses;
 
 /* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a
- * call, and 16-byte accesses to units of 8 elements. */
+ * call, 16-byte accesses to units of 8 elements, and bytes between lines in 32 bits. */
 static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
   return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
-         g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_e % 8 == 0 &&
-         g->stride_l % 8 == 0;
+         g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_i < 1 << 30 &&
+         g->stride_e % 8 == 0 && g->stride_l % 8 == 0;
 }
 
 /* Allocates the list. */

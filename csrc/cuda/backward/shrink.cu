@@ -93,7 +93,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   struct Copies {
     const T *x[S::GROUPS], *b; // what the next step copies
     const T *mapped;           // what a copy that only fills with zeros points to
-    uint32_t b_step;           // bytes between rows of B that this thread copies
+    uint32_t b_row;            // bytes between rows of B
     int x_left, b_left;        // elements of K from the first of a row of X, and of B, on
     int ranks;                 // from this thread's first on
     bool any;                  // whether the products read ranks of this thread
@@ -111,7 +111,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       const moelora_factor &factor = lora.b[shrink.slice];
       b = factor_row<T>(factor, segment.packed / kRanks, shrink.expert, n) +
           shrink.chunk * S::RANKS + c * 8;
-      b_step = (uint32_t)(B_ROWS * factor.stride_i * (int)sizeof(T));
+      b_row = (uint32_t)factor.stride_i * (uint32_t)sizeof(T);
       x_left = (int)lora.slice_n - lane * 8, b_left = (int)lora.slice_n - n;
       ranks = shrink.ranks_of(segment) - c * 8;
       any = c * 8 < moelora_padded_rank(ranks + c * 8);
@@ -139,10 +139,10 @@ template <class T, bool VECTORS, class S> struct BackShrink {
         for (int i = 0; i < kDepth / B_ROWS; i++) {
           const bool exists = i * B_ROWS < b_left && ranks > 0;
           copy_chunk<VECTORS>(sB + b_chunk(n + i * B_ROWS),
-                              exists ? row_address(b, i, b_step) : mapped, exists ? ranks : 0,
-                              true);
+                              exists ? row_address(b, i * B_ROWS, b_row) : mapped,
+                              exists ? ranks : 0, true);
         }
-        b = row_address(b, kDepth / B_ROWS, b_step);
+        b = row_address(b, kDepth, b_row);
         b_left -= kDepth;
       }
       stage = shrink.after(stage);
