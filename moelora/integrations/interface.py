@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 Table = dict[str, dict[str, str]]
-Lookup = Callable[[str, str], list[str]]
+Lookup = Callable[[str, str], dict[str, bool]]  # {parameter: it has no default}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def problem(interface: Interface, parameters: Lookup | None = None) -> str | Non
     looks up; it begins with "there is no" if the release does not have it at all."""
     lookup = parameters or _parameters
 
-    def found(module: str, name: str) -> list[str] | str:
+    def found(module: str, name: str) -> dict[str, bool] | str:
         try:
             return lookup(module, name)
         except AttributeError:
@@ -51,19 +51,27 @@ def problem(interface: Interface, parameters: Lookup | None = None) -> str | Non
             got = found(module, name)
             if isinstance(got, str):
                 return got
-            if got != wanted.split():
-                return f"{module}.{name} has the parameters {got}, not {wanted.split()}"
+            if list(got) != wanted.split():
+                return f"{module}.{name} has the parameters {list(got)}, not {wanted.split()}"
     for table, what in ((interface.called, "does not take"), (interface.fields, "has no")):
         for module, names in table.items():
             for name, wanted in names.items():
                 got = found(module, name)
                 if isinstance(got, str):
                     return got
-                if missing := set(wanted.split()) - set(got):
+                given = set(wanted.split())
+                if missing := given - set(got):
                     return f"{module}.{name} {what} {', '.join(sorted(missing))}"
+                more = {one for one, is_required in got.items() if is_required} - given
+                if table is interface.called and more:
+                    return f"{module}.{name} requires {', '.join(sorted(more))}"
     return None
 
 
-def _parameters(module: str, name: str) -> list[str]:
+def _parameters(module: str, name: str) -> dict[str, bool]:
     found = attrgetter(name)(importlib.import_module(module))
-    return list(inspect.signature(found).parameters)
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {
+        parameter.name: parameter.default is parameter.empty and parameter.kind not in variadic
+        for parameter in inspect.signature(found).parameters.values()
+    }

@@ -42,7 +42,8 @@ class Report:
 
     engine: its name, which is that of its distribution but for case.
     group: the entry points that it loads.
-    allowed: an environment variable with names of plugins, of which alone it loads these.
+    allowed: an environment variable that restricts which plugins it loads.
+    names: the names of plugins in such a variable; None: it restricts nothing.
     switch: moelora's own environment variable; 0 turns it off.
     problem_here: why moelora is not installed into the engine, or None.
     parts: layers by class and format, where the plugin is on; imports the engine.
@@ -51,6 +52,7 @@ class Report:
     engine: str
     group: str
     allowed: str
+    names: Callable[[str], set[str] | None]
     switch: str
     problem_here: Callable[[], str | None]
     parts: Callable[[], list[Part]]
@@ -64,21 +66,21 @@ class Report:
 
     def off(self) -> str | None:
         """Why the engine runs as if moelora were not installed, or None."""
-        names = [
+        ours = [
             entry.name
             for entry in importlib.metadata.entry_points(group=self.group)
             if entry.value.startswith("moelora.")
         ]
-        if not names:
+        if not ours:
             return (
                 f"no installed package has moelora's entry point of {self.group}: pip install the "
                 "wheel"
             )
-        allowed = os.environ.get(self.allowed)
-        if allowed is not None and not {*names} & {*allowed.split(",")}:
+        given = os.environ.get(self.allowed)
+        allowed = None if given is None else self.names(given)
+        if allowed is not None and allowed.isdisjoint(ours):
             return (
-                f"{self.allowed}={allowed} does not name {names[0]}, so {self.engine} does not "
-                "load it"
+                f"{self.allowed}={given} does not name {ours[0]}, so {self.engine} does not load it"
             )
         if os.environ.get(self.switch) == "0":
             return f"{self.switch}=0"
@@ -89,8 +91,11 @@ class Report:
         reason = self.off()
         if reason is not None:
             return [f"off: {reason}", f"{self.engine}'s own path runs"], False
-        said = [f"on: {self.engine} loads the plugin in every process"]
         every = self.parts()
+        on = any(one.runs == "moelora" for one in every)
+        said = [f"on: {self.engine} loads the plugin in every process"]
+        if not on:
+            said = [f"off: no class of this {self.engine} is one that moelora can run"]
         widths = [max(len(getattr(one, name)) for one in every) for name in ("layers", "cls")]
         runs = {
             "moelora": "moelora",
@@ -100,4 +105,4 @@ class Report:
         for one in every:
             why = f": {one.why}" if one.why else ""
             said.append(f"  {one.layers:{widths[0]}}  {one.cls:{widths[1]}}  {runs[one.runs]}{why}")
-        return said, True
+        return said, on

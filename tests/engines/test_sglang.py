@@ -75,6 +75,17 @@ class StandardDispatchOutput(NamedTuple):
     topk_output: Any
 
 
+class StandardTopKOutput(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor
+
+
+class BaseLoRABackend:
+    def get_batch_info(self, layout=None):
+        pass
+
+
 @dataclass(kw_only=True)
 class MoeLoraBatch:
     gate_up_lora_a: torch.Tensor
@@ -202,7 +213,9 @@ def sglang(monkeypatch, hook_registry):
             "StandardCombineInput": StandardCombineInput,
             "StandardDispatchOutput": StandardDispatchOutput,
         },
+        "sglang.srt.layers.moe.topk": {"StandardTopKOutput": StandardTopKOutput},
         "sglang.srt.layers.moe.moe_runner.runner": {"MoeRunner": MoeRunner},
+        "sglang.srt.lora.backend.base_backend": {"BaseLoRABackend": BaseLoRABackend},
         "sglang.srt.lora.lora_moe_runners": {"LoRAInfo": LoRAInfo},
         "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
         "sglang.srt.lora.moe.runner": {
@@ -601,6 +614,14 @@ def test_a_layer_on_an_old_gpu_is_left_alone(sglang, monkeypatch):
     assert "compute capability of its GPU is below 8.0" in moelora_sglang.reason_against(layer)
 
 
+def test_a_layer_in_float32_on_a_gpu_is_left_alone(sglang, monkeypatch):
+    """There are kernels for it on CPUs alone; its first forward would fail."""
+    layer = make_base_layer(Spec().build())
+    layer.w13_weight = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", 1))
+    monkeypatch.setattr("torch.cuda.get_device_capability", {layer.w13_weight.device: (9, 0)}.get)
+    assert "its weights are torch.float32" in moelora_sglang.reason_against(layer)
+
+
 def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang.srt.lora.moe.runner")
     HookRegistry.hooks.clear()
@@ -635,9 +656,61 @@ def test_a_release_whose_layers_are_other_ones(sglang, monkeypatch, caplog):
     assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
 
 
+@pytest.mark.parametrize("name", ["triton_v2", "csgmv"])
+def test_a_layer_that_no_runner_can_be_made_for(name, sglang, caplog):
+    """Of a release that renamed an attribute: the server starts, with SGLang's own path."""
+    base_layer = make_base_layer(Spec().build())
+    del base_layer.should_fuse_routed_scaling_factor_in_topk
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        for _ in range(2):
+            layer = sglang.FusedMoEWithLoRA(
+                base_layer, make_lora_backend(name=name), max_lora_rank=16
+            )
+    if name == "csgmv":
+        assert type(layer._lora_runner) is MoeRunner
+    else:
+        assert type(layer._moe_lora_runner) is sglang.MoeLoraRunner
+    (line,) = caplog.messages
+    assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
+
+
+def test_a_legacy_batch_that_the_operator_refuses(sglang, monkeypatch, caplog):
+    p = Spec(scalings=False).build()
+    layer = sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name="triton"))
+
+    def refuses(*args, **named):
+        raise NotImplementedError("no kernel for it")
+
+    monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
+    info = make_info(make_batch(p), p.lora_ranks)
+    for _ in range(2):
+        assert layer._lora_runner.run(dispatched(p), None, lora_info=info) == "SGLang's own"
+    assert caplog.messages == [
+        "moelora: a batch is not moelora's: no kernel for it; SGLang's own path runs"
+    ]
+
+
 @pytest.mark.parametrize(
     "name, change, why",
     [
+        (
+            "triton_v2",
+            lambda at: setattr(
+                sys.modules["sglang.srt.layers.moe.token_dispatcher.standard"],
+                "StandardCombineInput",
+                NamedTuple("More", [("hidden_states", Any), ("scales", Any)]),
+            ),
+            "StandardCombineInput requires scales",
+        ),
+        (
+            "triton_v2",
+            lambda at: setattr(
+                sys.modules["sglang.srt.lora.backend.base_backend"],
+                "BaseLoRABackend",
+                type("BaseLoRABackend", (), {"get_batch_info": lambda self: None}),
+            ),
+            "BaseLoRABackend.get_batch_info does not take layout",
+        ),
         (
             "triton_v2",
             lambda at: setattr(at.MoeLoraRunner, "run", lambda self, dispatched, batch, more: 0),
@@ -656,7 +729,7 @@ def test_a_release_whose_layers_are_other_ones(sglang, monkeypatch, caplog):
             "LoRAInfo has no down_lora_a_weights",
         ),
     ],
-    ids=["run", "batch", "legacy"],
+    ids=["combine", "batch_info", "run", "batch", "legacy"],
 )
 def test_a_release_that_would_call_otherwise(name, change, why, sglang, monkeypatch, caplog):
     """Seen before the first forward, which would fail."""
@@ -712,10 +785,35 @@ def test_doctor_of_a_release_without_the_new_runner(doctor, monkeypatch):
     assert status == 0 and lines[-1].endswith(" MoeLoraRunner     not in this release")
 
 
+@pytest.mark.parametrize("value", ["", "moelora", "other, moelora"])
+def test_doctor_reads_sglang_plugins_as_sglang_does(doctor, monkeypatch, value):
+    """Without spaces; an empty one loads all plugins."""
+    monkeypatch.setenv("SGLANG_PLUGINS", value)
+    status, lines = doctor()
+    assert status == 0 and lines[2] == "plugin: on: SGLang loads the plugin in every process"
+
+
+def test_doctor_of_a_release_without_hooks(doctor, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    status, lines = doctor()
+    assert status == 1 and lines[3] == "SGLang's own path runs"
+    assert lines[2].startswith("plugin: off: there is no sglang.srt.plugins.hook_registry.")
+
+
+def test_doctor_of_a_release_whose_layers_are_all_other_ones(doctor, monkeypatch):
+    monkeypatch.setitem(sys.modules, interface.RUNNER, None)
+    monkeypatch.setattr(MoeRunner, "run", lambda self, dispatched: None)
+    status, lines = doctor()
+    assert status == 1
+    assert lines[2] == "plugin: off: no class of this SGLang is one that moelora can run"
+    assert " SGLang's own path: sglang.srt.layers.moe.moe_runner.runner.MoeRunner.run " in lines[3]
+
+
 @pytest.mark.parametrize(
     "variable, value, why",
     [
         ("SGLANG_PLUGINS", "other", "SGLANG_PLUGINS=other does not name moelora, so SGLang does"),
+        ("SGLANG_PLUGINS", ",", "SGLANG_PLUGINS=, does not name moelora, so SGLang does"),
         ("MOELORA_SGLANG", "0", "MOELORA_SGLANG=0"),
     ],
 )
@@ -743,5 +841,7 @@ def test_a_release_without_hooks(sglang, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "sglang.moelora"):
         for _ in range(2):
             moelora_sglang.register()
-    (line,) = caplog.messages
-    assert line.startswith("moelora: could not register: ModuleNotFoundError: ")
+    assert caplog.messages == [
+        "moelora: there is no sglang.srt.plugins.hook_registry.HookRegistry.register; "
+        "SGLang's own path runs"
+    ]

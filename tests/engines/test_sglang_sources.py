@@ -58,7 +58,7 @@ def test_parameters(release, path):
     found = Sources(release).parameters(f"sglang.srt.{module}", name)
     wanted = [part.split("=")[0] for part in SIGNATURES[path].strip("()").split(", ")]
     bound = name.split(".")[-1] in ("from_layer", "register")  # to the class
-    assert found[bound:] == [part for part in wanted if part != "*"]
+    assert list(found)[bound:] == [part for part in wanted if part != "*"]
 
 
 @pytest.mark.parametrize("part", ["LEGACY", "TRITON_V2"])

@@ -129,6 +129,15 @@ def test_a_missing_field_is_named(vllm, monkeypatch):
     assert vllm.interface.problem(part).endswith("LoRAKernelMeta has no slots")
 
 
+def test_a_parameter_that_moelora_would_not_pass_is_named(vllm):
+    """A call of this integration would fail in a release that requires it."""
+    called = {"inspect": {"signature": "obj"}}
+    assert vllm.interface.problem(vllm.interface.Interface(called=called)) is None
+    called = {"inspect": {"getattr_static": "obj"}}
+    problem = vllm.interface.problem(vllm.interface.Interface(called=called))
+    assert problem == "inspect.getattr_static requires attr"
+
+
 def test_other_platforms_are_left_alone(vllm, lines):
     vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
     vllm.plugin.register()

@@ -80,7 +80,13 @@ def test_every_format_has_a_line(doctor):
 
 @pytest.mark.parametrize(
     ("plugins", "is_on"),
-    [("moelora", True), ("other,moelora", True), ("other", False), ("", False)],
+    [
+        ("moelora", True),
+        ("other,moelora", True),
+        ("other", False),
+        ("", False),
+        ("other, moelora", False),  # vLLM does not strip spaces
+    ],
 )
 def test_vllm_plugins_may_leave_it_out(doctor, monkeypatch, plugins, is_on):
     monkeypatch.setenv("VLLM_PLUGINS", plugins)

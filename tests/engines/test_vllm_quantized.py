@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Spec
 from vllm_layer import load
-from vllm_quantized import KINDS, QuantizedLayer, check_base_rows
+from vllm_quantized import KINDS, QuantizedLayer, Routed, check_base_rows
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -163,12 +163,31 @@ def test_weights_in_host_memory(own, lines, kind):
     def offload(layer):
         next(layer.parameters())._vllm_is_uva_offloaded = True
 
-    if kind in ("gpt_oss", "mxfp4"):  # sizes that Marlin takes, so that there is a way back
-        spec = spec_of(kind, hidden=256, inter=128)
-    else:
-        spec = spec_of(kind)
-    layer = QuantizedLayer(own, kind, spec, changes=offload)
+    layer = QuantizedLayer(own, kind, spec_with_a_way_back(kind), changes=offload)
     theirs(layer, lines, "the expert weights are in host memory")
+
+
+def spec_with_a_way_back(kind):
+    """Sizes that Marlin takes."""
+    return spec_of(kind, hidden=256, inter=128) if kind in ("gpt_oss", "mxfp4") else spec_of(kind)
+
+
+@pytest.mark.parametrize("lacks", ["_expert_routing_tables", "moe_backend"])
+def test_a_layer_of_another_release(own, lines, kind, lacks, monkeypatch):
+    """It lacks what is read while it is packed, or before that; the engine starts all the same."""
+
+    def change(layer):
+        if lacks == "moe_backend":
+            del layer.moe_config.moe_backend
+
+    if lacks == "_expert_routing_tables":
+        monkeypatch.delattr(Routed, lacks)
+    layer = QuantizedLayer(own, kind, spec_with_a_way_back(kind), changes=change)
+    (line,) = lines
+    assert line.startswith("moelora: the layer is not as expected (AttributeError: ")
+    assert lacks in line and line.endswith("; vLLM's own path runs")
+    assert layer.experts is OWN
+    assert sum(t.nbytes for t in layer.routed.parameters()) == layer.loaded_bytes
 
 
 @pytest.mark.parametrize("kind", ["gptq", "compressed", "awq"])

@@ -34,8 +34,9 @@ class Sources:
                 return ast.parse(file.read_text())
         raise ModuleNotFoundError(module)
 
-    def parameters(self, module: str, name: str) -> list[str]:
-        """As `inspect.signature` would have them; of a dataclass, its fields."""
+    def parameters(self, module: str, name: str) -> dict[str, bool]:
+        """As `inspect.signature` would have them, and which have no default; of a dataclass, its
+        fields."""
         owner, _, attribute = name.rpartition(".")
         found = self.find(module, owner or attribute)
         if found is None:
@@ -46,9 +47,16 @@ class Sources:
         if node is None:
             raise AttributeError(f"{module}.{name}")
         if isinstance(node, ast.ClassDef):
-            return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
+            fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+            return {n.target.id: n.value is None for n in fields}
         a = node.args
-        return [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+        placed = [p.arg for p in (*a.posonlyargs, *a.args)]
+        optional = set(placed[len(placed) - len(a.defaults) :])
+        if any(getattr(d, "id", None) == "classmethod" for d in node.decorator_list):
+            optional.add(placed[0])  # bound
+        required = {name: name not in optional for name in placed}
+        keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+        return required | {p.arg: default is None for p, default in keywords}
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
         """Where a class or function is defined that `module` has under a name."""

@@ -65,31 +65,39 @@ def _announce() -> None:
     )
 
 
-def _reason(
-    needed: interface.Interface, reason_against: Callable[[Any], str | None], layer: Any
-) -> str | None:
-    """Why a layer stays with SGLang; a release with another interface is such a reason."""
+def _runner(
+    needed: interface.Interface,
+    reason_against: Callable[[Any], str | None],
+    make: Callable[[Any], Any],
+    layer: Any,
+) -> Any:
+    """moelora's runner of a layer, or None if it stays with SGLang; the log says which.
+
+    Whatever fails here is a reason to leave the layer to SGLang, as in a release with another
+    interface.
+    """
+    runner = None
     try:
-        return reason_against_device() or interface.problem(needed) or reason_against(layer)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        return f"it is not as expected ({type(error).__name__}: {error})"
+        reason = reason_against_device() or interface.problem(needed) or reason_against(layer)
+        if reason is None:
+            runner = make(layer)
+    except (NotImplementedError, ValueError) as refusal:  # of what quantized weights hold
+        reason = str(refusal)
+    except Exception as error:
+        reason = f"it is not as expected ({type(error).__name__}: {str(error):.300})"
+    if reason is None:
+        _announce()
+    else:
+        _say(f"a MoE layer is not moelora's: {reason}")
+    return runner
 
 
 def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
-    reason = _reason(interface.TRITON_V2, reason_against, base_layer)
-    if reason:
-        _say(f"a MoE layer is not moelora's: {reason}")
-        return original(cls, base_layer, *args, **kwargs)
-    try:
-        runner = MoeLoraRunner(base_layer)
-    except ValueError as refusal:  # of what quantized weights hold
-        _say(f"a MoE layer is not moelora's: {refusal}")
-        return original(cls, base_layer, *args, **kwargs)
-    _announce()
-    return runner
+    runner = _runner(interface.TRITON_V2, reason_against, MoeLoraRunner, base_layer)
+    return original(cls, base_layer, *args, **kwargs) if runner is None else runner
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -101,12 +109,10 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
             layer._base_run_moe_core = runner.run_base
     if getattr(layer, "_lora_runner", None) is None:
         return
-    reason = _reason(interface.LEGACY, reason_against_layer, layer)
-    if reason:
-        _say(f"a MoE layer is not moelora's: {reason}")
-    else:
-        _announce()
-        layer._lora_runner = LegacyRunner(layer, _say)
+    make = functools.partial(LegacyRunner, say=_say)
+    legacy = _runner(interface.LEGACY, reason_against_layer, make, layer)
+    if legacy is not None:
+        layer._lora_runner = legacy
 
 
 def register() -> None:
@@ -130,7 +136,11 @@ def register() -> None:
 
 def problem_here() -> str | None:
     """Why moelora is not installed into SGLang, or None."""
-    return reason_against_build() or (None if torch.cuda.device_count() else "there is no GPU")
+    if reason := reason_against_build():
+        return reason
+    if not torch.cuda.device_count():
+        return "there is no GPU"
+    return interface.problem(interface.HOOKS)
 
 
 def _exists(module: str) -> bool:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from moelora.integrations.interface import Interface, problem
 
-__all__ = ["LAYER", "LEGACY", "RUNNER", "TRITON_V2", "Interface", "problem"]
+__all__ = ["HOOKS", "LAYER", "LEGACY", "RUNNER", "TRITON_V2", "Interface", "problem"]
 
 LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 RUNNER = "sglang.srt.lora.moe.runner"
 _STANDARD = "sglang.srt.layers.moe.token_dispatcher.standard"
 
 _COMBINED = {_STANDARD: {"StandardCombineInput": "hidden_states"}}
-_DISPATCHED = {_STANDARD: {"StandardDispatchOutput": "hidden_states topk_output"}}
+_DISPATCHED = {
+    _STANDARD: {"StandardDispatchOutput": "hidden_states topk_output"},
+    "sglang.srt.layers.moe.topk": {"StandardTopKOutput": "topk_weights topk_ids"},
+}
+
+# Of all layers: where the plugin registers.
+HOOKS = Interface(
+    called={"sglang.srt.plugins.hook_registry": {"HookRegistry.register": "target hook hook_type"}}
+)
 
 # Layers of the backends `triton` and `csgmv`, the only ones before 0.5.23.
 LEGACY = Interface(
@@ -35,7 +43,8 @@ LEGACY = Interface(
 # Layers of the backend `triton_v2`.
 TRITON_V2 = Interface(
     replaced={RUNNER: {"MoeLoraRunner.run": "self dispatch_output batch"}},
-    called=_COMBINED,
+    called=_COMBINED
+    | {"sglang.srt.lora.backend.base_backend": {"BaseLoRABackend.get_batch_info": "self layout"}},
     fields=_DISPATCHED
     | {
         RUNNER: {

@@ -56,9 +56,13 @@ class LegacyRunner:
             self.say(f"a batch is not moelora's: {reason}")
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
         # A captured graph is replayed with adapters, even if captured without.
-        if lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph:
-            return self.layer.experts(dispatch_output, Adapters.of(lora_info), lora_info.lora_ranks)
-        return self.layer.experts(dispatch_output, None, None)
+        active = lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph
+        adapters = (Adapters.of(lora_info), lora_info.lora_ranks) if active else (None, None)
+        try:
+            return self.layer.experts(dispatch_output, *adapters)
+        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+            self.say(f"a batch is not moelora's: {refusal}")
+            return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
 
     def reason_against(self, dispatch_output: Any, info: Any) -> str | None:
         """Why moelora cannot run this batch, or None."""

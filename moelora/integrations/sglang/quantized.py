@@ -148,7 +148,12 @@ def reason_against_weights(base_layer: Any) -> str | None:
         kind = kind_of(base_layer)
     except NotImplementedError as refusal:
         return str(refusal)
-    return None if kind is None else kind.reason(base_layer)
+    if kind is not None:
+        return kind.reason(base_layer)
+    weight = base_layer.w13_weight
+    if weight.device.type == "cuda" and weight.dtype not in COMPUTE_DTYPES:
+        return f"its weights are {weight.dtype}, for which there are kernels on CPUs alone"
+    return None
 
 
 class Tiles:

@@ -18,4 +18,17 @@ def parts() -> list[Part]:
     return [part(layers, cls, needed) for layers, (cls, needed) in LAYERS.items()]
 
 
-REPORT = Report("SGLang", "sglang.srt.plugins", "SGLANG_PLUGINS", SWITCH, problem_here, parts)
+def names(given: str) -> set[str] | None:
+    """SGLang strips spaces, and takes an empty variable for one that is not set."""
+    return {name.strip() for name in given.split(",")} if given else None
+
+
+REPORT = Report(
+    engine="SGLang",
+    group="sglang.srt.plugins",
+    allowed="SGLANG_PLUGINS",
+    names=names,
+    switch=SWITCH,
+    problem_here=problem_here,
+    parts=parts,
+)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
@@ -71,6 +71,18 @@ def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
 
 def _reason(method: Any, layer: Any, format: Format) -> str | None:
     """Why a layer stays with vLLM, without looking at its weights. `layer` may be None yet."""
+    try:
+        return _find_reason(method, layer, format)
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> str:
+    """The reason if a layer of another release lacks what is read."""
+    return f"the layer is not as expected ({type(error).__name__}: {str(error):.300})"
+
+
+def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
     moe = method.moe
     parallel = moe.moe_parallel_config
     if not hasattr(method, "experts_cls"):
@@ -160,14 +172,16 @@ def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) ->
         decided = hasattr(self, "_moelora_theirs")
         if format.rounds and not decided:
             return process(self, layer)
-        reason = _reason(self, layer, format)
+        reason, packed = _reason(self, layer, format), None
         if reason is None:
             try:
-                weights = _read(self, layer, format)
+                packed = _packed(self, layer, format)
             except (ValueError, NotImplementedError) as refusal:
                 reason = str(refusal)
-        if reason is None:
-            return _put(self, layer, format, *weights)
+            except Exception as error:
+                reason = _unexpected(error)
+        if packed is not None:
+            return _put(self, layer, packed)
         if decided:
             _give_back(self, layer, reason)
         say_once(f"{reason}; {OWN_PATH}")
@@ -190,27 +204,44 @@ def _read(method: Any, layer: Any, format: Format) -> tuple[QuantizedWeights, Qu
     return w13, format.read(method, layer, "w2", options | {"gate_up": None})
 
 
-def _put(
-    method: Any, layer: Any, format: Format, w13: QuantizedWeights, w2: QuantizedWeights
-) -> None:
-    """Replace all loaded parameters by tiles and biases, and install a kernel that reads them."""
+class _Packed(NamedTuple):
+    """What takes the place of a layer's parameters, its configuration and its kernel object."""
+
+    parameters: dict[str, nn.Parameter]
+    quant_config: Any
+    kernel: Any
+
+
+def _packed(method: Any, layer: Any, format: Format) -> _Packed:
+    """Tiles, biases and the kernel that reads them; the layer is unchanged."""
+    w13, w2 = _read(method, layer, format)
     bias = biases(format, layer, method.moe.in_dtype)
     if format.interleaved and w13.gate_up == "concatenated" and bias[0] is not None:
         bias = apart(bias[0]), bias[1]
-    for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
-        del layer._parameters[name]
     parts = {"w13_weight": w13.data, "w2_weight": w2.data, "w13_bias": bias[0], "w2_bias": bias[1]}
-    for name, tensor in parts.items():
-        if tensor is not None:
-            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-    method.experts_cls = QuantizedExpertsWithLoRA
-    method.moe_quant_config = _config(layer, *bias)
+    parameters = {
+        name: nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in parts.items()
+        if tensor is not None
+    }
+    config = _config(layer, *(parameters.get(name) for name in ("w13_bias", "w2_bias")))
     prepare_finalize = maybe_make_prepare_finalize(
         moe=method.moe,
-        quant_config=method.moe_quant_config,
+        quant_config=config,
         routing_tables=layer._expert_routing_tables(),
         allow_new_interface=True,
         use_monolithic=False,
     )
-    experts = QuantizedExpertsWithLoRA(method.moe, method.moe_quant_config, w13, w2)
-    method.moe_kernel = modular_kernel.FusedMoEKernel(prepare_finalize, experts)
+    experts = QuantizedExpertsWithLoRA(method.moe, config, w13, w2)
+    return _Packed(parameters, config, modular_kernel.FusedMoEKernel(prepare_finalize, experts))
+
+
+def _put(method: Any, layer: Any, packed: _Packed) -> None:
+    """Replace all loaded parameters, and the kernel that reads them."""
+    for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
+        del layer._parameters[name]
+    for name, parameter in packed.parameters.items():
+        layer.register_parameter(name, parameter)
+    method.experts_cls = QuantizedExpertsWithLoRA
+    method.moe_quant_config = packed.quant_config
+    method.moe_kernel = packed.kernel

@@ -39,4 +39,12 @@ def parts() -> list[Part]:
     return [*found, adapters]
 
 
-REPORT = Report("vLLM", "vllm.general_plugins", "VLLM_PLUGINS", SWITCH, problem_here, parts)
+REPORT = Report(
+    engine="vLLM",
+    group="vllm.general_plugins",
+    allowed="VLLM_PLUGINS",
+    names=lambda given: set(given.split(",")),
+    switch=SWITCH,
+    problem_here=problem_here,
+    parts=parts,
+)
