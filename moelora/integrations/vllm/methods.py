@@ -172,7 +172,7 @@ def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) ->
         decided = hasattr(self, "_moelora_theirs")
         if format.rounds and not decided:
             return process(self, layer)
-        reason, packed = _reason(self, layer, format), None
+        reason = _reason(self, layer, format)
         if reason is None:
             try:
                 packed = _packed(self, layer, format)
@@ -180,8 +180,8 @@ def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) ->
                 reason = str(refusal)
             except Exception as error:
                 reason = _unexpected(error)
-        if packed is not None:
-            return _put(self, layer, packed)
+            else:
+                return _put(self, layer, packed)
         if decided:
             _give_back(self, layer, reason)
         say_once(f"{reason}; {OWN_PATH}")
