@@ -111,10 +111,10 @@ class AdapterPool:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"layers are {names}, wanted at least one and no name twice")
         linear_rank = max_rank if max_linear_rank is None else max_linear_rank
-        if max_loras < 1 or max_rank < 1 or linear_rank < 1:
+        if any(not isinstance(n, int) or n < 1 for n in (max_loras, max_rank, linear_rank)):
             raise ValueError(
-                f"max_loras is {max_loras}, max_rank is {max_rank}, max_linear_rank is "
-                f"{linear_rank}, wanted >= 1"
+                f"max_loras is {max_loras!r}, max_rank is {max_rank!r}, max_linear_rank is "
+                f"{linear_rank!r}, wanted an int >= 1"
             )
         if not isinstance(host, int) or host < 0:
             raise ValueError(f"host is {host!r}, wanted a number of adapters, an int >= 0")

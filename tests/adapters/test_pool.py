@@ -27,6 +27,10 @@ def test_bad_arguments():
         AdapterPool([LAYERS[0], LAYERS[0]], 1, 1)
     with pytest.raises(ValueError, match="max_loras is 0"):
         AdapterPool(LAYERS, 0, 1)
+    with pytest.raises(ValueError, match="max_loras is 2.5, .*wanted an int >= 1"):
+        AdapterPool(LAYERS, 2.5, 1)
+    with pytest.raises(ValueError, match="max_rank is '16', .*wanted an int >= 1"):
+        AdapterPool(LAYERS, 1, "16")
     with pytest.raises(ValueError, match="dtype is torch.float64"):
         AdapterPool(LAYERS, 1, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="w13_slices is 3"):
