@@ -138,9 +138,9 @@ class Reservation:
 
 
 class Residents:
-    """The adapters in slots by name, least recently used first, and who else takes slots.
+    """The adapters in slots by name, least recently used first, and what else occupies slots.
 
-    Those are replaced versions that batches still hold, and reservations. Not thread-safe: the
+    The latter are replaced versions that batches still hold, and reservations. Not thread-safe: the
     pool's lock is held.
     """
 
@@ -171,7 +171,7 @@ class Residents:
         return self.loaded[leaving].slot, leaving
 
     def reserve(self, what: str, ahead: bool = False) -> Reservation:
-        """A slot of `free_slot`, taken from whoever is evicted."""
+        """Reserve a slot of `free_slot`; the adapter that it is taken from is evicted."""
         slot, leaving = self.free_slot(what, ahead)
         reservation = Reservation(slot)
         self._reserved.add(reservation)

@@ -158,7 +158,7 @@ class Slots:
     def clear(self, slot: int) -> None:
         """What is in a slot is no adapter any more."""
         self.enable(slot, False)
-        self._used[slot] = {}  # who trains may have written all of it
+        self._used[slot] = {}  # training may have written all of it
         for tables in self.tables.values():
             tables.ranks[slot].fill_(0)
 

@@ -546,7 +546,7 @@ def test_a_legacy_batch_without_adapters(graph, sglang):
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        ("nobody says which token", lambda info: {"token_lora_mapping": None}),
+        ("it has no adapter slots of tokens", lambda info: {"token_lora_mapping": None}),
         ("those of other tokens", lambda info: {"token_lora_mapping": info.token_lora_mapping[:3]}),
         (
             "of experts on other GPUs",
@@ -640,7 +640,7 @@ def test_kernels_that_do_not_run_on_this_gpu(sglang, monkeypatch, caplog):
             layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv"))
     assert type(layer._lora_runner) is MoeRunner
     assert caplog.messages == [
-        f"moelora: a MoE layer is not moelora's: {why}; SGLang's own path runs"
+        f"moelora: a MoE layer is not supported: {why}; SGLang's own path runs"
     ]
 
 
@@ -686,7 +686,7 @@ def test_a_legacy_batch_that_the_operator_refuses(sglang, monkeypatch, caplog):
     for _ in range(2):
         assert layer._lora_runner.run(dispatched(p), None, lora_info=info) == "SGLang's own"
     assert caplog.messages == [
-        "moelora: a batch is not moelora's: no kernel for it; SGLang's own path runs"
+        "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
     ]
 
 

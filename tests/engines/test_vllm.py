@@ -44,7 +44,7 @@ def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
         return
     (line,) = lines
     assert said in line
-    assert "every expert will get columns of others" in line
+    assert "every expert will get columns of other experts" in line
 
 
 # ---- registration ----

@@ -321,9 +321,9 @@ def test_scales_of_tensors_that_are_not_numbers(own, lines, kind):
 
 def test_an_activation_that_is_not_there(own, lines, kind):
     spec = spec_of(kind, activation="silu" if kind == "gpt_oss" else "swigluoai")
-    reason = "silu with rows of gate and up in turns"
+    reason = "silu with rows of gate and up interleaved"
     if kind != "gpt_oss":
-        reason = "swigluoai with rows of gate and up one behind the other"
+        reason = "swigluoai with rows of gate and up concatenated"
     theirs(QuantizedLayer(own, kind, spec), lines, reason)
 
 

@@ -88,7 +88,7 @@ def _runner(
     if reason is None:
         _announce()
     else:
-        _say(f"a MoE layer is not moelora's: {reason}")
+        _say(f"a MoE layer is not supported: {reason}")
     return runner
 
 

@@ -53,7 +53,7 @@ class LegacyRunner:
         """The layer between dispatch and combine."""
         reason = self.reason_against(dispatch_output, lora_info)
         if reason:
-            self.say(f"a batch is not moelora's: {reason}")
+            self.say(f"a batch is not supported: {reason}")
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
         # A captured graph is replayed with adapters, even if captured without.
         active = lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph
@@ -61,7 +61,7 @@ class LegacyRunner:
         try:
             return self.layer.experts(dispatch_output, *adapters)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
-            self.say(f"a batch is not moelora's: {refusal}")
+            self.say(f"a batch is not supported: {refusal}")
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
 
     def reason_against(self, dispatch_output: Any, info: Any) -> str | None:
@@ -69,7 +69,7 @@ class LegacyRunner:
         experts = self.layer.base_layer.w13_weight.size(0)
         mapping = getattr(info, "token_lora_mapping", None)  # from 0.5.13 on
         if mapping is None:
-            return "nobody says which token carries which adapter"
+            return "it has no adapter slots of tokens"
         if mapping.size(0) != dispatch_output.hidden_states.size(0):
             return "its adapters are those of other tokens"
         if any(factor.size(1) not in (1, experts) for factor in Adapters.of(info)[:4]):

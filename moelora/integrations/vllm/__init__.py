@@ -12,7 +12,8 @@ If this build has no CUDA kernels, or no GPU can run them, vLLM is left unchange
 `vllm.moelora` reports it in one line; `moelora doctor` reports it without an engine (`report`). A
 layer that is not supported runs vLLM's own path; each reason, from
 `TritonExpertsWithLoRA.reason_against` or `methods`, is logged once. Its adapters still use
-moelora's deltas. So it is where a first launch in a worker fails (`reason_against_device`).
+moelora's deltas. Where a first launch in a worker fails or computes something else than the CPU
+(`reason_against_device`), vLLM's own path runs both.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _install() -> None:
 
         deltas.install()
     if problem := interface.problem(interface.CONFIGS):
-        say_once(f"{problem}; adapters whose columns lie otherwise than PEFT's are not told")
+        say_once(f"{problem}; no warning for adapters whose columns are not in PEFT's order")
     else:
         from moelora.integrations.vllm import configs
 

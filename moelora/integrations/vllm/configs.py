@@ -33,8 +33,8 @@ def warning(config: Mapping[str, Any]) -> str | None:
         why = columns.doubt or f"{MARK} of its configuration is not rank_major"
     model = str(config.get("base_model_name_or_path") or "a model")
     return (
-        f"an adapter of {model:.200}: {why}. vLLM takes PEFT's order for granted: every expert "
-        "will get columns of others; save the adapter anew in PEFT's order"
+        f"an adapter of {model:.200}: {why}. vLLM assumes PEFT's order: every expert will get "
+        "columns of other experts; save the adapter again in PEFT's order"
     )
 
 

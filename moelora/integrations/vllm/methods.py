@@ -96,7 +96,7 @@ def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
     if parallel.enable_eplb:
         return "experts are rearranged (EPLB)"
     if format.interleaved != (moe.activation.value == "swigluoai"):
-        order = "in turns" if format.interleaved else "one behind the other"
+        order = "interleaved" if format.interleaved else "concatenated"
         return f"{moe.activation.value} with rows of gate and up {order}"
     if reason := format.reason(method):
         return reason
