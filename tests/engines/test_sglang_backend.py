@@ -49,6 +49,17 @@ def forward_batch(lora_ids, lengths=None, tokens=None, device="cpu"):
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "which"),
+    [(("experts", "layers.1.experts"), "experts"), (("layers.1.a", "layers.1.b"), "layers.1.b")],
+)
+def test_layers_without_numbers_of_their_own_are_named(names, which):
+    pool = AdapterPool([MoELayer(n, EXPERTS, HIDDEN, INTER) for n in names], 1, 8)
+    with pytest.raises(ValueError, match=f"layer '{which}' has no number of its own; give layers="):
+        MoELoRABackend(pool)
+    assert MoELoRABackend(pool, dict(enumerate(names))).layers == dict(enumerate(names))
+
+
 def test_prepare_moe_lora_batch(device):
     backend = make_backend(device, torch.bfloat16)
     prepare = backend.prepare_moe_lora_batch

@@ -36,12 +36,24 @@ class MoELoRABackend:
         `w13_slices=1`.
     layers : mapping of int to str, optional
         Name in the pool of each `layer_id`; by default the first number in the names.
+
+    Raises
+    ------
+    ValueError
+        Without `layers`: a name has no number, or the same first one as another.
     """
 
     def __init__(self, pool: AdapterPool, layers: Mapping[int, str] | None = None) -> None:
         self.pool = pool
         if layers is None:
-            layers = {int(re.findall(r"\d+", name)[0]): name for name in pool.layers}
+            layers = {}
+            for name in pool.layers:
+                number = re.search(r"\d+", name)
+                if number is None or int(number[0]) in layers:
+                    raise ValueError(
+                        f"layer {name!r} has no number of its own; give layers={{layer_id: name}}"
+                    )
+                layers[int(number[0])] = name
         self.layers = dict(layers)
         self.reset_batch_state()
 
@@ -57,7 +69,7 @@ class MoELoRABackend:
         forward_batch : ForwardBatch
             `lora_ids` of its requests (None = no adapter), `input_ids` and, while it extends,
             `extend_seq_lens_cpu`; otherwise every request has the same number of tokens. The
-        adapters must stay in their slots (`AdapterPool.hold`) until it completes.
+            adapters must stay in their slots (`AdapterPool.hold`) until it completes.
         layer_id : int
             The calling layer.
 
