@@ -24,8 +24,9 @@ inline uint8_t to_e4m3(float v) {
   const float size = fabsf(v);
   if (size >= 448.f)
     return sign | 0x7e;
-  int exponent = 0;
-  frexpf(size, &exponent); /* size < 2^exponent */
+  int exponent = -6; /* of zero, which frexpf gives 0 */
+  if (size > 0)
+    frexpf(size, &exponent); /* size < 2^exponent */
   exponent = exponent - 1 < -6 ? -6 : exponent - 1;
   const float units =
       rintf(ldexpf(size, 3 - exponent)); /* ties to even; 16 becomes 8 of the next exponent */
