@@ -1,6 +1,6 @@
 """vLLM end to end, with moelora and without: the same answers, and tokens per second.
 
-    python -m benchmarks.vllm_e2e --only answers --out benchmarks/results/h200-e2e-answers.json
+    python -m benchmarks.vllm_e2e --only answers --at-once 2 --out ...-e2e-answers.json
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json

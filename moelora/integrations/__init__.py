@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from typing import Any
 
 import torch
 
 from moelora import _C
+
+
+def switched_off(switch: str) -> str | None:
+    """NAME=VALUE of an environment variable that turns a plugin off: 0, false, off or no."""
+    value = os.environ.get(switch, "")
+    return f"{switch}={value}" if value.strip().lower() in ("0", "false", "off", "no") else None
 
 
 def reason_against_build() -> str | None:

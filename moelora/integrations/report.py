@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moelora.integrations import switched_off
 from moelora.integrations.interface import Interface, problem
 
 
@@ -44,7 +45,7 @@ class Report:
     group: the entry points that it loads.
     allowed: an environment variable that restricts which plugins it loads.
     names: the names of plugins in such a variable; None: it restricts nothing.
-    switch: moelora's own environment variable; 0 turns it off.
+    switch: moelora's own environment variable; 0, false, off or no turn it off.
     problem_here: why moelora is not installed into the engine, or None.
     parts: layers by class and format, where the plugin is on; imports the engine.
     """
@@ -82,9 +83,7 @@ class Report:
             return (
                 f"{self.allowed}={given} does not name {ours[0]}, so {self.engine} does not load it"
             )
-        if os.environ.get(self.switch) == "0":
-            return f"{self.switch}=0"
-        return self.problem_here()
+        return switched_off(self.switch) or self.problem_here()
 
     def lines(self) -> tuple[list[str], bool]:
         """The report, and whether the plugin is on."""

@@ -580,8 +580,9 @@ def test_the_log_says_that_it_is_on(name, sglang, caplog):
     ]
 
 
-def test_switched_off(sglang, monkeypatch):
-    monkeypatch.setenv("MOELORA_SGLANG", "0")
+@pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
+def test_switched_off(value, sglang, monkeypatch):
+    monkeypatch.setenv("MOELORA_SGLANG", value)
     HookRegistry.hooks.clear()
     moelora_sglang.register()
     assert not HookRegistry.hooks
@@ -814,7 +815,7 @@ def test_doctor_of_a_release_whose_layers_are_all_other_ones(doctor, monkeypatch
     [
         ("SGLANG_PLUGINS", "other", "SGLANG_PLUGINS=other does not name moelora, so SGLang does"),
         ("SGLANG_PLUGINS", ",", "SGLANG_PLUGINS=, does not name moelora, so SGLang does"),
-        ("MOELORA_SGLANG", "0", "MOELORA_SGLANG=0"),
+        ("MOELORA_SGLANG", "false", "MOELORA_SGLANG=false"),
     ],
 )
 def test_doctor_says_why_it_is_off(doctor, monkeypatch, variable, value, why):

@@ -103,8 +103,9 @@ def left_alone(vllm):
     )
 
 
-def test_the_switch_turns_it_off(vllm, monkeypatch):
-    monkeypatch.setenv("MOELORA_VLLM", "0")
+@pytest.mark.parametrize("value", ["0", "false", "Off", "no"])
+def test_the_switch_turns_it_off(vllm, monkeypatch, value):
+    monkeypatch.setenv("MOELORA_VLLM", value)
     vllm.register()
     assert left_alone(vllm)
     monkeypatch.setenv("MOELORA_VLLM", "1")

@@ -206,8 +206,9 @@ class Layer:
         scaling = 1.0 if p.lora_scalings is None else p.lora_scalings[slot].item()
         a13 = p.w13_lora_a if isinstance(p.w13_lora_a, list) else [p.w13_lora_a]
         b13 = p.w13_lora_b if isinstance(p.w13_lora_b, list) else [p.w13_lora_b]
-        a = [t[slot][:, :rank] for t in (*a13, p.w2_lora_a)]
-        b = [t[slot][:, :, :rank] * scaling for t in (*b13, p.w2_lora_b)]
+        # As vLLM does, from the host.
+        a = [t[slot][:, :rank].cpu() for t in (*a13, p.w2_lora_a)]
+        b = [(t[slot][:, :, :rank] * scaling).cpu() for t in (*b13, p.w2_lora_b)]
         if len(a) == 3:  # vLLM's order is w1, w2, w3
             a, b = [[t[0], t[2], t[1]] for t in (a, b)]
         elif not self.moe_config.is_act_and_mul:

@@ -24,14 +24,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moelora import _C
-from moelora.integrations import reason_against_build, reason_against_device
+from moelora.integrations import (
+    reason_against_build,
+    reason_against_device,
+    switched_off,
+)
 from moelora.integrations.sglang import interface
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
@@ -117,8 +120,8 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
 
 def register() -> None:
     """SGLang's plugin entry point: from now on, run its MoE LoRA layers in moelora."""
-    if os.environ.get(SWITCH) == "0":
-        log.info("moelora: off, as %s=0 says", SWITCH)
+    if said := switched_off(SWITCH):
+        log.info("moelora: off, as %s says", said)
         return
     try:
         if reason := problem_here():

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
-from moelora.integrations import reason_against_build
+from moelora.integrations import reason_against_build, switched_off
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
@@ -62,8 +61,8 @@ def _unwrap(since: int) -> None:
 
 def register() -> None:
     """Serve vLLM's MoE layers from now on in this process; failures are logged, not raised."""
-    if os.environ.get(SWITCH) == "0":
-        log.info("moelora: off, as %s=0 says", SWITCH)
+    if said := switched_off(SWITCH):
+        log.info("moelora: off, as %s says", said)
         return
     wrapped = len(_wrapped)
     try:
