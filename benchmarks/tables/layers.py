@@ -159,7 +159,8 @@ def cpu_amx_ranges():
             )
     times = ", ".join(f"{span(shares)} at {tokens}" for tokens, shares in sorted(found.items()))
     return f"""On {meta["threads"]} threads of an {meta["device"]} ({meta["cpu_features"][-1]}) a
-        layer takes so much of the time of AVX-512 BF16, with adapters and without: {times} tokens."""
+        layer takes so much of the time of AVX-512 BF16, with adapters and without:
+        {times} tokens."""
 
 
 def decode_parts():
