@@ -26,6 +26,7 @@ from benchmarks.tables.engines import (
 )
 from benchmarks.tables.files import source
 from benchmarks.tables.layers import (
+    cpu_amx_ranges,
     cpu_format_ranges,
     cpu_ranges,
     decode_parts,
@@ -89,7 +90,7 @@ COMPUTED = {"training-memory": training_memory.table}  # not measured
 SENTENCES = {
     f.__name__: f
     for f in (
-        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
+        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
         *(sglang_ranges, claim, training_alternatives),
     )
 }

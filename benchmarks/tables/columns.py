@@ -34,6 +34,7 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
 CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
     unpacked in the call: ours_unpacking_us, without: ours_base_us,
     in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
+CPU_AMX = "weights: format, with adapters: ours_us, without: ours_base_us"
 TRAINING = """layer: shape, weights: format, bound: bound_us, share: share,
     forward and backward: ours_us, of it forward: ours_fwd_us, saved (MiB): saved_mib,
     peak (MiB): peak_mib"""
@@ -64,6 +65,15 @@ RATIOS = (
     "ttft_ms_ratio",
     "tok_s_ratio",
 )
+
+
+def is_quiet(row):
+    """Whether the middle 80 % of the turns differ by less than 1.4 times, so that no other work of
+    the machine disturbed them."""
+    spread = row["spread_us"]
+    return all(spread[who][1] < 1.4 * spread[who][0] for who in ("ours", "ours_base"))
+
+
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
@@ -96,4 +106,5 @@ TABLES = {
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
+    "cpu_amx": ("cpu-amx", is_quiet, CPU_AMX),
 }

@@ -1,8 +1,9 @@
 """Tables and sentences of layers, projections and deltas: of formats, on GPUs and on CPUs."""
 
 import statistics
+from operator import itemgetter
 
-from benchmarks.tables.columns import WEIGHTS
+from benchmarks.tables.columns import WEIGHTS, is_quiet
 from benchmarks.tables.files import AWAITED, card, load, path_of
 from benchmarks.tables.text import cases, cell, markdown, span, wrapped
 
@@ -141,6 +142,25 @@ def cpu_format_ranges():
             ({longer[1]})""")
     return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}), with adapters and without,
         {"; ".join(said)}."""
+
+
+def cpu_amx_ranges():
+    """Our times over those of AVX-512 BF16 on the same machine, where nothing disturbed either."""
+    if path_of("cpu-amx") is None or path_of("cpu-avx512") is None:
+        return AWAITED
+    meta, rows = load("cpu-amx")
+    case = itemgetter("model", "experts", "format", "tokens", "rank")
+    before = {case(r): r for r in load("cpu-avx512")[1] if is_quiet(r)}
+    found = {}
+    for r in filter(is_quiet, rows):
+        if case(r) in before:
+            found.setdefault(r["tokens"], []).extend(
+                r[f"ours{add}_us"] / before[case(r)][f"ours{add}_us"] for add in ("", "_base")
+            )
+    times = ", ".join(f"{span(shares)} at {tokens}" for tokens, shares in sorted(found.items()))
+    return f"""On {meta["threads"]} threads of an {meta["device"]} ({meta["cpu_features"][-1]}) a
+        layer takes so much of the time of AVX-512 BF16, with adapters and without:
+        {times} tokens."""
 
 
 def decode_parts():

@@ -63,7 +63,7 @@ typedef struct moelora_columns_of {
   int64_t begin, end, at;
 } moelora_columns_of;
 
-/* tile.c: the product with rows of one expert's weights, of any format, in one or two ranges. Runs
+/* tile.c: the product with rows of one expert's weights, not quantized, in one or two ranges. Runs
  * on matrix registers if the kernels have any: between their enter() and leave(). */
 void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
                               const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,

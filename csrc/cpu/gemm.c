@@ -76,7 +76,8 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
     moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
   moelora_cpu_base_rows(p, first, m, scratch);
-  moelora_cpu_weights_tile(p->variant, &w, ranges, num_ranges, m, scratch->c, ldc, scratch);
+  (moelora_is_quantized(w.format) ? moelora_cpu_quantized_tile : moelora_cpu_weights_tile)(
+      p->variant, &w, ranges, num_ranges, m, scratch->c, ldc, scratch);
   for (int i = 0; i < num_ranges; i++) {
     if (p->xa)
       moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,

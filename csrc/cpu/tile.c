@@ -122,10 +122,6 @@ static void matrix_pass(const moelora_variant *variant, const moelora_weights *w
 void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
                               const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,
                               int64_t ldc, moelora_scratch *scratch) {
-  if (moelora_is_quantized(w->format)) {
-    moelora_cpu_quantized_tile(variant, w, ranges, num_ranges, m, c, ldc, scratch);
-    return;
-  }
   if (!moelora_cpu_kernels_of(variant)->matrix) {
     for (int i = 0; i < num_ranges; i++)
       moelora_cpu_tile(variant, w, ranges[i].begin, ranges[i].end, m,

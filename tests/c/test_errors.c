@@ -387,13 +387,14 @@ static void test_huge_sizes(void) {
        expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE)), expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE))}};
 
   const moelora_experts_args experts = {
-      .hidden_states = expanded(MOELORA_F32, SIZES(1, WIDE)),
-      .w13 = expanded(MOELORA_F32, SIZES(1, 1018, WIDE)),
-      .w2 = expanded(MOELORA_F32, SIZES(1, WIDE, 509)),
+      .hidden_states = expanded(MOELORA_F32, SIZES(1, 509)),
+      .w13 = expanded(MOELORA_F32, SIZES(1, WIDE, 509)),
+      .w2 = expanded(MOELORA_F32, SIZES(1, 509, WIDE)),
       .routing = routing,
-      .out = spread(MOELORA_F32, SIZES(1, WIDE)),
+      .activation = MOELORA_RELU2,
+      .out = spread(MOELORA_F32, SIZES(1, 509)),
   };
-  TOO_LARGE(experts, &experts, "M is 1, top_k is 2147483392, E is 1, K is 2147483647, I is 509");
+  TOO_LARGE(experts, &experts, "M is 1, top_k is 2147483392, E is 1, K is 509, I is 2147483647");
 
   const moelora_gemm_args gemm = {
       .x = expanded(MOELORA_F32, SIZES(1, 8)),
@@ -428,12 +429,12 @@ static void test_huge_sizes(void) {
   };
   const moelora_mlp_delta_args mlp = {
       .num_experts = 1,
-      .hidden_states = experts.hidden_states,
+      .hidden_states = expanded(MOELORA_F32, SIZES(1, WIDE)),
       .routing = {expanded(MOELORA_I32, SIZES(1, FEWER)), expanded(MOELORA_F32, SIZES(1, FEWER))},
       .adapters = adapters,
       .gate_up = wide[0],
       .down = wide[1],
-      .out = experts.out,
+      .out = spread(MOELORA_F32, SIZES(1, WIDE)),
   };
   TOO_LARGE(mlp_delta, &mlp,
             "M is 1, top_k is 2147483137, E is 1, max_loras is 2, K is 2147483647, I is 4, "

@@ -494,7 +494,7 @@ def test_a_failed_call_leaves_the_next_one_alone():
 
 def test_sizes_that_no_memory_holds():
     """Their products and sums pass 2^56 and could wrap at 2^64; strides of 0 make them cheap."""
-    rows, hidden, inner = 2**31 - 256, 2**25, 8
+    rows, hidden, inner = 2**31 - 256, 8, 2**25
     x = torch.empty(1, hidden, dtype=torch.bfloat16)
     w13 = torch.empty(1, 1, hidden, dtype=torch.bfloat16).expand(1, 2 * inner, hidden)
     w2 = torch.empty(1, 1, inner, dtype=torch.bfloat16).expand(1, hidden, inner)

@@ -318,3 +318,22 @@ def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
     _, _, titles, _, row, _ = tables.section("cpu_formats").splitlines()
     assert "| in bf16 | unpacked in the call | without |" in titles
     assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row
+
+
+def test_what_amx_saves_is_said_from_quiet_cases(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    for name in ("cpu_amx_ranges", "cpu_amx", "from cpu-amx"):
+        assert tables.section(name) == tables.files.AWAITED
+
+    def row(tokens, us, most):
+        spread = {"ours": [us, most * us], "ours_base": [us, us]}
+        times = {"ours_us": us, "ours_base_us": us / 2, "spread_us": spread}
+        return case(**{"tokens": tokens, "experts": 16, **times})
+
+    about = {"threads": 16, "cpu_features": ["avx2", "amx_bf16"]}
+    amx = [row(1, 9.0, 1.3), row(64, 5.0, 1.5), row(512, 2.0, 1.1)]
+    write(tmp_path, "cpu-amx", amx, **about)
+    write(tmp_path, "cpu-avx512", [row(tokens, 10.0, 1.0) for tokens in (1, 64, 512)], **about)
+    said = " ".join(tables.section("cpu_amx_ranges").split())
+    assert said.endswith("0.90 to 0.90 at 1, 0.20 to 0.20 at 512 tokens."), said
+    assert len(tables.section("cpu_amx").splitlines()) == 2 + 2 + 2  # without that of 64 tokens
