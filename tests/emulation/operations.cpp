@@ -58,14 +58,14 @@ multiply(int k, int n, const double *a, const double *b, float *const *d, bool a
   }
 }
 
-/* Rows t/4 and t/4 + 8; the columns of a word from t%4 on, and those 4 words further on. */
+/* Rows t/4 and t/4 + 8; columns 2(t%4) and the next, and those 8 further on. */
 void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
-  const int each = type == E4M3 ? 4 : 2; // elements of a word
   for (int t = 0; t < 32; t++)
     for (int i = 0; i < 4; i++)
-      for (int j = 0; j < each; j++)
-        rows[(t / 4 + i % 2 * 8) * 8 * each + (i / 2 * 4 + t % 4) * each + j] =
-            value_of(type, (const char *)&a[t][i] + j * (4 / each));
+      for (int half = 0; half < 2; half++) {
+        const uint16_t bits = (uint16_t)(a[t][i] >> 16 * half);
+        rows[(t / 4 + i % 2 * 8) * 16 + i / 2 * 8 + t % 4 * 2 + half] = value_of(type, &bits);
+      }
 }
 
 /* The swizzle XORs the index of 16-byte chunks within rows of 128 (64, 32) bytes with address bits

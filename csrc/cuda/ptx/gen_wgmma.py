@@ -20,9 +20,7 @@ HEAD = """\
  *
  * mma_transposed: A is MN-major: its 64 rows are contiguous, 128 bytes per element of K.
  *
- * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. mma_e4m3_registers: A is
- * in registers, of the thread's two rows 4 columns from 4(t%4) on in a[0] and a[1], and those 16
- * further on in a[2] and a[3]. */
+ * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
 
@@ -70,16 +68,6 @@ template <> struct Wgmma<{n}> {{
                  "}}"
                  : {outs} : "l"(a), "l"(b), "r"((int)add));
   }}
-  static __device__ __forceinline__ void mma_e4m3_registers(float *d, const uint32_t (&a)[4],
-                                                            uint64_t b, bool add) {{
-    asm volatile("{{\\n"
-                 ".reg .pred p;\\n"
-                 "setp.ne.b32 p, %{b5}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3"
-                 " {{{regs}}}, {{{a_regs}}}, %{b4}, p, 1, 1;\\n"
-                 "}}"
-                 : {outs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-  }}
 }};
 """
 
@@ -98,7 +86,6 @@ if __name__ == "__main__":
                 b1=count + 2,
                 a_regs=", ".join(f"%{count + i}" for i in range(4)),
                 b4=count + 4,
-                b5=count + 5,
             )
             + "// clang-format on",
         )

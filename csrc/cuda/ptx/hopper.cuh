@@ -150,15 +150,6 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int
                : "memory");
 }
 
-__device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int c1, uint32_t from,
-                                             uint64_t policy) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint"
-               " [%0, {%1, %2}], [%3], %4;\n"
-               "cp.async.bulk.commit_group;" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(from), "l"(policy)
-               : "memory");
-}
-
 /* Waits until all of this thread's stores except the last PENDING have read shared memory, or
  * until all have completed. */
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait_read() {

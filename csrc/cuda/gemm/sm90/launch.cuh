@@ -3,7 +3,6 @@
 #ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
 #define MOELORA_CUDA_SM90_LAUNCH_CUH
 
-#include "cuda/gemm/sm90/fp8_columns.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -58,43 +57,16 @@ struct LaunchSm90 {
         return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
       break;
     case MOELORA_EPILOGUE_PLAIN:
-      if constexpr (S::SWAP_AB) {
+      if constexpr (S::SWAP_AB)
         return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
-      } else {
-        if (fits_columns(*g, *plan))
-          return g->tokens.k > 128 ? launch_columns<Fp8ColumnsShape<2, 6>>(g, exec)
-                                   : launch_columns<Fp8ColumnsShape<1, 12>>(g, exec);
+      else
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
-      }
     case MOELORA_EPILOGUE_GENERAL:
       if constexpr (S::GENERAL_EPILOGUE)
         return launch<S, EpilogueMode::GENERAL>(g, plan, 1, maps, exec);
       break;
     }
     return moelora_no_kernel("gemm_sm90", "has no such epilogue");
-  }
-
-  /* Whether fp8_columns.cuh has a kernel for the launch. */
-  static bool fits_columns(const moelora_gemm_launch &g, const moelora_projection_plan &plan) {
-    return g.tokens.k <= 128 * kColumnsSteps && g.tokens.divisor.value == 0 &&
-           g.epilogue.out_by_position &&
-           (!g.schedule.blocks.packed_ranks || (plan.b_boxes && g.adapters.lora.num_slices == 1));
-  }
-  template <class S>
-  static moelora_status launch_columns(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    static_assert(S::TOKENS == 128, "blocks of the token-major kernel");
-    RowMaps x = {}, out = {};
-    FactorMaps b = {};
-    MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k / 2, g->tokens.stride / 2,
-                              S::TOKENS, S::TOKENS, &x));
-    MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out, g->epilogue.out_stride[0],
-                              kWarpTokens, kWarpTokens, &out));
-    if (g->schedule.blocks.packed_ranks)
-      MOELORA_TRY(map_factors<S>(g, BF16, &b));
-    const int64_t columns = (g->weights.n_out + 63) / 64;
-    return launch_kernel<gemm_columns_sm90<S, T>>(
-        "gemm_sm90", g->schedule.blocks.max_blocks * columns, S::THREADS, ColumnsMemory<S>::BYTES,
-        exec, x.box, out.box, b, *g);
   }
 
   /* parts: number of parts that a tile may be split into. */

@@ -73,9 +73,6 @@ inline void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes, u
 inline void tma_store_2d(const CUtensorMap *map, int c0, int c1, uint32_t from) {
   emulation::store_box(*map, c0, c1, from);
 }
-inline void tma_store_2d(const CUtensorMap *map, int c0, int c1, uint32_t from, uint64_t) {
-  tma_store_2d(map, c0, c1, from);
-}
 template <int PENDING = 0> void tma_store_wait_read() {
   emulation::wait_group(emulation::BULK_STORES, PENDING);
 }

@@ -20,9 +20,6 @@ template <int N> struct Wgmma {
   static void mma_e4m3(float *d, uint64_t a, uint64_t b, bool add) {
     emulation::wgmma(emulation::E4M3, N, d, nullptr, a, b, add);
   }
-  static void mma_e4m3_registers(float *d, const uint32_t (&a)[4], uint64_t b, bool add) {
-    emulation::wgmma(emulation::E4M3, N, d, a, 0, b, add);
-  }
 };
 
 #endif
