@@ -100,7 +100,6 @@ static const char *grid_name(moelora_grid_plan grid) {
   static const char *const names[] = {
       [MOELORA_GRID_OVERLAPPED] = "overlapped",
       [MOELORA_GRID_SPREAD] = "spread",
-      [MOELORA_GRID_EVEN] = "even",
   };
   return names[grid];
 }

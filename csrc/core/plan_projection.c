@@ -15,14 +15,10 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 
-/* After a shrink, whose few CTAs exit one by one, tiles with few rows are distributed evenly.
- * After the previous projection, but not after a shrink or a sort, CTAs wait for it to finish. */
+/* After the previous projection, but not after a shrink or a sort, CTAs wait for it to finish. */
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
-  if (v->needs != MOELORA_SM90)
-    return MOELORA_GRID_OVERLAPPED;
-  if (has_adapters(load) && moelora_uses_mma_sync(v->format, v->block_m))
-    return MOELORA_GRID_EVEN;
-  return !has_adapters(load) && load->x_rows_each == 0 && moelora_shares_sm(v->block_n)
+  return v->needs == MOELORA_SM90 && !has_adapters(load) && load->x_rows_each == 0 &&
+                 moelora_shares_sm(v->block_n)
              ? MOELORA_GRID_SPREAD
              : MOELORA_GRID_OVERLAPPED;
 }

@@ -206,7 +206,6 @@ typedef enum moelora_epilogue_plan {
 typedef enum moelora_grid_plan {
   MOELORA_GRID_OVERLAPPED, /* PDL: CTAs start as the previous kernel frees resources */
   MOELORA_GRID_SPREAD,     /* no PDL, so that CTAs are spread over all SMs */
-  MOELORA_GRID_EVEN,       /* PDL; shared memory limits CTAs per SM to ceil(grid / SMs) */
 } moelora_grid_plan;
 
 /* Launch of one projection. */

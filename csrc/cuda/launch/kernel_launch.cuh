@@ -146,32 +146,12 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
-/* launch_kernel() with enough shared memory per block that an SM only has room for its share of
- * the blocks, which also distributes them evenly. Hopper; after a kernel with few blocks. */
-template <auto KERNEL, class... Args>
-moelora_status launch_even(const char *name, int64_t work, int threads, size_t shared_bytes,
-                           const moelora_exec *exec, Args... args) {
-  constexpr size_t OF_SM = 228 * 1024;
-  int64_t resident = 0;
-  const cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
-  const int64_t sms = moelora_cuda_num_sms(exec->device_index), share = (work + sms - 1) / sms;
-  if (error != cudaSuccess || work == 0 || share * sms >= resident)
-    return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-  return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
-}
-
-/* Launches as planned: one of these three. */
+/* Launches as planned: one of these two. */
 template <auto KERNEL, class... Args>
 moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
                               size_t shared_bytes, const moelora_exec *exec, Args... args) {
-  switch (grid) {
-  case MOELORA_GRID_SPREAD:
+  if (grid == MOELORA_GRID_SPREAD)
     return launch_spread<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-  case MOELORA_GRID_EVEN:
-    return launch_even<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-  case MOELORA_GRID_OVERLAPPED:
-    break;
-  }
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
