@@ -101,7 +101,6 @@ TABLES = {
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
     "training_tenants": ("training-tenants", lambda r: True, TENANTS),
     "sampler_gap": ("e2e-sampler", lambda r: r["topic"] == "gap", GAP),
-    "sampler_gap_fp8": ("e2e-sampler-fp8", lambda r: r["topic"] == "gap", GAP),
     "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),

@@ -1,6 +1,5 @@
 """Tables and sentences of training steps, and of trainers beside engines."""
 
-from benchmarks import training_memory
 from benchmarks.tables.files import AWAITED, card, other_devices, rows_of, source
 from benchmarks.tables.text import markdown, span, thousands
 
@@ -97,21 +96,6 @@ def on_other_cards():
     return "\n\n".join(tables) or AWAITED
 
 
-def training_memory_measured():
-    """Peaks of whole steps beside what training_memory computes for them."""
-    rows = [row for row in rows_of("training-memory") if "error" not in row]
-    if not rows:
-        return AWAITED
-    (model,) = (m for m in training_memory.MODELS if m.name == "gpt-oss-20b")
-    said = []
-    for row in rows:
-        tokens = row["batch"] * row["length"]
-        computed = model.total("MXFP4", row["rank"], tokens) / training_memory.GB
-        said.append([str(tokens), f"{computed:.1f}", f"{row['peak_gb']:.1f}"])
-    titles = ["tokens", "computed (GB)", "measured (GB)"]
-    return f"{card('training-memory')}:\n\n{markdown(titles, said)}"
-
-
 def with_titles(topic, titles, rows, device=None):
     """A table of layers and numbers of tokens, without columns that no row has."""
     if not rows:
@@ -122,10 +106,8 @@ def with_titles(topic, titles, rows, device=None):
     return f"{device or card(topic)}:\n\n{markdown([titles[i] for i in kept], rows)}"
 
 
-def sampler_bits(topic="e2e-sampler"):
+def sampler_bits():
     """Elements of a trainer's MoE layers that differ from an engine's."""
-    for row in rows_of(topic):
-        if row["topic"] == "sampler":
-            return f"""On an {card(topic)} {row["differing"]} of {row["elements"]:,} elements of
-                {row["rows"]:,} rows differ."""
-    return AWAITED
+    (row,) = (r for r in rows_of("e2e-sampler") if r["topic"] == "sampler")
+    return f"""On an {card("e2e-sampler")} {row["differing"]} of {row["elements"]:,} elements of
+        {row["rows"]:,} rows differ."""

@@ -1,5 +1,5 @@
 /* Gradients of factors of pairs with few rows, or none: grouped GEMMs bound by storing their
- * outputs, which go from registers to memory.
+ * outputs.
  *
  *   CTA     all ranks rows of a pair in shared memory, up to RANKS columns of them
  *   warp    slabs of 32 columns of wide: rows by cp.async in a pipeline of its own, mma.sync,
@@ -235,7 +235,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       for (int i = 0; i < TILES; i++) {
         const int from = 16 * (m + i);
         const bool second = !TRANSPOSED && p.slices > 1 && first_rank + from >= p.padded_rank;
-        // lines.columns are those from the slab on; the slice of other ranks is rare.
+        // Rare: a tile with ranks of the second slice. p.columns - columns is the lane's column.
         store_lines(second ? lines_of(1, p.columns - of_first.columns - lane() % UNITS * 8)
                            : of_first,
                     from, sLines + 16 * i * PITCH);

@@ -5,7 +5,8 @@
  *
  * A work unit is a slice, up to RANKS ranks, and
  *
- *   LISTED      every kSplits-th TOKENS rows of a segment, of those that the sort has listed
+ *   LISTED      every kSplits-th TOKENS rows of a segment, of those that the sort or the gradients
+ *               have listed
  *   otherwise   up to TOKENS rows of a block: a CTA loops over the segments among them
  *
  * For each segment a CTA loops over K, with a cp.async pipeline:
