@@ -36,6 +36,7 @@ from benchmarks.tables.layers import (
     layer_ranges,
     quantized_layers,
 )
+from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
 from benchmarks.tables.text import table, wrapped
 from benchmarks.tables.training import (
     on_other_cards,
@@ -66,6 +67,7 @@ MADE = {
     "decode_parts": ("kernels-decode", decode_parts),
     "format_ranges": ("formats", format_ranges),
     "quantized_layers": ("formats", quantized_layers),
+    "layers_on_others": ("layer", layers_on_other_cards),
     "engine_ranges": ("e2e-fp8", engine_ranges),
     "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel": ("e2e-parallel", engines_parallel),

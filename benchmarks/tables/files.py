@@ -1,4 +1,7 @@
-"""Result files, by topic: <card>-<topic>.json, the newest of several cards."""
+"""Result files, by topic: <card>-<topic>.json, the newest of several cards.
+
+A file whose run ended early names in its meta what is `missing`, and is taken if there is no other.
+"""
 
 import json
 
@@ -17,6 +20,7 @@ def path_of(topic, device=None):
         found = [p for p in folder.glob(f"*-{topic}.json") if is_card(p.name, topic)]
     found = [path for path in found if path.exists()]
     found = [path for path in found if device in (None, read(path)[0]["device"])]
+    found = [path for path in found if "missing" not in read(path)[0]] or found
     return max(found, key=lambda path: (read(path)[0]["date"], path.name), default=None)
 
 

@@ -4,12 +4,12 @@ import statistics
 from operator import itemgetter
 
 from benchmarks.tables.columns import WEIGHTS, is_quiet
-from benchmarks.tables.files import AWAITED, card, load, path_of
+from benchmarks.tables.files import AWAITED, card, load, other_devices, path_of, source
 from benchmarks.tables.text import cases, cell, markdown, span, wrapped
 
 
-def layer_ranges():
-    _, rows = load("layer")
+def layer_ranges(device=None):
+    _, rows = load("layer", device)
     shares, times, ahead = [], [], []
     for rank in sorted({r["rank"] for r in rows}):
         some = [r for r in rows if r["rank"] == rank]
@@ -27,7 +27,7 @@ def layer_ranges():
         some = [r for r in rows if low <= r["tokens"] <= high]
         both = [span(r[name] for r in some) for name in ("share", "share_base")]
         shares.append(f"{tokens} tokens reach {both[0]} at all ranks, {both[1]} without adapters")
-    return f"""On {card("layer")} that is, over all numbers of tokens, {", ".join(times)}.
+    return f"""On {device or card("layer")} that is, over all numbers of tokens, {", ".join(times)}.
         *With* adapters it is faster than vLLM's layer *without* any {"; ".join(ahead)}.
         Of the bound {"; ".join(shares)}."""
 
@@ -48,9 +48,11 @@ def delta_ranges():
     return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."
 
 
-def format_shares():
-    """(weights, tokens, shares of the bound with adapters: ours, vLLM's), geometric means."""
-    made = []
+SHARES = ("share", "share_base")
+
+
+def by_tokens(rows):
+    """(weights, tokens, rows of these) for ranges of tokens."""
     for what, formats in WEIGHTS.items():
         for tokens, low, high in (
             ("1 and 4", 1, 4),
@@ -58,13 +60,17 @@ def format_shares():
             ("1024", 1024, 1024),
             ("4096 and more", 4096, 1e9),
         ):
-            some = [
-                (r["share"], r["bound_us"] / r["rivals"]["vllm_lora"])
-                for r in cases("formats_all")
-                if r["format"] in formats and low <= r["tokens"] <= high
-            ]
-            ours, theirs = map(statistics.geometric_mean, zip(*some, strict=True))
-            made.append((what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"))
+            some = [r for r in rows if r["format"] in formats and low <= r["tokens"] <= high]
+            yield what, tokens, some
+
+
+def format_shares():
+    """(weights, tokens, shares of the bound with adapters: ours, vLLM's), geometric means."""
+    made = []
+    for what, tokens, some in by_tokens(cases("formats_all")):
+        both = [(r["share"], r["bound_us"] / r["rivals"]["vllm_lora"]) for r in some]
+        ours, theirs = map(statistics.geometric_mean, zip(*both, strict=True))
+        made.append((what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"))
     return made
 
 
@@ -103,6 +109,28 @@ def quantized_layers():
     titles = ["tokens", *shares["FP8"]]
     table = markdown(titles, [[what, *row.values()] for what, row in shares.items()])
     return f"{wrapped(text)}\n\n{table}"
+
+
+def on_other_cards():
+    """Ranges of layers, and shares of the bound of quantized ones, of cards beside the newest."""
+    parts = []
+    for device in other_devices("layer"):
+        meta, _ = load("layer", device)
+        text = f"{layer_ranges(device)} Not measured: {meta.get('missing', 'nothing')}."
+        parts += [wrapped(text), source("layer", device)]
+    for device in other_devices("formats"):
+        meta, rows = load("formats", device)
+        said = []
+        for what, tokens, some in by_tokens(rows):
+            if not some:
+                continue
+            means = [statistics.geometric_mean(r[key] for r in some) for key in SHARES]
+            said.append((what, tokens, *(f"**{mean:.2f}**" for mean in means)))
+        table = markdown(["weights", "tokens", "share of the bound", "without adapters"], said)
+        text = f"""{device}, geometric means of both ranks and all models. Not measured:
+            {meta.get("missing", "nothing")}."""
+        parts += [f"{table}\n\n{wrapped(text)}", source("formats", device)]
+    return "\n\n".join(parts) or AWAITED
 
 
 def invariance_found():

@@ -41,6 +41,23 @@ def cells(table):
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
+def test_a_file_that_misses_cases_stands_beside_others(write):
+    write("h200-e2e-int4", *LORA, date="2026-01-01")
+    write("h100-e2e-int4", *LORA, device="NVIDIA H100", date="2026-02-02", missing="a model")
+    assert tables.section("engines_int4").startswith("NVIDIA H200:")
+    assert tables.files.other_devices("e2e-int4") == ["NVIDIA H100"]
+
+
+def test_layers_of_another_card_name_what_they_miss(write):
+    row = {"format": "int4", "tokens": 4, "rank": 16, "share": 0.25, "share_base": 0.5}
+    write("h200-formats", row, date="2026-01-01")
+    assert tables.section("layers_on_others") == tables.files.AWAITED
+    write("h100-formats", row, device="NVIDIA H100", date="2026-02-02", missing="a model")
+    table = tables.section("layers_on_others")
+    assert cells(table) == [["four bits", "1 and 4", "**0.25**", "**0.50**"]]
+    assert "NVIDIA H100" in table and "Not measured: a model." in table
+
+
 def test_the_newest_card_is_taken_and_named(write):
     write("h100-e2e-int4", *LORA, device="NVIDIA H100", date="2026-01-01")
     write("cpu-e2e-int4", *LORA, device="a CPU", date="2026-03-03")
