@@ -1,6 +1,6 @@
-/* The table of a backend, and what calls go through before it: validate*.c turn public arguments
- * into a problem (problems.h), plan_*.c turn (problem, device) into a plan (plans.h), and a backend
- * executes (problem, plan, exec). */
+/* Interface of a backend. For a call, validate*.c turn the public arguments into a problem
+ * (problems.h), plan_*.c turn (problem, device) into a plan (plans.h), and the backend executes
+ * (problem, plan, exec). */
 #ifndef MOELORA_CORE_BACKEND_H
 #define MOELORA_CORE_BACKEND_H
 

@@ -118,7 +118,8 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
   return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
 
-/* Whether the average expert has more rows than the blocks that share the weights of a cluster. */
+/* Whether the average expert has more rows than the blocks of a cluster, so that other clusters
+ * read its weights again. Token-major clusters pair blocks, too. */
 static inline bool moelora_reads_weights_again(const moelora_variant *v, int64_t rows_per_expert) {
   return rows_per_expert > (int64_t)v->block_m * v->cluster;
 }
@@ -222,7 +223,7 @@ typedef struct moelora_projection_plan {
   bool stores_out;        /* the epilogue stores unquantized outputs, if they are read */
   int64_t num_counters;   /* of the tile scheduler */
   int32_t l2_elements;    /* elements of x that stay in L2 while weights are streamed */
-  bool weights_again;     /* several clusters read a tile of weights, for more rows of its expert */
+  bool weights_again;     /* several clusters read the weights of an average expert */
   int32_t run;            /* tiles of a run of the tile scheduler */
 } moelora_projection_plan;
 

@@ -1,5 +1,5 @@
-/* AVX-512 BF16: products of bf16 pairs, added in float32 by vdpbf16ps. Operands are bf16. With AMX
- * (matrix_amx.c) the same, but for products with weights. */
+/* AVX-512 BF16: products of bf16 pairs, added in float32 by vdpbf16ps. Operands are bf16.
+ * gemm_bf16_amx differs only in products with weights, which run on AMX tiles (matrix_amx.c). */
 #if defined(__x86_64__)
 #include "cpu/avx512.h"
 #include "cpu/f32_operands.h"

@@ -23,8 +23,9 @@ static bool has(uint32_t word, uint32_t bits) {
   return (word & bits) == bits;
 }
 
-/* Asks the kernel to save the tiles of this process's threads: arch_prctl(ARCH_REQ_XCOMP_PERM,
- * XFEATURE_XTILEDATA), which Linux before 5.16 does not know. */
+/* Requests permission to use tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). It covers
+ * all threads of the process and is inherited by fork. Linux before 5.16 refuses it, and so do
+ * later versions if a thread has an alternate signal stack too small to save tiles on. */
 static bool may_use_tiles(void) {
   enum { REQUEST = 0x1023, TILE_DATA = 18 };
 #ifdef SYS_arch_prctl

@@ -27,8 +27,8 @@ typedef struct moelora_product_scales {
 } moelora_product_scales;
 
 /* Products on matrix registers, for 16-bit operands. Panels are operand rows of x, rearranged:
- * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. The bits
- * of a row depend on k alone, as those of `dot`, but are others. */
+ * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. As with
+ * `dot`, the bits of a row depend on k alone; they are not those of `dot`. */
 typedef struct moelora_cpu_matrix {
   /* On each thread, around calls of `multiply`. */
   void (*enter)(void);

@@ -4,7 +4,7 @@
  *   B    [16 pairs of K][16 token rows][2]   a step of a panel
  *   C    [16 weight rows][16 token rows]     float32 sums, transposed when they are added to c
  *
- * Two tiles of A by two of B use all eight registers, and each operand twice. */
+ * A block of 2 x 2 tiles of C uses all eight registers, and each operand tile twice. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -22,6 +22,11 @@ static const struct {
     .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
     .rows = {16, 16, 16, 16, 16, 16, 16, 16},
 };
+
+/* Keeps accesses to memory on their side. GCC's tile loads do not declare that they read memory. */
+static inline void order_memory(void) {
+  __asm__ volatile("" : : : "memory");
+}
 
 static void enter(void) {
   _tile_loadconfig(&config);
@@ -78,26 +83,26 @@ static void pack(int64_t m, int64_t k, const void *const *x, void *panels) {
     }
 }
 
-/* Up to 16 weight rows, and where those of a step are copied that a tile load must not read past:
- * of fewer rows, or at the end of K. */
+/* Up to 16 weight rows. */
 typedef struct weight_rows {
   const char *from;
   int64_t stride, count;
-  char *copy; /* [16, 32] */
+  char *copy; /* [16, 32] a step of which a tile load would read past the rows or past K */
 } weight_rows;
 
 static inline bool is_whole(const weight_rows *w, int64_t left) {
   return w->count == ROWS && left >= STEP;
 }
 
-/* Copies a step, zero where there is none. */
+/* Copies a step to `copy`, zero-filled past the rows and past K. */
 static void copy_step(const weight_rows *w, int64_t byte, int64_t left) {
   const __mmask32 lanes = lanes_of(left);
+  order_memory(); /* after the previous load from `copy` */
   for (int64_t i = 0; i < ROWS; i++)
     _mm512_storeu_si512(w->copy + 64 * i, i < w->count ? _mm512_maskz_loadu_epi16(
                                                              lanes, w->from + i * w->stride + byte)
                                                        : _mm512_setzero_si512());
-  __asm__ volatile("" : : : "memory"); /* GCC does not know that tile loads read memory */
+  order_memory();
 }
 
 #define LOAD_WEIGHTS(TILE, W)                                                                      \
@@ -143,8 +148,8 @@ multiply_block(const bool two_weights, const bool two_tokens, int64_t k, const w
     _tile_stored(3, sums[1][1], 64);
 }
 
-/* c[i * ldc + j] += sums[j][i], for i < m and j < n, at most 16 each, times the scales of rows from
- * `row` and of weight rows from `column` on */
+/* c[i * ldc + j] += sums[j][i] times the scales of row `row` + i and of weight row `column` + j,
+ * for i < m and j < n, at most 16 each */
 static inline void add_transposed(int64_t m, int64_t n, const float *sums,
                                   const moelora_product_scales *scales, int64_t row, int64_t column,
                                   float *c, int64_t ldc) {
@@ -171,6 +176,7 @@ static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_
                      float *c, int64_t ldc) {
   float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
   char copies[2][TILE_BYTES] __attribute__((aligned(64)));
+  order_memory(); /* after the caller's stores of panels and weights, even if this is inlined */
   for (int64_t j = 0; j < n; j += 2 * ROWS) {
     const char *from = (const char *)weights + j * w_stride;
     const bool two_weights = n - j > ROWS;

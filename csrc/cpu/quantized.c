@@ -1,9 +1,9 @@
 /* Products with quantized weights, which are dequantized to operand rows a few at a time.
  *
- * Rows r and r + 8 of a 4-bit tile share words, so MOELORA_DOT_N rows are two such pairs, and
- * `dot` returns products for non-adjacent columns of c; a matrix register has eight pairs. FP8 rows
- * are separate. Sums are formed as in tile.c, with the same passes over K of the same operands:
- * results are bit-identical to products with the unpacked weights.
+ * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has two such
+ * pairs for `dot`, whose products are non-adjacent columns of c, and all eight pairs of 16 rows on
+ * matrix registers. FP8 rows are separate. Sums are formed as in tile.c, with the same passes over
+ * K of the same operands: results are bit-identical to products with the unpacked weights.
  *
  * If x is e4m3, a pass covers a scale group of K. Its sum of unscaled products is multiplied by
  * both scales and added to c, in the order of K, for any number of rows. */
@@ -249,7 +249,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       read_scales(w, tile, r, scale);
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
-      if (end < w->k) { /* all rows before the next tile of K: more than hardware looks ahead */
+      if (end < w->k) { /* the row in the next tile of K, too far for the hardware prefetcher */
         __builtin_prefetch(tile + w->stride_kt + r * 128, 0, 2);
         __builtin_prefetch(tile + w->stride_kt + r * 128 + 64, 0, 2);
       }

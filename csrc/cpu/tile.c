@@ -3,7 +3,7 @@
  * Both operands are contiguous along K, so nothing is transposed. Loops, outermost first: passes
  * over K of block_k, groups of MOELORA_DOT_N weight rows (which stay in L1), and in `dot` all m
  * token rows. Weights that are packed, or not in operand representation, are copied to scratch->w.
- * On matrix registers a pass begins with x as panels, and groups have 16 or more weight rows. */
+ * On matrix registers, a pass first packs x into panels; its groups have 16 or more weight rows. */
 #include <string.h>
 
 #include "cpu/cpu.h"

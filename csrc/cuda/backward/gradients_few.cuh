@@ -57,13 +57,14 @@ __device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
 template <class T, class S, bool TRANSPOSED> struct FewTile {
   static constexpr int M_TILES = TRANSPOSED ? S::COLUMNS / 16 : S::RANK_TILES;
   static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
-  // Neighbors of eight elements in a line of the gradient, a rank of A or a column of B.
-  static constexpr int UNITS = N_TILES, TURN = 32 / UNITS; // of a line; lines that a warp stores
+  // A line of the gradient is a rank of A or a column of B. A warp stores UNITS units of 8 elements
+  // of TURN lines at once.
+  static constexpr int UNITS = N_TILES, TURN = 32 / UNITS;
   static constexpr int CTA_COLUMNS = S::WARPS * S::COLUMNS;
   static constexpr uint32_t STAGE = S::ROWS * S::WIDE_PITCH;
   const GradientProduct &p;
   const moelora_gradient_part &part;
-  const int32_t *wide_row; // by row, and the first row for those up to a multiple of 16
+  const int32_t *wide_row; // by row of the pair; padded to a multiple of 16 with the first row
   uint32_t sRanks, sWide;  // of this warp
   int rank;                // true rank of the part
   int first_rank;          // column of ranks where the tile begins
@@ -85,7 +86,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return stage == sWide + (S::STAGES - 1) * STAGE ? sWide : stage + STAGE;
   }
 
-  /* Copies of a warp, one pass over the rows of a slab after the other. */
+  /* The next copy of a warp: slab by slab, and in each pass by pass over the rows. */
   struct Copies {
     const T *from; // in row 0, of this lane
     int left;      // columns from there on
@@ -97,7 +98,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return {(const T *)p.wide.data + column, p.columns - column, slabs, passes, 0, sWide};
   }
 
-  /* Issues the copies of a pass: as many rows as the products read. */
+  /* Issues the copies of a pass, of the rows that multiply() reads, and advances. */
   __device__ __forceinline__ void load(Copies &copies) const {
     constexpr int CHUNKS = S::COLUMNS / 8, TURN_ROWS = 32 / CHUNKS;
     if (copies.slabs > 0) {
@@ -177,15 +178,14 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
                                             : 0;
   }
 
-  /* Where a lane stores 16 bytes of a line of a slab: of the line `i` + lane / UNITS, at i times
-   * `stride` bytes from `to` if i is below `end`, and not zeros if it is below `there`. Of ranks,
-   * `columns` is how many columns of the gradient there are from the first of the lane on. */
+  /* The 16 bytes that a lane stores of each line lane / UNITS + i of a slab. */
   struct Lines {
-    T *to;
-    uint32_t stride;
-    int end, there, columns;
+    T *to;           // of i = 0
+    uint32_t stride; // bytes between lines
+    int end, there;  // lines exist for i < end, and are zeros from `there` on
+    int columns;     // of the gradient, from this lane's first one in the slab on
   };
-  /* Those of ranks of a slice, by column of the tile, or of columns. */
+  /* Of a slab: ranks of `slice` (of A), or columns (of B). */
   __device__ __forceinline__ Lines lines_of(int slice, int slab_column) const {
     const int line = lane() / UNITS, unit = lane() % UNITS * 8;
     const int at = first_rank - slice * p.padded_rank; // rank where the tile begins
@@ -258,7 +258,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* All slabs of this warp; the rows of ranks and their indices are there. */
+  /* All slabs of this warp, after load_few_ranks(). */
   __device__ __forceinline__ void run() const {
     const int passes = (part.count + S::ROWS - 1) / S::ROWS;
     Lines lines = lines_of(0, first_column);

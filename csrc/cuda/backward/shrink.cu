@@ -25,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kSplits = 2; // units of a listed segment
-// Rows of a pair on average up to which segments are listed, and up to which units have 32 rows;
-// pairs for a row from which on most units would be empty.
+// Segments are listed for up to kListedRows rows per pair on average, in units of 32 rows up to
+// kFewRows, unless pairs outnumber rows kEmptyPairs times: most units would be empty.
 constexpr int64_t kListedRows = 64, kFewRows = 24, kEmptyPairs = 8;
 
 /* Segments of few rows are bound by latencies: their CTAs are small, with many on an SM. */
@@ -35,7 +35,8 @@ template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
   static constexpr bool LISTED = LISTED_;
   static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
   static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
-  // m16 tiles of ranks of a warp at most: without LISTED, three groups may have rows.
+  // Most m16 tiles of ranks of a warp. Two groups, or one, share their ranks among all warps; of
+  // four groups three may have rows, and then each has one warp.
   static constexpr int OWN = GROUPS == 2 ? (TILES + 1) / 2 : TILES;
   static_assert(GROUPS == 2 || GROUPS == kWarps, "all groups at once");
 
@@ -90,15 +91,15 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     return segment.packed % kRanks - chunk * S::RANKS;
   }
 
-  /* Copies of one step after the other, by this thread. */
+  /* This thread's copies; issue() copies a step and advances to the next. */
   struct Copies {
-    const T *x[S::GROUPS], *b; // what the next step copies
-    const T *mapped;           // what a copy that only fills with zeros points to
+    const T *x[S::GROUPS], *b; // sources of the next step
+    const T *mapped;           // valid source of copies that only zero-fill
     uint32_t b_row;            // bytes between rows of B
     int x_left, b_left;        // elements of K from the first of a row of X, and of B, on
-    int ranks;                 // from this thread's first on
-    bool any;                  // whether the products read ranks of this thread
-    uint32_t to, stage;        // of this thread in a stage of X, of B; the next stage
+    int ranks;                 // true ranks from this thread's first on
+    bool any;                  // whether the products read this thread's ranks
+    uint32_t to, stage;        // offset of this thread in X of a stage; the stage of the next step
 
     __device__ __forceinline__ Copies(const BackShrink &shrink, const PartSegment &segment) {
       const BackShrinkParams &p = shrink.p;
@@ -119,7 +120,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       to = (threadIdx.x / 8) * kRowBytes + ((lane ^ (int)threadIdx.x / 8 & 7) << 4);
       stage = shrink.base;
     }
-    /* Offset of this thread's chunk of a row of B that is congruent to its first one modulo 8. */
+    /* Offset of this thread's chunk of row n of B in a stage. */
     static __device__ __forceinline__ uint32_t b_chunk(int n) {
       return n * kRowBytes + (((int)threadIdx.x % (2 * S::TILES) ^ n & 7) << 4);
     }

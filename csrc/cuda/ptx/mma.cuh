@@ -94,8 +94,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
-/* In PTX, because nvcc may split an assignment of four words that come from PTX or shuffles into
- * four stores, each of which writes a part of as many sectors. */
+/* In PTX: nvcc may split the assignment of a uint4 whose words come from PTX or shuffles into four
+ * 4-byte stores, each of which writes a part of a sector. */
 __device__ __forceinline__ void store_global_16(void *to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)

@@ -60,9 +60,9 @@ template <class S> struct TileParts {
   }
 };
 
-/* Whether L2 evicts weights and factors first: where a cluster usually has all tokens of an expert,
- * they are read once. Both, because factors that stay in L2 would displace other data. The largest
- * native tiles are for longer experts. */
+/* Whether weights and factors are loaded with evict_first: they are read once if a cluster usually
+ * has all tokens of an expert. Factors too, because they would displace other data from L2. The
+ * largest native tiles run for experts with more tokens than that. */
 template <class S>
 __device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
   return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.again;
