@@ -174,6 +174,13 @@ static moelora_status check_stride(const char *name, int64_t stride) {
                       (long long)stride, INT32_MAX);
 }
 
+/* The shrink keeps the distance of two rows of B in 32 bits. */
+static moelora_status check_factors(const char *name, const moelora_factors *lora) {
+  for (int32_t i = 0; i < lora->num_slices; i++)
+    MOELORA_TRY(check_stride(name, lora->b[i].stride_i));
+  return MOELORA_OK;
+}
+
 static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
                                 const moelora_device_info *device, moelora_backward_plan *plan) {
   const moelora_experts_problem *p = &problem->forward;
@@ -198,6 +205,8 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
        .y_rows = routes->num_rows,
        .rows_are_vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0},
   };
+  MOELORA_TRY(check_factors("w2_lora_b", &loads[0].lora));
+  MOELORA_TRY(check_factors("w13_lora_b", &loads[1].lora));
   const back_access access = find_access(routes, loads, 2);
   plan->variant = choose(routes, p->dtype, &access, device);
   if (!plan->variant)
@@ -251,6 +260,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   /* Otherwise the product writes to the workspace. */
   const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
   const moelora_factors lora = moelora_rounded_layout(&p->lora, p->w.k, routes->num_experts);
+  MOELORA_TRY(check_factors("lora_b", &lora));
   const back_load load = {
       .w = &p->w,
       .lora = lora,

@@ -136,6 +136,39 @@ static void test_hidden_states_far_apart(void) {
   CHECK_OK(moelora_limit_capability(0));
 }
 
+/* The shrink of a backward keeps the distance of two rows of B in 32 bits. */
+static void test_rows_of_factors_far_apart(void) {
+  const int64_t far = INT64_C(1) << 31; /* elements: 4 GiB */
+  moelora_gemm_backward_plan gemm_plan;
+  moelora_gemm_backward_problem gemm = {.forward = gemm_of(64, K), .dout_stride = {2 * N, N}};
+  gemm.forward.routes = routes_of(64, 2, 8, 4);
+  gemm.forward.lora = factors_of(1, RANK, N, K);
+  gemm.forward.lora.b[0].stride_i = far - 1;
+  CHECK_PLANNED(moelora_plan_gemm_backward(&gemm, &hopper, &gemm_plan));
+  gemm.forward.lora.b[0].stride_i = far;
+  CHECK_REFUSED(
+      moelora_plan_gemm_backward(&gemm, &hopper, &gemm_plan),
+      "rows of lora_b are 2147483648 elements apart: the GPU kernels take at most 2147483647");
+  CHECK_PLANNED(moelora_plan_gemm_backward(&gemm, &cpu, &gemm_plan));
+  gemm.forward.lora.wide = true; /* rounded copies are in the workspace */
+  CHECK_PLANNED(moelora_plan_gemm_backward(&gemm, &hopper, &gemm_plan));
+
+  moelora_backward_plan plan;
+  moelora_experts_backward_problem layer = {.forward = experts_of(64, K), .dout_stride = K};
+  layer.forward.routes = routes_of(64, 1, 8, 4);
+  layer.forward.w13_lora = factors_of(2, RANK, N, K);
+  layer.forward.w2_lora = factors_of(1, RANK, K, N / 2);
+  CHECK_PLANNED(moelora_plan_experts_backward(&layer, &hopper, &plan));
+  layer.forward.w13_lora.b[1].stride_i = far;
+  CHECK_REFUSED(
+      moelora_plan_experts_backward(&layer, &hopper, &plan),
+      "rows of w13_lora_b are 2147483648 elements apart: the GPU kernels take at most 2147483647");
+  layer.forward.w2_lora.b[0].stride_i = far;
+  CHECK_REFUSED(
+      moelora_plan_experts_backward(&layer, &hopper, &plan),
+      "rows of w2_lora_b are 2147483648 elements apart: the GPU kernels take at most 2147483647");
+}
+
 /* The driver rejects tensor maps with strides of 2^40 bytes or more. */
 static void test_strides_of_tensor_maps(void) {
   const int64_t most = INT64_C(1) << 39; /* elements of 16 bits */
@@ -270,6 +303,7 @@ static void test_keys(void) {
 int main(void) {
   test_rows_of_x_far_apart();
   test_hidden_states_far_apart();
+  test_rows_of_factors_far_apart();
   test_strides_of_tensor_maps();
   test_ranks();
   test_keys();
