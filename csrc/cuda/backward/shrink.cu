@@ -35,8 +35,8 @@ template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
   static constexpr bool LISTED = LISTED_;
   static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
   static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
-  // Most m16 tiles of ranks of a warp. Two groups, or one, share their ranks among all warps; of
-  // four groups three may have rows, and then each has one warp.
+  // Most m16 tiles of ranks of a warp. Of two groups, each has at least two warps, which share its
+  // ranks; of four, a group may have a single warp.
   static constexpr int OWN = GROUPS == 2 ? (TILES + 1) / 2 : TILES;
   static_assert(GROUPS == 2 || GROUPS == kWarps, "all groups at once");
 
