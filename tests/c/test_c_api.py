@@ -1,9 +1,11 @@
 """The C interface without Python: its test programs and the example, under sanitizers; without them
 `make test-c` runs them."""
 
+import platform
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from c_programs import ROOT, compile_program, library, run
@@ -26,6 +28,18 @@ def test_program(source, tmp_path):
     done = run(compile_program(source, tmp_path, sanitize=True), *cases)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{source.stem}: ")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX, --wrap")
+@pytest.mark.parametrize("name, cases", [("test_quantized", 4), ("test_operators", 10)])
+def test_program_on_emulated_amx(name, cases, tmp_path):
+    """What surrounds the tiles, on machines without them: passes over K and scratch memory."""
+    wrapped = [f"-Wl,--wrap=moelora_cpu_{function}" for function in ("isa", "kernels_of")]
+    more = (str(ROOT / "tests/c/emulated_amx.c"), *wrapped)
+    program = compile_program(ROOT / f"tests/c/{name}.c", tmp_path, sanitize=True, more=more)
+    done = run(program, str(cases))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{name}: ")
 
 
 def test_random_arguments(tmp_path):

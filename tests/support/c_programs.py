@@ -25,10 +25,12 @@ def library(sanitize: bool = False) -> Path:
     return ROOT / "build" / ("sanitize" if sanitize else "core") / "libmoelora.a"
 
 
-def compile_program(source: Path, directory: Path, sanitize: bool = False) -> Path:
+def compile_program(
+    source: Path, directory: Path, sanitize: bool = False, more: tuple[str, ...] = ()
+) -> Path:
     program = directory / (source.stem + ("_sanitized" if sanitize else ""))
     command = shlex.split(os.environ.get("CC", "cc")) + FLAGS + (SANITIZERS if sanitize else [])
-    command += [str(source), "-o", str(program), str(library(sanitize)), "-lm", "-lpthread"]
+    command += [str(source), *more, "-o", str(program), str(library(sanitize)), "-lm", "-lpthread"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
