@@ -183,13 +183,17 @@ static void read_scales(const moelora_weights *w, const char *tile, int64_t r, f
   }
 }
 
-/* Prefetches into L2 the row that the next pass reads, if this one reads `at`. */
+/* Prefetches a row of 128 bytes into L2. */
+static void fetch_row(const char *row) {
+  __builtin_prefetch(row, 0, 2);
+  __builtin_prefetch(row + 64, 0, 2);
+}
+
+/* Prefetches the row that the next pass reads, if this one reads `at`. */
 static void fetch_ahead(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                         const tile_rows *rows, int64_t at, int64_t k) {
   const int64_t next = moelora_min(at + rows_at_once(kernels), rows->end - 1);
-  const char *row = tile_of(w, next, k) + next % MOELORA_PACK * 128;
-  __builtin_prefetch(row, 0, 2);
-  __builtin_prefetch(row + 64, 0, 2);
+  fetch_row(tile_of(w, next, k) + next % MOELORA_PACK * 128);
 }
 
 void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
@@ -249,10 +253,8 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       read_scales(w, tile, r, scale);
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
-      if (end < w->k) { /* the row in the next tile of K, too far for the hardware prefetcher */
-        __builtin_prefetch(tile + w->stride_kt + r * 128, 0, 2);
-        __builtin_prefetch(tile + w->stride_kt + r * 128 + 64, 0, 2);
-      }
+      if (end < w->k) /* the next tile of K is too far for the hardware prefetcher */
+        fetch_row(tile + w->stride_kt + r * 128);
       kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
                               scratch->w + j * p.row_bytes);
     }
@@ -262,7 +264,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       p.depth = moelora_min(group, end - i);
       p.w = scratch->w + (i - k) * operand;
       if (kernels->matrix)
-        p.panels = scratch->panels + (i - k) / MOELORA_MATRIX_STEP * MOELORA_PANEL_STEP;
+        p.panels = scratch->panels + moelora_panel_bytes(i - k);
       p.scales = scales[(i - k) / 64];
       p.group = i / group;
       multiply(kernels, &p, m, c, ldc, scratch);
@@ -275,19 +277,20 @@ void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_we
                                 float *c, int64_t ldc, moelora_scratch *scratch) {
   const bool e4m3 = w->x != MOELORA_X_NATIVE;
   const int64_t step = e4m3 ? 128 : variant->block_k;
+  tile_rows rows[2][2]; /* of up to two ranges */
+  for (int i = 0; i < num_ranges; i++)
+    find_rows(w, ranges[i].begin, ranges[i].end, rows[i]);
   for (int64_t k = 0; k < w->k; k += step) {
     const int64_t depth = moelora_min(step, w->k - k);
     moelora_cpu_begin_pass(variant, k, depth, m, scratch);
     for (int i = 0; i < 2 * num_ranges; i++) {
-      const moelora_columns_of *range = &ranges[i / 2];
-      tile_rows halves[2];
-      find_rows(w, range->begin, range->end, halves);
-      const tile_rows *rows = &halves[i % 2];
+      const tile_rows *half = &rows[i / 2][i % 2];
+      float *to = c + ranges[i / 2].at;
       if (e4m3)
-        multiply_e4m3(variant, w, rows, k, m, c + range->at, ldc, scratch);
+        multiply_e4m3(variant, w, half, k, m, to, ldc, scratch);
       else
-        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, rows, k, depth, m,
-                                                                      c + range->at, ldc, scratch);
+        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, half, k, depth, m,
+                                                                      to, ldc, scratch);
     }
   }
 }
