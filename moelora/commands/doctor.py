@@ -11,7 +11,7 @@ import sys
 import torch
 
 from moelora import _C
-from moelora.integrations import reason_against_build, reason_against_device
+from moelora.integrations import reason_against_build, reason_against_device, shown
 from moelora.terminal import printable
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             said, on = report.lines()
         except Exception as error:  # of an import of the engine
-            said, on = [f"off: {type(error).__name__}: {str(error):.300}"], False
+            said, on = [f"off: {shown(error)}"], False
         print("plugin: " + "\n".join(printable(line) for line in said))
         every.append(on)
     return 0 if all(every) else 1

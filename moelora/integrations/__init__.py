@@ -22,6 +22,11 @@ def switched_off(switch: str) -> str | None:
     return f"{switch}={value}" if value.strip().lower() in ("0", "false", "off", "no") else None
 
 
+def shown(error: Exception) -> str:
+    """An error in a line of a log: its type, and the beginning of its text."""
+    return f"{type(error).__name__}: {str(error):.300}"
+
+
 def reason_against_build() -> str | None:
     """Why this build cannot serve an engine on any GPU, or None.
 

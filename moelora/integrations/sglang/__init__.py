@@ -33,6 +33,7 @@ from moelora import _C
 from moelora.integrations import (
     reason_against_build,
     reason_against_device,
+    shown,
     switched_off,
 )
 from moelora.integrations.sglang import interface
@@ -87,7 +88,7 @@ def _runner(
     except (NotImplementedError, ValueError) as refusal:  # of what quantized weights hold
         reason = str(refusal)
     except Exception as error:
-        reason = f"it is not as expected ({type(error).__name__}: {str(error):.300})"
+        reason = f"it is not as expected ({shown(error)})"
     if reason is None:
         _announce()
     else:
@@ -134,7 +135,7 @@ def register() -> None:
             HookRegistry.register(target, from_layer, HookType.AROUND)
         HookRegistry.register(f"{interface.LAYER}.__init__", after_initialize, HookType.AFTER)
     except Exception as error:
-        _say(f"could not register: {type(error).__name__}: {str(error):.300}")
+        _say(f"could not register: {shown(error)}")
 
 
 def problem_here() -> str | None:

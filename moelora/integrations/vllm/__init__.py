@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
-from moelora.integrations import reason_against_build, switched_off
+from moelora.integrations import reason_against_build, shown, switched_off
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
@@ -76,8 +76,7 @@ def register() -> None:
             )
     except Exception as error:
         _unwrap(wrapped)  # all or nothing
-        what = f"{type(error).__name__}: {str(error):.300}"
-        say_once(f"could not register: {what}; {OWN_PATH}", logging.ERROR)
+        say_once(f"could not register: {shown(error)}; {OWN_PATH}", logging.ERROR)
         log.debug("moelora: could not register", exc_info=True)
 
 

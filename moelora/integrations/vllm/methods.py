@@ -28,6 +28,7 @@ from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
 from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
+from moelora.integrations import shown
 from moelora.integrations.vllm import OWN_PATH, interface, say_once, wrap
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
@@ -79,7 +80,7 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
 
 def _unexpected(error: Exception) -> str:
     """The reason if a layer of another release lacks what is read."""
-    return f"the layer is not as expected ({type(error).__name__}: {str(error):.300})"
+    return f"the layer is not as expected ({shown(error)})"
 
 
 def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
