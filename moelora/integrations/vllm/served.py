@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 class Call(NamedTuple):
-    """What a layer's `apply` is given, by vLLM's names, as far as moelora reads it."""
+    """Parameters of a layer's `apply`, by vLLM's names and in its order."""
 
     output: Tensor
     hidden_states: Tensor
@@ -33,7 +33,12 @@ class Call(NamedTuple):
     topk_weights: Tensor
     topk_ids: Tensor
     activation: Any
+    global_num_experts: int
     expert_map: Tensor | None
+    a1q_scale: Tensor | None
+    a2_scale: Tensor | None
+    workspace13: Tensor
+    workspace2: Tensor
     expert_tokens_meta: Any
     apply_router_weight_on_input: bool
 
@@ -130,64 +135,22 @@ class Served(_Base):  # type: ignore[misc]
         shapes = super().workspace_shapes(*problem)
         return shapes if self.reason_against(activation) else ((0,), (0,), shapes[2])
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        reason = self.reason_against(activation)
+    def apply(self, *args: Any, **named: Any) -> None:
+        """Takes the fields of `Call`."""
+        call = Call(*args, **named)
+        reason = self.reason_against(call.activation)
         if reason is None and self._refusal is None:
-            call = Call(
-                output,
-                hidden_states,
-                w1,
-                w2,
-                topk_weights,
-                topk_ids,
-                activation,
-                expert_map,
-                expert_tokens_meta,
-                apply_router_weight_on_input,
-            )
             self._refusal = self._serve(call)
             if self._refusal is None:
                 return
         self._step_aside(str(reason or self._refusal))
         if reason is None:
-            _, *problem = self.moe_problem_size(hidden_states, w1, w2, topk_ids)
-            experts = global_num_experts, w1.size(0), expert_tokens_meta
-            shapes = super().workspace_shapes(*problem, *experts, activation)
-            workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
-        super().apply(
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        )
+            _, *problem = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
+            experts = call.global_num_experts, call.w1.size(0), call.expert_tokens_meta
+            shapes = super().workspace_shapes(*problem, *experts, call.activation)
+            first, second = (call.hidden_states.new_empty(shape) for shape in shapes[:2])
+            call = call._replace(workspace13=first, workspace2=second)
+        super().apply(*call)
 
     def _step_aside(self, reason: str) -> None:
         say_once(f"{reason}; {OWN_PATH}")
