@@ -228,12 +228,7 @@ class Bench(Stages):
         models = ours, ours if self.same_format() else f"{ours}-dense"
         if format == "mxfp4":
             return models
-        command = [sys.executable, *self.quantize_model, "--format", format]
-        command += ["--model", self.work / model, "--out", self.work / ours]
-        command += self.only_quantized(model)
-        if not self.done(self.job(f"quantize {model}", command, 120)):
-            return None
-        return models
+        return models if self.make_quantized(model, ours, *self.only_quantized(model)) else None
 
     def reference(self, name):
         """transformers in fp32 with adapters merged, against a run's prompts."""

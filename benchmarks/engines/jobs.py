@@ -1,6 +1,7 @@
 """Runs commands in stages, and writes the entry points by which engines find moelora's plugins."""
 
 import shutil
+import sys
 import time
 
 import tomllib
@@ -41,6 +42,13 @@ class Stages:
             return False
         self.stages.append(job.wait())
         return self.stages[-1]["end"] == "ok"
+
+    def make_quantized(self, model, out, *flags):
+        """Quantizes a model's experts as `--format` says, from one folder of `work` to another;
+        whether it was done. Unless a flag omits it, OUT-dense has the same numbers unquantized."""
+        command = [sys.executable, *self.quantize_model, "--format", self.args.format, *flags]
+        command += ["--model", self.work / model, "--out", self.work / out]
+        return self.done(self.job(f"quantize {model}", command, 120))
 
     def report(self, rows, describe):
         """Prints rows, those of speeds as `describe` says them; returns the exit status."""
