@@ -4,19 +4,23 @@
     python -m benchmarks.compare variants --models qwen3 --ranks 0,64 --out /tmp/variants.json
     python -m benchmarks.compare variants --variants sm90 --behind 5
 
-What the tables of csrc/core/plan_tile.c are drawn from: forced is the tile of both projections, or
-the layer in one launch. Tiles of far more or far fewer tokens than an expert gets are left out.
-The plan and all variants of a case take turns. Microseconds, and the share of the bound that the
-plan's reach; behind a variant that is more than 2 % faster than the plan's stands a star. At the
-end, the cases in which the plan is more than `--behind` percent slower than the fastest variant.
+The tables of csrc/core/plan_tile.c come from this. A variant is the tile of both projections, or
+the kernel of the whole layer; tiles of far more or far fewer tokens than an expert gets are left
+out. The plan and the variants of a case take turns.
+
+Prints microseconds, and the plan's share of the bound. A star marks variants that are more than 2 %
+faster than the plan. The last lines are the cases in which the plan is more than `--behind` percent
+slower than the fastest variant.
 """
 
 import re
 import time
+from functools import partial
 
 import torch
 
 from benchmarks import options
+from benchmarks.grid.calls import planned
 from moelora import _C
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
@@ -81,17 +85,9 @@ def measure(args, clock: Clock, device: str = "cuda"):
                 yield found | {"model": name, "tokens": tokens}
 
 
-def forced(variant: str, run):
-    """`run` with a forced variant."""
-
-    def call(i: int):
-        _C.force_variant(variant)
-        try:
-            return run(i)
-        finally:
-            _C.force_variant(None)
-
-    return call
+def forced(variant: str, run, i: int):
+    """`run(i)` with a forced variant."""
+    return planned(variant, partial(run, i))
 
 
 def compare(ours: Ours, batches, rank: int, clock: Clock, names: str = "") -> dict:
@@ -103,7 +99,7 @@ def compare(ours: Ours, batches, rank: int, clock: Clock, names: str = "") -> di
     calls = {"": run}
     for variant in candidates(batches[0].topk_ids.numel() / model.experts, names):
         if variant not in plan:
-            call = forced(variant, run)
+            call = partial(forced, variant, run)
             call(0)
             if variant in _C.last_plan():
                 calls[variant] = call
