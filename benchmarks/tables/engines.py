@@ -38,13 +38,13 @@ SGLANG_BASE = "sglang, no LoRA", "base"
 
 
 def sglang_speeds(phase):
-    """Tokens per second of SGLang: (moelora's, {(server, batch): one to compare with}), of the
-    newest design in the file; None before it was measured."""
+    """Tokens per second of the newest design in the file of SGLang: (moelora's, those of SGLang's
+    own by server, SGLang's without LoRA or None); None before it was measured."""
     speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases("engines_sglang")}
     for ours, ways in SGLANG_WAYS.items():
         if speeds.get((ours, MIXED)):
-            others = [*((way, MIXED) for way in ways), SGLANG_BASE]
-            return speeds[ours, MIXED], {key: speeds[key] for key in others if speeds.get(key)}
+            own = {way: speeds[way, MIXED] for way in ways if speeds.get((way, MIXED))}
+            return speeds[ours, MIXED], own, speeds.get(SGLANG_BASE)
     return None
 
 
@@ -72,9 +72,8 @@ def engine_ranges():
                 row(topic, release, what, phase, base, theirs, ours)
     for phase in ("prefill", "decode"):
         if found := sglang_speeds(phase):
-            ours, others = found
-            base = others.pop(SGLANG_BASE, None)
-            theirs = max(others.values(), default=None)  # SGLang's faster way
+            ours, own, base = found
+            theirs = max(own.values(), default=None)  # SGLang's faster way
             row("e2e-sglang", sglang_release(), "bf16, Qwen3-30B-A3B", phase, base, theirs, ours)
     return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
 
@@ -134,10 +133,9 @@ def alternatives():
     if all(found):
         gpu = card("e2e-sglang").removeprefix("NVIDIA ")
         release = f"{sglang_release()}, bf16, Qwen3-30B-A3B, {gpu}"
-        ours = [tokens for tokens, _ in found]
-        own = [max(v for k, v in others.items() if k != SGLANG_BASE) for _, others in found]
-        row(f"{release}: its own LoRA kernels", ours, own)
-        row(f"{release}: without adapters", ours, [o.get(SGLANG_BASE) for _, o in found])
+        ours, own, base = zip(*found, strict=True)
+        row(f"{release}: its own LoRA kernels", ours, [max(each.values()) for each in own])
+        row(f"{release}: without adapters", ours, base)
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
@@ -166,12 +164,17 @@ def engines_parallel(topic="e2e-parallel"):
 
 
 def sglang_ranges():
-    (prefill, others), (decode, slower) = (sglang_speeds(phase) for phase in ("prefill", "decode"))
+    prefill, own, base = sglang_speeds("prefill")
+    decode, own_decode, base_decode = sglang_speeds("decode")
     said = {way: what for ways in SGLANG_WAYS.values() for way, what in ways.items()}
+    pairs = [
+        *((f"SGLang's own LoRA kernels {said[way]}", own[way], own_decode[way]) for way in own),
+        ("SGLang without LoRA", base, base_decode),
+    ]
     compared = [
-        f"{prefill / others[key]:.2f} and {decode / slower[key]:.2f} times as fast as "
-        + (f"SGLang's own LoRA kernels {said[key[0]]}" if key[0] in said else "SGLang without LoRA")
-        for key in others
+        f"{prefill / theirs:.2f} and {decode / slower:.2f} times as fast as {what}"
+        for what, theirs, slower in pairs
+        if theirs
     ]
     return f"""A real {sglang_release()} server on {card("e2e-sglang")}, over HTTP, with twelve bf16
         layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}

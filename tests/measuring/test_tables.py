@@ -97,12 +97,14 @@ def test_formats_without_speeds_are_left_out(write):
     assert len(cells(tables.section("engines_int4"))) == 4
 
 
-def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
-    def server(engine, batch, *rates):
-        return {"topic": "speed", "engine": engine, "batch": batch} | dict(
-            zip(("prefill_tok_s", "decode_tok_s"), rates, strict=True)
-        )
+def server(engine, batch, *rates):
+    """The speeds of a server of SGLang."""
+    return {"topic": "speed", "engine": engine, "batch": batch} | dict(
+        zip(("prefill_tok_s", "decode_tok_s"), rates, strict=True)
+    )
 
+
+def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
     rows = [
         server("sglang, no LoRA", "base", 3000, 300),
         server("sglang", "4 mixed", 500, 50),
@@ -120,11 +122,6 @@ def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
 
 
 def test_the_second_design_of_sglang_comes_first(write):
-    def server(engine, batch, *rates):
-        return {"topic": "speed", "engine": engine, "batch": batch} | dict(
-            zip(("prefill_tok_s", "decode_tok_s"), rates, strict=True)
-        )
-
     rows = [
         server("sglang, no LoRA", "base", 3000, 300),
         server("sglang, v2", "4 mixed", 1600, 150),
