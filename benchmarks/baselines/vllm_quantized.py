@@ -109,7 +109,8 @@ class Marlin:
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
         class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
-            def quantized(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
+            # Overrides the peer's, which spells it so.
+            def quantised(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
                 values, scales = (t[expert] for t in checkpoint[projection])
                 if (self.Hp, self.Ip) != (self.H, self.I):  # of [N, K / so many columns]
                     values, scales = (self.padded(t, projection) for t in (values, scales))
@@ -122,6 +123,7 @@ class Marlin:
                 return grown(halves, self.Ip, t.shape[1] * self.Hp // self.H).flatten(0, 1)
 
         sizes = model.experts, model.hidden, model.intermediate
+        assert hasattr(self.vq.Weights, "quantised")
         padded = self.vq.pad_dims(scheme, *sizes[1:])
         require(model.format == "mxfp4" or padded == sizes[1:], f"padded to {padded} by vLLM")
         return Drawn(scheme, *sizes, None, self.layer.device)
