@@ -178,6 +178,9 @@ class Theirs:
             self.E, self.H, self.I = E, H, I
             self.Hp, self.Ip = Theirs.pad_dims(scheme, H, I)
 
+        def quantised(self, e, which):  # spelled as the peer does, which calls it
+            raise AssertionError("the peer would draw weights of its own")
+
     @staticmethod
     def pad_dims(scheme, hidden, intermediate):
         return (-(-hidden // 256) * 256, -(-intermediate // 128) * 128)
@@ -197,13 +200,13 @@ def test_vllm_gets_our_values_padded_as_it_pads(monkeypatch):
     model = shapes.Model("toy", 2, 1, 288, 160, "swigluoai", bias=True, format="mxfp4")
     layer, marlin = theirs(monkeypatch, model)
     values, scales = layer.checkpoint["w13"]
-    padded, padded_scales, _ = marlin.weights.quantized(1, "w13")
+    padded, padded_scales, _ = marlin.weights.quantised(1, "w13")
     assert padded.shape == (2 * 256, 512 // 2)
     assert padded_scales.shape == (2 * 256, 512 // 32)
     halves = padded.view(2, 256, -1)
     assert torch.equal(halves[:, :160, :144].flatten(0, 1), values[1])
     assert not halves[:, 160:].any() and not halves[:, :, 144:].any()
-    padded, padded_scales, _ = marlin.weights.quantized(1, "w2")
+    padded, padded_scales, _ = marlin.weights.quantised(1, "w2")
     assert padded.shape == (512, 256 // 2) and padded_scales.shape == (512, 256 // 32)
     assert torch.equal(padded[:288, :80], layer.checkpoint["w2"][0][1])
     (a13, b13, a2, b2, _) = marlin.loras[4]
@@ -220,7 +223,7 @@ def test_vllm_gets_our_fp8(monkeypatch):
     model = shapes.Model("toy", 2, 1, 256, 128, format="fp8_block")
     layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
     found = vllm_quantized.TritonFP8(layer, Options())
-    values, scales, _ = found.weights.quantized(1, "w13")
+    values, scales, _ = found.weights.quantised(1, "w13")
     assert (values.shape, values.dtype) == ((256, 256), torch.float8_e4m3fn)
     assert scales.shape == (2, 2)
     number = values[130, 5].double() * scales[1, 0].double()
@@ -236,7 +239,7 @@ def test_products_of_fp8_have_twice_the_rate(bench, monkeypatch, format, rate):
 
 def test_vllm_shares_what_needs_no_padding(monkeypatch):
     layer, marlin = theirs(monkeypatch, TOY.quantized("int4"))
-    qweight, scales, _ = marlin.weights.quantized(3, "w2")
+    qweight, scales, _ = marlin.weights.quantised(3, "w2")
     assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
     assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
     assert vllm_quantized.computed(layer, "silu") is None
