@@ -42,6 +42,7 @@ from benchmarks.tables.training import (
     on_other_cards,
     sampler_bits,
     training_alternatives,
+    training_memory_measured,
     training_peers,
     training_quantized,
 )
@@ -82,6 +83,7 @@ MADE = {
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),
     "training_quantized": ("training", training_quantized),
     "training_on_others": ("training", on_other_cards),
+    "training_memory_measured": ("training-memory", training_memory_measured),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
 }

@@ -35,12 +35,16 @@ SGLANG_WAYS = {
     },
 }
 SGLANG_BASE = "sglang, no LoRA", "base"
+SGLANG_TABLES = {
+    "bf16, Qwen3-30B-A3B": "engines_sglang",
+    "FP8, Qwen3-30B-A3B": "engines_sglang_fp8",
+}
 
 
-def sglang_speeds(phase):
-    """Tokens per second of the newest design in the file of SGLang: (moelora's, those of SGLang's
+def sglang_speeds(phase, table="engines_sglang"):
+    """Tokens per second of the newest design in a file of SGLang: (moelora's, those of SGLang's
     own by server, SGLang's without LoRA or None); None before it was measured."""
-    speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases("engines_sglang")}
+    speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases(table)}
     for ours, ways in SGLANG_WAYS.items():
         if speeds.get((ours, MIXED)):
             own = {way: speeds[way, MIXED] for way in ways if speeds.get((way, MIXED))}
@@ -48,8 +52,8 @@ def sglang_speeds(phase):
     return None
 
 
-def sglang_release():
-    return f"SGLang {load('e2e-sglang')[0]['sglang']}"
+def sglang_release(topic="e2e-sglang"):
+    return f"SGLang {load(topic)[0]['sglang']}"
 
 
 def engine_ranges():
@@ -70,11 +74,13 @@ def engine_ranges():
                 topic = TABLES[name][0]
                 release = f"vLLM {load(topic)[0]['vllm']}"
                 row(topic, release, what, phase, base, theirs, ours)
-    for phase in ("prefill", "decode"):
-        if found := sglang_speeds(phase):
-            ours, own, base = found
-            theirs = max(own.values(), default=None)  # SGLang's faster way
-            row("e2e-sglang", sglang_release(), "bf16, Qwen3-30B-A3B", phase, base, theirs, ours)
+    for what, name in SGLANG_TABLES.items():
+        topic = TABLES[name][0]
+        for phase in ("prefill", "decode"):
+            if found := sglang_speeds(phase, name):
+                ours, own, base = found
+                theirs = max(own.values(), default=None)  # SGLang's faster way
+                row(topic, sglang_release(topic), what, phase, base, theirs, ours)
     return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
 
 
@@ -129,10 +135,12 @@ def alternatives():
         ):
             theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
             row(f"{release}: {instead}", ours, theirs)
-    found = [sglang_speeds(phase) for phase in phases]
-    if all(found):
-        gpu = card("e2e-sglang").removeprefix("NVIDIA ")
-        release = f"{sglang_release()}, bf16, Qwen3-30B-A3B, {gpu}"
+    for what, name in SGLANG_TABLES.items():
+        found = [sglang_speeds(phase, name) for phase in phases]
+        if not all(found):
+            continue
+        topic = TABLES[name][0]
+        release = f"{sglang_release(topic)}, {what}, {card(topic).removeprefix('NVIDIA ')}"
         ours, own, base = zip(*found, strict=True)
         row(f"{release}: its own LoRA kernels", ours, [max(each.values()) for each in own])
         row(f"{release}: without adapters", ours, base)

@@ -1,5 +1,6 @@
 """Tables and sentences of training steps, and of trainers beside engines."""
 
+from benchmarks import training_memory
 from benchmarks.tables.files import AWAITED, card, other_devices, rows_of, source
 from benchmarks.tables.text import markdown, span, thousands
 
@@ -94,6 +95,21 @@ def on_other_cards():
         )
     ]
     return "\n\n".join(tables) or AWAITED
+
+
+def training_memory_measured():
+    """Peaks of whole steps beside what training_memory computes for them."""
+    rows = [row for row in rows_of("training-memory") if "error" not in row]
+    if not rows:
+        return AWAITED
+    (model,) = (m for m in training_memory.MODELS if m.name == "gpt-oss-20b")
+    said = []
+    for row in rows:
+        tokens = row["batch"] * row["length"]
+        computed = model.total("MXFP4", row["rank"], tokens) / training_memory.GB
+        said.append([str(tokens), f"{computed:.1f}", f"{row['peak_gb']:.1f}"])
+    titles = ["tokens", "computed (GB)", "measured (GB)"]
+    return f"{card('training-memory')}:\n\n{markdown(titles, said)}"
 
 
 def with_titles(topic, titles, rows, device=None):
