@@ -49,8 +49,8 @@ typedef struct moelora_cpu_matrix {
    * MOELORA_MATRIX_STEP: sums have the same bits. */
   void (*accumulate)(bool first, int64_t m, int64_t n, int64_t k, const void *panels,
                      int64_t panel_bytes, const void *w /* [n] operand rows */, int64_t w_stride,
-                     float *sums);
-  /* c[i * ldc + j] += the sum of row i and weight row j, which is scaled before (NULL: it is not)
+                     float *sums /* MOELORA_MATRIX_SUMS */);
+  /* c[i * ldc + j] += the sum of row i and weight row j, scaled first unless `scales` is NULL
    */
   void (*add)(int64_t m, int64_t n, const float *sums, const moelora_product_scales *scales,
               float *c /* [m, ldc] */, int64_t ldc);

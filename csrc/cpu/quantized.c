@@ -18,7 +18,7 @@
 #include "cpu/cpu.h"
 
 enum {
-  PART_ROWS = 64,
+  DOT_ROWS_AT_ONCE = 64, /* rows whose products are scattered to c together */
   PART_DEPTH = 256, /* 16 KiB of operands, a third of L1; a multiple of the depth of all tiles */
 };
 
@@ -108,10 +108,10 @@ static inline __attribute__((always_inline)) void add_sums(const pass *p, const 
 /* multiply() by `dot` */
 static void multiply_dot(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                          int64_t ldc, moelora_scratch *scratch) {
-  float part[PART_ROWS * MOELORA_DOT_N];
+  float part[DOT_ROWS_AT_ONCE * MOELORA_DOT_N];
   const bool adjacent = p->count == MOELORA_DOT_N && are_adjacent(p);
-  for (int64_t first = 0; first < m; first += PART_ROWS) {
-    const int64_t rows = moelora_min(PART_ROWS, m - first);
+  for (int64_t first = 0; first < m; first += DOT_ROWS_AT_ONCE) {
+    const int64_t rows = moelora_min(DOT_ROWS_AT_ONCE, m - first);
     memset(part, 0, (size_t)(rows * MOELORA_DOT_N) * sizeof *part);
     kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL, part,
                  MOELORA_DOT_N);

@@ -107,6 +107,12 @@ def test_the_best_instruction_set_of_a_cpu(plan, isa, dtype, want):
     assert block_rows > 0
 
 
+@x86
+def test_a_cpu_has_one_variant_for_all_sizes(plan):
+    """Variants differ in bits, and a row's bits do not depend on its batch."""
+    assert {plan(("cpu", AMX), "bfloat16", tokens)[0] for tokens in TOKENS} == {"gemm_bf16_amx"}
+
+
 @pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
