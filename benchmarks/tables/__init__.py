@@ -18,6 +18,7 @@ from benchmarks.tables.columns import TABLES
 from benchmarks.tables.engines import (
     alternatives,
     claim,
+    decode_ratios,
     engine_bits,
     engine_ranges,
     engines_parallel,
@@ -78,6 +79,7 @@ MADE = {
         lambda: engines_parallel("e2e-parallel-4-expert"),
     ),
     "suite_ratios": ("vllm-suite-models", suite_ratios),
+    "decode_ratios": ("e2e-fp8", decode_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),

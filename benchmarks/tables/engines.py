@@ -147,6 +147,30 @@ def alternatives():
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
+SEQUENCES = {1: "decode_1", 16: "decode_16", 64: "decode", 256: "decode_256"}
+STATES = {
+    "of four adapters": (True, MIXED),
+    "of none, LoRA on": (True, "base"),
+    "LoRA off": (False, "base"),
+}
+
+
+def decode_ratios():
+    """Tokens per second of decode with the plugin over those without it, by number of sequences."""
+    said = []
+    for what, name in ENGINE_TABLES.items():
+        rows = cases(name)
+        for state, more in STATES.items():
+            both = [
+                [rate(rows, d, e, *more) for e in ("moelora", "vllm")] for d in SEQUENCES.values()
+            ]
+            ratios = [over(*each) for each in both]
+            if any(ratios):
+                gpu = card(TABLES[name][0]).removeprefix("NVIDIA ")
+                said.append([f"{what}, {gpu}", state, *ratios])
+    return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
+
+
 def engines_parallel(topic="e2e-parallel"):
     """Tokens per second of several GPUs, in each parallel mode."""
     speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
