@@ -22,6 +22,7 @@ from benchmarks.tables.engines import (
     engine_bits,
     engine_ranges,
     engines_parallel,
+    sglang_answers,
     sglang_ranges,
     suite_ratios,
 )
@@ -94,7 +95,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
-        *(sglang_ranges, claim, training_alternatives),
+        *(sglang_ranges, sglang_answers, claim, training_alternatives),
     )
 }
 

@@ -213,6 +213,23 @@ def sglang_ranges():
         tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
 
 
+def sglang_answers():
+    meta, rows = load("e2e-answers-sglang")
+    distances = [row for row in rows if row["topic"] == "distance"]
+    ours, theirs = (span([row[e] for row in distances], 3) for e in ("moelora, v2", "sglang, v2"))
+    moved = span([row["moved"] for row in rows if row["topic"] == "acts"], 1)
+    answers = [row for row in rows if row["topic"] == "answers"]
+    both = [row for row in answers if row["compared"] == "moelora, v2, sglang, v2"]
+    alone = [row for row in answers if row["compared"] == "moelora, v2: mixed, each alone"]
+    wider = sum(row["requests"] - row["same_tokens"] - row["near_ties"] for row in both)
+    same = all(row["requests"] == row["same_tokens"] for row in alone)
+    return f"""In SGLang {meta["sglang"]} log-probabilities differ from transformers in float32 with
+        merged adapters by medians of {ours}, SGLang's own by {theirs}, where the models themselves
+        differ by {moved}. Greedy replies diverge from SGLang's at near-ties, and in {wider} of
+        {sum(row["requests"] for row in both)} requests at a wider gap. A request gets
+        {"the same" if same else "another reply"} in a mixed batch and alone."""
+
+
 def engine_bits():
     rows = [r for r in load("e2e-invariance")[1] if r["topic"] == "bits"]
     ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
