@@ -260,7 +260,7 @@ build/docs/.ready: requirements-docs.txt
 # system that it runs on; torch brings its own libraries.
 wheel: export MOELORA_CUDA_ARCH ?= $(RELEASE_ARCHS)
 wheel: $(VENV)/.ready
-	rm -rf build/wheel
+	rm -rf build/wheel dist/moelora-*_$$(uname -m).whl
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w build/wheel .
 	$(AUDIT) -w dist build/wheel/*.whl
 

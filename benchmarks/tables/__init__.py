@@ -18,9 +18,11 @@ from benchmarks.tables.columns import TABLES
 from benchmarks.tables.engines import (
     alternatives,
     claim,
+    decode_ratios,
     engine_bits,
     engine_ranges,
     engines_parallel,
+    sglang_answers,
     sglang_ranges,
     suite_ratios,
 )
@@ -78,6 +80,7 @@ MADE = {
         lambda: engines_parallel("e2e-parallel-4-expert"),
     ),
     "suite_ratios": ("vllm-suite-models", suite_ratios),
+    "decode_ratios": ("e2e-fp8", decode_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),
@@ -92,7 +95,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
-        *(sglang_ranges, claim, training_alternatives),
+        *(sglang_ranges, sglang_answers, claim, training_alternatives),
     )
 }
 

@@ -147,6 +147,30 @@ def alternatives():
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
+SEQUENCES = {1: "decode_1", 16: "decode_16", 64: "decode", 256: "decode_256"}
+STATES = {
+    "of four adapters": (True, MIXED),
+    "of none, LoRA on": (True, "base"),
+    "LoRA off": (False, "base"),
+}
+
+
+def decode_ratios():
+    """Tokens per second of decode with the plugin over those without it, by number of sequences."""
+    said = []
+    for what, name in ENGINE_TABLES.items():
+        rows = cases(name)
+        for state, more in STATES.items():
+            both = [
+                [rate(rows, d, e, *more) for e in ("moelora", "vllm")] for d in SEQUENCES.values()
+            ]
+            ratios = [over(*each) for each in both]
+            if any(ratios):
+                gpu = card(TABLES[name][0]).removeprefix("NVIDIA ")
+                said.append([f"{what}, {gpu}", state, *ratios])
+    return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
+
+
 def engines_parallel(topic="e2e-parallel"):
     """Tokens per second of several GPUs, in each parallel mode."""
     speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
@@ -187,6 +211,23 @@ def sglang_ranges():
     return f"""A real {sglang_release()} server on {card("e2e-sglang")}, over HTTP, with twelve bf16
         layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
         tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
+
+
+def sglang_answers():
+    meta, rows = load("e2e-answers-sglang")
+    distances = [row for row in rows if row["topic"] == "distance"]
+    ours, theirs = (span([row[e] for row in distances], 3) for e in ("moelora, v2", "sglang, v2"))
+    moved = span([row["moved"] for row in rows if row["topic"] == "acts"], 1)
+    answers = [row for row in rows if row["topic"] == "answers"]
+    both = [row for row in answers if row["compared"] == "moelora, v2, sglang, v2"]
+    alone = [row for row in answers if row["compared"] == "moelora, v2: mixed, each alone"]
+    wider = sum(row["requests"] - row["same_tokens"] - row["near_ties"] for row in both)
+    same = all(row["requests"] == row["same_tokens"] for row in alone)
+    return f"""In SGLang {meta["sglang"]} log-probabilities differ from transformers in float32 with
+        merged adapters by medians of {ours}, SGLang's own by {theirs}, where the models themselves
+        differ by {moved}. Greedy replies diverge from SGLang's at near-ties, and in {wider} of
+        {sum(row["requests"] for row in both)} requests at a wider gap. A request gets
+        {"the same" if same else "another reply"} in a mixed batch and alone."""
 
 
 def engine_bits():

@@ -7,6 +7,7 @@ factors that belong to no layer of the model are refused by name.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,12 +110,15 @@ def peek(
 
 def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
     """Hint for the message of a refused folder: how to get details."""
-    if isinstance(source, (Mapping, Adapter)) or not Path(source).is_dir():
+    if not isinstance(source, (str, os.PathLike)) or not Path(source).is_dir():
         return ""
     return f"; `moelora adapters {str(source):.200}` says what the adapter is"
 
 
 def _folder(source: str | Path) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        kind = type(source).__name__
+        raise ValueError(f"source is a {kind}, wanted a folder, or a mapping of tensors by name")
     folder = Path(source)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")

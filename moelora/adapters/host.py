@@ -36,8 +36,8 @@ class Source:
 
     @classmethod
     def of(cls, given: object, layout: Layout | None, staged: Staged | None = None) -> Source:
-        """That of what a caller gives, whose folder stays the same if the process changes its own;
-        without a folder `staged` is needed.
+        """Source of an argument of `add`. A folder is made absolute, so that it does not depend on
+        the current one; without a folder `staged` is required.
         """
         folder = Path(given).absolute() if isinstance(given, (str, Path)) else None
         return cls(folder, layout, staged)
@@ -108,7 +108,7 @@ class Host:
                 )
 
     def is_full(self) -> bool:
-        """Whether all places have adapters without a folder: what is read is not kept then."""
+        """Whether adapters without a folder fill all places, so that no other can be kept."""
         with self._lock:
             return len(self._staying()) >= self.places
 
@@ -142,7 +142,7 @@ class Host:
             return source.staged
 
     def fail(self, name: str, error: Exception) -> None:
-        """`error` is why the adapter of this name could not be brought."""
+        """Record why the adapter of this name could not be brought."""
         source = self._sources.get(name)
         if source is not None:
             source.failure = error

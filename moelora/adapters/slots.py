@@ -110,7 +110,7 @@ class Slots:
         self.asynchronous = all(device.type == "cuda" for device in devices)
         self._places = places
         self._order = sorted(places, key=_depth)
-        # For each slot the ranks of layers from which on factors are zero; not there: not known.
+        # Per slot and layer: the rank past which factors are zero. Absent if unknown.
         self._used = [dict.fromkeys(self._order, 0) for _ in range(max_loras)]
         # The last write to the tables of a device and slot, on the stream of copies.
         self._filled: dict[tuple[torch.device, int], torch.cuda.Event] = {}
@@ -156,7 +156,7 @@ class Slots:
             tables.enabled[slot].fill_(enabled)
 
     def clear(self, slot: int) -> None:
-        """What is in a slot is no adapter any more."""
+        """Mark a slot as empty."""
         self.enable(slot, False)
         self._used[slot] = {}  # training may have written all of it
         for tables in self.tables.values():

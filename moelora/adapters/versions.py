@@ -116,8 +116,8 @@ class Versions:
                     self._take_all(turn, held)
                     return held
                 except BaseException as error:
-                    # Now: the traceback keeps `held` alive, and batches would wait for each
-                    # other's slots.
+                    # Release at once: the traceback keeps `held` alive, and two batches could wait
+                    # for each other's slots.
                     self.release(held)
                     left = end - time.monotonic()
                     if not isinstance(error, NoSlot) or left <= 0:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for report in found:
         try:
             said, on = report.lines()
-        except Exception as error:  # of an import of the engine
+        except (Exception, SystemExit) as error:  # of an import of the engine
             said, on = [f"off: {shown(error)}"], False
         print("plugin: " + "\n".join(printable(line) for line in said))
         every.append(on)

@@ -22,7 +22,7 @@ def switched_off(switch: str) -> str | None:
     return f"{switch}={value}" if value.strip().lower() in ("0", "false", "off", "no") else None
 
 
-def shown(error: Exception) -> str:
+def shown(error: BaseException) -> str:
     """An error in a line of a log: its type, and the beginning of its text."""
     return f"{type(error).__name__}: {str(error):.300}"
 

@@ -2,8 +2,8 @@
 
 Expert-parallel ranks that exchange tokens expect each expert's rows in a block of their own, of
 fixed size, so that shapes depend on no routing: (E, T, K), of which the first
-`expert_num_tokens[e]` rows of expert `e` are tokens. The result has the same layout. Whoever
-combines it weights and sums it.
+`expert_num_tokens[e]` rows of expert `e` are tokens. The result has the same layout; the
+exchange's combine step applies the routing weights and sums it.
 """
 
 from __future__ import annotations

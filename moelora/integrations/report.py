@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,11 +60,17 @@ class Report:
     parts: Callable[[], list[Part]]
 
     def version(self) -> str | None:
-        """That of the installed engine."""
+        """That of the installed engine; "of an unknown version" if its package has no metadata."""
+        name = self.engine.lower()
         try:
-            return importlib.metadata.version(self.engine.lower())
-        except importlib.metadata.PackageNotFoundError:
-            return None
+            version: str | None = importlib.metadata.version(name)  # None if metadata are damaged
+        except (importlib.metadata.PackageNotFoundError, KeyError):
+            version = None
+        if version is None:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin is not None:  # not a folder of that name
+                return "of an unknown version"
+        return version
 
     def off(self) -> str | None:
         """Why the engine runs as if moelora were not installed, or None."""

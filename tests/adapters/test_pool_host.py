@@ -86,6 +86,10 @@ def test_refusals(tmp_path):
         pool.register("b", tmp_path / "nowhere")
     with pytest.raises(ValueError, match="config= is for state dicts"):
         pool.register("b", path, config=SMALL)
+    for wrong in (None, 5, ["a", "list"]):
+        kind = type(wrong).__name__
+        with pytest.raises(ValueError, match=f"adapter 'a': source is a {kind}, wanted a folder"):
+            pool.update("a", wrong)
     with pytest.raises(ValueError, match="name is '__base__'"):
         pool.register("__base__", path)
     with pytest.raises(KeyError, match="no adapter 'b' is registered"):

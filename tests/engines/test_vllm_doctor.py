@@ -1,5 +1,6 @@
 """Safe to have installed: what vLLM runs where moelora cannot, and what `moelora doctor` says."""
 
+import importlib
 import importlib.metadata
 import logging
 import re
@@ -128,15 +129,29 @@ def test_a_release_that_changed(doctor, vllm):
     assert "TritonExperts.apply has the parameters ['self'], not" in lines[2]
 
 
-def test_an_engine_that_cannot_be_imported(doctor, monkeypatch):
+@pytest.mark.parametrize("kind", [ImportError, SystemExit])
+def test_an_engine_that_cannot_be_imported(doctor, monkeypatch, kind):
+    why = "libcudart.so.13: cannot open shared object file"
+
     def fails():
-        raise ImportError("libcudart.so.13: cannot open shared object file")
+        raise kind(why)
 
     broken = replace(doctor.report.REPORT, problem_here=fails)
     monkeypatch.setattr(doctor.report, "REPORT", broken)
     status, lines = doctor()
-    assert (status, lines[-1]) == (1, "plugin: off: ImportError: " + "libcudart.so.13: cannot open"
-                                   " shared object file")  # fmt: skip
+    assert (status, lines[-1]) == (1, f"plugin: off: {kind.__name__}: {why}")
+
+
+def test_an_engine_without_metadata(doctor, monkeypatch, tmp_path):
+    """A source tree on the path is an engine; a checkout in the current folder is not."""
+    installed(monkeypatch)
+    report = replace(doctor.report.REPORT, engine="anEngine")
+    (tmp_path / "anengine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert report.version() is None
+    (tmp_path / "anengine/__init__.py").write_text("raise ImportError\n")
+    importlib.invalidate_caches()
+    assert report.version() == "of an unknown version"
 
 
 def test_without_an_engine(monkeypatch, capsys):

@@ -159,6 +159,19 @@ def test_a_backend_that_was_asked_for(own, lines, kind):
     theirs(layer, lines, "moe_backend='marlin' is asked for")
 
 
+def test_an_exchange_that_triton_experts_do_not_support(own, lines, kind):
+    """vLLM asks a class before it selects it; moelora's comes in after that."""
+
+    class Exchanged(QuantizedLayer):
+        def make_method(self):
+            self.moe_config.moe_parallel_config.all2all_backend = "flashinfer_nvlink_one_sided"
+            return super().make_method()
+
+    layer = Exchanged(own, kind, spec_with_a_way_back(kind))
+    exchange = "the exchange flashinfer_nvlink_one_sided"
+    theirs(layer, lines, f"TritonExperts does not take tokens from {exchange}")
+
+
 def test_weights_in_host_memory(own, lines, kind):
     def offload(layer):
         next(layer.parameters())._vllm_is_uva_offloaded = True

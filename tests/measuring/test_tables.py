@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import ROOT, tables
 from benchmarks.compare.__main__ import COMMANDS
 from moelora.bench import results
 
@@ -152,6 +152,25 @@ def test_small_models_are_compared_with_the_plugin_off(write):
         ["OLMoE, bf16", "2.00", "1.50"],
         ["Qwen3-MoE, INT4, compressed-tensors", "2.00", "1.50"],
     ]
+
+
+def test_decodes_that_are_slower_are_in_the_table_with_the_others(write):
+    """By number of sequences, and with adapters, without, and without LoRA."""
+    assert tables.section("decode_ratios") == tables.files.AWAITED
+    one = [row | {"decode_1_tok_s": tok_s} for row, tok_s in zip(LORA, (10, 10, 9, 4), strict=True)]
+    write("h200-e2e-fp8", *one)
+    what = "FP8, Qwen3-30B-A3B, H200"
+    assert cells(tables.section("decode_ratios")) == [
+        [what, "of four adapters", "0.40", "-", "1.50", "-"],
+        [what, "of none, LoRA on", "0.90", "-", "2.27", "-"],
+    ]
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_pages_have_the_numbers_of_the_files(page):
+    """Else `python -m benchmarks.tables --write` was forgotten."""
+    text = (ROOT / page).read_text()
+    assert tables.filled(text) == text
 
 
 def test_two_gpus_have_a_row_for_each_way_and_phase(write):

@@ -67,6 +67,10 @@ class TritonExperts:
     def a2_scale(self):
         return None
 
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config):
+        return not moe_parallel_config.all2all_backend.startswith("flashinfer_nvlink_")
+
     def moe_problem_size(self, a1, w1, w2, topk_ids):
         return w1.size(0), a1.size(0), w1.size(1), a1.size(1), topk_ids.size(1)
 
@@ -247,11 +251,12 @@ class FusedMoEConfig:
 @dataclass
 class FusedMoEParallelConfig:
     enable_eplb: bool
+    all2all_backend: str
     use_batched_activation_format = False
 
     @classmethod
     def make_no_parallel(cls):
-        return cls(enable_eplb=False)
+        return cls(enable_eplb=False, all2all_backend="allgather_reducescatter")
 
 
 @dataclass

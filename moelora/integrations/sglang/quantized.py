@@ -1,8 +1,8 @@
 """Quantized layers of SGLang's `triton_v2` LoRA backend, into moelora's tiles.
 
-SGLang holds FP8 with scales for blocks as it was loaded, and four bits in the order of Marlin's
-kernels, which `marlin` takes back to rows. Its own runner of adapters reads FP8 of blocks and NVFP4
-of ModelOpt. Layers of GPTQ and AWQ refuse the `lora_*` runners themselves, when they are made, and
+SGLang keeps block-scaled FP8 weights as loaded, and 4-bit weights in Marlin's layout, which
+`marlin` converts back to rows. Its own runner of adapters reads FP8 of blocks and NVFP4 of
+ModelOpt. Layers of GPTQ and AWQ refuse the `lora_*` runners themselves, when they are made, and
 those of MXFP4 have clamped activations or biases.
 """
 
@@ -24,7 +24,7 @@ PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Kind(NamedTuple):
-    """How one format stands in a layer.
+    """How a layer stores one format.
 
     read(layer, name, gate_up): `name` is "w13" or "w2".
     reason(layer): why weights of this kind are not read, or None.
@@ -157,14 +157,14 @@ def reason_against_weights(base_layer: Any) -> str | None:
 
 
 class Tiles:
-    """The weights of a quantized layer, packed; they take the place of what SGLang held.
+    """Packed weights of a quantized layer, which replace SGLang's tensors.
 
-    Adapters take activations as they are.
+    Adapters read the unquantized activations.
 
     Raises
     ------
     ValueError
-        The format has not what the layer holds, which it keeps then.
+        The tensors are not what the format requires; the layer is unchanged.
     """
 
     def __init__(self, base_layer: Any, kind: Kind) -> None:

@@ -115,11 +115,14 @@ QUANTIZED = Interface(
                 "moe quant_config routing_tables allow_new_interface use_monolithic"
             ),
         },
+        f"{_MOE}.experts.triton_moe": {
+            "TritonExperts._supports_parallel_config": "moe_parallel_config"
+        },
     },
     fields={
         f"{_MOE}.config": {
             "FusedMoEConfig": "moe_parallel_config in_dtype activation moe_backend",
-            "FusedMoEParallelConfig": "enable_eplb",
+            "FusedMoEParallelConfig": "enable_eplb all2all_backend",
         },
     },
 )

@@ -94,6 +94,8 @@ def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
         return f"the activations are {moe.in_dtype}"
     if getattr(parallel, "use_batched_activation_format", False):
         return "the all-to-all hands over tokens in batches by expert"
+    if not QuantizedExpertsWithLoRA._supports_parallel_config(parallel):
+        return f"TritonExperts does not take tokens from the exchange {parallel.all2all_backend}"
     if parallel.enable_eplb:
         return "experts are rearranged (EPLB)"
     if format.interleaved != (moe.activation.value == "swigluoai"):
