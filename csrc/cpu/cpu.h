@@ -37,7 +37,7 @@ typedef struct moelora_scratch {
   const float **x_scales; /* [block_m] scales of e4m3 rows, per K group */
   float *c;               /* [block_m, block_n] accumulators */
   float *line;            /* [block_n] one output row */
-  char *w;                /* [MOELORA_DOT_N or MOELORA_MATRIX_BLOCK, block_k] weight operands */
+  char *w;                /* [MOELORA_DOT_N or MOELORA_MATRIX_ROWS, block_k] weight operands */
   char *panels;           /* [block_m, block_k] x of a pass as panels; NULL: no matrix registers */
 } moelora_scratch;
 

@@ -114,8 +114,8 @@ static void project_task(void *context, int64_t index, int32_t worker) {
     matrix->leave();
 }
 
-/* Outputs of the narrowest block. */
-enum { MIN_COLUMNS = MOELORA_MATRIX_BLOCK };
+/* Outputs of the narrowest block: two groups of rows of a matrix register. */
+enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_sorted *sorted = projection->sorted;

@@ -14,17 +14,8 @@
 
 /* Weight rows of a register tile. */
 #define MOELORA_DOT_N 4
-/* Rows of a matrix register and of a block of them, K elements of a step, and bytes of a step of a
- * panel. */
-enum {
-  MOELORA_MATRIX_ROWS = 16,
-  MOELORA_MATRIX_BLOCK = 32,
-  MOELORA_MATRIX_STEP = 32,
-  MOELORA_PANEL_STEP = 1024,
-};
-/* Float32 sums of a block, in the order in which matrix registers are stored. */
-#define MOELORA_MATRIX_SUMS(NAME)                                                                  \
-  _Alignas(64) float NAME[MOELORA_MATRIX_BLOCK * MOELORA_MATRIX_BLOCK]
+/* Rows of a matrix register, K elements of a step, and bytes of a step of a panel. */
+enum { MOELORA_MATRIX_ROWS = 16, MOELORA_MATRIX_STEP = 32, MOELORA_PANEL_STEP = 1024 };
 /* Granularity of the columns of add_rows. */
 #define MOELORA_ROW_STEP 16
 
@@ -39,21 +30,16 @@ typedef struct moelora_product_scales {
  * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. As with
  * `dot`, the bits of a row depend on k alone; they are not those of `dot`. */
 typedef struct moelora_cpu_matrix {
-  /* On each thread, around calls of `accumulate`. */
+  /* On each thread, around calls of `multiply`. */
   void (*enter)(void);
   void (*leave)(void);
   void (*pack)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */, void *panels);
-  /* sums += over q < k, x[i][q] * w_j[q], for i < m and j < n, at most a block each, where weight
-   * row w_j is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes.
-   * If `first`, sums are zero before. K may be divided among several calls, at multiples of
-   * MOELORA_MATRIX_STEP: sums have the same bits. */
-  void (*accumulate)(bool first, int64_t m, int64_t n, int64_t k, const void *panels,
-                     int64_t panel_bytes, const void *w /* [n] operand rows */, int64_t w_stride,
-                     float *sums /* MOELORA_MATRIX_SUMS */);
-  /* c[i * ldc + j] += the sum of row i and weight row j, scaled first unless `scales` is NULL
-   */
-  void (*add)(int64_t m, int64_t n, const float *sums, const moelora_product_scales *scales,
-              float *c /* [m, ldc] */, int64_t ldc);
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
+   * is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes. With
+   * scales (NULL: none) the sum over q is scaled before it is added. */
+  void (*multiply)(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
+                   const void *w /* [n] operand rows */, int64_t w_stride,
+                   const moelora_product_scales *scales, float *c /* [m, ldc] */, int64_t ldc);
 } moelora_cpu_matrix;
 
 typedef struct moelora_cpu_kernels {

@@ -10,12 +10,7 @@
 
 #include "cpu/kernels.h"
 
-enum {
-  ROWS = MOELORA_MATRIX_ROWS,
-  STEP = MOELORA_MATRIX_STEP,
-  TILE_BYTES = MOELORA_PANEL_STEP,
-  TILE = ROWS * ROWS, /* sums of a tile of C */
-};
+enum { ROWS = MOELORA_MATRIX_ROWS, STEP = MOELORA_MATRIX_STEP, TILE_BYTES = MOELORA_PANEL_STEP };
 
 /* LDTILECFG: eight tiles of 16 rows of 64 bytes. */
 static const struct {
@@ -120,22 +115,12 @@ static void copy_step(const weight_rows *w, int64_t byte, int64_t left) {
 
 /* sums [tokens / 16][weights / 16][16 weight rows][16 token rows] */
 static inline __attribute__((always_inline)) void
-accumulate_block(const bool two_weights, const bool two_tokens, bool first, int64_t k,
-                 const weight_rows w[2], const char *x, int64_t panel_bytes, float *sums) {
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, 64);
-    if (two_weights)
-      _tile_loadd(1, sums + TILE, 64);
-    if (two_tokens)
-      _tile_loadd(2, sums + 2 * TILE, 64);
-    if (two_tokens && two_weights)
-      _tile_loadd(3, sums + 3 * TILE, 64);
-  }
+multiply_block(const bool two_weights, const bool two_tokens, int64_t k, const weight_rows w[2],
+               const char *x, int64_t panel_bytes, float sums[2][2][ROWS * ROWS]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   const char *second = x + panel_bytes;
   for (int64_t left = k, byte = 0; left > 0; left -= STEP, byte += 2 * STEP) {
     LOAD_WEIGHTS(4, &w[0])
@@ -154,52 +139,27 @@ accumulate_block(const bool two_weights, const bool two_tokens, bool first, int6
     x += TILE_BYTES;
     second += TILE_BYTES;
   }
-  _tile_stored(0, sums, 64);
+  _tile_stored(0, sums[0][0], 64);
   if (two_weights)
-    _tile_stored(1, sums + TILE, 64);
+    _tile_stored(1, sums[0][1], 64);
   if (two_tokens)
-    _tile_stored(2, sums + 2 * TILE, 64);
+    _tile_stored(2, sums[1][0], 64);
   if (two_tokens && two_weights)
-    _tile_stored(3, sums + 3 * TILE, 64);
-}
-
-static inline int64_t at_most_rows(int64_t count) {
-  return count < ROWS ? count : ROWS;
-}
-
-static void accumulate(bool first, int64_t m, int64_t n, int64_t k, const void *panels,
-                       int64_t panel_bytes, const void *weights, int64_t w_stride, float *sums) {
-  char copies[2][TILE_BYTES] __attribute__((aligned(64)));
-  const char *from = weights;
-  const bool two_weights = n > ROWS, two_tokens = m > ROWS;
-  const weight_rows w[2] = {
-      {from, w_stride, at_most_rows(n), copies[0]},
-      {from + ROWS * w_stride, w_stride, at_most_rows(n - ROWS), copies[1]},
-  };
-  order_memory(); /* after the caller's stores of panels and weights, even if this is inlined */
-  if (two_weights && two_tokens)
-    accumulate_block(true, true, first, k, w, panels, panel_bytes, sums);
-  else if (two_weights)
-    accumulate_block(true, false, first, k, w, panels, panel_bytes, sums);
-  else if (two_tokens)
-    accumulate_block(false, true, first, k, w, panels, panel_bytes, sums);
-  else
-    accumulate_block(false, false, first, k, w, panels, panel_bytes, sums);
+    _tile_stored(3, sums[1][1], 64);
 }
 
 /* c[i * ldc + j] += sums[j][i] times the scales of row `row` + i and of weight row `column` + j,
- * for i < m <= `rows` and j < n, at most 16 each. If `rows` is 1, a quarter of the transposition is
- * needed, and the compiler drops the rest. */
-static inline __attribute__((always_inline)) void
-add_tile(const int64_t rows, int64_t m, int64_t n, const float *sums,
-         const moelora_product_scales *scales, int64_t row, int64_t column, float *c, int64_t ldc) {
+ * for i < m and j < n, at most 16 each */
+static inline void add_transposed(int64_t m, int64_t n, const float *sums,
+                                  const moelora_product_scales *scales, int64_t row, int64_t column,
+                                  float *c, int64_t ldc) {
   const __mmask16 lanes = (__mmask16)((1u << n) - 1);
   __m512i r[ROWS];
   for (int i = 0; i < ROWS; i++)
     r[i] = _mm512_loadu_si512(sums + ROWS * i);
   transpose(r);
   const __m512 w = _mm512_maskz_loadu_ps(scales ? lanes : 0, scales ? scales->w + column : sums);
-  for (int64_t i = 0; i < rows && i < m; i++, c += ldc) {
+  for (int64_t i = 0; i < m; i++, c += ldc) {
     __m512 sum = _mm512_castsi512_ps(r[i]);
     if (scales)
       sum = _mm512_mul_ps(sum, _mm512_mul_ps(w, _mm512_set1_ps(scales->x[row + i][scales->group])));
@@ -207,24 +167,46 @@ add_tile(const int64_t rows, int64_t m, int64_t n, const float *sums,
   }
 }
 
-static void add(int64_t m, int64_t n, const float *sums, const moelora_product_scales *scales,
-                float *c, int64_t ldc) {
-  for (int64_t i = 0; i < m; i += ROWS)
-    for (int64_t j = 0; j < n; j += ROWS) {
-      const float *tile = sums + (2 * i + j) / ROWS * TILE;
-      const int64_t rows = at_most_rows(m - i), columns = at_most_rows(n - j);
-      if (rows == 1)
-        add_tile(1, rows, columns, tile, scales, i, j, c + i * ldc + j, ldc);
+static inline int64_t at_most_rows(int64_t count) {
+  return count < ROWS ? count : ROWS;
+}
+
+static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
+                     const void *weights, int64_t w_stride, const moelora_product_scales *scales,
+                     float *c, int64_t ldc) {
+  float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
+  char copies[2][TILE_BYTES] __attribute__((aligned(64)));
+  order_memory(); /* after the caller's stores of panels and weights, even if this is inlined */
+  for (int64_t j = 0; j < n; j += 2 * ROWS) {
+    const char *from = (const char *)weights + j * w_stride;
+    const bool two_weights = n - j > ROWS;
+    const weight_rows w[2] = {
+        {from, w_stride, at_most_rows(n - j), copies[0]},
+        {from + ROWS * w_stride, w_stride, at_most_rows(n - j - ROWS), copies[1]},
+    };
+    for (int64_t i = 0; i < m; i += 2 * ROWS) {
+      const char *x = (const char *)panels + i / ROWS * panel_bytes;
+      const bool two_tokens = m - i > ROWS;
+      if (two_weights && two_tokens)
+        multiply_block(true, true, k, w, x, panel_bytes, sums);
+      else if (two_weights)
+        multiply_block(true, false, k, w, x, panel_bytes, sums);
+      else if (two_tokens)
+        multiply_block(false, true, k, w, x, panel_bytes, sums);
       else
-        add_tile(ROWS, rows, columns, tile, scales, i, j, c + i * ldc + j, ldc);
+        multiply_block(false, false, k, w, x, panel_bytes, sums);
+      for (int t = 0; t <= two_tokens; t++)
+        for (int q = 0; q <= two_weights; q++)
+          add_transposed(at_most_rows(m - i - ROWS * t), w[q].count, sums[t][q], scales,
+                         i + ROWS * t, j + ROWS * q, c + (i + ROWS * t) * ldc + j + ROWS * q, ldc);
     }
+  }
 }
 
 const moelora_cpu_matrix moelora_matrix_amx = {
     .enter = enter,
     .leave = leave,
     .pack = pack,
-    .accumulate = accumulate,
-    .add = add,
+    .multiply = multiply,
 };
 #endif

@@ -1,13 +1,9 @@
 /* Products with quantized weights, which are dequantized to operand rows a few at a time.
  *
  * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has two such
- * pairs for `dot`, whose products are non-adjacent columns of c. FP8 rows are separate. Sums are
- * formed as in tile.c, with the same passes over K of the same operands: results are bit-identical
- * to products with the unpacked weights.
- *
- * On matrix registers, a pass has a block of weight rows. Its operands exceed L1, so that few token
- * rows would wait for L2: for them K is dequantized and multiplied in parts that stay in L1. Sums
- * continue from part to part, with the same bits.
+ * pairs for `dot`, whose products are non-adjacent columns of c, and all eight pairs of 16 rows on
+ * matrix registers. FP8 rows are separate. Sums are formed as in tile.c, with the same passes over
+ * K of the same operands: results are bit-identical to products with the unpacked weights.
  *
  * If x is e4m3, a pass covers a scale group of K. Its sum of unscaled products is multiplied by
  * both scales and added to c, in the order of K, for any number of rows. */
@@ -17,10 +13,7 @@
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
-enum {
-  DOT_ROWS_AT_ONCE = 64, /* rows whose products are scattered to c together */
-  PART_DEPTH = 256, /* 16 KiB of operands, a third of L1; a multiple of the depth of all tiles */
-};
+enum { PART_ROWS = 64 };
 
 /* Rows [begin, end) of tiles; row begin + i is column `column` + i * `step` of c. */
 typedef struct tile_rows {
@@ -56,41 +49,16 @@ typedef struct pass {
   int64_t depth, row_bytes;
   int64_t count; /* of rows, at most rows_at_once() */
   const char *w;
-  int64_t columns[MOELORA_MATRIX_BLOCK];
-  /* On matrix registers: panels of x, and sums of the parts of K before this one, unless it is the
-   * first; c receives them after the last. Only a block of token rows has several parts. */
-  const char *panels;
+  int64_t columns[MOELORA_MATRIX_ROWS];
+  const char *panels; /* of x, on matrix registers */
   int64_t panel_bytes;
-  float *sums;
-  bool first, last;
   /* scales of the weight rows, and the index of x's scale; NULL: unscaled */
   const float *scales;
   int64_t group;
 } pass;
 
 static int64_t rows_at_once(const moelora_cpu_kernels *kernels) {
-  return kernels->matrix ? MOELORA_MATRIX_BLOCK : MOELORA_DOT_N;
-}
-
-/* Maps the rows of a pass, from `at` on, to columns. */
-static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
-  for (int64_t j = 0; j < p->count; j++) {
-    const bool there = at + j >= rows->begin && at + j < rows->end;
-    p->columns[j] = there ? rows->column + (at + j - rows->begin) * rows->step : -1;
-  }
-}
-
-/* First row of the next pass, which this one prefetches; its own after the last. */
-static int64_t next_rows(const tile_rows *rows, int64_t at, int64_t count) {
-  return at + count < rows->end ? at + count : at;
-}
-
-/* Whether the rows of a pass are adjacent columns of c. */
-static bool are_adjacent(const pass *p) {
-  bool adjacent = p->columns[0] >= 0;
-  for (int64_t j = 1; j < p->count; j++)
-    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
-  return adjacent;
+  return kernels->matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
 }
 
 /* c[columns[j]] += sums[j] times both scales; adjacent: MOELORA_DOT_N columns. */
@@ -105,19 +73,39 @@ static inline __attribute__((always_inline)) void add_sums(const pass *p, const 
   }
 }
 
-/* multiply() by `dot` */
-static void multiply_dot(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
-                         int64_t ldc, moelora_scratch *scratch) {
-  float part[DOT_ROWS_AT_ONCE * MOELORA_DOT_N];
-  const bool adjacent = p->count == MOELORA_DOT_N && are_adjacent(p);
-  for (int64_t first = 0; first < m; first += DOT_ROWS_AT_ONCE) {
-    const int64_t rows = moelora_min(DOT_ROWS_AT_ONCE, m - first);
-    memset(part, 0, (size_t)(rows * MOELORA_DOT_N) * sizeof *part);
-    kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL, part,
-                 MOELORA_DOT_N);
+/* Whether the rows of a pass are `width` adjacent columns of c. */
+static bool are_adjacent(const pass *p, int64_t width) {
+  bool adjacent = p->count == width && p->columns[0] >= 0;
+  for (int64_t j = 1; j < p->count; j++)
+    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
+  return adjacent;
+}
+
+/* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
+static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
+                     int64_t ldc, moelora_scratch *scratch) {
+  float part[PART_ROWS * MOELORA_MATRIX_ROWS];
+  const moelora_product_scales scales = {p->scales, scratch->x_scales, p->group};
+  const int64_t width = rows_at_once(kernels);
+  const bool adjacent = are_adjacent(p, width);
+  if (kernels->matrix && adjacent) {
+    kernels->matrix->multiply(m, width, p->depth, p->panels, p->panel_bytes, p->w, p->row_bytes,
+                              p->scales ? &scales : NULL, c + p->columns[0], ldc);
+    return;
+  }
+  for (int64_t first = 0; first < m; first += PART_ROWS) {
+    const int64_t rows = moelora_min(PART_ROWS, m - first);
+    memset(part, 0, (size_t)(rows * width) * sizeof *part);
+    if (kernels->matrix)
+      kernels->matrix->multiply(rows, p->count, p->depth,
+                                p->panels + first / MOELORA_MATRIX_ROWS * p->panel_bytes,
+                                p->panel_bytes, p->w, p->row_bytes, NULL, part, width);
+    else
+      kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL,
+                   part, width);
     for (int64_t i = 0; i < rows; i++) {
       const float x_scale = p->scales ? scratch->x_scales[first + i][p->group] : 1;
-      const float *sums = part + i * MOELORA_DOT_N;
+      const float *sums = part + i * width;
       if (adjacent)
         add_sums(p, sums, x_scale, true, c + (first + i) * ldc);
       else
@@ -126,102 +114,47 @@ static void multiply_dot(const moelora_cpu_kernels *kernels, const pass *p, int6
   }
 }
 
-/* c[i, columns[j]] += the sums of a block, scaled, for i < m */
-static void add_block(const moelora_cpu_matrix *matrix, const pass *p, int64_t m,
-                      const moelora_product_scales *scales, float *c, int64_t ldc) {
-  float part[MOELORA_MATRIX_BLOCK * MOELORA_MATRIX_BLOCK];
-  if (are_adjacent(p)) {
-    matrix->add(m, p->count, p->sums, scales, c + p->columns[0], ldc);
-    return;
-  }
-  memset(part, 0, (size_t)(m * MOELORA_MATRIX_BLOCK) * sizeof *part);
-  matrix->add(m, p->count, p->sums, scales, part, MOELORA_MATRIX_BLOCK);
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < p->count; j++)
-      if (p->columns[j] >= 0)
-        c[i * ldc + p->columns[j]] += part[i * MOELORA_MATRIX_BLOCK + j];
-}
-
-/* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
-static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
-                     int64_t ldc, moelora_scratch *scratch) {
-  const moelora_cpu_matrix *matrix = kernels->matrix;
-  if (!matrix) {
-    multiply_dot(kernels, p, m, c, ldc, scratch);
-    return;
-  }
-  for (int64_t i = 0; i < m; i += MOELORA_MATRIX_BLOCK) {
-    const int64_t rows = moelora_min(MOELORA_MATRIX_BLOCK, m - i);
-    const moelora_product_scales scales = {p->scales, scratch->x_scales + i, p->group};
-    matrix->accumulate(p->first, rows, p->count, p->depth,
-                       p->panels + i / MOELORA_MATRIX_ROWS * p->panel_bytes, p->panel_bytes, p->w,
-                       p->row_bytes, p->sums);
-    if (p->last)
-      add_block(matrix, p, rows, p->scales ? &scales : NULL, c + i * ldc, ldc);
-  }
-}
-
 /* ---- 4-bit ---- */
 
-/* Words of row `at` of all tiles, at column k. */
-static const char *words_of(const moelora_weights *w, int64_t at, int64_t k) {
-  return tile_of(w, at, k) + moelora_words_offset((int32_t)(at % MOELORA_PACK));
-}
-
-/* One pass over K, `depth` elements from k on, by `dot`. */
+/* One pass over K, `depth` elements from k on. */
 static void multiply_nibbles(const moelora_variant *variant, const moelora_weights *w,
                              const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                              int64_t ldc, moelora_scratch *scratch) {
-  enum { PAIRS = MOELORA_DOT_N / 2 };
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t tiles = moelora_ceil_div(depth, MOELORA_PACK);
   const int64_t row_bytes = tiles * MOELORA_PACK * (int64_t)kernels->operand_bytes;
+  const int32_t pairs = (int32_t)rows_at_once(kernels) / 2;
   for (int64_t base = rows->begin / 16 * 16; base < rows->end; base += 16) {
     const int32_t quarter = (int32_t)(base % MOELORA_PACK);
-    const int64_t next_quarter =
-        base + 16 < rows->end ? words_of(w, base + 16, k) - words_of(w, base + 6, k) : 0;
-    for (int32_t r = 0; r < 8; r += PAIRS) {
-      pass p = {.depth = depth, .row_bytes = row_bytes, .count = 2 * PAIRS, .w = scratch->w};
+    const int64_t next_quarter = base + 16 < rows->end
+                                     ? tile_of(w, base + 16, k) - tile_of(w, base, k) +
+                                           moelora_words_offset((quarter + 16) % MOELORA_PACK) -
+                                           moelora_words_offset(quarter + 6)
+                                     : 0;
+    for (int32_t r = 0; r < 8; r += pairs) {
+      pass p = {.depth = depth,
+                .row_bytes = row_bytes,
+                .count = 2 * pairs,
+                .w = scratch->w,
+                .panels = scratch->panels,
+                .panel_bytes = moelora_panel_bytes(depth)};
       bool any = false;
       for (int64_t j = 0; j < p.count; j++) {
-        const int64_t at = base + r + j / 2 + j % 2 * 8; /* low and high rows alternate */
+        /* low and high rows alternate for `dot`, and are in order on matrix registers */
+        const int64_t at = base + r + (kernels->matrix ? j : j / 2 + j % 2 * 8);
         const bool there = at >= rows->begin && at < rows->end;
         p.columns[j] = there ? rows->column + (at - rows->begin) * rows->step : -1;
         any = any || there;
       }
       if (!any)
         continue;
-      for (int32_t pair = 0; pair < PAIRS; pair++) {
-        char *low = scratch->w + pair * 2 * row_bytes;
+      for (int32_t pair = 0; pair < pairs; pair++) {
+        char *low = scratch->w + pair * (kernels->matrix ? 1 : 2) * row_bytes;
         kernels->dequantize(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
-                            r + pair < 6 ? 2 * 64 : next_quarter, low, low + row_bytes);
+                            r + pair < 6 ? 2 * 64 : next_quarter, low,
+                            low + (kernels->matrix ? 8 : 1) * row_bytes);
       }
       multiply(kernels, &p, m, c, ldc, scratch);
-    }
-  }
-}
-
-/* Prefetches the scales and zero points of 4-bit tiles into L2. */
-static void fetch_scales(const moelora_weights *w, const char *tile, int64_t tiles) {
-  for (; tiles > 0; tiles--, tile += w->stride_kt)
-    for (int64_t at = MOELORA_TILE_VALUES; at < moelora_tile_size(w->format); at += 64)
-      __builtin_prefetch(tile + at, 0, 2);
-}
-
-/* Dequantizes columns [k, k + depth) of whole groups of 16 rows from `at` on; prefetches as many
- * from (next, next_k) on. */
-static void dequantize_nibbles(const moelora_cpu_kernels *kernels, const moelora_weights *w,
-                               const pass *p, int64_t at, int64_t k, int64_t next, int64_t next_k,
-                               char *to) {
-  const int64_t tiles = moelora_ceil_div(p->depth, MOELORA_PACK);
-  fetch_scales(w, tile_of(w, next, next_k), tiles);
-  for (int64_t j = 0; j < p->count; j += 16) {
-    const int64_t ahead = words_of(w, next + j, next_k) - words_of(w, at + j, k);
-    for (int32_t r = 0; r < 8; r++) {
-      char *low = to + (j + r) * p->row_bytes;
-      kernels->dequantize(w->format, tile_of(w, at + j, k), w->stride_kt, tiles,
-                          (int32_t)((at + j) % MOELORA_PACK) + r, ahead, low,
-                          low + 8 * p->row_bytes);
     }
   }
 }
@@ -232,6 +165,11 @@ static void dequantize_nibbles(const moelora_cpu_kernels *kernels, const moelora
 static int64_t rows_of_pass(const moelora_cpu_kernels *kernels, int64_t at, int64_t end) {
   const int64_t left = moelora_min(end - at, MOELORA_PACK - at % MOELORA_PACK);
   return moelora_min(rows_at_once(kernels), left);
+}
+
+static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
+  for (int64_t j = 0; j < p->count; j++)
+    p->columns[j] = rows->column + (at + j - rows->begin) * rows->step;
 }
 
 /* Scales of row r of a tile, for both halves of its K extent. */
@@ -251,6 +189,13 @@ static void fetch_row(const char *row) {
   __builtin_prefetch(row + 64, 0, 2);
 }
 
+/* Prefetches the row that the next pass reads, if this one reads `at`. */
+static void fetch_ahead(const moelora_cpu_kernels *kernels, const moelora_weights *w,
+                        const tile_rows *rows, int64_t at, int64_t k) {
+  const int64_t next = moelora_min(at + rows_at_once(kernels), rows->end - 1);
+  fetch_row(tile_of(w, next, k) + next % MOELORA_PACK * 128);
+}
+
 void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                          moelora_dtype dtype, const char *tile, int64_t r, void *to) {
   float scale[2];
@@ -262,32 +207,28 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
   kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
 }
 
-/* Dequantizes columns [k, k + depth) of rows from `at` on, rounded to the dtype; prefetches as many
- * from (next, next_k) on. */
-static void dequantize_fp8(const moelora_variant *variant, const moelora_weights *w, const pass *p,
-                           int64_t at, int64_t k, int64_t next, int64_t next_k, char *to) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
-  for (int64_t j = 0; j < p->count; j++)
-    for (int64_t i = 0; i < p->depth; i += 128) {
-      fetch_row(tile_of(w, next + j, next_k + i) + (next + j) % MOELORA_PACK * 128);
-      moelora_cpu_fp8_row(kernels, w, variant->dtype, tile_of(w, at, k + i),
-                          (at + j) % MOELORA_PACK,
-                          to + j * p->row_bytes + i * (int64_t)kernels->operand_bytes);
-    }
-}
-
-/* One pass over K, `depth` elements from k on, by `dot`. */
+/* One pass over K, `depth` elements from k on, dequantized and rounded to the dtype. */
 static void multiply_fp8(const moelora_variant *variant, const moelora_weights *w,
                          const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                          int64_t ldc, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  const int64_t tile_bytes = 128 * (int64_t)kernels->operand_bytes;
   pass p = {.depth = depth,
             .w = scratch->w,
-            .row_bytes = moelora_ceil_div(depth, 128) * 128 * (int64_t)kernels->operand_bytes};
+            .row_bytes = moelora_ceil_div(depth, 128) * tile_bytes,
+            .panels = scratch->panels,
+            .panel_bytes = moelora_panel_bytes(depth)};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {
     p.count = rows_of_pass(kernels, at, rows->end);
     columns_of_pass(&p, rows, at);
-    dequantize_fp8(variant, w, &p, at, k, next_rows(rows, at, p.count), k, scratch->w);
+    for (int64_t j = 0; j < p.count; j++) {
+      char *to = scratch->w + j * p.row_bytes;
+      for (int64_t i = 0; i < depth; i += 128, to += tile_bytes) {
+        fetch_ahead(kernels, w, rows, at + j, k + i);
+        moelora_cpu_fp8_row(kernels, w, variant->dtype, tile_of(w, at, k + i),
+                            (at + j) % MOELORA_PACK, to);
+      }
+    }
     multiply(kernels, &p, m, c, ldc, scratch);
   }
 }
@@ -300,14 +241,9 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t operand = (int64_t)kernels->operand_bytes, group = moelora_x_group(w->format);
   const int64_t end = moelora_min(k + 128, w->k);
-  MOELORA_MATRIX_SUMS(sums);
-  pass p = {.row_bytes = 128 * operand,
-            .panel_bytes = moelora_panel_bytes(end - k),
-            .sums = sums,
-            .first = true,
-            .last = true};
+  pass p = {.row_bytes = 128 * operand, .panel_bytes = moelora_panel_bytes(end - k)};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {
-    float scales[2][MOELORA_MATRIX_BLOCK];
+    float scales[2][MOELORA_MATRIX_ROWS];
     p.count = rows_of_pass(kernels, at, rows->end);
     columns_of_pass(&p, rows, at);
     for (int64_t j = 0; j < p.count; j++) {
@@ -336,54 +272,11 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
   }
 }
 
-/* ---- matrix registers ---- */
-
-/* One pass over K, `depth` elements from k on: blocks of weight rows, each in parts of K. */
-static void multiply_matrix(const moelora_variant *variant, const moelora_weights *w,
-                            const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
-                            int64_t ldc, moelora_scratch *scratch) {
-  MOELORA_MATRIX_SUMS(sums);
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
-  const bool fp8 = moelora_is_fp8(w->format);
-  const int64_t tile = moelora_tile_depth(w->format);
-  const int64_t part = m > MOELORA_MATRIX_BLOCK ? depth : moelora_min(PART_DEPTH, depth);
-  pass p = {
-      .row_bytes = moelora_ceil_div(part, tile) * tile * (int64_t)kernels->operand_bytes,
-      .w = scratch->w,
-      .panel_bytes = moelora_panel_bytes(depth),
-      .sums = sums,
-  };
-  /* pairs of 4-bit rows begin at a multiple of 16 */
-  for (int64_t at = fp8 ? rows->begin : rows->begin / 16 * 16; at < rows->end; at += p.count) {
-    p.count = fp8 ? rows_of_pass(kernels, at, rows->end)
-                  : moelora_min(MOELORA_MATRIX_BLOCK, moelora_ceil_div(rows->end - at, 16) * 16);
-    columns_of_pass(&p, rows, at);
-    for (int64_t i = 0; i < depth; i += part) {
-      p.depth = moelora_min(part, depth - i);
-      p.panels = scratch->panels + moelora_panel_bytes(i);
-      p.first = i == 0;
-      p.last = i + part >= depth;
-      const int64_t next = p.last ? next_rows(rows, at, p.count) : at;
-      const int64_t next_k = p.last ? k : k + i + part;
-      if (fp8)
-        dequantize_fp8(variant, w, &p, at, k + i, next, next_k, scratch->w);
-      else
-        dequantize_nibbles(kernels, w, &p, at, k + i, next, next_k, scratch->w);
-      multiply(kernels, &p, m, c, ldc, scratch);
-    }
-  }
-}
-
 void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 const moelora_columns_of *ranges, int num_ranges, int64_t m,
                                 float *c, int64_t ldc, moelora_scratch *scratch) {
   const bool e4m3 = w->x != MOELORA_X_NATIVE;
   const int64_t step = e4m3 ? 128 : variant->block_k;
-  void (*const product)(const moelora_variant *, const moelora_weights *, const tile_rows *,
-                        int64_t, int64_t, int64_t, float *, int64_t, moelora_scratch *) =
-      moelora_cpu_kernels_of(variant)->matrix ? multiply_matrix
-      : moelora_is_fp8(w->format)             ? multiply_fp8
-                                              : multiply_nibbles;
   tile_rows rows[2][2]; /* of up to two ranges */
   for (int i = 0; i < num_ranges; i++)
     find_rows(w, ranges[i].begin, ranges[i].end, rows[i]);
@@ -396,7 +289,8 @@ void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_we
       if (e4m3)
         multiply_e4m3(variant, w, half, k, m, to, ldc, scratch);
       else
-        product(variant, w, half, k, depth, m, to, ldc, scratch);
+        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, half, k, depth, m,
+                                                                      to, ldc, scratch);
     }
   }
 }

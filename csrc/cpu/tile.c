@@ -3,7 +3,7 @@
  * Both operands are contiguous along K, so nothing is transposed. Loops, outermost first: passes
  * over K of block_k, groups of MOELORA_DOT_N weight rows (which stay in L1), and in `dot` all m
  * token rows. Weights that are packed, or not in operand representation, are copied to scratch->w.
- * On matrix registers, a pass first packs x into panels; its groups have 32 weight rows. */
+ * On matrix registers, a pass first packs x into panels; its groups have 16 or more weight rows. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -12,8 +12,7 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
                                       moelora_arena *arena) {
   const size_t rows = (size_t)variant->block_m, columns = (size_t)variant->block_n;
   const bool matrix = moelora_cpu_kernels_of(variant)->matrix;
-  const size_t w_rows = matrix ? MOELORA_MATRIX_BLOCK : MOELORA_DOT_N;
-  const size_t operand = matrix ? sizeof(uint16_t) : sizeof(float);
+  const size_t w_rows = matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
   const int32_t workers = moelora_workers(exec);
   moelora_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
   for (int32_t i = 0; i < workers; i++) {
@@ -23,7 +22,7 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
         .x_scales = moelora_take(arena, rows * sizeof(float *)),
         .c = moelora_take(arena, rows * columns * sizeof(float)),
         .line = moelora_take(arena, columns * sizeof(float)),
-        .w = moelora_take(arena, w_rows * (size_t)variant->block_k * operand),
+        .w = moelora_take(arena, w_rows * (size_t)variant->block_k * sizeof(float)),
     };
     if (matrix)
       one.panels = moelora_take(arena, rows * (size_t)variant->block_k * sizeof(uint16_t));
@@ -99,39 +98,24 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   }
 }
 
-/* c += x w^T over a pass of K, in blocks */
-static void multiply_blocks(const moelora_cpu_matrix *matrix, int64_t m, int64_t n, int64_t depth,
-                            const char *panels, const char *w, int64_t w_stride, float *c,
-                            int64_t ldc) {
-  MOELORA_MATRIX_SUMS(sums);
-  const int64_t panel = moelora_panel_bytes(depth);
-  for (int64_t j = 0; j < n; j += MOELORA_MATRIX_BLOCK)
-    for (int64_t i = 0; i < m; i += MOELORA_MATRIX_BLOCK) {
-      const int64_t rows = moelora_min(MOELORA_MATRIX_BLOCK, m - i);
-      const int64_t columns = moelora_min(MOELORA_MATRIX_BLOCK, n - j);
-      matrix->accumulate(true, rows, columns, depth, panels + i / MOELORA_MATRIX_ROWS * panel,
-                         panel, w + j * w_stride, w_stride, sums);
-      matrix->add(rows, columns, sums, NULL, c + i * ldc + j, ldc);
-    }
-}
-
 /* A pass over a range of weight rows, on matrix registers. */
 static void matrix_pass(const moelora_variant *variant, const moelora_weights *w,
                         const moelora_columns_of *range, int64_t k, int64_t depth, int64_t m,
                         float *c, int64_t ldc, moelora_scratch *scratch) {
   const moelora_cpu_matrix *matrix = moelora_cpu_kernels_of(variant)->matrix;
   const int64_t bytes = (int64_t)moelora_dtype_bytes(variant->dtype);
+  const int64_t panel = moelora_panel_bytes(depth);
   if (!w->packed) {
-    multiply_blocks(matrix, m, range->end - range->begin, depth, scratch->panels,
-                    moelora_row_at(w, variant->dtype, range->begin) + k * bytes,
-                    w->stride_n * bytes, c + range->at, ldc);
+    matrix->multiply(m, range->end - range->begin, depth, scratch->panels, panel,
+                     moelora_row_at(w, variant->dtype, range->begin) + k * bytes,
+                     w->stride_n * bytes, NULL, c + range->at, ldc);
     return;
   }
-  for (int64_t n = range->begin; n < range->end; n += MOELORA_MATRIX_BLOCK) {
-    const int64_t rows = moelora_min(MOELORA_MATRIX_BLOCK, range->end - n);
+  for (int64_t n = range->begin; n < range->end; n += MOELORA_MATRIX_ROWS) {
+    const int64_t rows = moelora_min(MOELORA_MATRIX_ROWS, range->end - n);
     copy_operands(variant, w, n, rows, k, depth, 0, scratch->w);
-    multiply_blocks(matrix, m, rows, depth, scratch->panels, scratch->w, depth * bytes,
-                    c + range->at + n - range->begin, ldc);
+    matrix->multiply(m, rows, depth, scratch->panels, panel, scratch->w, depth * bytes, NULL,
+                     c + range->at + n - range->begin, ldc);
   }
 }
 

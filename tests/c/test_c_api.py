@@ -31,7 +31,7 @@ def test_program(source, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX, --wrap")
-@pytest.mark.parametrize("name, cases", [("test_quantized", 8), ("test_operators", 10)])
+@pytest.mark.parametrize("name, cases", [("test_quantized", 4), ("test_operators", 10)])
 def test_program_on_emulated_amx(name, cases, tmp_path):
     """What surrounds the tiles, on machines without them: passes over K and scratch memory."""
     wrapped = [f"-Wl,--wrap=moelora_cpu_{function}" for function in ("isa", "kernels_of")]

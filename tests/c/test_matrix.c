@@ -1,6 +1,6 @@
 /* Products on AMX tiles, with emulated instructions, so that every machine runs them: against sums
  * in double, for ragged sizes; nothing past the rows, and past K, is read or may matter; a row's
- * bits do not depend on what shares its tile, nor on how K is divided among calls. */
+ * bits do not depend on what shares its tile. */
 #include "harness.h"
 
 #if defined(__x86_64__)
@@ -27,38 +27,14 @@ static uint16_t *random_rows(int64_t rows, int64_t k, int64_t stride) {
   return all;
 }
 
-/* A block from row 0 of x and w on; K is divided at random. */
-static void multiply_block(int64_t m, int64_t n, int64_t k, const char *panels, int64_t panel,
-                           const uint16_t *w, int64_t stride, const moelora_product_scales *scales,
-                           float *c) {
-  MOELORA_MATRIX_SUMS(sums);
-  memset(sums, 0xff, sizeof sums); /* NaN */
-  emulated.enter();
-  for (int64_t at = 0, part; at < k; at += part) {
-    part = rand() % 2 ? k : MOELORA_MATRIX_STEP * (1 + rand() % 3);
-    part = part < k - at ? part : k - at;
-    emulated.accumulate(at == 0, m, n, part, panels + at / MOELORA_MATRIX_STEP * MOELORA_PANEL_STEP,
-                        panel, w + at, stride * (int64_t)sizeof *w, sums);
-  }
-  emulated.leave();
-  emulated.add(m, n, sums, scales, c, LDC);
-}
-
 static void multiply_rows(int64_t m, int64_t n, int64_t k, const void *const *x, const uint16_t *w,
                           int64_t stride, const moelora_product_scales *scales, float *c) {
-  enum { BLOCK = MOELORA_MATRIX_BLOCK };
   const int64_t panel = (k + 31) / 32 * MOELORA_PANEL_STEP;
   char *panels = malloc((size_t)((m + 15) / 16 * panel));
   emulated.pack(m, k, x, panels);
-  for (int64_t i = 0; i < m; i += BLOCK)
-    for (int64_t j = 0; j < n; j += BLOCK) {
-      const int64_t rows = m - i < BLOCK ? m - i : BLOCK, columns = n - j < BLOCK ? n - j : BLOCK;
-      moelora_product_scales here = {0};
-      if (scales)
-        here = (moelora_product_scales){scales->w + j, scales->x + i, scales->group};
-      multiply_block(rows, columns, k, panels + i / MOELORA_MATRIX_ROWS * panel, panel,
-                     w + j * stride, stride, scales ? &here : NULL, c + i * LDC + j);
-    }
+  emulated.enter();
+  emulated.multiply(m, n, k, panels, panel, w, stride * (int64_t)sizeof *w, scales, c, LDC);
+  emulated.leave();
   free(panels);
 }
 
