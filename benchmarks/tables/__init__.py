@@ -89,6 +89,7 @@ MADE = {
     "training_memory_measured": ("training-memory", training_memory_measured),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
+    "sampler_bits_fp8": ("e2e-sampler-fp8", lambda: wrapped(sampler_bits("e2e-sampler-fp8"))),
 }
 COMPUTED = {"training-memory": training_memory.table}  # not measured
 SENTENCES = {

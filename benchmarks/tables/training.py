@@ -122,8 +122,8 @@ def with_titles(topic, titles, rows, device=None):
     return f"{device or card(topic)}:\n\n{markdown([titles[i] for i in kept], rows)}"
 
 
-def sampler_bits():
+def sampler_bits(topic="e2e-sampler"):
     """Elements of a trainer's MoE layers that differ from an engine's."""
-    (row,) = (r for r in rows_of("e2e-sampler") if r["topic"] == "sampler")
-    return f"""On an {card("e2e-sampler")} {row["differing"]} of {row["elements"]:,} elements of
+    (row,) = (r for r in rows_of(topic) if r["topic"] == "sampler")
+    return f"""On an {card(topic)} {row["differing"]} of {row["elements"]:,} elements of
         {row["rows"]:,} rows differ."""
