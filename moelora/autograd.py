@@ -20,6 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from moelora.sparse import Buffers, Pairs, is_marked
+from moelora.storage import holds
 from moelora.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -129,13 +130,17 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
     ):
         return None
     given = dict(zip(_names(op), args, strict=True))
-    if _is_absent(given["token_lora_mapping"]) and given["topk_ids"].size(0):
+    ids, mapping = given["topk_ids"], given["token_lora_mapping"]
+    if _is_absent(mapping) and ids.size(0):
         return None
+    tables = ids, mapping, given["expert_map"]
+    if mapping.shape != ids.shape[:1] or ids.dim() != 2 or not all(map(holds, tables)):
+        return None  # the operator refuses them by name; torch would broadcast, or read address 0
     w = given.get("w", given.get("w13"))
     experts = given["num_experts"] if w is None else w.size(0)
     return Pairs(
-        given["topk_ids"],
-        given["token_lora_mapping"],
+        ids,
+        mapping,
         (factors[0].size(0), experts),
         None if _is_absent(given["expert_map"]) else given["expert_map"],
     )

@@ -22,6 +22,7 @@ from moelora.projection_training import (
     moe_lora_delta_backward,
 )
 from moelora.sparse import index_of_pairs
+from moelora.storage import check_held
 from moelora.tenants import Step, Tenant, Tenants
 
 __all__ = [
@@ -279,6 +280,7 @@ def _check_ids(
         value = given[name]
         if value is None:
             continue
+        check_held(name, value)
         if not right:
             expected = shapes.get(name, "1 dimension")
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
@@ -288,3 +290,8 @@ def _check_ids(
     for name, number in (("max_loras", max_loras), ("num_experts", num_experts)):
         if number < 0:
             raise ValueError(f"{name} is {number}, expected at least 0")
+    if max_loras * num_experts > torch.iinfo(torch.int32).max:
+        raise ValueError(
+            f"max_loras is {max_loras} and num_experts is {num_experts}, expected at most 2^31 - 1 "
+            "pairs, whose indices are int32"
+        )

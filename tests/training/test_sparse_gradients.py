@@ -8,6 +8,7 @@ from cases import Spec, same_bits
 from gradient_cases import FEW_PLACES, grad_like
 
 import moelora
+from moelora.sparse import set_sparse
 from moelora.training import touched_pairs
 
 SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")
@@ -57,6 +58,12 @@ def buffers(dense, pairs, count, dtype=None):
         if name in FACTORS
     }
     return moelora.Gradients(**made)
+
+
+def freed(ids):
+    ids = ids.clone()
+    ids.untyped_storage().resize_(0)
+    return ids
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -124,7 +131,10 @@ def test_touched_pairs_of_other_shapes_are_refused():
         ((ids, mapping[:1], 2, 4), r"mapping has shape \(1,\), expected \(3,\)"),
         ((ids, mapping, -1, 4), "max_loras is -1, expected at least 0"),
         ((ids, mapping, 2, -4), "num_experts is -4, expected at least 0"),
+        ((ids, mapping, 2**16, 2**15), "num_experts is 32768, expected at most 2.31 - 1 pairs"),
         ((ids, mapping, 2, 4, ids), r"expert_map has shape \(3, 2\), expected 1 dimension"),
+        ((freed(ids), mapping, 2, 4), "topk_ids has elements up to byte 48 of a storage of 0"),
+        ((ids, freed(mapping), 2, 4), "token_lora_mapping has elements up to byte 12"),
     ):
         with pytest.raises(ValueError, match=why):
             touched_pairs(*arguments)
@@ -150,3 +160,20 @@ def test_what_is_refused():
     refuse("size", fitting._replace(w2_lora_b=fitting.w2_lora_b[:, 1:]))
     with pytest.raises(ValueError, match="pairs has the indices of gradients in grads"):
         moelora.fused_experts_lora_backward(grad_out, saved, pairs=pairs, **arguments)
+
+
+def test_pairs_of_a_call_that_is_refused():
+    """The operator's own message, where torch would broadcast or read address 0."""
+    arguments = SPEC.build().kwargs()
+    factors = {name: arguments[name].requires_grad_() for name in ("w2_lora_a", "w2_lora_b")}
+    set_sparse(factors.values(), True)
+    for changes, why in (
+        ({"topk_ids": freed(arguments["topk_ids"])}, "topk_ids has elements up to byte"),
+        (
+            {"token_lora_mapping": freed(arguments["token_lora_mapping"])},
+            "token_lora_mapping has elements up to byte",
+        ),
+        ({"token_lora_mapping": arguments["token_lora_mapping"][:5]}, "token_lora_mapping.size"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            moelora.fused_experts_lora(**arguments | changes)
