@@ -51,8 +51,13 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
-    good = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= LARGEST
-    if not good or (positive and value == 0):
+    if (
+        not isinstance(value, Real)
+        or isinstance(value, bool)
+        or not value <= LARGEST  # also NaN; an integer may be too large for float(value)
+        or value < 0
+        or (positive and value == 0)
+    ):
         raise ValueError(
             f"{name} is {value!r}, wanted a finite number {'>' if positive else '>='} 0"
         )

@@ -68,8 +68,9 @@ class Tenant:
         Its own: `torch.optim.lr_scheduler` may be attached to it.
     accumulation : int
         Batches of which gradients are summed for an update; each loss counts 1 / accumulation.
+        May be set between updates; ValueError unless it is at least 1.
     max_norm : float or None
-        Norm that its gradients are clipped to.
+        Norm that its gradients are clipped to. May be set; ValueError unless it is above 0.
     pending, updates : int
         Batches accumulated since the last update, and all updates so far.
     stopped : str or None
@@ -84,7 +85,7 @@ class Tenant:
         """Of an adapter of whole pairs that `pool` has under that name."""
         self.name = name
         self.accumulation = 1
-        self.max_norm: float | None = None
+        self.max_norm = None
         self.pending = 0
         self.updates = 0
         self.stopped: str | None = None
@@ -106,6 +107,25 @@ class Tenant:
                 Factor.of(stack_a, self._slot, a, dim, 1.0),
                 Factor.of(stack_b, self._slot, b, 2, scale),
             )
+
+    @property
+    def accumulation(self) -> int:
+        return self._accumulation
+
+    @accumulation.setter
+    def accumulation(self, value: int) -> None:
+        check_count("accumulation", value)
+        self._accumulation = value
+
+    @property
+    def max_norm(self) -> float | None:
+        return self._max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        if value is not None:
+            check_number("max_norm", value, positive=True)
+        self._max_norm = value
 
     def factors(self) -> list[Factor]:
         return [factor for pair in self._pairs.values() for factor in pair]

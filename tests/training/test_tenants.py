@@ -344,6 +344,7 @@ def test_pools_of_other_layouts():
         ({"accumulation": 1.5}, "accumulation is 1.5, wanted an integer >= 1"),
         ({"max_norm": 0.0}, "max_norm is 0.0, wanted a finite number > 0"),
         ({"max_norm": "1"}, "max_norm is '1', wanted a finite number > 0"),
+        ({"max_norm": 10**400}, "max_norm is 10*, wanted a finite number > 0"),
         ({"lr": -1.0}, "lr is -1.0, wanted a finite number >= 0"),
         ({"lr": float("nan")}, "lr is nan, wanted a finite number >= 0"),
         ({"lr": 0, "sparse": True}, "lr is 0, wanted a finite number > 0"),
@@ -370,6 +371,22 @@ def test_arguments_of_add(options, why):
         house.add("med", **options)
     assert house.tenants.names() == ["law"] and house.pool.names() == ["law", "served"]
     assert same(house.pool._tensors(), before)
+
+
+def test_settings_that_change():
+    """As for `add`; another value would climb, divide by zero, or stop the tenant for it."""
+    tenant = House(PLACES[0].values[0]).add("code")
+    for name, value, why in (
+        ("accumulation", 0, "accumulation is 0, wanted an integer >= 1"),
+        ("accumulation", None, "accumulation is None, wanted an integer >= 1"),
+        ("max_norm", -1.0, "max_norm is -1.0, wanted a finite number > 0"),
+        ("max_norm", float("nan"), "max_norm is nan, wanted a finite number > 0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            setattr(tenant, name, value)
+    assert (tenant.accumulation, tenant.max_norm) == (2, 1e-3)
+    tenant.accumulation, tenant.max_norm = 3, None
+    assert (tenant.accumulation, tenant.max_norm) == (3, None)
 
 
 def test_names_and_room():
