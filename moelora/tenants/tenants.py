@@ -143,8 +143,9 @@ class Tenants:
         lr, weight_decay : float
             Of `torch.optim.AdamW`.
         optimizer : callable, optional
-            Makes another optimizer of the float32 parameters. It must leave alone what has no
-            gradient and is 0: the padding up to the ranks of the pool.
+            Makes another optimizer of the float32 parameters that it is called with, or of some of
+            them. It must leave alone what has no gradient and is 0: the padding up to the ranks of
+            the pool.
         sparse : bool
             Gradients and updates of experts alone that the batches of an update have reached, by
             `torch.optim.SparseAdam`: others keep their factors and moments, which do not decay.
@@ -169,8 +170,8 @@ class Tenants:
 
         Notes
         -----
-        What is refused leaves the pool as it was, unless `optimizer` itself raises: its parameters
-        are in the slot, for which another adapter may have been evicted.
+        What is refused leaves the pool as it was, unless `optimizer` raises or makes something
+        else: its parameters are in the slot, for which another adapter may have been evicted.
         """
         if _TRAINED.get(id(self.pool)) is not self:
             raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
@@ -212,6 +213,7 @@ class Tenants:
                 if not isinstance(tenant.optimizer, Optimizer):
                     kind = type(tenant.optimizer).__name__
                     raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
+                tenant.check_groups()
             elif sparse:
                 tenant.optimizer = SparseAdam(parameters, lr=lr)
             else:

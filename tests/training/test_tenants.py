@@ -401,6 +401,21 @@ def test_names_and_room():
         house.tenants.step({"med": torch.ones((), requires_grad=True)})
 
 
+def test_an_optimizer_of_other_parameters():
+    house = House(PLACES[0].values[0])
+    others = house.add("law").parameters()
+    for made in (lambda p: torch.optim.SGD(others), lambda p: torch.optim.SGD([*p, others[0]])):
+        with pytest.raises(ValueError, match="parameters that are not this tenant's"):
+            house.add("med", optimizer=made)
+    assert house.tenants.names() == house.pool.names() == ["law"]
+    house.add("med", optimizer=lambda p: torch.optim.SGD(p[1::2], lr=0.1))  # B alone
+    before = house.factors("med")
+    house.steps(["med"], range(1))
+    assert [torch.equal(*pair) for pair in zip(before, house.factors("med"), strict=True)] == (
+        [True, False] * 4
+    )
+
+
 def test_an_optimizer_that_raises():
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
