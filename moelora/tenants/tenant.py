@@ -208,10 +208,7 @@ class Tenant:
             factors[key] = {
                 "shape": tuple(factor.own(factor.parameter).shape),
                 "gradient": None if grad is None else factor.own(grad).clone(),
-                "state": {
-                    name: factor.own(value).clone() if _is_like(value, factor) else value
-                    for name, value in values.items()
-                },
+                "state": {name: _copy_of(value, factor) for name, value in values.items()},
             }
         return {
             "format": FORMAT,
@@ -341,5 +338,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
-def _is_like(value: object, factor: Factor) -> bool:
-    return isinstance(value, Tensor) and value.shape == factor.parameter.shape
+def _copy_of(value: Any, factor: Factor) -> Any:
+    """A value of an optimizer's state, without padding if it is of the factor's shape."""
+    if not isinstance(value, Tensor):
+        return value
+    return (factor.own(value) if value.shape == factor.parameter.shape else value).clone()

@@ -8,8 +8,10 @@ by tenant: an optimizer of the tenant's slot, the norm of its gradients, its acc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, finalize
 
@@ -65,6 +67,12 @@ class Tenants:
     ValueError
         The pool has another layout, or other `Tenants` that are not closed.
 
+    Notes
+    -----
+    Methods may be called from any thread and wait for one another, but not from a loss or an
+    optimizer of a step. What adds, removes or updates a tenant writes to tensors that forwards
+    read: a forward whose `step` comes after it has to be repeated, as `step` then says.
+
     Examples
     --------
     >>> import torch, moelora
@@ -97,6 +105,8 @@ class Tenants:
         _TRAINED[id(pool)] = self
         self.pool = pool
         self._tenants: dict[str, Tenant] = {}
+        self._lock = RLock()
+        self._in_step = False  # the thread that has the lock
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
         for stack in self._stacks:
             stack.requires_grad_()
@@ -173,8 +183,7 @@ class Tenants:
         What is refused leaves the pool as it was, unless `optimizer` raises or makes something
         else: its parameters are in the slot, for which another adapter may have been evicted.
         """
-        if _TRAINED.get(id(self.pool)) is not self:
-            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
+        self._check_open(name)
         check_arguments(
             rank=rank,
             alpha=alpha,
@@ -204,36 +213,53 @@ class Tenants:
             check_state(saved, self.pool, adapter)
             if optimizer is None:
                 check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
-        self.pool.add(name, adapter, pin=True)
-        try:
-            tenant = Tenant(name, self.pool, adapter)
-            parameters = tenant.parameters()
-            if optimizer is not None:
-                tenant.optimizer = optimizer(parameters)
-                if not isinstance(tenant.optimizer, Optimizer):
-                    kind = type(tenant.optimizer).__name__
-                    raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
-                tenant.check_groups()
-            elif sparse:
-                tenant.optimizer = SparseAdam(parameters, lr=lr)
-            else:
-                fused = all(p.is_cuda for p in parameters)
-                tenant.optimizer = AdamW(
-                    parameters, lr=lr, weight_decay=weight_decay, fused=fused or None
+        with self._outside_steps("add"):
+            self._check_open(name)
+            self.pool.add(name, adapter, pin=True)
+            try:
+                tenant = Tenant(name, self.pool, adapter)
+                parameters = tenant.parameters()
+                if optimizer is not None:
+                    tenant.optimizer = optimizer(parameters)
+                    if not isinstance(tenant.optimizer, Optimizer):
+                        kind = type(tenant.optimizer).__name__
+                        raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
+                    tenant.check_groups()
+                elif sparse:
+                    tenant.optimizer = SparseAdam(parameters, lr=lr)
+                else:
+                    fused = all(p.is_cuda for p in parameters)
+                    tenant.optimizer = AdamW(
+                        parameters, lr=lr, weight_decay=weight_decay, fused=fused or None
+                    )
+                tenant.clear()
+                if saved is not None:
+                    tenant.restore(saved)
+                if accumulation is not None:
+                    tenant.accumulation = accumulation
+                if max_norm is not None:
+                    tenant.max_norm = max_norm
+            except BaseException:
+                self.pool.remove(name)
+                raise
+            self._tenants[name] = tenant
+            self._choose_gradients()
+            return tenant
+
+    def _check_open(self, name: str) -> None:
+        if _TRAINED.get(id(self.pool)) is not self:
+            raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
+
+    @contextmanager
+    def _outside_steps(self, method: str) -> Iterator[None]:
+        """Hold the lock; RuntimeError if this thread is in a step."""
+        with self._lock:
+            if self._in_step:
+                raise RuntimeError(
+                    f"{method} is called by a loss or an optimizer within a step of the same "
+                    "Tenants: call it before the step or after it"
                 )
-            tenant.clear()
-            if saved is not None:
-                tenant.restore(saved)
-            if accumulation is not None:
-                tenant.accumulation = accumulation
-            if max_norm is not None:
-                tenant.max_norm = max_norm
-        except BaseException:
-            self.pool.remove(name)
-            raise
-        self._tenants[name] = tenant
-        self._choose_gradients()
-        return tenant
+            yield
 
     def _choose_gradients(self) -> None:
         """Make gradients of stacks sparse as long as a tenant is. Those of other tenants are then
@@ -242,12 +268,13 @@ class Tenants:
 
     def remove(self, name: str) -> None:
         """End the training of an adapter and free its slot. Save it before. KeyError without it."""
-        tenant = self[name]
-        if tenant.is_here():
-            self.pool.remove(name)
-            tenant.clear()
-        del self._tenants[name]
-        self._choose_gradients()
+        with self._outside_steps("remove"):
+            tenant = self[name]
+            if tenant.is_here():
+                self.pool.remove(name)
+                tenant.clear()
+            del self._tenants[name]
+            self._choose_gradients()
 
     def __getitem__(self, name: str) -> Tenant:
         if name not in self._tenants:
@@ -267,11 +294,12 @@ class Tenants:
 
     def close(self) -> None:
         """End all training, as when the object is collected; the pool serves the adapters."""
-        self._tenants.clear()
-        if _TRAINED.get(id(self.pool)) is not self:
-            return  # closed before; the pool may have other Tenants by now
-        del _TRAINED[id(self.pool)]
-        self._freeze()
+        with self._outside_steps("close"):
+            self._tenants.clear()
+            if _TRAINED.get(id(self.pool)) is not self:
+                return  # closed before; the pool may have other Tenants by now
+            del _TRAINED[id(self.pool)]
+            self._freeze()
 
     # -- a step --
 
@@ -300,17 +328,22 @@ class Tenants:
         KeyError
             There is no such tenant.
         ValueError
-            A loss is no real tensor of one element and no function, or requires no gradient.
+            `losses` is no mapping; a loss is no real tensor of one element and no function, or
+            requires no gradient.
         RuntimeError
-            The backward raised, or grad mode is `torch.inference_mode`. If the part of the graph
-            that belongs to one loss raised, its tenant is named and stopped; the others, and all if
-            the shared part raised, are as before the call: the batch may be repeated.
+            The backward raised, grad mode is `torch.inference_mode`, or a loss calls `step`. If the
+            part of the graph that belongs to one loss raised, its tenant is named and stopped; the
+            others, and all if the shared part raised, are as before the call: the batch may be
+            repeated.
 
         Notes
         -----
         After any other exception, such as KeyboardInterrupt, each tenant is either updated or has
         the factors and accumulated gradients of before the call; but the moments of its optimizer
         may include the batch.
+
+        Gradients that a backward outside of `step` has left in the pool's tensors are dropped,
+        except in the sum of a tenant that has accumulated batches.
 
         Waits for the device three times: for the losses, for the norms of the tenants that are
         due, and for whether their updates are finite. With sparse gradients it waits once more,
@@ -322,17 +355,24 @@ class Tenants:
                 "step is called under torch.inference_mode, which records no gradients: leave it, "
                 "in the forward as well"
             )
-        tenants = {name: self[name] for name in losses}
-        for name, loss in losses.items():
-            if not callable(loss):
-                check_loss(name, loss)
-        undo = Undo(self._tenants.values())
-        try:
-            return self._step(tenants, losses, undo)
-        except BaseException:
-            undo.undo_all()
-            self._finish([t for t in self._tenants.values() if t.stopped is not None])
-            raise
+        if not isinstance(losses, Mapping):
+            kind = type(losses).__name__
+            raise ValueError(f"losses is a {kind}, wanted a mapping of tenants to their losses")
+        with self._outside_steps("step"):
+            tenants = {name: self[name] for name in losses}
+            for name, loss in losses.items():
+                if tenants[name].stopped is None and not callable(loss):
+                    check_loss(name, loss)
+            undo = Undo(self._tenants.values())
+            try:
+                self._in_step = True
+                return self._step(tenants, losses, undo)
+            except BaseException:
+                undo.undo_all()
+                self._finish([t for t in self._tenants.values() if t.stopped is not None])
+                raise
+            finally:
+                self._in_step = False
 
     def _step(
         self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss], undo: Undo
@@ -362,6 +402,7 @@ class Tenants:
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
+            self._drop_gradients()
             self._backward(alive)
             collect(self._stacks, (f for name in alive for f in tenants[name].factors()))
         due = []
@@ -385,6 +426,20 @@ class Tenants:
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
+
+    def _drop_gradients(self) -> None:
+        """Drop gradients that no tenant has accumulated."""
+        kept = {t._slot for t in self._tenants.values() if t.pending and t.is_here()}
+        others = torch.tensor([n for n in range(self.pool.max_loras) if n not in kept])
+        on_device: dict[torch.device, Tensor] = {}
+        for stack in self._stacks:
+            if not kept or is_sparse(stack.grad):  # `held` has what is accumulated of sparse ones
+                stack.grad = None
+            elif stack.grad is not None and others.numel():
+                device = stack.device
+                if device not in on_device:
+                    on_device[device] = others.to(device, non_blocking=True)
+                stack.grad.index_fill_(0, on_device[device], 0)
 
     def _backward(self, losses: Mapping[str, Tensor]) -> None:
         """Of the sum of losses, each divided by its tenant's number of batches."""
@@ -507,8 +562,9 @@ class Tenants:
         Files are written beside those of the folder and then replace them, each at once: one that
         cannot be written leaves the folder as it was.
         """
-        tenant = self[name]
-        adapter, state = tenant.adapter(), tenant.state() if optimizer else None
+        with self._outside_steps("save"):
+            tenant = self[name]
+            adapter, state = tenant.adapter(), tenant.state() if optimizer else None
         with replacing(folder) as new:
             write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
             if state is not None:

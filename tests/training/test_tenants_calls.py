@@ -1,0 +1,93 @@
+"""What else is called beside a step of tenants: other backwards, other threads, the loss itself."""
+
+import threading
+
+import pytest
+import torch
+from tenant_house import PLACES, House, alone, same
+
+FLOAT32 = PLACES[0].values[0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_gradients_of_other_backwards_are_dropped(place, accumulating):
+    """Also those of rows whose loss is not in the step."""
+    house = House(place)
+    house.add("law")
+    if accumulating:
+        house.add("code")
+        house.steps(["code"], range(1))
+        assert house.tenants["code"].pending == 1
+    sum(house.losses(["law"], 7).values()).backward()
+    steps = house.steps(["law"], range(2))
+    factors, wanted = alone(place, "law", range(2))
+    assert [step["law"] for step in steps] == wanted
+    assert same(house.factors("law"), factors)
+    if accumulating:
+        step = house.steps(["code"], [1])[0]
+        assert step["code"] == alone(place, "code", range(2))[1][1]
+
+
+def test_losses_of_stopped_tenants_are_not_looked_at():
+    house = House(FLOAT32)
+    house.add("law")
+    house.add("med")
+    house.tenants.step({"med": house.losses(["med"], 0)["med"] * float("nan")})
+    for loss in (None, torch.ones(()), torch.ones(2)):
+        step = house.tenants.step({"med": loss} | house.losses(["law"], 0))
+        assert step["law"].updated and "med" not in step
+
+
+def test_losses_that_are_no_mapping():
+    house = House(FLOAT32)
+    house.add("law")
+    with pytest.raises(ValueError, match="losses is a list, wanted a mapping of tenants"):
+        house.tenants.step([house.losses(["law"], 0)["law"]])
+
+
+@pytest.mark.parametrize("method", ["step", "add", "remove", "save", "close"])
+def test_calls_within_a_step_are_refused(method, tmp_path):
+    """A loss that makes one stops its tenant alone."""
+    house = House(FLOAT32)
+    house.add("law")
+    house.add("med")
+    call = {
+        "step": lambda: house.tenants.step({}),
+        "add": lambda: house.add("code"),
+        "remove": lambda: house.tenants.remove("law"),
+        "save": lambda: house.tenants.save("law", tmp_path / "law"),
+        "close": house.tenants.close,
+    }[method]
+    step = house.tenants.step(house.losses(["law"], 0) | {"med": call})
+    assert step["law"].updated
+    assert step["med"].stopped.startswith(f"its loss raised RuntimeError: {method} is called by")
+    assert same(house.factors("law"), alone(FLOAT32, "law", range(1))[0])
+    assert house.tenants.names() == ["law", "med"]
+    call()
+
+
+def test_threads_wait_for_a_step(tmp_path):
+    """What another thread saves during a step is what the step has left."""
+    house = House(FLOAT32)
+    house.add("law")
+    losses = house.losses(["law"], 0)
+    saving = threading.Thread(target=lambda: house.tenants.save("law", tmp_path / "law"))
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            saving.start()
+            saving.join(0.2)
+            assert saving.is_alive()
+            return grad
+
+    house.tenants.step({"law": Slow.apply(losses["law"])})
+    saving.join(10)
+    other = House(FLOAT32)
+    assert other.add("law", tmp_path / "law", resume=True).updates == 1
+    assert same(other.factors("law"), house.factors("law"))
