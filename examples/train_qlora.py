@@ -65,20 +65,25 @@ def data(model: str | None, length: int, count: int) -> torch.Tensor:
     return torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}, wanted >= 1")
+def at_least(least: int):
+    """The type of an argument that counts something."""
+
+    def number(text: str) -> int:
+        if (found := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{found}, wanted >= {least}")
+        return found
+
     return number
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", help="a folder or an id on the Hub, instead of a small one")
-    parser.add_argument("--steps", type=positive, default=30)
-    parser.add_argument("--batch", type=positive, default=8, help="rows of a step")
-    parser.add_argument("--length", type=positive, default=64, help="tokens of a row")
-    parser.add_argument("--rank", type=positive, default=8)
+    # The loss of the last step is compared with that of the first.
+    parser.add_argument("--steps", type=at_least(2), default=30)
+    parser.add_argument("--batch", type=at_least(1), default=8, help="rows of a step")
+    parser.add_argument("--length", type=at_least(2), default=64, help="tokens of a row")
+    parser.add_argument("--rank", type=at_least(1), default=8)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--out", type=Path, default=Path("out/train_qlora"), metavar="FOLDER")
     args = parser.parse_args()
@@ -144,7 +149,8 @@ def main() -> int:
     console.print(f"{tokens / (time.monotonic() - began):,.0f} tokens/s")
     if device == "cuda":
         console.print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-    model.save_pretrained(args.out / "adapter")
+    # For embeddings PEFT would look up the base model on the Hub.
+    model.save_pretrained(args.out / "adapter", save_embedding_layers=False)
 
     served = load()
     moelora_hf.load_adapters(served, {"trained": args.out / "adapter"})

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,17 @@ def test_other_losses_are_noticed(tmp_path, monkeypatch):
 def test_qlora_of_a_folder_made_on_the_spot(tmp_path, monkeypatch, capsys):
     words = ["--steps", "6", "--batch", "4", "--length", "24", "--lr", "1e-2"]
     monkeypatch.setattr(sys, "argv", ["train_qlora.py", *words, "--out", str(tmp_path)])
-    assert train_qlora.main() == 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert train_qlora.main() == 0
+    assert not [w for w in warned if "config.json" in str(w.message)]  # PEFT looks on the Hub
     text = capsys.readouterr().out
     assert "it learned and is served: True" in text and text.count("sampled:") == 3
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+
+
+def test_qlora_of_one_step_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_qlora.py", "--steps", "1"])
+    with pytest.raises(SystemExit):
+        train_qlora.main()
+    assert "argument --steps: 1, wanted >= 2" in capsys.readouterr().err
