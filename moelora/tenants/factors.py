@@ -43,8 +43,10 @@ class Factor:
         return cls(stack, slot, parameter.requires_grad_(), scale, own.size(dim), dim)
 
     def gradient(self, sparse: bool = False) -> Tensor | None:
-        """None if no layer of the batch used the stack. `sparse`: as a sparse tensor, of experts
-        that rows reached."""
+        """Accumulated float32 gradient; None if no layer of the batch used the stack.
+
+        `sparse`: as a sparse tensor of the experts that rows reached.
+        """
         experts = self.parameter.size(0)
         grad = self.stack.grad
         own = None if grad is None or is_sparse(grad) else grad[self.slot]
@@ -60,7 +62,7 @@ class Factor:
         return touched(own) if sparse else own
 
     def put_gradient(self, own: Tensor) -> None:
-        """Have `gradient` return `own`, without padding, and what is to be added."""
+        """Begin an accumulation with `own`, a gradient without padding."""
         rows = Rows.of(own) if is_sparse(own) else Rows(torch.arange(own.size(0)), own)
         values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
         self.held = Rows(rows.experts, (values / self.scale).to(self.stack))

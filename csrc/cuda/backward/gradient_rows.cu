@@ -31,7 +31,7 @@ __device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s
   return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
 }
 
-/* First index in [0, count) that is not less, or count. */
+/* First index in [0, count) for which `less` is false; count if there is none. */
 template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
   int low = 0, high = count;
   while (low < high) {

@@ -83,7 +83,8 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* threadIdx.x, such that nothing that follows from it is kept in registers during the K loop. */
+/* threadIdx.x, opaque to the compiler, which would compute addresses of the epilogue before the K
+ * loop and keep them in registers. */
 __device__ __forceinline__ int epilogue_thread() {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));

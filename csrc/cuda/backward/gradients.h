@@ -54,7 +54,7 @@ typedef struct moelora_gradient_parts {
   moelora_gradient_split *split; /* [most_splits] */
   int32_t *count;                /* [3] numbers of parts, splits and few */
   int64_t most_parts, most_splits, most_slots, most_few;
-  int32_t few_rows; /* the largest number of rows of `few`; 0: none are */
+  int32_t few_rows; /* the largest number of rows of `few`; 0: there are none */
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */

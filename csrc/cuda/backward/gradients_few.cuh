@@ -182,7 +182,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   struct Lines {
     T *to;           // of i = 0
     uint32_t stride; // bytes between lines
-    int end, there;  // lines exist for i < end, and are zeros from `there` on
+    int end, there;  // lines i < end are stored; those with i >= there are zeros
     int columns;     // of the gradient, from this lane's first one in the slab on
   };
   /* Of a slab: ranks of `slice` (of A), or columns (of B). */

@@ -59,7 +59,8 @@ struct PartSegment {
   int low, high, packed;
 };
 
-/* Positions of a part's rows: `at`, ... of a block, up to `share`, then those of the next. */
+/* Position of row t of a part. The segment has `share` rows in each block of `rows` positions; the
+ * part begins at row `at` of a block. */
 struct PartPositions {
   int64_t block; // first position of the block
   int at, share, rows;
@@ -96,7 +97,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     const T *x[S::GROUPS], *b; // sources of the next step
     const T *mapped;           // valid source of copies that only zero-fill
     uint32_t b_row;            // bytes between rows of B
-    int x_left, b_left;        // elements of K from the first of a row of X, and of B, on
+    int x_left, b_left;        // elements of K left from this thread's first one in X, and in B
     int ranks;                 // true ranks from this thread's first on
     bool any;                  // whether the products read this thread's ranks
     uint32_t to, stage;        // offset of this thread in X of a stage; the stage of the next step
