@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, TypeAlias
 
 import torch
@@ -76,7 +77,8 @@ class Tenant:
     stopped : str or None
         Why it was stopped: it is not trained any more, and its rows are those of the base model.
     error : Exception or None
-        What stopped it, if an exception did.
+        What stopped it, if an exception did. Its traceback, which would keep the batch in memory,
+        is the last of its `__notes__`.
     """
 
     optimizer: Optimizer
@@ -167,6 +169,8 @@ class Tenant:
 
     def stop(self, why: str, error: Exception | None = None) -> None:
         self.stopped, self.error = why, error
+        if error is not None:
+            _release(error)
 
     def clear(self) -> None:
         """Zero the gradients of the slot."""
@@ -332,6 +336,17 @@ def check_state(saved: Mapping[str, Any], pool: AdapterPool, adapter: Adapter) -
 def check_optimizer(saved: Mapping[str, Any], name: str) -> None:
     if saved["optimizer"] != name:
         raise ValueError(f"{STATE_FILE} is of the optimizer {saved['optimizer']}, not of {name}")
+
+
+def _release(error: Exception) -> None:
+    """Turn the traceback of an exception that is kept, and what it is chained to, into a note.
+
+    Frames have the losses of the step among their variables, and those of its callers.
+    """
+    text = "".join(format_exception(error)).rstrip()
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    notes: list[str] = getattr(error, "__notes__", [])
+    error.__notes__ = [*notes, text]  # type: ignore[attr-defined] # before Python 3.11
 
 
 def _line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """A step of tenants that does not end leaves them as they were; it stops the one that failed."""
 
 import gc
+import traceback
 
 import pytest
 import torch
@@ -163,6 +164,49 @@ def test_watching_a_backward_keeps_no_graph():
     house.tenants.step(losses | {"med": loss})
     del losses, loss
     assert gone == [True]
+
+
+def failing(house, losses, where):
+    """Losses of which that of "med" raises."""
+    if where == "optimizer":
+        house.tenants["med"].optimizer.step = lambda: 1 / 0
+    if where == "backward":
+        return losses | {"med": Raising.apply(losses["med"])}
+
+    def loss():
+        held = losses["med"] * 2
+        try:
+            return held.no_such_attribute
+        except AttributeError as error:
+            raise ValueError("of med") from error
+
+    return losses | ({"med": loss} if where == "loss" else {})
+
+
+@pytest.mark.parametrize("where", ["loss", "backward", "optimizer"])
+def test_an_error_that_is_kept_keeps_no_graph(where):
+    """A batch's activations would stay until the tenant is removed."""
+    house = House(FLOAT32)
+    for name in ("law", "med"):
+        house.add(name)
+    losses = failing(house, house.losses(["law", "med"], 0), where)
+    gone = []
+    losses["law"].grad_fn.metadata["gone"] = Marked(gone)
+    try:
+        house.tenants.step(losses)
+    except RuntimeError:
+        assert where == "backward"
+    del losses
+    if where == "backward":  # torch itself keeps the rest of one until the next
+        house.tenants.step(house.losses(["law"], 1))
+    gc.collect()
+    assert gone == [True]
+    error = house.tenants["med"].error
+    assert isinstance(error, ZeroDivisionError if where == "optimizer" else ValueError)
+    assert error.__traceback__ is None
+    text = "\n".join(traceback.format_exception(error))
+    assert f'File "{__file__}", line' in text
+    assert ("AttributeError" in text) == (where == "loss")  # its cause
 
 
 class Marked:
