@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -82,6 +82,8 @@ def _fits(value: Any, wanted: Any) -> bool:
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in typing.get_args(wanted))
+    if origin is Collection:  # the operator checks the values
+        return isinstance(value, Collection)
     if origin is Sequence:
         (item,) = typing.get_args(wanted)
         is_series = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
@@ -99,8 +101,9 @@ def _fits(value: Any, wanted: Any) -> bool:
 def _in_words(wanted: Any) -> str:
     if typing.get_origin(wanted) in (typing.Union, types.UnionType):
         return " or ".join(map(_in_words, typing.get_args(wanted)))
-    if typing.get_origin(wanted) is Sequence:
-        return f"a sequence of {_in_words(typing.get_args(wanted)[0])}"
+    for kind, word in ((Collection, "collection"), (Sequence, "sequence")):
+        if typing.get_origin(wanted) is kind:
+            return f"a {word} of {_in_words(typing.get_args(wanted)[0])}"
     if typing.get_origin(wanted) is typing.Literal:
         return " or ".join({type(option).__name__ for option in typing.get_args(wanted)})
     return "None" if wanted is types.NoneType else getattr(wanted, "__name__", str(wanted))

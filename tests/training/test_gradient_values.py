@@ -375,6 +375,7 @@ def test_refusals_of_the_operator():
     refuse(r"w2_shrink.size\(1\) is 15", saved=saved._replace(w2_shrink=saved.w2_shrink[:, 1:]))
     refuse(r"wanted has \['w13'\]", wanted=["w13"])
     refuse("wanted is .hidden_states., expected a collection", wanted="hidden_states")
+    refuse("wanted is an int, expected a collection of str or None", TypeError, wanted=3)
     refuse("pass one", wanted=["w2_bias"], grads=G())
     refuse("grads holds", accumulate=True)
     refuse(r"grad_w2_bias.size\(1\) is 3", grads=G(w2_bias=torch.zeros(4, 3)))
