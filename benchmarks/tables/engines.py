@@ -52,8 +52,13 @@ def sglang_speeds(phase, table="engines_sglang"):
     return None
 
 
-def sglang_release(topic="e2e-sglang"):
-    return f"SGLang {load(topic)[0]['sglang']}"
+def release(engine, topic):
+    """An engine with its version, as "vLLM 0.33.0"."""
+    return f"{engine} {load(topic)[0][engine.lower()]}"
+
+
+def gpu(topic):
+    return card(topic).removeprefix("NVIDIA ")
 
 
 def engine_ranges():
@@ -62,8 +67,7 @@ def engine_ranges():
     titles = ["engine", "GPU", "experts", "layers", "phase", "engine, no adapters"]
 
     def row(topic, engine, experts, phase, base, theirs, ours):
-        gpu = card(topic).removeprefix("NVIDIA ")
-        told = [engine, gpu, experts, "12", phase, *thousands(base, theirs)]
+        told = [release(engine, topic), gpu(topic), experts, "12", phase, *thousands(base, theirs)]
         said.append([*told, f"**{ours:,}**", over(ours, theirs)])
 
     for what, name in ENGINE_TABLES.items():
@@ -72,15 +76,14 @@ def engine_ranges():
             theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
             if ours and theirs:
                 topic = TABLES[name][0]
-                release = f"vLLM {load(topic)[0]['vllm']}"
-                row(topic, release, what, phase, base, theirs, ours)
+                row(topic, "vLLM", what, phase, base, theirs, ours)
     for what, name in SGLANG_TABLES.items():
         topic = TABLES[name][0]
         for phase in ("prefill", "decode"):
             if found := sglang_speeds(phase, name):
                 ours, own, base = found
                 theirs = max(own.values(), default=None)  # SGLang's faster way
-                row(topic, sglang_release(topic), what, phase, base, theirs, ours)
+                row(topic, "SGLang", what, phase, base, theirs, ours)
     return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
 
 
@@ -101,9 +104,8 @@ def claim():
         f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
         for peer in ("unsloth", "axolotl")
     ]
-    release = load("e2e-12-layers")[0]["vllm"]
-    return f"""With moelora, vLLM {release} serves four adapters on all experts of Qwen3-30B-A3B
-        with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
+    return f"""With moelora, {release("vLLM", "e2e-12-layers")} serves four adapters on all experts
+        of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
         vLLM's own LoRA kernels; relative to vLLM without adapters that is {kept_prefill:.2f} and
         {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with twelve layers of the
         model and adapters of ranks 16 and 64 mixed in each batch. A training step of one MoE layer,
@@ -126,24 +128,23 @@ def alternatives():
         if not rows:
             continue
         topic = TABLES[name][0]
-        gpu = card(topic).removeprefix("NVIDIA ")
-        release = f"vLLM {load(topic)[0]['vllm']}, {what}, {gpu}"
+        of = f"{release('vLLM', topic)}, {what}, {gpu(topic)}"
         ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
         for instead, more in (
             ("its own LoRA kernels", (True, MIXED)),
             ("without adapters", (False, "base")),
         ):
             theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
-            row(f"{release}: {instead}", ours, theirs)
+            row(f"{of}: {instead}", ours, theirs)
     for what, name in SGLANG_TABLES.items():
         found = [sglang_speeds(phase, name) for phase in phases]
         if not all(found):
             continue
         topic = TABLES[name][0]
-        release = f"{sglang_release(topic)}, {what}, {card(topic).removeprefix('NVIDIA ')}"
+        of = f"{release('SGLang', topic)}, {what}, {gpu(topic)}"
         ours, own, base = zip(*found, strict=True)
-        row(f"{release}: its own LoRA kernels", ours, [max(each.values()) for each in own])
-        row(f"{release}: without adapters", ours, base)
+        row(f"{of}: its own LoRA kernels", ours, [max(each.values()) for each in own])
+        row(f"{of}: without adapters", ours, base)
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
@@ -166,8 +167,7 @@ def decode_ratios():
             ]
             ratios = [over(*each) for each in both]
             if any(ratios):
-                gpu = card(TABLES[name][0]).removeprefix("NVIDIA ")
-                said.append([f"{what}, {gpu}", state, *ratios])
+                said.append([f"{what}, {gpu(TABLES[name][0])}", state, *ratios])
     return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
 
 
@@ -208,13 +208,13 @@ def sglang_ranges():
         for what, theirs, slower in pairs
         if theirs
     ]
-    return f"""A real {sglang_release()} server on {card("e2e-sglang")}, over HTTP, with twelve bf16
-        layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
+    return f"""A real {release("SGLang", "e2e-sglang")} server on {card("e2e-sglang")}, over HTTP,
+        with twelve bf16 layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
         tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
 
 
 def sglang_answers():
-    meta, rows = load("e2e-answers-sglang")
+    rows = rows_of("e2e-answers-sglang")
     distances = [row for row in rows if row["topic"] == "distance"]
     ours, theirs = (span([row[e] for row in distances], 3) for e in ("moelora, v2", "sglang, v2"))
     moved = span([row["moved"] for row in rows if row["topic"] == "acts"], 1)
@@ -223,8 +223,8 @@ def sglang_answers():
     alone = [row for row in answers if row["compared"] == "moelora, v2: mixed, each alone"]
     wider = sum(row["requests"] - row["same_tokens"] - row["near_ties"] for row in both)
     same = all(row["requests"] == row["same_tokens"] for row in alone)
-    return f"""In SGLang {meta["sglang"]} log-probabilities differ from transformers in float32 with
-        merged adapters by medians of {ours}, SGLang's own by {theirs}, where the models themselves
+    return f"""In {release("SGLang", "e2e-answers-sglang")} log-probabilities differ from
+        transformers in float32 with merged adapters by medians of {ours}, SGLang's own by {theirs}, where the models themselves
         differ by {moved}. Greedy replies diverge from SGLang's at near-ties, and in {wider} of
         {sum(row["requests"] for row in both)} requests at a wider gap. A request gets
         {"the same" if same else "another reply"} in a mixed batch and alone."""
