@@ -101,9 +101,8 @@ def _fits(value: Any, wanted: Any) -> bool:
 def _in_words(wanted: Any) -> str:
     if typing.get_origin(wanted) in (typing.Union, types.UnionType):
         return " or ".join(map(_in_words, typing.get_args(wanted)))
-    for kind, word in ((Collection, "collection"), (Sequence, "sequence")):
-        if typing.get_origin(wanted) is kind:
-            return f"a {word} of {_in_words(typing.get_args(wanted)[0])}"
+    if (origin := typing.get_origin(wanted)) in (Collection, Sequence):
+        return f"a {origin.__name__.lower()} of {_in_words(typing.get_args(wanted)[0])}"
     if typing.get_origin(wanted) is typing.Literal:
         return " or ".join({type(option).__name__ for option in typing.get_args(wanted)})
     return "None" if wanted is types.NoneType else getattr(wanted, "__name__", str(wanted))
