@@ -92,3 +92,20 @@ def alone(place, name, numbers):
     house.add(name)
     steps = [step[name] for step in house.steps([name], numbers)]
     return house.factors(name), steps
+
+
+def calls_in_backward(loss, call):
+    """The loss, whose backward calls `call` first."""
+    return _Calls.apply(loss, call)
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, call):
+        ctx.call = call
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None

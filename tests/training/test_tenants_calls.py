@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tenant_house import PLACES, House, alone, same
+from tenant_house import PLACES, House, alone, calls_in_backward, same
 
 FLOAT32 = PLACES[0].values[0]
 
@@ -74,19 +74,12 @@ def test_threads_wait_for_a_step(tmp_path):
     losses = house.losses(["law"], 0)
     saving = threading.Thread(target=lambda: house.tenants.save("law", tmp_path / "law"))
 
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, loss):
-            return loss.clone()
+    def save():
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive()
 
-        @staticmethod
-        def backward(ctx, grad):
-            saving.start()
-            saving.join(0.2)
-            assert saving.is_alive()
-            return grad
-
-    house.tenants.step({"law": Slow.apply(losses["law"])})
+    house.tenants.step({"law": calls_in_backward(losses["law"], save)})
     saving.join(10)
     other = House(FLOAT32)
     assert other.add("law", tmp_path / "law", resume=True).updates == 1

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 import torch
-from tenant_house import PLACES, House, alone, same
+from tenant_house import PLACES, House, alone, calls_in_backward, same
 
 import moelora
 from moelora.tenants.factors import Factor
@@ -62,14 +62,11 @@ def test_an_interrupted_step_can_be_repeated(place, where, monkeypatch):
             assert same(house.factors(name), factors)
 
 
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
+def raising(loss):
+    def raises():
         raise ValueError("of med")
+
+    return calls_in_backward(loss, raises)
 
 
 def hooked(loss):
@@ -80,7 +77,7 @@ def hooked(loss):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", [("law", "med", "code"), ("med", "code", "law")])
-@pytest.mark.parametrize("bad", [lambda loss: Raising.apply(loss * 2) + 1, hooked])
+@pytest.mark.parametrize("bad", [lambda loss: raising(loss * 2) + 1, hooked])
 def test_a_backward_that_raises_stops_its_tenant(place, bad, order):
     """Others lose nothing: they repeat the batch without it."""
     house = House(place)
@@ -171,7 +168,7 @@ def failing(house, losses, where):
     if where == "optimizer":
         house.tenants["med"].optimizer.step = lambda: 1 / 0
     if where == "backward":
-        return losses | {"med": Raising.apply(losses["med"])}
+        return losses | {"med": raising(losses["med"])}
 
     def loss():
         held = losses["med"] * 2
