@@ -10,7 +10,7 @@ taken from the stack after every backward (rows.py), and held by factor, as are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,22 @@ def touched(grad: Tensor) -> Tensor:
     """A dense gradient of experts, sparse: without those that are zero."""
     experts = grad.flatten(1).any(1).nonzero().T
     return sparse_tensor(experts, grad[experts[0]], grad.shape)
+
+
+def drop_gradients(stacks: Sequence[Tensor], kept: Collection[int]) -> None:
+    """Drop gradients of all slots but `kept`; sparse ones whole, as factors hold what is
+    accumulated of them. What autograd computes next for a stack without one is not added to zeros.
+    """
+    others: dict[torch.device, Tensor] = {}
+    for stack in stacks:
+        if not kept or is_sparse(stack.grad):
+            stack.grad = None
+        elif stack.grad is not None:
+            if stack.device not in others:
+                slots = [slot for slot in range(stack.size(0)) if slot not in kept]
+                index = torch.tensor(slots, dtype=torch.int64)
+                others[stack.device] = index.to(stack.device, non_blocking=True)
+            stack.grad.index_fill_(0, others[stack.device], 0)
 
 
 def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:

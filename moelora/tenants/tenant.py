@@ -144,17 +144,6 @@ class Tenant:
         keys = {id(factor.parameter): key for key, factor in self._keyed().items()}
         return [[keys[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def check_groups(self) -> None:
-        """ValueError if the optimizer has parameters of others: they would not be trained."""
-        own = {id(parameter) for parameter in self.parameters()}
-        groups = self.optimizer.param_groups
-        others = sum(id(p) not in own for group in groups for p in group["params"])
-        if others:
-            raise ValueError(
-                f"optimizer made one of {others} parameters that are not this tenant's, wanted one "
-                "of those that it is called with"
-            )
-
     def parameters(self) -> list[Tensor]:
         """What the optimizer has, A and B in turns, padded to the ranks of the pool."""
         return [factor.parameter for factor in self.factors()]

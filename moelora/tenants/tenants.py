@@ -28,8 +28,9 @@ from moelora.adapters.write import replacing, write
 from moelora.sparse import set_sparse, sparse_tensor, warn_silently
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
-from moelora.tenants.factors import collect
+from moelora.tenants.factors import collect, drop_gradients
 from moelora.tenants.new import new_adapter
+from moelora.tenants.optimizers import make_optimizer
 from moelora.tenants.rows import is_sparse
 from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
@@ -218,20 +219,9 @@ class Tenants:
             self.pool.add(name, adapter, pin=True)
             try:
                 tenant = Tenant(name, self.pool, adapter)
-                parameters = tenant.parameters()
-                if optimizer is not None:
-                    tenant.optimizer = optimizer(parameters)
-                    if not isinstance(tenant.optimizer, Optimizer):
-                        kind = type(tenant.optimizer).__name__
-                        raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
-                    tenant.check_groups()
-                elif sparse:
-                    tenant.optimizer = SparseAdam(parameters, lr=lr)
-                else:
-                    fused = all(p.is_cuda for p in parameters)
-                    tenant.optimizer = AdamW(
-                        parameters, lr=lr, weight_decay=weight_decay, fused=fused or None
-                    )
+                tenant.optimizer = make_optimizer(
+                    tenant.parameters(), optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay
+                )
                 tenant.clear()
                 if saved is not None:
                     tenant.restore(saved)
@@ -272,7 +262,6 @@ class Tenants:
             tenant = self[name]
             if tenant.is_here():
                 self.pool.remove(name)
-                tenant.clear()
             del self._tenants[name]
             self._choose_gradients()
 
@@ -402,7 +391,8 @@ class Tenants:
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
         if alive:
-            self._drop_gradients()
+            pending = (t for t in self._tenants.values() if t.pending and t.is_here())
+            drop_gradients(self._stacks, {tenant._slot for tenant in pending})
             self._backward(alive)
             collect(self._stacks, (f for name in alive for f in tenants[name].factors()))
         due = []
@@ -426,20 +416,6 @@ class Tenants:
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
-
-    def _drop_gradients(self) -> None:
-        """Drop gradients that no tenant has accumulated."""
-        kept = {t._slot for t in self._tenants.values() if t.pending and t.is_here()}
-        others = torch.tensor([n for n in range(self.pool.max_loras) if n not in kept])
-        on_device: dict[torch.device, Tensor] = {}
-        for stack in self._stacks:
-            if not kept or is_sparse(stack.grad):  # `held` has what is accumulated of sparse ones
-                stack.grad = None
-            elif stack.grad is not None and others.numel():
-                device = stack.device
-                if device not in on_device:
-                    on_device[device] = others.to(device, non_blocking=True)
-                stack.grad.index_fill_(0, on_device[device], 0)
 
     def _backward(self, losses: Mapping[str, Tensor]) -> None:
         """Of the sum of losses, each divided by its tenant's number of batches."""
@@ -517,13 +493,8 @@ class Tenants:
             # Only now: a graph of this step has saved the table of enabled adapters.
             if tenant.stopped is not None and tenant.is_here():
                 self.pool.disable(tenant.name)
-        if any(tenant.pending for tenant in self._tenants.values()):
-            for tenant in through:
-                if tenant.is_here():
-                    tenant.clear()
-        else:  # what autograd computes next becomes .grad without an addition
-            for stack in self._stacks:
-                stack.grad = None
+        if not any(tenant.pending for tenant in self._tenants.values()):
+            drop_gradients(self._stacks, ())  # now, for their memory
 
     # -- folders --
 
