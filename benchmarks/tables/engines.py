@@ -105,12 +105,12 @@ def claim():
         for peer in ("unsloth", "axolotl")
     ]
     return f"""With moelora, {release("vLLM", "e2e-12-layers")} serves four adapters on all experts
-        of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the decode throughput of
-        vLLM's own LoRA kernels; relative to vLLM without adapters that is {kept_prefill:.2f} and
-        {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with twelve layers of the
-        model and adapters of ranks 16 and 64 mixed in each batch. A training step of one MoE layer,
-        with an adapter of rank 16 and {MANY_TOKENS} tokens or more, is {" and ".join(training)}, on
-        {card("training")}."""
+        of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the
+        decode throughput of vLLM's own LoRA kernels; relative to vLLM without adapters that is
+        {kept_prefill:.2f} and {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with
+        twelve layers of the model and adapters of ranks 16 and 64 mixed in each batch. A training
+        step of one MoE layer, with an adapter of rank 16 and {MANY_TOKENS} tokens or more, is
+        {" and ".join(training)}, on {card("training")}."""
 
 
 def alternatives():
@@ -209,8 +209,8 @@ def sglang_ranges():
         if theirs
     ]
     return f"""A real {release("SGLang", "e2e-sglang")} server on {card("e2e-sglang")}, over HTTP,
-        with twelve bf16 layers and the same adapters: with moelora it prefills {prefill:,} and decodes {decode:,}
-        tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
+        with twelve bf16 layers and the same adapters: with moelora it prefills {prefill:,} and
+        decodes {decode:,} tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
 
 
 def sglang_answers():
@@ -224,10 +224,10 @@ def sglang_answers():
     wider = sum(row["requests"] - row["same_tokens"] - row["near_ties"] for row in both)
     same = all(row["requests"] == row["same_tokens"] for row in alone)
     return f"""In {release("SGLang", "e2e-answers-sglang")} log-probabilities differ from
-        transformers in float32 with merged adapters by medians of {ours}, SGLang's own by {theirs}, where the models themselves
-        differ by {moved}. Greedy replies diverge from SGLang's at near-ties, and in {wider} of
-        {sum(row["requests"] for row in both)} requests at a wider gap. A request gets
-        {"the same" if same else "another reply"} in a mixed batch and alone."""
+        transformers in float32 with merged adapters by medians of {ours}, SGLang's own by {theirs},
+        where the models themselves differ by {moved}. Greedy replies diverge from SGLang's at
+        near-ties, and in {wider} of {sum(row["requests"] for row in both)} requests at a wider
+        gap. A request gets {"the same" if same else "another reply"} in a mixed batch and alone."""
 
 
 def engine_bits():
