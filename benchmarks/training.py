@@ -17,9 +17,10 @@ twice and gradients once, of the pairs of expert and adapter that have tokens, u
 ranks; x, out, dout and dx; pre-activations out and in. `max_err_ratio`: the largest error of a
 gradient over that of the same layer in torch, both against float64, of a small layer.
 
-`--formats` has frozen weights of other formats, those of `python -m moelora bench`, and fp8: blocks
-with activations in FP8, as they are served. Their error is that of the same weights dequantized,
-with activations in bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
+`--formats` has frozen weights of other formats, those of `python -m moelora bench`, and blocks of
+FP8 by two names: fp8, whose activations are in FP8, as they are served, and w8a16, whose
+activations are in bfloat16. Errors are those of the same weights dequantized, with activations in
+bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
 
 `--peers DIR` has bench_train.py, which measures other projects' kernels in the same way: on bf16
 weights, on MXFP4 weights, and with eight tenants.
@@ -52,7 +53,8 @@ SHAPES = {  # experts, experts of a token, hidden, intermediate
     "mixtral": (8, 2, 4096, 14336),
 }
 TOKENS = {"qwen3": (1024, 4096, 16384)}  # others: without the first
-KINDS = {"fp8": "fp8_block"}  # other formats have their name in FORMATS
+NATIVE = {"activations": "native"}
+KINDS = {"fp8": ("fp8_block", {}), "w8a16": ("fp8_block", NATIVE)}  # others: as in FORMATS
 CHECKED = (16, 4, 512, 384)
 CHECKED_TOKENS = 384
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.3e12}  # bytes in a second, by what a card's name has
@@ -116,6 +118,11 @@ def draw(shape, tokens, adapters, device="cuda", seed=0):
     if min(ranks) < rank:
         arguments["lora_ranks"] = torch.tensor(ranks, dtype=torch.int32, device=device)
     return arguments, normal(tokens, hidden)
+
+
+def kind_of(name):
+    """Of an item of --formats: (bf16 or a key of FORMATS, options of its packing)."""
+    return KINDS.get(name, (name, {}))
 
 
 def fits(kind, shape):
@@ -219,7 +226,7 @@ def measure(call, flush):
 def error_ratio(adapters, kind="bf16", device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
     arguments, dout = draw(CHECKED, CHECKED_TOKENS, adapters, device)
-    options = {"activations": "native"} if kind == "fp8_block" else {}
+    options = NATIVE if kind == "fp8_block" else {}
     given = {n: v.clone() for n, v in arguments.items()}
     ours = Step(quantize(given, kind, CHECKED, **options), dout)
     if kind != "bf16":
@@ -282,11 +289,11 @@ def cases_of(args, kind):
 
 def measure_case(name, tokens, adapters, format_name, args, flush):
     """A row of the result file without its errors and peers, and the step."""
-    shape, kind = SHAPES[name], KINDS.get(format_name, format_name)
+    shape, (kind, options) = SHAPES[name], kind_of(format_name)
     bits = 16 if kind == "bf16" else FORMATS[kind].bits
     arguments, dout = draw(shape, tokens, adapters)
     pairs = count_pairs(arguments, adapters)
-    step = Step(quantize(arguments, kind, shape), dout)
+    step = Step(quantize(arguments, kind, shape, **options), dout)
     del arguments  # frees the 16-bit weights
     for _ in range(WARM_UP):
         step.run()
@@ -318,7 +325,8 @@ def main(argv=None):
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="")
     parser.add_argument("--ranks", default="16,64", help="RANK[+RANK...][xTENANTS], several")
-    parser.add_argument("--formats", default="bf16", help="bf16, fp8 or " + ", ".join(FORMATS))
+    names = ", ".join(("bf16", *KINDS, *FORMATS))
+    parser.add_argument("--formats", default="bf16", help=names)
     parser.add_argument("--bandwidth", type=float, help="bytes in a second; absent: the card's")
     parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
     parser.add_argument("--variant", help="force these kernel variants")
@@ -335,7 +343,7 @@ def main(argv=None):
     rows, ratios = [], {}
     words = itertools.product(args.ranks.split(","), args.formats.split(","))
     for word, format_name in words:
-        adapters, kind = adapters_of(word), KINDS.get(format_name, format_name)
+        adapters, (kind, _) = adapters_of(word), kind_of(format_name)
         for name, tokens in cases_of(args, kind):
             if args.deadline_s and time.monotonic() - begun > args.deadline_s:
                 print(f"out of time before {name} {tokens} {word} {format_name}", flush=True)

@@ -15,7 +15,7 @@
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
 
-constexpr int kFewColumns = 512; // of wide, of a tile
+constexpr int kFewColumns = 1024; // of wide, of a tile
 
 template <int RANKS_> struct FewShape {
   static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
