@@ -159,6 +159,7 @@ def cuda_arch_flags(source):
 SPARED_BYTES = 16
 SPARED_BYTES_OF = {
     r"(gemm|saving)_\w+_w8a8_\d+": 640,
+    r"(gemm|saving)_\w+_fp8_\d+": 984,
     r"(gemm|saving)_\w+_int4_\d+": 336,
     r"(gemm|saving)_\w+_mxfp4_\d+": 224,
     r"blocks|windows": 128,

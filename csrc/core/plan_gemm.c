@@ -72,6 +72,12 @@ static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual
   return !(fp8 && device->device == MOELORA_CUDA) || !usual || v->needs == usual->needs;
 }
 
+/* Whether x is quantized to FP8 with a scale per 64 columns. */
+static bool quantizes_halves(const moelora_weights *w) {
+  return moelora_is_e4m3_kernel(moelora_kernel_format_of(w->format, w->x)) &&
+         moelora_x_group(w->format) == 64;
+}
+
 /* The forced variant if it supports the problem, otherwise the best of the table. */
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
@@ -134,7 +140,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
-  access.halves = moelora_x_group(problem->w.format) == 64;
+  access.halves = quantizes_halves(&problem->w);
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
@@ -273,8 +279,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
-  access.halves =
-      moelora_x_group(problem->w13.format) == 64 || moelora_x_group(problem->w2.format) == 64;
+  access.halves = quantizes_halves(&problem->w13) || quantizes_halves(&problem->w2);
   /* One kernel runs both projections; native weights must be in rows. */
   access.decode = access.vectors && access.format == access.second && !problem->w13.packed &&
                   !problem->w2.packed && !problem->apply_router_weight_on_input &&

@@ -131,7 +131,7 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
     if (!access->tma)
       return "no tensor map covers the weights, or something allows no 16-byte accesses";
     if (access->halves)
-      return "it takes no FP8 scales of 64 columns";
+      return "it takes no FP8 x with scales of 64 columns";
     return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
   }
   /* Larger tiles would spill with element-wise copies. */

@@ -15,7 +15,7 @@ typedef struct moelora_access {
   int64_t x_stride, k;
   moelora_kernel_format format;
   moelora_kernel_format second; /* format of w2 in a layer */
-  bool halves; /* FP8 scales of 64 elements of K, which Hopper kernels do not support */
+  bool halves; /* FP8 x with scales of 64 elements of K, which Hopper kernels do not support */
 } moelora_access;
 
 /* A row of the table as a candidate for a problem. */

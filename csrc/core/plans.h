@@ -85,9 +85,10 @@ static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
   return block_n == 128;
 }
 
-/* Uses mma.sync, for few tokens and 4-bit weights. */
+/* Uses mma.sync, for few tokens and weights that are dequantized. */
 static MOELORA_CONSTEXPR bool moelora_uses_mma_sync(moelora_kernel_format format, int32_t block_m) {
-  return moelora_is_four_bits(moelora_format_of_kernel(format)) && block_m <= 16;
+  return moelora_is_quantized(moelora_format_of_kernel(format)) &&
+         !moelora_is_e4m3_kernel(format) && block_m <= 16;
 }
 
 /* Dynamic tile scheduler that publishes each tile's successor; otherwise a plain atomic counter,

@@ -10,7 +10,8 @@
  * STAGED is the variant that replaces a single-launch layer, - for others; kernels that are not
  * used, as all on a CPU, are -; W2 is the variant of the second projection, next to VARIANT or
  * STAGED. With arguments `formats W13 W2` before all others, weights are quantized: native, mxfp4,
- * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8 with quantized x.
+ * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8 and w8a8_g64: fp8 and
+ * fp8_g64 with quantized x.
  * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
  * With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
@@ -59,8 +60,8 @@ static operands parse_format(const char *name) {
       "native",      "mxfp4", "int4",    "int4_g32", "int4_zp",
       "int4_zp_g32", "fp8",   "fp8_g64", "fp8_rows", "nvfp4",
   };
-  if (strcmp(name, "w8a8") == 0)
-    return (operands){MOELORA_FP8, MOELORA_X_GROUP};
+  if (strcmp(name, "w8a8") == 0 || strcmp(name, "w8a8_g64") == 0)
+    return (operands){name[4] ? MOELORA_FP8_G64 : MOELORA_FP8, MOELORA_X_GROUP};
   for (int i = 0; i < MOELORA_FORMATS; i++)
     if (strcmp(name, names[i]) == 0)
       return (operands){(moelora_format)i, MOELORA_X_NATIVE};

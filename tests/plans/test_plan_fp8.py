@@ -23,11 +23,25 @@ def test_tiles_of_fp8_weights(quantized, name, dtype):
     if kernel == "w8a8":
         tiles = {1: 16, 128: 16, 129: 32, 416: 32, 417: 64, 131072: 64}
     for tokens, rows in tiles.items():
-        shape = f"{rows}x128x64"
-        for capability in (80, 90) if kernel == "w8a16" else (80,):
-            layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
-            row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
-            assert row.name == of_w2.name == f"gemm_{dtype.lower()}_{kernel}_{shape}_sm80"
+        row, of_w2, _ = quantized(("cuda", 80), name, name, tokens=tokens, dtype=DTYPES[dtype])
+        assert row.name == of_w2.name == f"gemm_{dtype.lower()}_{kernel}_{rows}x128x64_sm80"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_g64", "fp8_rows"])
+def test_hopper_tiles_of_fp8_weights(quantized, name, dtype):
+    """By the rows of an expert, a sixteenth of the tokens; no stages of 144 tokens fit."""
+    tiles = {1: "16x128", 129: "32x128", 417: "64x128", 705: "96x256", 1313: "128x256"}
+    last = {128: "16x128", 416: "32x128", 704: "64x128", 1312: "96x256", 131072: "128x256"}
+    for tokens, shape in (tiles | last).items():
+        row, of_w2, _ = quantized(("cuda", 90), name, name, tokens=tokens, dtype=DTYPES[dtype])
+        assert row.name == of_w2.name == f"gemm_{dtype.lower()}_w8a16_{shape}x128_sm90"
+
+
+def test_fp8_tokens_with_scales_of_64_columns_take_portable_tiles(answer):
+    for pair in (("w8a8_g64", "w8a8_g64"), ("fp8", "w8a8_g64")):
+        for name in answer(("cuda", 90), "formats", *pair, tokens=1024).split()[0:8:7]:
+            assert name.endswith("_sm80")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -95,19 +95,32 @@ __device__ __forceinline__ uint32_t power_of_two() {
 #include "cuda/gemm/common/format_mxfp4.cuh"
 #include "cuda/gemm/common/format_nvfp4.cuh"
 
-/* Offsets, within a 4-bit tile, of a lane's words and of its rows' scales and zero points. `warp`
- * (0 to 3) is the warp's index among the four that share the tile's rows. */
+/* Offsets, within a tile, of a lane's words and of its rows' scales and zero points. `warp` (0 to
+ * 3) is the warp's index among the four that share the tile's rows. */
 struct LaneOffsets {
   uint32_t values, scales, zeros;
 
   template <moelora_kernel_format KERNEL>
   static __device__ __forceinline__ LaneOffsets find(int warp, moelora_format format) {
     using F = FormatTraits<KERNEL>;
+    if constexpr (F::IS_FP8)
+      return fp8_offsets(warp, format);
     const int lane = threadIdx.x & 31, groups = F::groups(format);
     const int pair = warp * 8 + lane / 4; // pair of rows
     const uint32_t scales = MOELORA_TILE_VALUES;
     return {(warp * 32 + lane) * 16u, scales + pair * 2 * F::SCALE_BYTES * groups,
             scales + 64 * F::SCALE_BYTES * groups + pair * 2 * groups};
+  }
+
+private:
+  /* Values: what ldmatrix takes, 16 bytes of row lane % 16 in k16 slab lane / 16
+   * (moelora_fp8_offset).
+   */
+  static __device__ __forceinline__ LaneOffsets fp8_offsets(int warp, moelora_format format) {
+    const int lane = threadIdx.x & 31, row = warp * 16 + (lane & 15);
+    const int of_row = moelora_has_row_scales(format) ? warp * 16 + lane / 4 : 0;
+    return {(uint32_t)(row * 128 + ((lane >> 4 ^ row & 7) << 4)),
+            (uint32_t)(MOELORA_FP8_TILE_VALUES + 4 * of_row), 0};
   }
 };
 
@@ -124,6 +137,13 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
    * share its rows. */
   __device__ __forceinline__ void load(uint32_t tile, int warp, moelora_format format) {
     const LaneOffsets at = LaneOffsets::find<KERNEL>(warp, format);
+    load(tile + at.values, tile + at.scales, tile + at.zeros, format);
+  }
+
+  /* Loads tile `span` of those that begin at `tiles` in shared memory. */
+  __device__ __forceinline__ void load_span(uint32_t tiles, int span, const LaneOffsets &at,
+                                            moelora_format format) {
+    const uint32_t tile = tiles + span * F::tile_bytes(format);
     load(tile + at.values, tile + at.scales, tile + at.zeros, format);
   }
 
@@ -151,6 +171,36 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     a[1] = scales.template value<SLAB, 1>(words[SLAB]);
     a[2] = scales.template value<SLAB, 2>(words[SLAB]);
     a[3] = scales.template value<SLAB, 3>(words[SLAB]);
+  }
+};
+
+/* The same of one half of an FP8 tile's K extent, whose slabs are dequantized in order. */
+template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS> {
+  uint32_t words[4]; // of r and r + 8, in a k16 slab and in the next one
+  uint32_t values;   // address of slabs 0 and 1
+  uint32_t scales;   // packed: of r and of r + 8
+
+  /* Loads from half `span` of the tile at `tile` in shared memory, a multiple of 128. */
+  __device__ __forceinline__ void load_span(uint32_t tile, int span, const LaneOffsets &at,
+                                            moelora_format format) {
+    values = tile + at.values ^ span * 64;
+    load_matrix_x4(words, values);
+    const bool rows = moelora_has_row_scales(format);
+    const uint32_t scale = tile + at.scales + (rows ? 0 : 4 * span);
+    scales = e4m3_scales<T>(__uint_as_float(load_shared_4(scale)),
+                            __uint_as_float(load_shared_4(scale + (rows ? 32 : 0))));
+  }
+
+  /* Dequantizes k16 slab SLAB of this half. After slab 1 loads slabs 2 and 3: words of all four
+   * would take registers that the accumulators need. */
+  template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) {
+    const uint32_t low = words[SLAB % 2 * 2], high = words[SLAB % 2 * 2 + 1];
+    a[0] = e4m3<T, 0, 0>(low, scales);
+    a[1] = e4m3<T, 0, 1>(high, scales);
+    a[2] = e4m3<T, 1, 0>(low, scales);
+    a[3] = e4m3<T, 1, 1>(high, scales);
+    if constexpr (SLAB == 1)
+      load_matrix_x4(words, values ^ 32);
   }
 };
 

@@ -1,5 +1,5 @@
-/* Grouped GEMM for Hopper with 4-bit weights, more than 16 tokens: bulk copies, dequantization in
- * registers, wgmma with operand A in registers.
+/* Grouped GEMM for Hopper with quantized weights, more than 16 tokens of 16 bits: bulk copies,
+ * dequantization in registers, wgmma with operand A in registers.
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
  *   gather warps    X(0)  X(1)  ...                token rows of step i
@@ -15,7 +15,7 @@
 
 #include "cuda/gemm/sm90/adapter_stage.cuh"
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/four_bit.cuh"
+#include "cuda/gemm/sm90/quantized_stage.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -34,11 +34,11 @@ struct DequantizeShape
     : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
       RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static constexpr bool ZEROS = ZEROS_; // formats with zero points
-  static constexpr int SPANS = kFourBitSpans;
+  static constexpr int SPANS = kQuantizedSpans;
   static constexpr int GATHER_LANES = 4;
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
 
-  using Stage = FourBitStage<TOKENS, 2 * CONSUMERS, FORMAT_>;
+  using Stage = QuantizedStage<TOKENS, 2 * CONSUMERS, FORMAT_>;
   template <class S> using Storage = SharedStorage<S>;
   template <class S, class T> using Mainloop = DequantizeMainloop<S, T>;
 };
@@ -46,7 +46,7 @@ struct DequantizeShape
 template <class S, class T> struct DequantizeMainloop {
   static constexpr int TILES = S::TILES_AT_ONCE;
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
-  using WeightLoads = FourBitLoads<S>;
+  using WeightLoads = QuantizedLoads<S>;
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
   using Adapters = WeightMajorAdapters<S, T>;
@@ -56,9 +56,8 @@ template <class S, class T> struct DequantizeMainloop {
   /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. The wgmmas that last
    * read rA have completed; those that read the other buffer are still in flight. */
   template <int K, int N>
-  static __device__ __forceinline__ void wgmma_slab(float (*rAcc)[S::TOKENS / 2],
-                                                    uint32_t (&rA)[TILES][4], const Fragment *rW,
-                                                    uint64_t b) {
+  static __device__ __forceinline__ void
+  wgmma_slab(float (*rAcc)[S::TOKENS / 2], uint32_t (&rA)[TILES][4], Fragment *rW, uint64_t b) {
     wgmma_wait<1>();
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -77,7 +76,6 @@ template <class S, class T> struct DequantizeMainloop {
             const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
-    const uint32_t bytes = S::Format::tile_bytes(format);
     const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
     uint32_t rA[2][TILES][4];
@@ -92,8 +90,7 @@ template <class S, class T> struct DequantizeMainloop {
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
-      const uint32_t sW =
-          warp.smem.sW(pipeline.stage) + 2 * warp.consumer * S::SPANS * S::Stage::SLOT_BYTES;
+      const uint32_t sW = warp.smem.sW(pipeline.stage) + 2 * warp.consumer * S::Stage::SLOT_BYTES;
       const uint64_t b = wgmma_descriptor(uniform(warp.smem.sX(pipeline.stage)));
 #pragma unroll
       for (int span = 0; span < S::SPANS; span++) {
@@ -102,10 +99,8 @@ template <class S, class T> struct DequantizeMainloop {
           // Load this lane's values, scales and zero points.
           Fragment rW[TILES];
 #pragma unroll
-          for (int t = 0; t < TILES; t++) {
-            const uint32_t slot = sW + (first + t) * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
-            rW[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
-          }
+          for (int t = 0; t < TILES; t++)
+            rW[t].load_span(sW + (first + t) * S::Stage::SLOT_BYTES, span, at, format);
 
           // Dequantize each slab and issue its wgmmas.
           const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);

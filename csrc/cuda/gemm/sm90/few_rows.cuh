@@ -1,5 +1,5 @@
-/* Grouped GEMM for Hopper with 4-bit weights, up to 16 tokens: bulk copies, dequantization in
- * registers, mma.sync.
+/* Grouped GEMM for Hopper with quantized weights, up to 16 tokens of 16 bits: bulk copies,
+ * dequantization in registers, mma.sync.
  *
  *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i
  *   gather warp     X(0) X(1) X(2)  ...   token rows of step i
@@ -15,7 +15,7 @@
 
 #include "cuda/gemm/sm90/adapter_stage.cuh"
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/four_bit.cuh"
+#include "cuda/gemm/sm90/quantized_stage.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/mma.cuh"
 
@@ -28,17 +28,17 @@ struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
   static constexpr bool ZEROS = ZEROS_; // formats with zero points
   static constexpr int RESIDENT = 3;    // CTAs per SM: a warp dequantizes more slowly than it loads
-  static constexpr int SPANS = kFourBitSpans;
+  static constexpr int SPANS = kQuantizedSpans;
   static constexpr int GATHER_LANES = 4;
 
-  using Stage = FourBitStage<TOKENS, 2, FORMAT_>;
+  using Stage = QuantizedStage<TOKENS, 2, FORMAT_>;
   template <class S> using Storage = SharedStorage<S>;
   template <class S, class T> using Mainloop = FewRowsMainloop<S, T>;
 };
 
 template <class S, class T> struct FewRowsMainloop {
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
-  using WeightLoads = FourBitLoads<S>;
+  using WeightLoads = QuantizedLoads<S>;
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
   using Adapters = WeightMajorAdapters<S, T>;
@@ -48,7 +48,7 @@ template <class S, class T> struct FewRowsMainloop {
   /* Accumulates k16 slab K of both m64 tiles, for the N tokens at sX. */
   template <int K, int N>
   static __device__ __forceinline__ void mma_slab(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const Fragment (&rW)[2], uint32_t sX) {
+                                                  Fragment (&rW)[2], uint32_t sX) {
     static_assert(N == 8 || N == 16, "what one ldmatrix loads");
     uint32_t rX[N / 4], rA[2][4];
     if constexpr (N == 16)
@@ -71,7 +71,7 @@ template <class S, class T> struct FewRowsMainloop {
             const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
-    const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
+    const uint32_t offset = token_offset();
     const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous;
     for (int step = 1;; step++) {
@@ -83,11 +83,9 @@ template <class S, class T> struct FewRowsMainloop {
         // Load this lane's values, scales and zero points of both m64 tiles.
         Fragment rW[2];
 #pragma unroll
-        for (int t = 0; t < 2; t++) {
-          const uint32_t sW =
-              warp.smem.sW(pipeline.stage) + t * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
-          rW[t].load(sW + at.values, sW + at.scales, sW + at.zeros, format);
-        }
+        for (int t = 0; t < 2; t++)
+          rW[t].load_span(warp.smem.sW(pipeline.stage) + t * S::Stage::SLOT_BYTES, span, at,
+                          format);
 
         // Dequantize and multiply slab by slab.
         const uint32_t sX = warp.smem.sX(pipeline.stage, span) + offset;

@@ -12,8 +12,8 @@
  * This file contains the kernel, which is common to all formats, and selects the main loop:
  *
  *   native.cuh             weights of the dtype of x
- *   few_rows.cuh           4-bit weights, up to 16 tokens
- *   dequantize.cuh         4-bit weights, more than 16 tokens
+ *   few_rows.cuh           quantized weights, up to 16 tokens
+ *   dequantize.cuh         quantized weights, more than 16 tokens
  *   fp8_weight_major.cuh   FP8 weights and tokens, weights as operand A
  *   fp8_token_major.cuh    FP8 weights and tokens, tokens as operand A
  *

@@ -7,6 +7,10 @@
 #include "cuda/gemm/sm90/shared_storage.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
+/* Tiles of an m64 tile that a stage holds along K. */
+template <class S>
+constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_DEPTH;
+
 template <class S> struct WeightTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
   const char *gW[MOST];
@@ -24,10 +28,10 @@ template <class S> struct WeightTiles {
     }
   }
   __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
-  __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int spans) {
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
 #pragma unroll
     for (int i = 0; i < MOST; i++)
-      gW[i] += spans * g.weights.w.stride_kt;
+      gW[i] += tiles * g.weights.w.stride_kt;
   }
 };
 
@@ -35,7 +39,7 @@ template <class S> struct WeightTiles {
 template <class S>
 __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g,
                                                       const Tile &tile) {
-  const uint32_t bytes = S::SPANS * S::TILES * S::Format::tile_bytes(g.weights.w.format);
+  const uint32_t bytes = kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
   return bytes >> is_half<S>(tile);
 }
 

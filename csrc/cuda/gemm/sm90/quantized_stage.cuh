@@ -1,0 +1,62 @@
+/* Quantized weights beside 16-bit tokens: their pipeline stage and its producer. A stage covers 128
+ * elements of K: two 4-bit tiles, or one FP8 tile. With 64 elements, barriers would take much of
+ * the consumers' time. */
+#ifndef MOELORA_CUDA_SM90_QUANTIZED_STAGE_CUH
+#define MOELORA_CUDA_SM90_QUANTIZED_STAGE_CUH
+
+#include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
+#include "cuda/gemm/sm90/weight_tiles.cuh"
+
+constexpr int kQuantizedSpans = 2;
+
+/* sW: m64 tile i begins at i SLOT_BYTES; its tiles along K follow one another. */
+template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedStage {
+  using Format = FormatTraits<FORMAT>;
+  static constexpr int SLOT_BYTES =
+      kQuantizedSpans * kDepth / Format::TILE_DEPTH * Format::MAX_TILE_BYTES;
+
+  uint8_t sW[(TILES * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
+  SwizzledRow sX[kQuantizedSpans][TOKENS];               // token rows
+};
+
+/* Producer of the weights of a k step. One bulk copy covers both spans of an m64 tile: a single
+ * lane issues all copies and cannot saturate memory with small ones. In a 4-bit tile past the end
+ * of K, x is zero and weights may be anything: load the last tile again. */
+template <class S> struct QuantizedLoads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
+    return weight_tile_bytes<S>(g, tile);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int step, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
+    const bool whole = kDepthTiles<S> == 1 || (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
+#pragma unroll
+    for (int m64 = 0; m64 < S::TILES; m64++) {
+      const uint32_t sW = smem.sW(pipeline.stage) + m64 * S::Stage::SLOT_BYTES;
+      bulk_load(sW, this->gW[m64], whole ? kDepthTiles<S> * bytes : bytes, pipeline.full(), policy);
+      if (!whole)
+        bulk_load(sW + bytes, this->gW[m64], bytes, pipeline.full(), policy);
+    }
+    this->advance(g, kDepthTiles<S>);
+  }
+};
+
+/* After the K loop: multiplies accumulators by the scale of the tensor, read from the tile in
+ * stage `stage`; every tile stores it. */
+template <class S, class T, int N>
+__device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
+                                                   const WarpContext<S> &warp, int stage) {
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const int m64 = 2 * warp.consumer + t;
+    const float scale =
+        S::Format::template tile_scale<T>(warp.smem.sW(stage) + m64 * S::Stage::SLOT_BYTES);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      multiply_in_place(rAcc[t][i], scale);
+  }
+}
+
+#endif
