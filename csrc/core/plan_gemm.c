@@ -141,6 +141,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
   access.halves = quantizes_halves(&problem->w);
+  access.weighted = problem->mul_routed_weight;
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
@@ -230,10 +231,8 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
   plan->shrink[1] =
       moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
   /* In training, z takes as little memory as possible. */
-  const bool sm90 = plan->w2->needs == MOELORA_SM90;
   plan->z_by_row =
-      p->saved.gate_up &&
-      (!sm90 || (moelora_variant_saves(plan->w2) && !moelora_is_e4m3_kernel(plan->w2->format)));
+      p->saved.gate_up && (plan->w2->needs != MOELORA_SM90 || moelora_stores_by_row(plan->w2));
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }

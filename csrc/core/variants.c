@@ -108,6 +108,11 @@ bool moelora_variant_saves(const moelora_variant *v) {
   return v->device == MOELORA_CPU || moelora_is_native_kernel(v->format) || saving_rows[v->id];
 }
 
+bool moelora_stores_by_row(const moelora_variant *v) {
+  return v->role == MOELORA_ROLE_GEMM && v->device == MOELORA_CUDA && v->needs == MOELORA_SM90 &&
+         moelora_variant_saves(v) && !moelora_is_e4m3_kernel(v->format);
+}
+
 static bool agrees(int32_t value, int32_t wanted) {
   return wanted == 0 || value == wanted;
 }
