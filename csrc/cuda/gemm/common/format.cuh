@@ -71,10 +71,15 @@ private:
  *   load(scale, zero, format)      loads from shared memory; the addresses are those of row r
  *   value<SLAB, I>(word)           dequantizes values I of both halves of a word of k16 slab SLAB
  * with the scale of row r + 8 (I % 2), rounded once to T
- *   select(slab)                   value<0, I> is that of k16 slab `slab` from now on
  *
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
+
+/* The same of a single k16 slab:
+ *
+ *   load(scale, zero, slab, format)
+ *   value<I>(word) */
+template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct SlabScales;
 
 /* Packed product a * b. A product of 0 and a negative number is -0. */
 template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
@@ -84,7 +89,7 @@ template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uin
 
 /* +-2^EXPONENT in both halves. */
 template <class T, int EXPONENT, bool NEGATIVE = false>
-__device__ __forceinline__ uint32_t power_of_two() {
+__device__ __forceinline__ constexpr uint32_t power_of_two() {
   constexpr bool IS_BF16 = Element<T>::is_bf16;
   constexpr uint32_t BITS = IS_BF16 ? (127 + EXPONENT) << 7 : (15 + EXPONENT) << 10;
   return (BITS | (NEGATIVE ? 0x8000u : 0u)) * 0x10001u;

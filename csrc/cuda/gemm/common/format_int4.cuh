@@ -9,6 +9,20 @@
 
 #include "cuda/gemm/common/format.cuh"
 
+/* Dequantizes nibbles I of both halves of a word by the scale and the zero point in half HALF of
+ * `scales` and `zeros`, which are converted as GroupScales does. */
+template <class T, bool ZEROS, int I, int HALF>
+__device__ __forceinline__ uint32_t int4_values(uint32_t word, uint32_t scales, uint32_t zeros) {
+  const uint32_t moved = I < 2 ? word : word >> 8;
+  const uint32_t s = both_halves<HALF>(scales), z = both_halves<HALF>(zeros);
+  constexpr uint32_t NIBBLES = 0x000f000fu << I % 2 * 4;
+  if constexpr (Element<T>::is_bf16)
+    return ZEROS ? multiply2<T>(fma2<T>(moved & NIBBLES, power_of_two<T, 0>(), z), s)
+                 : fma2<T>(moved & NIBBLES, s, z);
+  const uint32_t number = and_or(moved, NIBBLES, power_of_two<T, 10>());
+  return multiply2<T>(fma2<T>(number, power_of_two<T, I % 2 * -4>(), z), s);
+}
+
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS> {
   using F = FormatTraits<MOELORA_KERNEL_INT4>;
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
@@ -46,22 +60,41 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
     }
   }
 
-  __device__ __forceinline__ void select(int slab) {
-#pragma unroll
-    for (int row = 0; row < 2; row++)
-      scales[row] >>= slab / 2 * 16, zeros[row] >>= slab / 2 * 16;
+  template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
+    return int4_values<T, ZEROS, I, SLAB / 2>(word, scales[I % 2], zeros[I % 2]);
+  }
+};
+
+template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> {
+  using F = FormatTraits<MOELORA_KERNEL_INT4>;
+  static constexpr bool IS_BF16 = Element<T>::is_bf16;
+  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
+
+  uint32_t scales, zeros; // as above: low half for r, high half for r + 8
+
+  __device__ __forceinline__ void load(uint32_t at, uint32_t behind, int slab,
+                                       moelora_format format) {
+    const bool halves = F::groups(format) == 2; // a scale for slabs 0 and 1, one for 2 and 3
+    const uint32_t two = __byte_perm(load_shared_4(at), load_shared_4(at + (halves ? 4 : 0)),
+                                     !halves    ? 0x3210
+                                     : slab < 2 ? 0x5410
+                                                : 0x7632);
+    if constexpr (ZEROS) {
+      const uint32_t z0 = load_shared_2(behind), z1 = load_shared_2(behind + (halves ? 2 : 0));
+      const uint32_t both = __byte_perm(z0, z1, !halves ? 0x1100 : slab < 2 ? 0x4400 : 0x5511);
+      const uint32_t numbers = moelora_has_zeros(format) ? both & 0x00ff00ffu : 0x00080008u;
+      zeros = (numbers & 0xffffu) + (numbers & 0xffff0000u) * 16 +
+              (IS_BF16 ? 0x80008000u : 0xd400e400u);
+    } else {
+      zeros = multiply2<T>(two, power_of_two<T, 3 - MISSING, true>());
+    }
+    constexpr uint32_t LOW = power_of_two<T, IS_BF16 ? 133 - MISSING : 0>();
+    constexpr uint32_t HIGH = power_of_two<T, IS_BF16 ? 129 - MISSING : 0>();
+    scales = IS_BF16 ? multiply2<T>(two, (LOW & 0xffffu) | (HIGH & 0xffff0000u)) : two;
   }
 
-  template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
-    const uint32_t moved = I < 2 ? word : word >> 8;
-    const uint32_t s = both_halves<SLAB / 2>(scales[I % 2]),
-                   z = both_halves<SLAB / 2>(zeros[I % 2]);
-    constexpr uint32_t NIBBLES = 0x000f000fu << I % 2 * 4;
-    if constexpr (IS_BF16)
-      return ZEROS ? multiply2<T>(fma2<T>(moved & NIBBLES, power_of_two<T, 0>(), z), s)
-                   : fma2<T>(moved & NIBBLES, s, z);
-    const uint32_t number = and_or(moved, NIBBLES, power_of_two<T, 10>());
-    return multiply2<T>(fma2<T>(number, power_of_two<T, I % 2 * -4>(), z), s);
+  template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
+    return int4_values<T, ZEROS, I, I % 2>(word, scales, zeros);
   }
 };
 

@@ -9,6 +9,13 @@
 #include "cuda/gemm/common/e2m1.cuh"
 #include "cuda/gemm/common/format.cuh"
 
+/* Converts two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96 in bf16, which is
+ * harmless since the values are zero. */
+template <class T> __device__ __forceinline__ uint32_t nvfp4_scales(uint32_t two) {
+  constexpr uint32_t EXPONENT = (127 + 118 - 22) << 7;
+  return Element<T>::is_bf16 ? (two << 4) + EXPONENT * 0x10001u : two << 7;
+}
+
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS> {
   uint32_t scales[2][2]; // of r and r + 8: k16 slabs 0 and 1, then 2 and 3
 
@@ -16,27 +23,27 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS
 #pragma unroll
     for (int row = 0; row < 2; row++) {
       const uint32_t four = load_shared_4(at + 4 * row);
-      scales[row][0] = to_floats(__byte_perm(four, 0, 0x4140));
-      scales[row][1] = to_floats(__byte_perm(four, 0, 0x4342));
+      scales[row][0] = nvfp4_scales<T>(__byte_perm(four, 0, 0x4140));
+      scales[row][1] = nvfp4_scales<T>(__byte_perm(four, 0, 0x4342));
     }
-  }
-
-  __device__ __forceinline__ void select(int slab) {
-#pragma unroll
-    for (int row = 0; row < 2; row++)
-      scales[row][0] = (slab < 2 ? scales[row][0] : scales[row][1]) >> slab % 2 * 16;
   }
 
   template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     return multiply2<T>(e2m1<T, I>(word), both_halves<SLAB % 2>(scales[I % 2][SLAB / 2]));
   }
+};
 
-private:
-  /* Converts two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96 in bf16, which
-   * is harmless since the values are zero. */
-  static __device__ __forceinline__ uint32_t to_floats(uint32_t two) {
-    constexpr uint32_t EXPONENT = (127 + 118 - 22) << 7;
-    return Element<T>::is_bf16 ? (two << 4) + EXPONENT * 0x10001u : two << 7;
+template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_NVFP4, T, ZEROS> {
+  uint32_t scales; // of r and of r + 8
+
+  __device__ __forceinline__ void load(uint32_t at, uint32_t, int slab, moelora_format) {
+    const uint32_t two =
+        __byte_perm(load_shared_4(at), load_shared_4(at + 4), 0x4400 + slab * 0x1111);
+    scales = nvfp4_scales<T>(two & 0x00ff00ffu);
+  }
+
+  template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
+    return multiply2<T>(e2m1<T, I>(word), both_halves<I % 2>(scales));
   }
 };
 

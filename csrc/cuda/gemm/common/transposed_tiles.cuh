@@ -45,13 +45,12 @@ template <class T> struct SlabPair {
     for (int i = 0; i < 2; i++) {
       const int at = pair + i * (interleaved ? 4 : 8);
       const uint32_t word = load_shared_4(values + at * 64);
-      GroupScales<KERNEL, T, ZEROS> of_rows;
-      of_rows.load(scales + at * 2 * row_bytes, zeros + at * 2 * groups, format);
-      of_rows.select(slab);
-      v[i][0] = whole<F>(of_rows.template value<0, 0>(word), of_tile);
-      v[i][1] = whole<F>(of_rows.template value<0, 1>(word), of_tile);
-      v[i][2] = whole<F>(of_rows.template value<0, 2>(word), of_tile);
-      v[i][3] = whole<F>(of_rows.template value<0, 3>(word), of_tile);
+      SlabScales<KERNEL, T, ZEROS> of_rows;
+      of_rows.load(scales + at * 2 * row_bytes, zeros + at * 2 * groups, slab, format);
+      v[i][0] = whole<F>(of_rows.template value<0>(word), of_tile);
+      v[i][1] = whole<F>(of_rows.template value<1>(word), of_tile);
+      v[i][2] = whole<F>(of_rows.template value<2>(word), of_tile);
+      v[i][3] = whole<F>(of_rows.template value<3>(word), of_tile);
     }
     // Values 0 and 2 are of r, 1 and 3 of r + 8; 0 and 1 of the first eight columns. A slab is both
     // halves of one pair; interleaved, it is the same half of both.
@@ -62,19 +61,23 @@ template <class T> struct SlabPair {
   }
 
   /* From an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that of
-   * this lane's row i, the others `step` bytes apart. */
+   * this lane's row i, the others `step` bytes apart; 0: all rows have it. */
   __device__ __forceinline__ void load_fp8(uint32_t rows, uint32_t scale, uint32_t step) {
     uint32_t words[4];
     load_matrix_x4(words, rows);
-    float of_rows[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      of_rows[i] = __uint_as_float(load_shared_4(scale + i * step));
+    const auto of_row = [&](int i) { return __uint_as_float(load_shared_4(scale + i * step)); };
+    const float first = of_row(0);
+    uint32_t scales[2] = {e4m3_scales<T>(first, first)};
+    scales[1] = scales[0];
+    if (step) {
+      scales[0] = e4m3_scales<T>(first, of_row(1));
+      scales[1] = e4m3_scales<T>(of_row(2), of_row(3));
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint32_t scales = e4m3_scales<T>(of_rows[2 * i], of_rows[2 * i + 1]);
-      transpose(i, e4m3<T, 0, 0>(words[2 * i], scales), e4m3<T, 1, 0>(words[2 * i], scales),
-                e4m3<T, 0, 1>(words[2 * i + 1], scales), e4m3<T, 1, 1>(words[2 * i + 1], scales));
+      const uint32_t low = words[2 * i], high = words[2 * i + 1];
+      transpose(i, e4m3<T, 0, 0>(low, scales[i]), e4m3<T, 1, 0>(low, scales[i]),
+                e4m3<T, 0, 1>(high, scales[i]), e4m3<T, 1, 1>(high, scales[i]));
     }
   }
 
