@@ -141,7 +141,6 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
   access.halves = quantizes_halves(&problem->w);
-  access.weighted = problem->mul_routed_weight;
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,

@@ -9,8 +9,9 @@ static bool has_adapters(const moelora_projection_load *load) {
 
 static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
                                          const moelora_variant *v) {
-  const bool sm90 = v->needs == MOELORA_SM90;
-  if (load->weighted || (sm90 && load->out && !moelora_stores_by_row(v)))
+  if (load->out && moelora_stores_by_row(v))
+    return MOELORA_EPILOGUE_PLAIN;
+  if (load->weighted || (load->out && v->needs == MOELORA_SM90))
     return MOELORA_EPILOGUE_GENERAL;
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }

@@ -99,10 +99,10 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
 
 /* A layer chooses the layout of its results. The largest Hopper kernels, those that share weights
  * in a cluster and those that dequantize into registers, store flat rows only by their kernels for
- * training, which apply no routing weights. */
-static bool stores_output(const moelora_variant *v, const moelora_access *access) {
+ * training, which not all have. */
+static bool stores_flat_rows(const moelora_variant *v) {
   return (v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128)) ||
-         (!access->weighted && moelora_stores_by_row(v));
+         moelora_stores_by_row(v);
 }
 
 /* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row
@@ -134,8 +134,7 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
       return "no tensor map covers the weights, or something allows no 16-byte accesses";
     if (access->halves)
       return "it takes no FP8 x with scales of 64 columns";
-    return access->layer || stores_output(v, access) ? NULL
-                                                     : "it stores outputs of whole layers alone";
+    return access->layer || stores_flat_rows(v) ? NULL : "it stores outputs of whole layers alone";
   }
   /* Larger tiles would spill with element-wise copies. */
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS

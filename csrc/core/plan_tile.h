@@ -11,7 +11,6 @@ typedef struct moelora_access {
   bool few;       /* few enough tokens and rows that a single launch is faster */
   bool saves;     /* a layer that also stores what its backward needs */
   bool layer;     /* a whole layer, whose results have the layout of its kernels */
-  bool weighted;  /* a projection that applies routing weights */
   int64_t x_rows; /* maximum offset of rows of x; FP8 x is in the workspace */
   int64_t x_stride, k;
   moelora_kernel_format format;

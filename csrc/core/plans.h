@@ -200,8 +200,8 @@ typedef struct moelora_expand_plan {
 /* Epilogue of a projection's kernel. */
 typedef enum moelora_epilogue_plan {
   MOELORA_EPILOGUE_GENERAL, /* any */
-  MOELORA_EPILOGUE_PLAIN, /* bias, relu2 or no activation; like all below without routing weights */
-  MOELORA_EPILOGUE_GATED, /* bias and a gated activation */
+  MOELORA_EPILOGUE_PLAIN,   /* bias, relu2 or no activation; Hopper, by flat row: routing weights */
+  MOELORA_EPILOGUE_GATED,   /* bias and a gated activation */
 } moelora_epilogue_plan;
 
 /* Launch mode for grids with fewer CTAs than the GPU holds at once. */

@@ -8,6 +8,7 @@ from cases import EDGE_CASES, Problem, Spec, random_specs
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
 
 import moelora
+from moelora import _C
 from moelora.reference import fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm
 
 
@@ -162,3 +163,21 @@ def test_offsets_beyond_int32(tensor, device):
     ref = fused_moe_lora_gemm_ref(**small)
     naive = naive_fused_moe_lora_gemm(**small)
     assert_close_to_ref(expected, ref, naive, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tokens, tile", [(2048, "144x256x64x2"), (16, "16x128x64")])
+def test_projections_take_the_tiles_of_layers(tokens, tile, weighted):
+    """Hopper's largest kernels store flat rows, with routing weights and without."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("tiles of Hopper")
+    x, w = torch.randn(tokens, 64), torch.randn(4, 256, 64)
+    weights, ids = torch.rand(tokens, 4).topk(2)
+    arguments = [v.to("cuda", torch.bfloat16) for v in (x, w)] + [weights.cuda(), ids.cuda()]
+    got = moelora.fused_moe_lora_gemm(*arguments, mul_routed_weight=weighted)
+    assert _C.last_plan().startswith(f"w=gemm_bf16_{tile}_sm90 ")
+    x, w = (v.double() for v in arguments[:2])
+    ref = torch.einsum("mk,mjnk->mjn", x, w[arguments[3]])
+    ref = ref * arguments[2].double().unsqueeze(-1) if weighted else ref
+    assert (got.double() - ref).abs().max() <= 2**-8 * ref.abs().max()

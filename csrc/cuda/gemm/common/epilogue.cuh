@@ -124,6 +124,26 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
+  /* Multiplies all tokens of `block` by their routing weights, where no activation follows. */
+  template <int N>
+  __device__ __forceinline__ void weigh(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                        int block) const {
+    if (!g.epilogue.weighted)
+      return;
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int first = 0; first < N; first += 32) {
+      const float here = routed_weight<E>(g, block, first + lane);
+#pragma unroll
+      for (int i = 0; i < 8 && first + 4 * i < N; i++) { // each of a thread's two tokens in four n8
+        const float weight = __shfl_sync(0xffffffffu, here, i / 2 * 8 + (lane & 3) * 2 + i % 2);
+        const int at = (first / 8 + i / 2) * 4 + i % 2;
+        d[0][at] *= weight, d[0][at + 2] *= weight;
+        d[1][at] *= weight, d[1][at + 2] *= weight;
+      }
+    }
+  }
+
   /* Applies gated activation and routing weight to up to 32 tokens of `block`, starting at
    * `first`, in place. The outputs of a gated projection end up in d[0]. */
   template <int N>

@@ -152,6 +152,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     } else {
       epilogue.template begin<T, N>(rAcc, g);
     }
+    if constexpr (S::BY_ROW)
+      epilogue.template weigh<N>(rAcc, g, header.tile.block);
     if (WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
     if (SAVES_LINES)

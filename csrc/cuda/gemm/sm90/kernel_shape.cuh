@@ -57,7 +57,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
   static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs
-  static constexpr bool BY_ROW = false;                    // outputs are ordered by flat row
+  static constexpr bool BY_ROW =
+      false; // outputs by flat row, with routing weights if there are any
 };
 
 /* Shape that schedules tiles in runs, for projections that are not gated: w2 of narrow experts has
