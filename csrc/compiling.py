@@ -159,7 +159,7 @@ def cuda_arch_flags(source):
 SPARED_BYTES = 16
 SPARED_BYTES_OF = {
     r"(gemm|saving)_\w+_w8a8_\d+": 640,
-    r"(gemm|saving)_\w+_fp8_\d+": 984,
+    r"sm90/(gemm|saving)_\w+_fp8_\d+": 984,
     r"(gemm|saving)_\w+_int4_\d+": 336,
     r"(gemm|saving)_\w+_mxfp4_\d+": 224,
     r"blocks|windows": 128,
@@ -170,9 +170,11 @@ SPARED_BYTES_OF = {
 
 
 def spared_bytes(source):
-    stem = Path(source).stem
-    found = (limit for name, limit in SPARED_BYTES_OF.items() if re.fullmatch(name, stem))
-    return next(found, SPARED_BYTES)
+    stem, folder = Path(source).stem, Path(source).parent.name
+    for name, limit in SPARED_BYTES_OF.items():
+        if re.fullmatch(name, stem) or re.fullmatch(name, f"{folder}/{stem}"):
+            return limit
+    return SPARED_BYTES
 
 
 def report_ptxas(source, text):

@@ -17,8 +17,7 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 /* Whether a row for projections also has a kernel that stores values before the activation. */
 bool moelora_variant_saves(const moelora_variant *variant);
-/* Whether a Hopper row has a kernel with a PLAIN epilogue whose outputs are ordered by flat row.
- */
+/* Whether a Hopper row has a kernel whose PLAIN epilogue stores flat rows. */
 bool moelora_stores_by_row(const moelora_variant *variant);
 
 /* device.c: whether this build contains the kernels of the variant. Variants excluded by

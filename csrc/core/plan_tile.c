@@ -97,12 +97,19 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* A layer chooses the layout of its results. The largest Hopper kernels, those that share weights
- * in a cluster and those that dequantize into registers, store flat rows only by their kernels for
- * training, which not all have. */
+/* Outputs of a projection alone are flat rows; a layer chooses the layout of its own. Hopper's
+ * quantized tiles of 128 weight rows have a GENERAL epilogue for them. */
 static bool stores_flat_rows(const moelora_variant *v) {
-  return (v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128)) ||
-         moelora_stores_by_row(v);
+  return moelora_stores_by_row(v) || (v->cluster == 1 && v->block_n == 128);
+}
+
+/* A forward has the same bits with and without values for a backward, but mma.sync and wgmma add up
+ * FP8 products differently. If w13 is dequantized and x of w2 is FP8, no two Hopper rows go
+ * together that store these values: portable rows serve such a layer in either case. */
+static bool trains_on_hopper(const moelora_access *access) {
+  const bool dequantized = moelora_is_quantized(moelora_format_of_kernel(access->format)) &&
+                           !moelora_is_e4m3_kernel(access->format);
+  return !(access->layer && dequantized && moelora_is_e4m3_kernel(access->second));
 }
 
 /* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row
@@ -134,6 +141,8 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
       return "no tensor map covers the weights, or something allows no 16-byte accesses";
     if (access->halves)
       return "it takes no FP8 x with scales of 64 columns";
+    if (!trains_on_hopper(access))
+      return "FP8 products of w2 would add up otherwise than in training";
     return access->layer || stores_flat_rows(v) ? NULL : "it stores outputs of whole layers alone";
   }
   /* Larger tiles would spill with element-wise copies. */

@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
-from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
+from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan, rows_of
 from test_plan_quantized import quantized
 
+SAVING = {row[0] for row in rows_of("csrc/cuda/variants.inc", "SAVING")}
 FIXTURES = (answer, print_plan, quantized)
 
 # Of x as it is, and of x in FP8.
@@ -42,6 +43,30 @@ def test_fp8_tokens_with_scales_of_64_columns_take_portable_tiles(answer):
     for pair in (("w8a8_g64", "w8a8_g64"), ("fp8", "w8a8_g64")):
         for name in answer(("cuda", 90), "formats", *pair, tokens=1024).split()[0:8:7]:
             assert name.endswith("_sm80")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_layer_trains_by_the_instructions_that_serve_it(answer, dtype):
+    """Of rows that store values for a backward, some fit a w2 with FP8 tokens: in one family."""
+    kernels = ("native", "mxfp4", "nvfp4", "int4", "fp8", "w8a8")
+    for name, tokens in itertools.product(kernels, (16, 1024, 4096)):
+        words = answer(
+            ("cuda", 90), "formats", name, "w8a8", tokens=tokens, dtype=DTYPES[dtype.upper()]
+        ).split()
+        serves = ROWS[words[0]]
+        saving = [
+            row
+            for row in CUDA_ROWS
+            if (row.dtype, row.format) == (serves.dtype, serves.format)
+            and (row.format == "NATIVE" or row.name in SAVING)
+            and any(
+                (w2.format, w2.dtype, w2.family, w2.block_m, w2.cluster)
+                == ("W8A8", row.dtype, row.family, row.block_m, row.cluster)
+                for w2 in CUDA_ROWS
+            )
+        ]
+        assert ("SM90" in {row.family for row in saving}) == (serves.family == "SM90")
+        assert saving and ROWS[words[7]].family == serves.family
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

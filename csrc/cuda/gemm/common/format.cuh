@@ -118,9 +118,8 @@ struct LaneOffsets {
   }
 
 private:
-  /* Values: what ldmatrix takes, 16 bytes of row lane % 16 in k16 slab lane / 16
-   * (moelora_fp8_offset).
-   */
+  /* values: address for ldmatrix.x4, 16 bytes of row lane % 16 in k16 slab lane / 16 (see
+   * moelora_fp8_offset). */
   static __device__ __forceinline__ LaneOffsets fp8_offsets(int warp, moelora_format format) {
     const int lane = threadIdx.x & 31, row = warp * 16 + (lane & 15);
     const int of_row = moelora_has_row_scales(format) ? warp * 16 + lane / 4 : 0;
@@ -179,13 +178,14 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
   }
 };
 
-/* The same of one half of an FP8 tile's K extent, whose slabs are dequantized in order. */
+/* The same of half of an FP8 tile, 64 elements of K. Its k16 slabs are dequantized in order. */
 template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS> {
-  uint32_t words[4]; // of r and r + 8, in a k16 slab and in the next one
-  uint32_t values;   // address of slabs 0 and 1
+  uint32_t words[4]; // of r and r + 8, in an even slab; then in the next slab
+  uint32_t values;   // shared memory address for ldmatrix of slabs 0 and 1
   uint32_t scales;   // packed: of r and of r + 8
 
-  /* Loads from half `span` of the tile at `tile` in shared memory, a multiple of 128. */
+  /* Loads from half `span` of a tile in shared memory. The swizzle is applied to addresses by xor:
+   * `tile` must be a multiple of 128. */
   __device__ __forceinline__ void load_span(uint32_t tile, int span, const LaneOffsets &at,
                                             moelora_format format) {
     values = tile + at.values ^ span * 64;
@@ -196,8 +196,8 @@ template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS>
                             __uint_as_float(load_shared_4(scale + (rows ? 32 : 0))));
   }
 
-  /* Dequantizes k16 slab SLAB of this half. After slab 1 loads slabs 2 and 3: words of all four
-   * would take registers that the accumulators need. */
+  /* Dequantizes k16 slab SLAB. Slab 1 then loads slabs 2 and 3: the words of all four would take
+   * registers that the accumulators need. */
   template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) {
     const uint32_t low = words[SLAB % 2 * 2], high = words[SLAB % 2 * 2 + 1];
     a[0] = e4m3<T, 0, 0>(low, scales);

@@ -61,7 +61,7 @@ template <class T> struct SlabPair {
   }
 
   /* From an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that of
-   * this lane's row i, the others `step` bytes apart; 0: all rows have it. */
+   * this lane's row i; step: bytes to that of row i + 8, or 0 if all rows share one. */
   __device__ __forceinline__ void load_fp8(uint32_t rows, uint32_t scale, uint32_t step) {
     uint32_t words[4];
     load_matrix_x4(words, rows);

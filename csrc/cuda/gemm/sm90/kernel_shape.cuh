@@ -52,13 +52,13 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens
-  // Kernels whose epilogue supports any projection; the others only support those of a whole
-  // layer.
+  // Whether there is a kernel with the GENERAL epilogue, for projections alone. Rows without one
+  // use ByRow, if at all.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
   static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs
-  static constexpr bool BY_ROW =
-      false; // outputs by flat row, with routing weights if there are any
+  // A PLAIN epilogue that stores flat rows and applies routing weights.
+  static constexpr bool BY_ROW = false;
 };
 
 /* Shape that schedules tiles in runs, for projections that are not gated: w2 of narrow experts has

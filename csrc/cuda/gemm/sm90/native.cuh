@@ -28,8 +28,8 @@ constexpr int native_producer_registers(int tokens, int consumers) {
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
 struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_NATIVE>,
                      RegisterBudget<native_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
-  static constexpr int GATHER_LANES = 8; // threads per row of x
-  static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1;
+  static constexpr int GATHER_LANES = 8;          // threads per row of x
+  static constexpr bool GENERAL_EPILOGUE = false; // see ByRow
 
   struct Stage {
     SwizzledRow sW[2 * CONSUMERS][64]; // m64 tiles of weight rows

@@ -10,19 +10,20 @@
 
 constexpr int kQuantizedSpans = 2;
 
-/* sW: m64 tile i begins at i SLOT_BYTES; its tiles along K follow one another. */
+/* sW: m64 tile i begins at i * SLOT_BYTES; its quantized tiles along K are contiguous. */
 template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedStage {
   using Format = FormatTraits<FORMAT>;
   static constexpr int SLOT_BYTES =
       kQuantizedSpans * kDepth / Format::TILE_DEPTH * Format::MAX_TILE_BYTES;
+  static_assert(!Format::IS_FP8 || SLOT_BYTES % 128 == 0, "TileFragment swizzles addresses by xor");
 
   uint8_t sW[(TILES * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
   SwizzledRow sX[kQuantizedSpans][TOKENS];               // token rows
 };
 
 /* Producer of the weights of a k step. One bulk copy covers both spans of an m64 tile: a single
- * lane issues all copies and cannot saturate memory with small ones. In a 4-bit tile past the end
- * of K, x is zero and weights may be anything: load the last tile again. */
+ * lane issues all copies and cannot saturate memory with small ones. If the second 4-bit tile is
+ * past the end of K, x is zero there and weights may be anything: load the first one again. */
 template <class S> struct QuantizedLoads : WeightTiles<S> {
   static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
     return weight_tile_bytes<S>(g, tile);

@@ -1,5 +1,5 @@
-/* Hopper, for training: activated projections that also store values before the activation, and
- * plain ones whose outputs are ordered by flat row. */
+/* Hopper: for training, activated projections that also store values before the activation; for
+ * training and for projections alone, PLAIN epilogues that store flat rows. */
 #ifndef MOELORA_CUDA_SM90_SAVING_CUH
 #define MOELORA_CUDA_SM90_SAVING_CUH
 
