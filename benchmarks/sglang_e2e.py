@@ -4,13 +4,16 @@
     python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
     python -m benchmarks.sglang_e2e --servers "sglang, v2;moelora, v2" --checked "sglang, v2" ...
     python -m benchmarks.sglang_e2e --format fp8 --servers ... --out ...-e2e-sglang-fp8.json
+    python -m benchmarks.sglang_e2e --format modelopt --servers "sglang, marlin;moelora, marlin" ...
 
 One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
 moelora, which it finds by its entry point as after `pip install`. From SGLang 0.5.23 on "v2" is its
-LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`. Answers are
-of four layers, for more of random weights make other numbers of a rounding; float32 transformers
-with merged adapters judge them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
+LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`, which needs
+nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has for NVFP4 of ModelOpt alone
+(`--format modelopt`) and which is its only one for that. Answers are of four layers, for more of
+random weights make other numbers of a rounding; float32 transformers with merged adapters judge
+them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
 
 All servers have the same options (`COMMON`, in the result file): graphs of decode for the batch
 sizes that are timed, none of prefill, which take a minute to capture. Starting a server takes
@@ -70,6 +73,14 @@ SERVERS = {  # {name: (its flags, whether moelora is on)}
     "sglang, v2": ((*V2, "lora_triton"), False),
     "sglang, v2 cutedsl": ((*V2, "lora_cutedsl"), False),
     "moelora, v2": ((*V2, "lora_triton"), True),
+    "sglang, marlin": ((*V2, "lora_marlin"), False),
+    "moelora, marlin": ((*V2, "lora_marlin"), True),
+}
+CHECKED = {  # SGLang's servers whose answers are compared, each with moelora's
+    "sglang": "moelora",
+    "sglang, v2": "moelora, v2",
+    "sglang, v2 cutedsl": "moelora, v2",  # which replaces either
+    "sglang, marlin": "moelora, marlin",
 }
 USUAL = ("sglang, no LoRA", "sglang", "sglang, virtual experts", "moelora")
 TARGETS = [
@@ -86,8 +97,12 @@ TARGETS = [
         ("moelora", "decode", "sglang, virtual experts", "4 mixed", 1.3),
         ("moelora, v2", "prefill", "sglang, no LoRA", "base", 1.0),
         ("moelora, v2", "prefill", "sglang, v2", "4 mixed", 1.3),
+        ("moelora, v2", "prefill", "sglang, v2 cutedsl", "4 mixed", 1.3),
         ("moelora, v2", "decode", "sglang, v2", "4 mixed", 1.3),
         ("moelora, v2", "decode", "sglang, v2 cutedsl", "4 mixed", 1.3),
+        ("moelora, marlin", "prefill", "sglang, no LoRA", "base", 1.0),
+        ("moelora, marlin", "prefill", "sglang, marlin", "4 mixed", 1.3),
+        ("moelora, marlin", "decode", "sglang, marlin", "4 mixed", 1.3),
     )
 ]
 
@@ -246,8 +261,8 @@ class Bench(Stages):
         self.write()
 
     def checked(self):
-        """The server that answers are compared with, and moelora's with the same options."""
-        return self.args.checked, self.args.checked.replace("sglang", "moelora")
+        """The server that answers are compared with, and moelora's."""
+        return self.args.checked, CHECKED[self.args.checked]
 
     def references(self):
         """transformers in fp32 with adapters merged, against the prompts of both, side by side."""
@@ -260,7 +275,7 @@ class Bench(Stages):
             write_replies(lps, found)
             dense = f"{self.quantized()}-dense" if self.args.format else self.work / "model"
             command = [sys.executable, *self.hold_against]
-            command += ["--tol", SAME_FP8] if self.args.format else []
+            command += ["--tol", SAME_FP8] if self.args.format == "fp8" else []
             command += ["--model", dense, "--lps", lps]
             jobs[name] = self.job(f"reference of {name}", command, 150)
         for name, job in jobs.items():
@@ -319,14 +334,14 @@ def parse(argv=None):
         help="of decode, commas between",
     )
     p.add_argument("--reps", type=int, default=5)
-    p.add_argument("--format", choices=("fp8",), help="of experts; needs triton_v2")
+    p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
     p.add_argument("--at-once", type=int, default=1, help="servers that start together")
     p.add_argument("--start-s", type=float, default=240, help="of each, longer ones are stopped")
     p.add_argument("--port", type=int, default=30211)
     p.add_argument(
         "--servers", type=lambda text: text.split(";"), default=list(USUAL), help="; between"
     )
-    p.add_argument("--checked", choices=("sglang", "sglang, v2"), default="sglang")
+    p.add_argument("--checked", choices=CHECKED, default="sglang", help="whose answers")
     return p.parse_args(argv)
 
 

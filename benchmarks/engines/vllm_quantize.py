@@ -11,6 +11,7 @@ int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
 gptq         symmetric, groups of 128, in the order of the columns
 awq          as AutoAWQ has it, with zero points, groups of 128
 nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights alone
+modelopt     NVFP4 as ModelOpt has it, with scales of the activations, which are 1
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
 fp8_tensor   a scale for each projection of each expert
@@ -102,6 +103,17 @@ def nvfp4(weight):
     }, dense.flatten(1)
 
 
+def modelopt(weight):
+    """The numbers of `nvfp4`, whose tensor's scale is a factor here and a divisor there."""
+    parts, dense = nvfp4(weight)
+    return {
+        "weight": parts["weight_packed"],
+        "weight_scale": parts["weight_scale"],
+        "weight_scale_2": 1 / parts["weight_global_scale"].reshape(()),
+        "input_scale": torch.ones(()),
+    }, dense
+
+
 def e4m3(weight, dim):
     """Quantize to (e4m3 values, scales reduced over `dim`, dequantized weight)."""
     scales = (weight.float().abs().amax(dim, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
@@ -127,7 +139,9 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {f.__name__: f for f in (int4, gptq, awq, nvfp4, fp8, fp8_channel, fp8_tensor)}
+FORMATS = {
+    f.__name__: f for f in (int4, gptq, awq, nvfp4, modelopt, fp8, fp8_channel, fp8_tensor)
+}
 PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
 
 
@@ -153,6 +167,11 @@ def settings(format, layers):
         weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
         weights |= {"strategy": "tensor_group", "group_size": 16}
         return compressed("nvfp4-pack-quantized", weights)
+    if format == "modelopt":
+        plain = ["lm_head", "*self_attn*", "*mlp.gate"]
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16} | {
+            "ignore": plain
+        }
     if format == "gptq":
         plain = {f"-:{name}": {} for name in ("lm_head", r".*self_attn\..*", r".*mlp\.gate$")}
         order = {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "dynamic": plain}

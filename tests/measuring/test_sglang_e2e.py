@@ -129,17 +129,34 @@ def test_the_second_design_of_sglang(tmp_path, server):
 
 
 @pytest.mark.slow
-def test_quantized_experts(tmp_path, server):
-    """Judged by the same numbers unquantized, with the tolerance of quantized activations."""
-    words = ("--servers", "sglang, v2;moelora, v2", "--checked", "sglang, v2", "--sequences", "1")
-    code, written, log = run(tmp_path, *words, "--format", "fp8")
+@pytest.mark.parametrize(
+    "format, names, tolerance",
+    [
+        ("fp8", ("sglang, v2", "moelora, v2"), "--tol 0.5 "),
+        ("modelopt", ("sglang, marlin", "moelora, marlin"), ""),
+    ],
+)
+def test_quantized_experts(tmp_path, server, format, names, tolerance):
+    """Judged by the same numbers unquantized; quantized activations have a tolerance of their
+    own."""
+    words = ("--servers", ";".join(names), "--checked", names[0], "--sequences", "1")
+    code, written, log = run(tmp_path, *words, "--format", format)
     assert code == 0, log
     stages = [stage["stage"] for stage in written["meta"]["stages"]]
     assert stages.count("quantize model") == 2
+    assert {row["run"] for row in topics(written, "reference")} == {*names}
     for row in topics(written, "reference"):
         said = row["said"][-1]
-        assert row["ok"] and said.startswith("judged --tol 0.5 --model")
-        assert "model-fp8-dense" in said
+        assert row["ok"] and said.startswith(f"judged {tolerance}--model")
+        assert f"model-{format}-dense" in said
+
+
+def test_answers_of_another_backend_are_compared_with_the_runner_that_replaces_it(tmp_path, server):
+    words = ("--only", "answers", "--checked", "sglang, v2 cutedsl", "--sequences", "1")
+    code, written, log = run(tmp_path, *words)
+    assert code == 0, log
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert "moelora, v2, sglang, v2 cutedsl: mixed" in compared
 
 
 def test_a_layer_that_fell_back_is_found(tmp_path, server, monkeypatch):

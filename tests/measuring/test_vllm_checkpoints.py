@@ -72,6 +72,19 @@ def test_nvfp4_checkpoints_are_what_their_dense_ones_say(tmp_path):
     assert torch.equal(quantized[gate], plain[gate])
 
 
+def test_modelopt_checkpoints_are_what_their_dense_ones_say(tmp_path):
+    (expert, gate), plain, quantized, dense, config = quantized_and_dense(tmp_path, "modelopt")
+    assert (config["quant_method"], config["quant_algo"]) == ("modelopt", "NVFP4")
+    stem = expert.removesuffix("weight")
+    codes, scales, whole = (
+        quantized[f"{stem}{n}"][None] for n in ("weight", "weight_scale", "weight_scale_2")
+    )
+    weights = moelora.QuantizedWeights.from_nvfp4(codes, scales, weight_scale_2=whole)
+    assert torch.equal(weights.unpack()[0], dense[expert])
+    assert quantized[f"{stem}input_scale"] == 1
+    assert torch.equal(quantized[gate], plain[gate])
+
+
 def test_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path):
     (expert, _), _, quantized, dense, config = quantized_and_dense(tmp_path, "fp8")
     assert config["weight_block_size"] == [128, 128]
