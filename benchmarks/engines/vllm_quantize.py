@@ -139,9 +139,7 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {
-    f.__name__: f for f in (int4, gptq, awq, nvfp4, modelopt, fp8, fp8_channel, fp8_tensor)
-}
+FORMATS = {f.__name__: f for f in (int4, gptq, awq, nvfp4, modelopt, fp8, fp8_channel, fp8_tensor)}
 PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
 
 

@@ -5,6 +5,7 @@
     pip download --no-deps sglang==0.5.23 && python -m zipfile -e sglang-0.5.23*.whl DIR/0.5.23
 """
 
+import ast
 import logging
 import os
 import re
@@ -143,6 +144,25 @@ def test_layers_of_gptq_and_awq_refuse_the_runners_of_adapters(release):
     ):
         text = (release / "sglang/srt" / name).read_text()
         assert "assert get_moe_runner_backend().is_auto()" in text
+
+
+def test_kernels_of_triton_v2_by_format(release):
+    """The table of docs/serving.md; a format runs its first kernel where the named one has none."""
+    only_where_there_is_triton_v2(release)
+    text = (release / "sglang/srt/lora/moe/base_gemm_provider/__init__.py").read_text()
+    tree = ast.parse(text)
+    (vendors,) = (n.value for n in tree.body if ast.unparse(n).startswith("VENDORS = "))
+    assert ast.literal_eval(vendors) == {
+        "bf16": ("cutedsl", "triton"),
+        "fp8": ("cutedsl", "triton"),
+        "nvfp4": ("marlin",),
+    }
+    assert "vendor = vendors[0]" in text
+    text = (release / "sglang/srt/layers/quantization/modelopt_quant.py").read_text()
+    assert "if moe_runner_backend.is_lora() and not self._lora_marlin:" in text
+    assert "use_marlin_fallback = (8, 0) <= capability < (10, 0)" in text  # Hopper, too
+    text = (release / "sglang/srt/lora/moe/runner.py").read_text()
+    assert "if major not in (9, 10):" in text
 
 
 def test_buffers_are_laid_out_as_they_are_read(release):
