@@ -160,7 +160,7 @@ static Case draw_case(uint64_t n) {
   for (int64_t i = draw(1, 3); i > 0; i--)
     c.products.push_back(draw_product(c,
                                       split || many         ? 40
-                                      : aligned && !maybe() ? 700
+                                      : aligned && !maybe() ? 1300 // a second tile, see kFewColumns
                                                             : 300,
                                       aligned));
   c.bias = {draw_operand(c, (moelora_row_index)draw(0, 2), draw(1, 200)), maybe(),
