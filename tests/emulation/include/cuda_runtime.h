@@ -99,9 +99,7 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t s) {
   const uint64_t both = (uint64_t)y << 32 | x;
   uint32_t r = 0;
   for (int i = 0; i < 4; i++) {
-    uint32_t byte = (uint32_t)(both >> 8 * (s >> 4 * i & 7)) & 0xff;
-    if (s >> 4 * i & 8)
-      byte = byte & 0x80 ? 0xff : 0;
+    const uint32_t byte = (uint32_t)(both >> 8 * (s >> 4 * i & 7)) & 0xff; // no signs, as CUDA's
     r |= byte << 8 * i;
   }
   return r;

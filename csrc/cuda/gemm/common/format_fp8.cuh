@@ -15,12 +15,9 @@ template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, fl
 template <class T, int HALF, int SCALE>
 __device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
   constexpr bool IS_BF16 = Element<T>::is_bf16;
-  // prmt with bit 3 of a selector replicates the sign: each half is the byte with its sign in all
-  // upper bits. The shift moves exponent and mantissa into place, and a copy of the sign into
-  // bit 15.
-  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x9180 : 0xb3a2);
-  const uint32_t moved = bytes << (IS_BF16 ? 4 : 7) & (IS_BF16 ? 0x87f087f0u : 0xbf80bf80u);
-  return multiply2<T>(moved, both_halves<SCALE>(scales));
+  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
+  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
+  return multiply2<T>(and_or(bytes, 0x80008000u, magnitude), both_halves<SCALE>(scales));
 }
 
 #endif

@@ -65,19 +65,15 @@ template <class T> struct SlabPair {
   __device__ __forceinline__ void load_fp8(uint32_t rows, uint32_t scale, uint32_t step) {
     uint32_t words[4];
     load_matrix_x4(words, rows);
-    const auto of_row = [&](int i) { return __uint_as_float(load_shared_4(scale + i * step)); };
-    const float first = of_row(0);
-    uint32_t scales[2] = {e4m3_scales<T>(first, first)};
-    scales[1] = scales[0];
-    if (step) {
-      scales[0] = e4m3_scales<T>(first, of_row(1));
-      scales[1] = e4m3_scales<T>(of_row(2), of_row(3));
-    }
+    float of_rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      of_rows[i] = __uint_as_float(load_shared_4(scale + i * step));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint32_t low = words[2 * i], high = words[2 * i + 1];
-      transpose(i, e4m3<T, 0, 0>(low, scales[i]), e4m3<T, 1, 0>(low, scales[i]),
-                e4m3<T, 0, 1>(high, scales[i]), e4m3<T, 1, 1>(high, scales[i]));
+      const uint32_t scales = e4m3_scales<T>(of_rows[2 * i], of_rows[2 * i + 1]);
+      transpose(i, e4m3<T, 0, 0>(words[2 * i], scales), e4m3<T, 1, 0>(words[2 * i], scales),
+                e4m3<T, 0, 1>(words[2 * i + 1], scales), e4m3<T, 1, 1>(words[2 * i + 1], scales));
     }
   }
 
