@@ -60,10 +60,11 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
 enum { MOST_OF_RUN = 8 };
 
 /* Tiles of a run of the dynamic tile scheduler. Producers of a tile that fills the pipeline twice
- * have time to find the next one. */
+ * have time to find the next one. Tiles of a run share their adapters, so that all need the same
+ * slices. */
 static int32_t run_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n) ||
-      epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN ||
+      epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN || load->lora->num_slices > 1 ||
       moelora_divide_up(load->w->k, v->block_k) > 2 * v->stages)
     return 1;
   const int64_t columns = moelora_divide_up(load->w->n, v->block_n);

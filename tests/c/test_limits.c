@@ -116,6 +116,21 @@ static void test_rows_of_x_far_apart(void) {
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
 }
 
+/* Tiles of a run look their adapters up once: tiles of different slices are in none. */
+static void test_projections_of_several_slices_have_no_runs(void) {
+  moelora_gemm_plan plan;
+  moelora_gemm_problem p = gemm_of(4096, K);
+  p.w = native_of(4096, 128);
+  p.x_stride = p.w.k, p.out_stride[0] = 2 * p.w.n, p.out_stride[1] = p.w.n;
+  p.routes = routes_of(4096, 2, 8, 4);
+  for (int32_t slices = 1; slices <= 2; slices++) {
+    p.lora = factors_of(slices, RANK, p.w.n, p.w.k);
+    CHECK_PLANNED(moelora_plan_gemm(&p, &hopper, &plan));
+    CHECK_INT(plan.variant->block_m, 144);
+    CHECK_INT(plan.projection.run, slices == 1 ? 8 : 1);
+  }
+}
+
 static void test_hidden_states_far_apart(void) {
   const int64_t far = INT64_C(1) << 30;
   moelora_experts_plan plan;
@@ -302,6 +317,7 @@ static void test_keys(void) {
 
 int main(void) {
   test_rows_of_x_far_apart();
+  test_projections_of_several_slices_have_no_runs();
   test_hidden_states_far_apart();
   test_rows_of_factors_far_apart();
   test_strides_of_tensor_maps();
