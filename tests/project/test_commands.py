@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -11,36 +12,55 @@ import pytest
 from moelora import _C
 from moelora.__main__ import main
 
-
-def python(code):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True)
+# One interpreter that imports torch and moelora takes seconds; the tests below share two.
 
 
-def test_info_in_a_pipe_cuts_nothing():
-    long = "x" * 700
-    command = [sys.executable, "-m", "moelora", "info", "--no-test"]
-    env = {**os.environ, "COLUMNS": "80", "MOELORA_NOTE": long}
-    text = subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout
-    assert _C.__file__ in text
-    assert f"MOELORA_NOTE={long}" in text
+@pytest.fixture(scope="module")
+def info():
+    """`moelora info` in a narrow pipe: what it prints, with its self-test."""
+    command = [sys.executable, "-m", "moelora", "info"]
+    env = {**os.environ, "COLUMNS": "80", "MOELORA_NOTE": "x" * 700}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout
 
 
-WITHOUT = """
-import sys
+def test_info_in_a_pipe_cuts_nothing(info):
+    assert _C.__file__ in info
+    assert f"MOELORA_NOTE={'x' * 700}" in info
+
+
+def test_info_names_the_version_and_all_variants(info):
+    assert _C.version() in info
+    assert all(name in info for name in _C.variants())
+
+
+def test_without_a_command_help_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["moelora"])
+    monkeypatch.delitem(sys.modules, "moelora.__main__")
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("moelora", run_name="__main__")
+    assert stopped.value.code == 2
+    assert "command" in capsys.readouterr().err
+
+
+FINE = ["--version"], ["--help"], ["replay", "--help"], ["doctor", "--help"]
+REFUSED = ["info"], ["bench", "--help"], ["tune", "--models", "qwen3"], ["bench"]
+# Without rich and safetensors: prints, for each words, what main(words) returns or exits with and
+# writes to stdout and to stderr, and what reading the adapter in argv[1] raises; then, without rich
+# alone, what the replay of a dump does. MOELORA_DUMP names the folder of the dump.
+WITHOUT = f"""
+import contextlib, io, json, os, sys
+from pathlib import Path
+
+missing = {{"rich", "safetensors"}}
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == {package!r}:
+        if name.split(".")[0] in missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
 import moelora
 from moelora.__main__ import main
-"""
-# Prints what main(words) returns or exits with, writes to stdout and to stderr, for each words.
-CALLS = """
-import contextlib, io, json
 
 def call(words):
     out, err = io.StringIO(), io.StringIO()
@@ -51,39 +71,48 @@ def call(words):
             status = stopped.code
     return status, out.getvalue(), err.getvalue()
 
-print(json.dumps([call(words) for words in {words}]))
+found = [call(words) for words in {[*FINE, *REFUSED]}]
+from moelora.adapters.weights import open_weights
+try:
+    with open_weights(Path(sys.argv[1])): raised = None
+except BaseException as error:
+    raised = type(error).__name__, str(error)
+missing.remove("safetensors")
+import torch
+x = torch.ones(2, 8)
+try: moelora.fused_experts_lora(x, x, x, x, x)
+except Exception: pass
+(file,) = Path(os.environ["MOELORA_DUMP"]).iterdir()
+replayed = call(["replay", "--device", "cpu", str(file)])
+print(json.dumps([found, replayed, raised]))
 """
 
 
-def test_without_rich_commands_without_tables_work_and_others_say_so():
-    """Whatever they are asked."""
-    fine = ["--version"], ["--help"], ["replay", "--help"], ["doctor", "--help"]
-    refused = ["info"], ["bench", "--help"], ["tune", "--models", "qwen3"], ["bench"]
-    words = [*fine, *refused]
-    done = python(WITHOUT.format(package="rich") + CALLS.format(words=words))
+@pytest.fixture(scope="module")
+def without_packages(tmp_path_factory):
+    adapter = tmp_path_factory.mktemp("adapter")
+    (adapter / "adapter_model.safetensors").touch()
+    env = {**os.environ, "MOELORA_DUMP": str(tmp_path_factory.mktemp("dump"))}
+    command = [sys.executable, "-c", WITHOUT, str(adapter)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    found = [tuple(each) for each in json.loads(done.stdout)]
-    assert [(status, err) for status, _, err in found[: len(fine)]] == [(0, "")] * len(fine)
-    assert ["moelora " + _C.version() in out for _, out, _ in found[: len(fine)]] == [1, 0, 0, 0]
+    return json.loads(done.stdout)
+
+
+def test_without_rich_commands_without_tables_work_and_others_say_so(without_packages):
+    """Whatever they are asked."""
+    found = [tuple(each) for each in without_packages[0]]
+    assert [(status, err) for status, _, err in found[: len(FINE)]] == [(0, "")] * len(FINE)
+    assert ["moelora " + _C.version() in out for _, out, _ in found[: len(FINE)]] == [1, 0, 0, 0]
     assert re.search(r"\n +bench +needs rich: pip install 'moelora\[cli\]'\n", found[1][1])
     needs = (2, "", "moelora needs rich: pip install 'moelora[cli]'\n")
-    assert found[len(fine) :] == [needs] * len(refused)
+    assert found[len(FINE) :] == [needs] * len(REFUSED)
 
 
-def test_without_rich_a_dump_is_replayed(tmp_path):
-    code = WITHOUT.format(package="rich") + (
-        "import os, torch\n"
-        "x = torch.ones(2, 8)\n"
-        "try: moelora.fused_experts_lora(x, x, x, x, x)\n"
-        "except Exception: pass\n"
-        f"(file,) = (entry.path for entry in os.scandir({str(tmp_path)!r}))\n"
-        "sys.exit(main(['replay', '--device', 'cpu', file]))"
-    )
-    command = [sys.executable, "-c", code]
-    env = {**os.environ, "MOELORA_DUMP": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 1, done.stderr
-    assert "raises now: " in done.stdout
+def test_without_rich_a_dump_is_replayed(without_packages):
+    status, out, err = without_packages[1]
+    assert status == 1, err
+    assert "raises now: " in out
 
 
 @pytest.mark.parametrize("words", [["info", "--what"], ["bench", "compare", "a", "b", "c"]])
@@ -94,16 +123,10 @@ def test_unknown_words_are_refused(words, capsys):
     assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
 
 
-def test_without_safetensors_only_reading_adapters_fails(tmp_path):
-    (tmp_path / "adapter_model.safetensors").touch()
-    code = WITHOUT.format(package="safetensors") + (
-        "from pathlib import Path\n"
-        "from moelora.adapters.weights import open_weights\n"
-        f"with open_weights(Path({str(tmp_path)!r})): pass"
-    )
-    done = python(code)
-    assert "reading adapters needs safetensors: pip install safetensors" in done.stderr
-    assert "ModuleNotFoundError" not in done.stderr
+def test_without_safetensors_only_reading_adapters_fails(without_packages):
+    kind, message = without_packages[2]
+    assert "reading adapters needs safetensors: pip install safetensors" in message
+    assert kind == "ImportError"
 
 
 def test_version(capsys):

@@ -314,12 +314,3 @@ def test_kernels_overlap_on_every_architecture_that_can(arch):
     source = "csrc/cuda/align/pad.cu"
     flags = ["-std=c++17", "-I", "csrc", "-ptx", f"-arch=compute_{arch}"]
     assert "griddepcontrol.wait" in output("nvcc", *flags, source, "-o", "-", cwd=ROOT)
-
-
-def test_info_command():
-    text = output(sys.executable, "-m", "moelora", "info")
-    assert _C.version() in text
-    assert all(name in text for name in _C.variants())
-    failed = subprocess.run([sys.executable, "-m", "moelora"], capture_output=True, text=True)
-    assert failed.returncode == 2
-    assert "command" in failed.stderr
