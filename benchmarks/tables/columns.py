@@ -96,6 +96,12 @@ TABLES = {
     "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES),
     "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "engines_sglang_fp8": ("e2e-sglang-fp8", lambda r: r["topic"] == "speed", SGLANG),
+    "engines_sglang_backends": ("e2e-sglang-backends", lambda r: r["topic"] == "speed", SGLANG),
+    "engines_sglang_backends_fp8": (
+        "e2e-sglang-backends-fp8",
+        lambda r: r["topic"] == "speed",
+        SGLANG,
+    ),
     "engines_sglang_first": ("e2e-sglang-first", lambda r: r["topic"] == "speed", SGLANG),
     "training": ("training", lambda r: True, TRAINING),
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),

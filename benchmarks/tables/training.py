@@ -67,9 +67,9 @@ def training_peers(topic="training", device=None):
     return with_titles(topic, titles, said, device)
 
 
-def training_quantized(device=None):
+def training_quantized(topic="training", device=None):
     """Time of a step beside quantized weights over that of bf16 ones."""
-    rows = rows_of("training", device)
+    rows = rows_of(topic, device)
     usual = {case(row): row["ours_us"] for row in rows if row["format"] == "bf16"}
     found = {key: {} for key in usual}
     for row in rows:
@@ -80,7 +80,7 @@ def training_quantized(device=None):
         for (shape, tokens, *_), formats in found.items()
         if len(formats) > 1
     ]
-    return with_titles("training", QUANTIZED.values(), said, device)
+    return with_titles(topic, QUANTIZED.values(), said, device)
 
 
 def on_other_cards():
@@ -90,7 +90,7 @@ def on_other_cards():
         for device in other_devices("training")
         for part in (
             training_peers(device=device),
-            training_quantized(device),
+            training_quantized(device=device),
             source("training", device),
         )
     ]
