@@ -200,6 +200,11 @@ static MOELORA_CONSTEXPR bool moelora_is_e4m3_kernel(moelora_kernel_format kerne
          kernel != moelora_kernel_format_of(moelora_format_of_kernel(kernel), MOELORA_X_NATIVE);
 }
 
+/* Whether weights are dequantized to the dtype of x. */
+static MOELORA_CONSTEXPR bool moelora_is_dequantized_kernel(moelora_kernel_format kernel) {
+  return moelora_is_quantized(moelora_format_of_kernel(kernel)) && !moelora_is_e4m3_kernel(kernel);
+}
+
 /* ---- tiles ---- */
 
 /* Bytes of the values of a tile, 64 x 64 nibbles or 64 x 128 e4m3; scales and zeros follow. */

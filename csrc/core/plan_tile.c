@@ -107,9 +107,8 @@ static bool stores_flat_rows(const moelora_variant *v) {
  * FP8 products differently. If w13 is dequantized and x of w2 is FP8, no two Hopper rows go
  * together that store these values: portable rows serve such a layer in either case. */
 static bool trains_on_hopper(const moelora_access *access) {
-  const bool dequantized = moelora_is_quantized(moelora_format_of_kernel(access->format)) &&
-                           !moelora_is_e4m3_kernel(access->format);
-  return !(access->layer && dequantized && moelora_is_e4m3_kernel(access->second));
+  return !(access->layer && moelora_is_dequantized_kernel(access->format) &&
+           moelora_is_e4m3_kernel(access->second));
 }
 
 /* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row

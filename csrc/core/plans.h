@@ -87,8 +87,7 @@ static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
 
 /* Uses mma.sync, for few tokens and weights that are dequantized. */
 static MOELORA_CONSTEXPR bool moelora_uses_mma_sync(moelora_kernel_format format, int32_t block_m) {
-  return moelora_is_quantized(moelora_format_of_kernel(format)) &&
-         !moelora_is_e4m3_kernel(format) && block_m <= 16;
+  return moelora_is_dequantized_kernel(format) && block_m <= 16;
 }
 
 /* Dynamic tile scheduler that publishes each tile's successor; otherwise a plain atomic counter,

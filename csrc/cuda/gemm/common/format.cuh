@@ -18,7 +18,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   // Weights and x are e4m3; scales apply to partial accumulators.
   static constexpr bool IS_W8A8 = moelora_is_e4m3_kernel(KERNEL);
   // Weights are dequantized to the dtype of x.
-  static constexpr bool IS_DEQUANTIZED = !IS_NATIVE && !IS_W8A8;
+  static constexpr bool IS_DEQUANTIZED = moelora_is_dequantized_kernel(KERNEL);
   static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // in some of its formats
 
   /* Bytes per element of x, and elements per 128-byte row. */
