@@ -35,18 +35,18 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
 
   /* Formats without zero points may pass any address. All formats take the same branch-free path;
    * the byte selectors, which are uniform over tiles, pick the bytes. */
-  __device__ __forceinline__ void load(uint32_t at, uint32_t behind, moelora_format format) {
+  __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, moelora_format format) {
     const bool halves = F::groups(format) == 2;
     [[maybe_unused]] const bool has_zeros = moelora_has_zeros(format);
     // With one scale per row, the scale of r + 8 is in the same word.
-    const uint32_t low = load_shared_4(at), high = load_shared_4(at + (halves ? 4 : 0));
+    const uint32_t low = load_shared_4(scale), high = load_shared_4(scale + (halves ? 4 : 0));
     scales[0] = __byte_perm(low, 0, halves ? 0x3210 : 0x1010);
     scales[1] = __byte_perm(high, 0, halves ? 0x3210 : 0x3232);
     if constexpr (ZEROS) {
       // fp16: -(1024 + z) and -(64 + z); bf16: -z 2^-133 and -z 2^-129. Zeros of r + 8 are four
       // bits higher.
       constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4 and 5
-      const uint32_t z0 = load_shared_2(behind), z1 = load_shared_2(behind + (halves ? 2 : 0));
+      const uint32_t z0 = load_shared_2(zero), z1 = load_shared_2(zero + (halves ? 2 : 0));
       zeros[0] = __byte_perm(z0, EIGHT | SIGN, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4040);
       zeros[1] = __byte_perm(z1, EIGHT, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4141);
       zeros[1] = (zeros[1] << 4) + (IS_BF16 ? 0x80008000u : 0xd400d400u);
@@ -72,15 +72,15 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> 
 
   uint32_t scales, zeros; // as above: low half for r, high half for r + 8
 
-  __device__ __forceinline__ void load(uint32_t at, uint32_t behind, int slab,
+  __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, int slab,
                                        moelora_format format) {
     const bool halves = F::groups(format) == 2; // a scale for slabs 0 and 1, one for 2 and 3
-    const uint32_t two = __byte_perm(load_shared_4(at), load_shared_4(at + (halves ? 4 : 0)),
+    const uint32_t two = __byte_perm(load_shared_4(scale), load_shared_4(scale + (halves ? 4 : 0)),
                                      !halves    ? 0x3210
                                      : slab < 2 ? 0x5410
                                                 : 0x7632);
     if constexpr (ZEROS) {
-      const uint32_t z0 = load_shared_2(behind), z1 = load_shared_2(behind + (halves ? 2 : 0));
+      const uint32_t z0 = load_shared_2(zero), z1 = load_shared_2(zero + (halves ? 2 : 0));
       const uint32_t both = __byte_perm(z0, z1, !halves ? 0x1100 : slab < 2 ? 0x4400 : 0x5511);
       const uint32_t numbers = moelora_has_zeros(format) ? both & 0x00ff00ffu : 0x00080008u;
       zeros = (numbers & 0xffffu) + (numbers & 0xffff0000u) * 16 +
