@@ -170,11 +170,9 @@ SPARED_BYTES_OF = {
 
 
 def spared_bytes(source):
-    stem, folder = Path(source).stem, Path(source).parent.name
-    for name, limit in SPARED_BYTES_OF.items():
-        if re.fullmatch(name, stem) or re.fullmatch(name, f"{folder}/{stem}"):
-            return limit
-    return SPARED_BYTES
+    path = Path(source).with_suffix("").as_posix()
+    found = (n for name, n in SPARED_BYTES_OF.items() if re.search(f"(^|/)({name})$", path))
+    return next(found, SPARED_BYTES)
 
 
 def report_ptxas(source, text):
