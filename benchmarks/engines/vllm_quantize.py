@@ -167,9 +167,8 @@ def settings(format, layers):
         return compressed("nvfp4-pack-quantized", weights)
     if format == "modelopt":
         plain = ["lm_head", "*self_attn*", "*mlp.gate"]
-        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16} | {
-            "ignore": plain
-        }
+        method = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        return method | {"group_size": 16, "ignore": plain}
     if format == "gptq":
         plain = {f"-:{name}": {} for name in ("lm_head", r".*self_attn\..*", r".*mlp\.gate$")}
         order = {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "dynamic": plain}

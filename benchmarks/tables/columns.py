@@ -67,6 +67,10 @@ RATIOS = (
 )
 
 
+def is_speed(row):
+    return row["topic"] == "speed"
+
+
 def is_quiet(row):
     """Whether the middle 80 % of the turns differ by less than 1.4 times, so that no other work of
     the machine disturbed them."""
@@ -89,20 +93,16 @@ TABLES = {
     "delta": ("delta", lambda r: r["part"] == "grid", DELTA),
     "slots": ("delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("delta", lambda r: r["part"] == "sglang", MLP),
-    "engines_12_layers": ("e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_fp8": ("e2e-fp8", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_mxfp4": ("e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_nvfp4": ("e2e-nvfp4", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_int4": ("e2e-int4", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_sglang": ("e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
-    "engines_sglang_fp8": ("e2e-sglang-fp8", lambda r: r["topic"] == "speed", SGLANG),
-    "engines_sglang_backends": ("e2e-sglang-backends", lambda r: r["topic"] == "speed", SGLANG),
-    "engines_sglang_backends_fp8": (
-        "e2e-sglang-backends-fp8",
-        lambda r: r["topic"] == "speed",
-        SGLANG,
-    ),
-    "engines_sglang_first": ("e2e-sglang-first", lambda r: r["topic"] == "speed", SGLANG),
+    "engines_12_layers": ("e2e-12-layers", is_speed, ENGINES),
+    "engines_fp8": ("e2e-fp8", is_speed, ENGINES),
+    "engines_mxfp4": ("e2e-mxfp4", is_speed, ENGINES),
+    "engines_nvfp4": ("e2e-nvfp4", is_speed, ENGINES),
+    "engines_int4": ("e2e-int4", is_speed, ENGINES),
+    "engines_sglang": ("e2e-sglang", is_speed, SGLANG),
+    "engines_sglang_fp8": ("e2e-sglang-fp8", is_speed, SGLANG),
+    "engines_sglang_backends": ("e2e-sglang-backends", is_speed, SGLANG),
+    "engines_sglang_backends_fp8": ("e2e-sglang-backends-fp8", is_speed, SGLANG),
+    "engines_sglang_first": ("e2e-sglang-first", is_speed, SGLANG),
     "training": ("training", lambda r: True, TRAINING),
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),
