@@ -235,7 +235,7 @@ class Bench(Stages):
         check = self.runs.get(name, {}).get("check")
         if check is None:
             return None
-        lps = self.work / f"lps-{name}.json"
+        lps = self.result_file(f"lps {name}")
         write_replies(lps, check)
         script = self.hold_against
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
@@ -254,7 +254,11 @@ class Bench(Stages):
         self.together(
             [Run(n, m, flags, n == "moelora") for n, m in zip(names, models, strict=True)]
         )
-        for name in names if self.args.format in FP8 else names[:1]:
+        self.hold(names if self.args.format in FP8 else names[:1])
+
+    def hold(self, names):
+        """Holds runs against transformers, one after the other."""
+        for name in names:
             reference = self.reference(name)
             if reference is None:
                 continue

@@ -2,18 +2,20 @@
 
     python -m benchmarks.vllm_parallel --gpus 2 --layers 12 --at-once 3 --out ...-parallel.json
     python -m benchmarks.vllm_parallel --gpus 4 --layers 12 --at-once 4 --out ...-parallel-4.json
+    python -m benchmarks.vllm_parallel --gpus 4 --only answers --at-once 4 --out ...-answers.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
 adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
 of its own (data parallel), by vLLM's own exchange over NCCL. Answers of every engine are compared
 with those of moelora on one GPU. They say most of few layers (--layers 4): in twelve layers of
 random weights rounding alone moves log-probabilities by 0.2 to 0.5, also vLLM's own from a mixed
-batch to a uniform one.
+batch to a uniform one. With --only answers, engines of a small model are also held against
+transformers in float32 with merged adapters.
 """
 
 import sys
 
-from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines
+from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines, judge
 from benchmarks.vllm_e2e import TARGETS, Bench, Run, arguments, describe, parse, speeds
 from moelora.bench.engine.serving import targets
 
@@ -34,17 +36,33 @@ class Parallel(Bench):
             wanted = TARGETS["quantized" if self.args.format else "bf16"]
             said = [(phase, f"{way}: {what}", *more) for phase, what, *more in wanted]
             rows += targets([row for row in rows if row.get("parallel") == way], said)
+        for way in WAYS:
+            rows += judge(self.said, f"moelora {way}", f"vllm {way}")
         return rows + answers(self.runs)
 
+    def answers(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        models = self.quantize("tiny")
+        if models is None:
+            return
+        runs = [single(models)]
+        for way in self.args.ways:
+            by, *flags = WAYS[way]
+            words = ("--lora", "--check", by, self.args.gpus, *flags)
+            for engine, model in zip(("moelora", "vllm"), models, strict=True):
+                runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
+        self.together(runs)
+        self.hold(run.name for run in runs)
+
     def run(self):
+        if self.args.only == "answers":
+            return self.answers()
         models = self.timed_models()
         if models is None:
             return
         check = () if self.args.only == "speed" else ("--check",)
-        runs = []
-        if check:
-            alone = {"CUDA_VISIBLE_DEVICES": "0"}
-            runs.append(Run(SINGLE, models[0], ("--lora", *check), environment=alone))
+        runs = [single(models)] if check else []
         for way in self.args.ways:
             by, *flags = WAYS[way]
             flags = (by, self.args.gpus, *flags)
@@ -54,6 +72,12 @@ class Parallel(Bench):
             if way == "tensor" and not self.args.lora_only:
                 runs.append(self.timed("vllm", models, False, *flags, **how))
         self.together(runs)
+
+
+def single(models):
+    """moelora on one GPU, which the others are compared with."""
+    alone = {"CUDA_VISIBLE_DEVICES": "0"}
+    return Run(SINGLE, models[0], ("--lora", "--check"), environment=alone)
 
 
 def answers(runs):
@@ -77,7 +101,7 @@ def answers(runs):
 def main(argv=None):
     p = arguments(__doc__.split("\n")[0])
     p.add_argument("--gpus", type=int, default=2)
-    p.add_argument("--only", choices=("speed",), help="leave answers out")
+    p.add_argument("--only", choices=("speed", "answers"))
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     bench = Parallel(parse(p, argv))
     if bench.install():

@@ -83,6 +83,23 @@ def test_speed_alone_starts_no_reference(tmp_path, peers):
 
 
 @pytest.mark.slow
+def test_answers_alone_are_held_against_transformers(tmp_path, peers):
+    words = ("--gpus", "4", "--ways", "tensor", "fully sharded", "--only", "answers")
+    code, written, log = run(tmp_path, peers, *words, "--at-once", "5")
+    assert code == 0, log
+    assert not topics(written, "speed")
+    ways = "tensor", "fully sharded"
+    engines = [f"{engine} {way}" for way in ways for engine in ("moelora", "vllm")]
+    assert [r["run"] for r in topics(written, "reference")] == ["moelora single", *engines]
+    wanted = {f"{engine}, moelora single" for engine in engines}
+    assert {r["compared"] for r in topics(written, "answers")} >= wanted
+    assert [
+        {*row} >= {f"moelora {way}", f"vllm {way}"}
+        for way, row in zip(ways, topics(written, "distance"), strict=True)
+    ] == [True, True]
+
+
+@pytest.mark.slow
 def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
     words = ("--ways", "tensor", "--lora-only", "--at-once", "3", "--reps", "1")
