@@ -11,13 +11,15 @@ template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, fl
   return pack2<T>(low * UNIT, high * UNIT);
 }
 
-/* Dequantizes bytes 2 HALF and 2 HALF + 1 of a word with scale SCALE, rounding once. */
+/* Dequantizes bytes 2 HALF and 2 HALF + 1 of a word with scale SCALE, rounding once. Each byte
+ * moves to the low half of 16 bits whose high half is its sign: a shift then puts exponent and
+ * mantissa in place, and the mask leaves one sign bit. */
 template <class T, int HALF, int SCALE>
 __device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
   constexpr bool IS_BF16 = Element<T>::is_bf16;
-  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
-  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
-  return multiply2<T>(and_or(bytes, 0x80008000u, magnitude), both_halves<SCALE>(scales));
+  const uint32_t bytes = select_bytes<HALF == 0 ? 0x9180 : 0xb3a2>(word);
+  const uint32_t value = bytes << (IS_BF16 ? 4 : 7) & (IS_BF16 ? 0x87f087f0u : 0xbf80bf80u);
+  return multiply2<T>(value, both_halves<SCALE>(scales));
 }
 
 #endif
