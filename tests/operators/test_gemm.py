@@ -186,5 +186,5 @@ def test_projections_take_the_tiles_of_layers(tokens, tile, weighted):
 @pytest.mark.gpu
 def test_tiles_of_neighboring_columns_have_slices_of_their_own():
     """More tiles than Hopper schedules one by one, of few k steps; a tile in two slices."""
-    spec = Spec(tokens=6000, experts=4, hidden=136, inter=1088, ranks=(24, 32), mix="many")
-    check(spec.build(), "w13", False, "cuda")
+    sizes = {"tokens": 6000, "experts": 4, "hidden": 136, "inter": 1088, "ranks": (24, 32)}
+    check(Spec(**sizes, dtype=torch.bfloat16, mix="many").build(), "w13", False, "cuda")
