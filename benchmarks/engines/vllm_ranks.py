@@ -10,8 +10,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
-RANK, SIZE, PORT = "VLLM_DP_RANK", "VLLM_DP_SIZE", "MOELORA_RANKS_PORT"
+RANK, SIZE, STORE = "VLLM_DP_RANK", "VLLM_DP_SIZE", "MOELORA_RANKS_STORE"
 
 
 def free_port() -> int:
@@ -22,11 +23,16 @@ def free_port() -> int:
 
 def start(module: str, words: list[str], size: int) -> int:
     """Runs the module in every rank; the first exit status that is not 0, once one ends badly."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _start(module, words, size, os.path.join(folder, "store"))
+
+
+def _start(module: str, words: list[str], size: int, store: str) -> int:
     told = {
         SIZE: str(size),
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "VLLM_DP_MASTER_PORT": str(free_port()),
-        PORT: str(free_port()),
+        STORE: store,  # a file: another engine cannot take it, unlike a port
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # as such engines need
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # takes `moe_layers` to vLLM's own processes
     }
@@ -61,7 +67,7 @@ class Ranks:
 
             distributed.init_process_group(
                 "gloo",
-                init_method=f"tcp://127.0.0.1:{os.environ[PORT]}",
+                init_method=f"file://{os.environ[STORE]}",
                 rank=self.rank,
                 world_size=self.size,
             )
