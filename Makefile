@@ -222,8 +222,8 @@ emulate-variant:
 	@test -n "$(VARIANT)" || { echo "VARIANT is not set, expected the name of a variant"; exit 1; }
 	@$(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=900 \
 	  OUT=build/emulation/few MOELORA_VARIANTS='^$(VARIANT)$$' EXTRA=-O0 build/emulation/few/compare
-	@set -e; for kind in gemm experts; do EMULATION_CAPABILITY=90 EMULATION_COPIES=any \
-	  build/emulation/few/compare $$kind $(EMULATE_FROM) $(or $(EMULATE_CASES),4) $(VARIANT); done
+	@EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare gemm,experts \
+	  $(EMULATE_FROM) $(or $(EMULATE_CASES),4) $(VARIANT)
 
 bench-cpu: build
 	$(PY) -m benchmarks.layer --device cpu --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
