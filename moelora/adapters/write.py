@@ -12,6 +12,7 @@ layers, and which vLLM reads for the models whose experts it does not keep in st
 from __future__ import annotations
 
 import json
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,8 +193,11 @@ def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) 
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / f"{STEM}.safetensors", metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE
+    save_file(state, tensors, metadata={"format": "pt"})
+    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # safetensors 0.8 makes files that their owner alone can read; servers run as other users.
+    tensors.chmod(stat.S_IMODE(text.stat().st_mode))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ def test_one_pair_for_each_expert(tmp_path, capsys, model_type, dialect, key):
     assert f"written with one pair for each expert: {tmp_path / 'out'}" in capsys.readouterr().out
     state = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(f"{key}.lora_B.weight" in name for name in state)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever can read the configuration can read the tensors"
     wanted = merge(model, factors)(tokens()).logits
     moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
     got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
