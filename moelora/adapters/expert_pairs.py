@@ -112,6 +112,13 @@ class ExpertPairs:
                     f"{key}: {name} has factors of gate_up_proj and of gate or up alone"
                 )
 
+    def ranks(self) -> dict[str, dict[Projection, int]]:
+        """The rank of each pair, by layer and projection."""
+        ranks: dict[str, dict[Projection, int]] = {}
+        for (name, projection), sides in self._found.items():
+            ranks.setdefault(name, {})[projection] = max(f.rank for f in sides.a.values())
+        return ranks
+
     def join(self) -> dict[str, dict[Projection, Pair]]:
         """Read the factors: pairs by layer and projection."""
         pairs: dict[str, dict[Projection, Pair]] = {}

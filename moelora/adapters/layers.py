@@ -114,10 +114,12 @@ class AdapterInfo:
     """Properties of a checkpoint that are known without reading its tensors.
 
     `max_rank` is the largest rank among the factors of experts, 0 without any. `linear_ranks` has
-    the rank of every linear layer or embedding that the adapter has factors of.
+    the rank of every linear layer or embedding that the adapter has factors of, `expert_ranks`
+    those of the projections of every layer of experts.
     """
 
     max_rank: int
     fused: bool  # gate and up share one A
     shared_outer: bool  # A of gate and up and B of down are shared by all experts
     linear_ranks: Mapping[str, int] = field(default_factory=dict)
+    expert_ranks: Mapping[str, Mapping[Projection, int]] = field(default_factory=dict)

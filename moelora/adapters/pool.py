@@ -236,7 +236,7 @@ class AdapterPool:
         with self._lock:
             self._versions.check_new(name)
         if isinstance(source, (str, Path)):
-            self._reader.peek(name, source, config, layout)
+            self._reader.peek(self._slots, name, source, config, layout)
             origin = Source.of(source, layout)
         else:
             host.check_room(name)

@@ -64,6 +64,7 @@ class Reader:
 
     def peek(
         self,
+        slots: Slots,
         name: str,
         folder: str | Path,
         config: Mapping[str, Any] | None,
@@ -76,7 +77,8 @@ class Reader:
             check_rank("its factors of experts", info.max_rank, self.max_rank)
             for layer, rank in info.linear_ranks.items():
                 check_rank(layer, rank, self.max_linear_rank, "max_linear_rank")
-            self._check_served(*info.linear_ranks)
+            self._check_served(*info.expert_ranks, *info.linear_ranks)
+            slots.experts.check_info(info)
 
     def stage(
         self,

@@ -18,7 +18,7 @@ import torch
 
 from moelora.adapters.factors import check_rank, first_not_finite, have_one_a
 from moelora.adapters.fits import check_experts
-from moelora.adapters.layers import MoELayer, Pair, Projection
+from moelora.adapters.layers import AdapterInfo, MoELayer, Pair, Projection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -202,6 +202,19 @@ class ExpertStacks:
             stack(outer, k, r),
         )
 
+    def check_info(self, info: AdapterInfo) -> None:
+        """Refuse a checkpoint whose header shows that its factors of experts do not fit."""
+        for name, ranks in info.expert_ranks.items():
+            self._check_joined(self.layers[name], ranks)
+        if self.shared_outer and info.expert_ranks and not info.shared_outer:
+            raise ValueError("factors differ between experts, but the pool has shared_outer=True")
+
+    def _check_joined(self, layer: MoELayer, ranks: Mapping[Projection, int]) -> None:
+        """Check the rank of gate and up in one slice, where separate pairs are concatenated."""
+        if self.slices_of(layer) == 1 and layer.gated and "gate_up" not in ranks:
+            joined = ranks.get("gate", 0) + ranks.get("up", 0)
+            check_rank(f"{layer.name}.gate_up_proj", joined, self.max_rank)
+
     def stage(
         self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions
     ) -> StagedExperts:
@@ -217,9 +230,7 @@ class ExpertStacks:
             layer = self.layers[name]
             if fold:
                 pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
-            if self.slices_of(layer) == 1 and layer.gated and "gate_up" not in pairs:
-                joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
-                check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
+            self._check_joined(layer, {projection: pair.rank for projection, pair in pairs.items()})
             slices = _w13_slices(layer, pairs, self.slices_of(layer))
             factors_a = [s and s[0] for s in slices]
             one_a = one_a and have_one_a(factors_a[0], factors_a[-1])

@@ -6,10 +6,22 @@ import time
 
 import pytest
 import torch
-from adapter_cases import CONFIG, LAYERS, E, K, N, check, make_pool, snapshot, wrapped, write
+from adapter_cases import (
+    CONFIG,
+    LAYERS,
+    E,
+    K,
+    N,
+    check,
+    make_pool,
+    per_expert,
+    snapshot,
+    wrapped,
+    write,
+)
 from threads import run_threads
 
-from moelora.adapters import NoSlot, transfer
+from moelora.adapters import AdapterPool, NoSlot, transfer
 from moelora.adapters import host as host_module
 from moelora.adapters.stacks import Copies
 from moelora.adapters.turns import OVERTAKEN
@@ -115,6 +127,26 @@ def test_refusals(tmp_path):
     for act in (lambda: without.register("a", path), lambda: without.prefetch(["a"])):
         with pytest.raises(RuntimeError, match="needs a pool with host memory: AdapterPool"):
             act()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"shared_outer": True}, "factors differ between experts, but the pool has shared_outer"),
+        ({"w13_slices": 1}, "gate_up_proj has rank 12, but max_rank of the pool is 8"),
+        ({"others": {LAYERS[1]: "which is closed"}}, f"factors of {LAYERS[1].name}, which is clo"),
+    ],
+    ids=["shared_outer", "joined", "others"],
+)
+def test_a_header_that_does_not_fit_is_refused_at_once(tmp_path, options, why):
+    """Not when the first request comes."""
+    state, _ = per_expert(layer=1, r=6)
+    path = write(tmp_path / "a", state, CONFIG | {"r": 6})
+    layers = [layer for layer in LAYERS if layer not in options.get("others", ())]
+    pool = AdapterPool(layers, 2, 8, host=2, dtype=torch.float32, **options)
+    with pytest.raises(ValueError, match=f"adapter 'a': .*{why}"):
+        pool.register("a", path)
+    assert pool.registered() == []
 
 
 def test_a_folder_that_is_damaged_later(tmp_path):
