@@ -198,9 +198,7 @@ class _Reader:
                 alone = len(shape) == 2 or shape[0] == 1
                 plain = place.expert is None and place.parameter is None
                 shared = shared and (place.layer.num_experts == 1 or (plain and alone))
-        return AdapterInfo(
-            rank, fused, shared, self._of_linears.ranks(), self._of_experts.ranks()
-        )
+        return AdapterInfo(rank, fused, shared, self._of_linears.ranks(), self._of_experts.ranks())
 
     def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:
         """Read the adapter, with the ranks of experts and linear layers within `limits`."""

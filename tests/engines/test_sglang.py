@@ -445,6 +445,14 @@ def test_fp8_blocks_run_in_tiles_and_nothing_else_is_kept(name, sglang):
     assert torch.equal(base, moelora.fused_experts_lora(**plain))
 
 
+def test_packed_weights_under_a_release_that_reads_them_otherwise(sglang, monkeypatch):
+    """Batches without adapters would take tiles for the loader's weights."""
+    q = Fp8Problem.of(Spec(dtype=torch.bfloat16, scalings=False))
+    monkeypatch.setattr(moelora_sglang, "BASE_PATH", "_base_run_moe_core_of_another_release")
+    with pytest.raises(RuntimeError, match="has no _base_run_moe_core_of.*MOELORA_SGLANG=0"):
+        sglang.FusedMoEWithLoRA(in_fp8(make_base_layer(q.dense), q), make_lora_backend())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

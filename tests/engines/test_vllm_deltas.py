@@ -242,6 +242,16 @@ def test_what_the_operators_refuse_stays_with_vllm(vllm, own, lines):
     assert call.expert_ids_lora.tolist() == p.expert_map[p.topk_ids.reshape(-1).long()].tolist()
 
 
+def test_a_wrapper_of_another_release_stays_with_vllm(vllm, own, lines):
+    p = Spec(mix="many", tokens=8).build()
+    layer = Deltas(vllm, p).step()
+    del layer.punica.token_mapping_meta
+    layer.gate_up(torch.zeros(8, p.topk_ids.size(1), p.w13.size(1)))
+    assert [call.name for call in own.calls] == ["add_lora_w13"]
+    (line,) = lines
+    assert "token_mapping_meta" in line and line.endswith("vLLM's own kernels add the adapters")
+
+
 def test_a_base_row_keeps_its_bits(vllm, own):
     p = Spec(mix="half_base", tokens=9).build()
     layer = Deltas(vllm, p).step()

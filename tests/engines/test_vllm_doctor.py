@@ -6,6 +6,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,16 +218,47 @@ def test_kernels_that_do_not_run_on_this_gpu(vllm, lines, monkeypatch):
     assert vllm.own_calls == 2
 
 
-def test_a_layer_of_another_release(vllm, lines, monkeypatch):
-    """It has what the plugin replaces, and lacks a field that it reads."""
-    vllm.register()
-    layer = Layer(vllm, Spec(mix="absent").build())
+def other_mapping(layer):
+    layer.experts._lora_context.punica_wrapper = SimpleNamespace(mapping=layer.meta)
+
+
+def other_limit(layer):
+    layer.experts.quant_config.gemm1_clamp_limit = torch.tensor([7.0, 8.0])  # one for each expert
+
+
+def no_limit(layer):
     del layer.experts.moe_config.swiglu_limit
+
+
+@pytest.mark.parametrize("change", [other_mapping, other_limit, no_limit])
+def test_a_layer_of_another_release(vllm, lines, change):
+    """It has what the plugin replaces, and something that it reads is different."""
+    vllm.register()
+    layer = Layer(vllm, Spec(mix="many", tokens=9).build()).step()
+    change(layer)
     for _ in range(2):
         assert (layer() == vllm.OWN).all()
     (line,) = lines
-    assert "the layer is not as expected (" in line and "swiglu_limit" in line
+    assert "the layer is not as expected (" in line
     assert line.endswith(OWN)
+
+
+def test_a_kernel_of_another_release(vllm):
+    """Layers whose kernel has another name stay as vLLM makes them, sharded or not."""
+    given = []
+
+    def create_lora_weights(self, max_loras, lora_config, model_config=None):
+        given.append(lora_config)
+
+    vllm.monkeypatch.setattr(vllm.FusedMoEWithLoRA, "create_lora_weights", create_lora_weights)
+    vllm.register()
+    layer = vllm.FusedMoEWithLoRA.__new__(vllm.FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = SimpleNamespace(activation=vllm.MoEActivation("silu"))
+    for sharded in (True, False):
+        config = SimpleNamespace(fully_sharded_loras=sharded)
+        layer.create_lora_weights(4, config)
+        assert given.pop() is config
 
 
 def fake_gpu(monkeypatch, launch):

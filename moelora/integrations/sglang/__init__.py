@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 SWITCH = "MOELORA_SGLANG"
+BASE_PATH = "_base_run_moe_core"  # what a layer of `triton_v2` calls for a batch without adapters
 
 log = logging.getLogger("sglang.moelora")
 
@@ -108,9 +109,14 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
     """Runs after `FusedMoEWithLoRA.__init__`: sets the source of true ranks, or the runner."""
     runner = getattr(layer, "_moe_lora_runner", None)  # only with lora_* backends
     if isinstance(runner, MoeLoraRunner):
-        runner.lora_backend = layer.lora_backend
+        runner.lora_backend = getattr(layer, "lora_backend", None)
         if runner.tiles:  # a batch without adapters' slots would read the loader's weights
-            layer._base_run_moe_core = runner.run_base
+            if not hasattr(layer, BASE_PATH):
+                raise RuntimeError(
+                    f"moelora: a layer of this SGLang has no {BASE_PATH}, and its weights are "
+                    f"packed; start SGLang with {SWITCH}=0"
+                )
+            setattr(layer, BASE_PATH, runner.run_base)
     if getattr(layer, "_lora_runner", None) is None:
         return
     make = functools.partial(LegacyRunner, say=_say)

@@ -28,6 +28,7 @@ from moelora.integrations import reason_against_build, shown, switched_off
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
+UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
@@ -39,6 +40,11 @@ def say_once(message: str, level: int = logging.WARNING) -> None:
     if message not in _said:
         _said.add(message)
         log.log(level, "moelora: %s", message)
+
+
+def unexpected(error: Exception) -> str:
+    """The reason if an object of another release lacks what is read."""
+    return f"the layer is not as expected ({shown(error)})"
 
 
 def wrap(

@@ -77,7 +77,8 @@ def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        experts = self._moe_kernel.fused_experts
+        kernel = getattr(self, "_moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
         if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
             lora_config = copy.copy(lora_config)
             lora_config.fully_sharded_loras = False
@@ -97,12 +98,13 @@ def _with_ranks(build_lora_context: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any) -> Any:
         ctx = build_lora_context(self)
         if not hasattr(self, "lora_ranks"):
-            stack = self.w2_lora_a_stacked[0]
+            stack = ctx.w2_lora_a_stacked[0]
             with torch.inference_mode(False):
                 self.lora_ranks = torch.full(
                     stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
                 )
                 self.w13_one_a = torch.zeros_like(self.lora_ranks)
+            self.stack_rank = stack.size(2)
         ctx.lora_ranks, ctx.w13_one_a = self.lora_ranks, self.w13_one_a
         deltas.remember_ranks(ctx, self.lora_ranks)
         return ctx
@@ -120,7 +122,7 @@ def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(self, "lora_ranks"):
             return set_lora(self, index, lora_a, lora_b)
         # If vLLM fails midway, the slot is enabled with what was written. Reset slots are disabled.
-        rank, one_a = self.w2_lora_a_stacked[0].size(2), False
+        rank, one_a = self.stack_rank, False
         try:
             set_lora(self, index, lora_a, lora_b)
             rank = max(a.size(1) for a in lora_a if a is not None)  # (experts or 1, rank, columns)

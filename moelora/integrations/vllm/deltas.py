@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import say_once, wrap
+from moelora.integrations.vllm import UNEXPECTED, say_once, unexpected, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 
 OWN_ADAPTERS = "vLLM's own kernels add the adapters"
@@ -123,8 +123,11 @@ def _gate_up(add_lora_w13: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _add_gate_up(self, *args, **named)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
-            say_once(f"{refusal}; {OWN_ADAPTERS}")
-            return add_lora_w13(self, *args, **named)
+            reason = str(refusal)
+        except UNEXPECTED as error:
+            reason = unexpected(error)
+        say_once(f"{reason}; {OWN_ADAPTERS}")
+        return add_lora_w13(self, *args, **named)
 
     return wrapped
 

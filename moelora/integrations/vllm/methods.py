@@ -28,8 +28,7 @@ from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
 from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
-from moelora.integrations import shown
-from moelora.integrations.vllm import OWN_PATH, interface, say_once, wrap
+from moelora.integrations.vllm import OWN_PATH, interface, say_once, unexpected, wrap
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 
@@ -75,12 +74,7 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
     try:
         return _find_reason(method, layer, format)
     except Exception as error:
-        return _unexpected(error)
-
-
-def _unexpected(error: Exception) -> str:
-    """The reason if a layer of another release lacks what is read."""
-    return f"the layer is not as expected ({shown(error)})"
+        return unexpected(error)
 
 
 def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
@@ -182,7 +176,7 @@ def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) ->
             except (ValueError, NotImplementedError) as refusal:
                 reason = str(refusal)
             except Exception as error:
-                reason = _unexpected(error)
+                reason = unexpected(error)
             else:
                 return _put(self, layer, packed)
         if decided:

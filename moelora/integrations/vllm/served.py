@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import OWN_PATH, say_once
+from moelora.integrations.vllm import OWN_PATH, UNEXPECTED, say_once, unexpected
 
 # Maps MoEActivation to moelora's names. vLLM's "gelu" is exact, moelora's is the tanh
 # approximation.
@@ -68,8 +68,8 @@ class Served(_Base):  # type: ignore[misc]
         if activation not in self._reasons:
             try:
                 self._reasons[activation] = self._find_reason(activation)
-            except AttributeError as error:  # of another release
-                self._reasons[activation] = f"the layer is not as expected ({error})"
+            except Exception as error:
+                self._reasons[activation] = unexpected(error)
         return self._reasons[activation]
 
     def _find_reason(self, activation: Any) -> str | None:
@@ -140,7 +140,10 @@ class Served(_Base):  # type: ignore[misc]
         call = Call(*args, **named)
         reason = self.reason_against(call.activation)
         if reason is None and self._refusal is None:
-            self._refusal = self._serve(call)
+            try:
+                self._refusal = self._serve(call)
+            except UNEXPECTED as error:  # nothing is launched yet
+                self._refusal = unexpected(error)
             if self._refusal is None:
                 return
         self._step_aside(str(reason or self._refusal))
