@@ -149,6 +149,7 @@ class Slots:
         return staged
 
     def enable(self, slot: int, enabled: bool) -> None:
+        self.streams.note()  # the next adapter of this slot is written after this
         for device, tables in self.tables.items():
             filled = self._filled.get((device, slot))
             if filled is not None:

@@ -122,5 +122,6 @@ class Streams:
     def _of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side:
             # Its small kernels go between those of readers, which fill the GPU.
-            self._side[device] = torch.cuda.Stream(device, priority=-1)
+            # One for all threads: only copies of one stream follow each other.
+            self._side.setdefault(device, torch.cuda.Stream(device, priority=-1))
         return self._side[device]

@@ -727,6 +727,39 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
 
 
 @pytest.mark.gpu
+def test_threads_share_the_stream_of_copies(monkeypatch):
+    """Copies of two streams to one slot would not follow each other."""
+    device, both = torch.device("cuda", 0), threading.Barrier(2)
+
+    def make(device, priority):
+        both.wait(timeout=60)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    streams, found = transfer.Streams([device]), []
+    run_threads(lambda number: found.append(streams._of(device)), 2)
+    assert found[0] is found[1] is streams._of(device)
+
+
+@pytest.mark.gpu
+def test_who_disables_an_adapter_does_not_disable_the_next_one():
+    """On a stream that has other work yet, when another adapter gets the slot."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pool = make_pool(max_loras=1, host=2, device="cuda")
+    states = [wrapped(seed=seed) for seed in range(2)]
+    for name, (state, _) in zip("ab", states, strict=True):
+        pool.register(name, state, config=CONFIG)
+    pool.lookup("a")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        pool.disable("a")
+    pool.lookup("b")
+    torch.cuda.synchronize()
+    assert pool._slots.tables[pool.device].enabled.tolist() == [True]
+
+
 def test_an_adapter_is_disabled_while_it_comes():
     """The write to the tables, on the stream of copies, must not come after that of `disable`."""
     if not torch.cuda.is_available():
