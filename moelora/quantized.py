@@ -124,7 +124,7 @@ class QuantizedWeights(FromFP8):
         (bits,) = struct.unpack("<i", struct.pack("<f", x_scale))
         dtype = COMPUTE_DTYPES.index(self.dtype)
         numbers = (code, order, rows, self.shape[2], self.group_size, dtype, x_format, bits)
-        layout = torch.tensor(numbers, dtype=torch.int64)
+        layout = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return {f"{prefix}data": self.data, f"{prefix}layout": layout}
 
     @classmethod

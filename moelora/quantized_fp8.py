@@ -207,11 +207,11 @@ def read_block(
         raise ValueError(f"block is {block!r:.80}, expected two sizes: rows and columns")
     high, wide = block
     found = scales.matrix("[N/rows, K/columns] for each expert")[0]
-    of_rows = torch.arange(rows) // high
+    of_rows = torch.arange(rows, device="cpu") // high
     half = rows // 2
     halves = 2 * -(-half // high)
     if gate_up == "concatenated" and rows % 2 == 0 and found == halves:
-        row = torch.arange(rows)
+        row = torch.arange(rows, device="cpu")
         of_rows = row // half * (halves // 2) + row % half // high
     _check(scales, weight, (int(of_rows[-1]) + 1, -(-columns // wide)))
     return _checkpoint(weight, scales, of_rows, (high, wide), gate_up)
@@ -221,13 +221,13 @@ def read_channel(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -
     weight, scales = _weight(weight), Stack("weight_scale", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
     _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
-    return _checkpoint(weight, scales, torch.arange(rows), (1, columns), gate_up)
+    return _checkpoint(weight, scales, torch.arange(rows, device="cpu"), (1, columns), gate_up)
 
 
 def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
-    row, count = torch.arange(rows), scales[0].numel()
+    row, count = torch.arange(rows, device="cpu"), scales[0].numel()
     if count == 2 and gate_up:
         of_rows = row % 2 if gate_up == "interleaved" else row // max(1, rows // 2)
         high = max(1, rows // 2)
@@ -243,7 +243,9 @@ def largest_scale(input_scale: PerExpert | float) -> float:
     for expert, scale in enumerate(several):
         if isinstance(scale, Tensor):
             check_held(f"input_scale[{expert}]" if several is input_scale else "input_scale", scale)
-    scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
+    scales = torch.cat(
+        [torch.as_tensor(scale, device="cpu").float().reshape(-1) for scale in several]
+    )
     if not scales.numel():
         raise ValueError("input_scale has no numbers, expected at least 1")
     smallest = torch.finfo(torch.float32).tiny
@@ -277,7 +279,7 @@ def _checkpoint(
             wanted += ", as rows of a tile of 64 are of several blocks"
         raise ValueError(f"block is {block}, expected {wanted}")
     # packing takes blocks with this many rows, or one scale per row
-    taken = None if torch.equal(of_rows, torch.arange(rows) // high) else of_rows
+    taken = None if torch.equal(of_rows, torch.arange(rows, device="cpu") // high) else of_rows
     high = high if taken is None else 1
 
     def read(expert: int) -> Numbers:
@@ -297,12 +299,12 @@ def _checkpoint(
 def _fill_tiles(of_rows: Tensor, gate_up: GateUp | None) -> bool:
     """Whether all rows of each tile use one row of scales."""
     rows = len(of_rows)
-    row, half = torch.arange(rows), max(1, rows // 2)
+    row, half = torch.arange(rows, device="cpu"), max(1, rows // 2)
     up, i = torch.zeros_like(row), row
     if gate_up == "concatenated":
         up, i = row // half, row % half
     elif gate_up == "interleaved":
         up, i = row % 2, row // 2
     tile = up * -(-half // TILE) + i // TILE if gate_up else i // TILE
-    first = torch.full((int(tile.max()) + 1,), rows).scatter_reduce(0, tile, of_rows, "amin")
+    first = tile.new_full((int(tile.max()) + 1,), rows).scatter_reduce(0, tile, of_rows, "amin")
     return torch.equal(first[tile], of_rows)

@@ -79,7 +79,9 @@ class Pairs:
         self._event = torch.cuda.Event() if ids.is_cuda else None
         self._host = self.index
         if self._event is not None:
-            self._host = torch.empty(self.index.shape, dtype=torch.int32, pin_memory=True)
+            self._host = torch.empty(
+                self.index.shape, dtype=torch.int32, device="cpu", pin_memory=True
+            )
             self._host.copy_(self.index, non_blocking=True)
             self._event.record(torch.cuda.current_stream(ids.device))
 
@@ -136,5 +138,10 @@ class Buffers:
 def sparse_tensor(indices: Tensor, values: Tensor, size: Sequence[int]) -> Tensor:
     """A sparse tensor of sorted indices without duplicates."""
     return torch.sparse_coo_tensor(
-        indices, values, tuple(size), is_coalesced=True, check_invariants=False
+        indices,
+        values,
+        tuple(size),
+        device=values.device,
+        is_coalesced=True,
+        check_invariants=False,
     )

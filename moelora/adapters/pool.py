@@ -395,7 +395,7 @@ class AdapterPool:
             )
         slots = {None: -1, **self._slots_of(names, held)}
         numbers = [slots[name] for name in names]
-        ids = torch.tensor(numbers, dtype=torch.int32, pin_memory=self._pinned)
+        ids = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=self._pinned)
         if out is None:
             return ids.to(self.device, non_blocking=True)
         out[: len(names)].copy_(ids, non_blocking=True)

@@ -63,7 +63,9 @@ class Factor:
 
     def put_gradient(self, own: Tensor) -> None:
         """Begin an accumulation with `own`, a gradient without padding."""
-        rows = Rows.of(own) if is_sparse(own) else Rows(torch.arange(own.size(0)), own)
+        rows = (
+            Rows.of(own) if is_sparse(own) else Rows(torch.arange(own.size(0), device="cpu"), own)
+        )
         values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
         self.held = Rows(rows.experts, (values / self.scale).to(self.stack))
 
@@ -110,7 +112,7 @@ def drop_gradients(stacks: Sequence[Tensor], kept: Collection[int]) -> None:
         elif stack.grad is not None:
             if stack.device not in others:
                 slots = [slot for slot in range(stack.size(0)) if slot not in kept]
-                index = torch.tensor(slots, dtype=torch.int64)
+                index = torch.tensor(slots, dtype=torch.int64, device="cpu")
                 others[stack.device] = index.to(stack.device, non_blocking=True)
             stack.grad.index_fill_(0, others[stack.device], 0)
 
@@ -143,7 +145,7 @@ def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
             pairs = grad.indices()[0].cpu() * experts + grad.indices()[1].cpu()
         values = grad._values()
         for factor in of_stack[id(stack)]:
-            ends = torch.tensor([factor.slot, factor.slot + 1]) * experts
+            ends = torch.tensor([factor.slot, factor.slot + 1], device="cpu") * experts
             begin, end = torch.searchsorted(pairs, ends).tolist()
             own = values[begin:end]
             if end - begin < values.size(0):  # a view would keep the values of others in memory

@@ -29,14 +29,15 @@ def new_adapter(
 
     def uniform(*shape: int) -> Tensor:
         bound = 1 / math.sqrt(shape[-1])
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
 
     experts: dict[str, dict[Projection, Pair]] = {}
     linears = {}
     for name in chosen:
         if name in pool.linears:
             linear = pool.linears[name]
-            a, b = uniform(rank, linear.in_features), torch.zeros(linear.out_features, rank)
+            a = uniform(rank, linear.in_features)
+            b = a.new_zeros(linear.out_features, rank)
             if linear.embedding:
                 a, b = a.zero_(), b.normal_(generator=generator)
             linears[name] = LinearPair(a, b, scaling)
@@ -46,8 +47,8 @@ def new_adapter(
         projections: tuple[Projection, ...] = ("gate_up" if layer.gated else "up", "down")
         for projection in projections:
             wide, tall = layer.shape(projection)
-            pair = Pair(uniform(e, rank, wide), torch.zeros(e, tall, rank), [scaling])
-            experts[name][projection] = pair
+            a = uniform(e, rank, wide)
+            experts[name][projection] = Pair(a, a.new_zeros(e, tall, rank), [scaling])
     return Adapter(experts, linears)
 
 

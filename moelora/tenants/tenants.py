@@ -450,7 +450,7 @@ class Tenants:
                 factor.parameter.grad = factor.gradient(tenant.is_sparse())
             grads = [p.grad for p in tenant.parameters() if p.grad is not None]
             grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
-            norms.append(get_total_norm(grads) if grads else torch.zeros(()))
+            norms.append(get_total_norm(grads) if grads else torch.zeros((), device="cpu"))
         return numbers(norms)
 
     def _update(self, tenant: Tenant, norm: float) -> None:
@@ -463,7 +463,7 @@ class Tenants:
                     values = grad._values() * scale
                     parameter.grad = sparse_tensor(grad._indices(), values, grad.shape)
         elif tenant.max_norm is not None:
-            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm))
+            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm, device="cpu"))
         try:
             tenant.optimizer.step()
         except Exception as error:

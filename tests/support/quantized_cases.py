@@ -140,8 +140,9 @@ class EightBits:
         if self.format.name in ("fp8_tensor", "fp8_static"):
             scale = INPUT_SCALE if self.format.name == "fp8_static" else None
             return QuantizedWeights.from_fp8_tensor(self.q, self.scales[:, 0], scale, **options)
-        first = torch.searchsorted(self.of_rows, torch.arange(int(self.of_rows[-1]) + 1))
-        runs_on = torch.equal(self.of_rows, torch.arange(len(self.of_rows)) // self.format.rows)
+        row = torch.arange(len(self.of_rows), device="cpu")
+        first = torch.searchsorted(self.of_rows, row[: int(self.of_rows[-1]) + 1])
+        runs_on = torch.equal(self.of_rows, row // self.format.rows)
         high, scales = self.format.rows, self.scales[:, first]
         if not runs_on and gate_up != "concatenated":
             high, scales = 1, self.scales

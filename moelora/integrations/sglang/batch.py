@@ -70,7 +70,8 @@ def prepare_moe_lora_batch(
         `seq_lens` and `weight_indices` have different lengths, or `num_tokens` is missing.
     """
     if seq_lens is not None:
-        lengths = torch.as_tensor(seq_lens)
+        on_host = None if isinstance(seq_lens, Tensor) else "cpu"
+        lengths = torch.as_tensor(seq_lens, device=on_host)
         if lengths.shape != weight_indices.shape or lengths.dim() != 1:
             raise ValueError(
                 f"seq_lens has shape {tuple(lengths.shape)}, weight_indices has "

@@ -244,7 +244,7 @@ def _with_slots(cls: Any) -> Any:
         def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: torch.Tensor) -> Any:
             super().prepare_tensor_args(requests_in_batch, arg_storage)
             slots = [_slot(request.state) for request in requests_in_batch]
-            arg_storage[-1, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            arg_storage[-1, : len(slots)] = arg_storage.new_tensor(slots)
             return arg_storage
 
     return WithSlots
