@@ -45,6 +45,8 @@ def problem(interface: Interface, parameters: Lookup | None = None) -> str | Non
             if error.name is None or f"{module}.".startswith(f"{error.name}."):
                 return f"there is no {module}.{name}"
             return f"{module} cannot be imported ({error})"
+        except Exception as error:  # of the import
+            return f"{module} cannot be imported ({type(error).__name__}: {error})"
 
     for module, functions in interface.replaced.items():
         for name, wanted in functions.items():

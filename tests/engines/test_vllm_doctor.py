@@ -243,6 +243,30 @@ def test_a_layer_of_another_release(vllm, lines, change):
     assert line.endswith(OWN)
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ModuleNotFoundError("No module named 'flash'", name="flash"), "No module named 'flash'"),
+        (RuntimeError("no driver"), "RuntimeError: no driver"),
+    ],
+)
+def test_a_format_that_cannot_be_imported(vllm, lines, error, why):
+    """A package that it needs is missing: its layers stay with vLLM, and others are served."""
+    place = next(iter(vllm.interface.METHODS["fp8"].replaced))
+    own = importlib.import_module
+
+    def import_module(name, *args):
+        if name == place:
+            raise error
+        return own(name, *args)
+
+    vllm.monkeypatch.setattr(importlib, "import_module", import_module)
+    vllm.register()
+    wanted = f"moelora: {place} cannot be imported ({why}); {OWN} for layers of Fp8MoEMethod"
+    assert wanted in lines
+    assert vllm.chosen() is not vllm.TritonExperts
+
+
 def test_a_kernel_of_another_release(vllm):
     """Layers whose kernel has another name stay as vLLM makes them, sharded or not."""
     given = []

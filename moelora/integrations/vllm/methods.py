@@ -41,8 +41,11 @@ def install() -> None:
         cls = next(iter(needed.replaced[module])).partition(".")[0]
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue  # not in this release
+        except ModuleNotFoundError as error:
+            if f"{module}.".startswith(f"{error.name}."):
+                continue  # not in this release
+        except Exception:
+            pass  # `problem` says why
         if problem := interface.problem(needed):
             say_once(f"{problem}; {OWN_PATH} for layers of {cls}")
             continue
