@@ -683,17 +683,24 @@ def test_a_layer_that_no_runner_can_be_made_for(name, sglang, caplog):
     assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
 
 
-def test_a_legacy_batch_that_the_operator_refuses(sglang, monkeypatch, caplog):
+@pytest.mark.parametrize("name", ["triton_v2", "csgmv"])
+def test_a_batch_that_the_operator_refuses(name, sglang, monkeypatch, caplog):
     p = Spec(scalings=False).build()
-    layer = sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name="triton"))
+    backend = make_lora_backend(name=name)
+    layer = sglang.FusedMoEWithLoRA(make_base_layer(p), backend, max_lora_rank=16)
 
     def refuses(*args, **named):
         raise NotImplementedError("no kernel for it")
 
     monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
-    info = make_info(make_batch(p), p.lora_ranks)
+    batch = make_batch(p)
     for _ in range(2):
-        assert layer._lora_runner.run(dispatched(p), None, lora_info=info) == "SGLang's own"
+        if name == "csgmv":
+            info = make_info(batch, p.lora_ranks)
+            got = layer._lora_runner.run(dispatched(p), None, lora_info=info)
+        else:
+            got = layer._moe_lora_runner.run(dispatched(p), batch)
+        assert got == "SGLang's own"
     assert caplog.messages == [
         "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
     ]

@@ -101,8 +101,17 @@ def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
+    make = functools.cache(functools.partial(original, cls, base_layer, *args, **kwargs))
     runner = _runner(interface.TRITON_V2, reason_against, MoeLoraRunner, base_layer)
-    return original(cls, base_layer, *args, **kwargs) if runner is None else runner
+    if runner is None:
+        return make()
+
+    def run_own(reason: str, dispatch_output: Any, batch: Any) -> Any:
+        _say(f"a batch is not supported: {reason}")
+        return make().run(dispatch_output, batch)
+
+    runner.run_own = run_own
+    return runner
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class MoeLoraRunner:
         config = base_layer.moe_runner_config
         self.base_layer = base_layer
         self.lora_backend: Any = None  # whose batch has the true ranks
+        # Runs a batch in SGLang's own runner, given the reason; weights in tiles it cannot read.
+        self.run_own: Callable[[str, Any, Any], Any] | None = None
         self.activation = config.activation
         self.apply_router_weight_on_input = config.apply_router_weight_on_input
         fused = base_layer.should_fuse_routed_scaling_factor_in_topk
@@ -133,7 +136,12 @@ class MoeLoraRunner:
 
     def run(self, dispatch_output: Any, batch: Any) -> Any:
         """The layer between dispatch and combine."""
-        return self.experts(dispatch_output, batch, self.true_ranks())
+        try:
+            return self.experts(dispatch_output, batch, self.true_ranks())
+        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+            if self.run_own is None or self.tiles:
+                raise
+            return self.run_own(str(refusal), dispatch_output, batch)
 
     def run_base(self, dispatch_output: Any) -> Any:
         """The same without adapters."""
