@@ -43,7 +43,7 @@ def test_a_cell_is_what_the_settings_of_that_folder_give(tool, scheme):
         if result.startswith(("refused: ", "dequantized: ")) and found.make is None:
             assert f"experts are {found.name}; {found.refusal}" in result
             if result.startswith("dequantized: "):
-                assert found.numbers is not schemes.unread
+                assert found.dequantize_weight is not schemes.unread
         elif result == "right":
             assert found.make is not None
 

@@ -178,7 +178,7 @@ moelora_status finish_inputs(const moelora_gemm_backward_problem *b,
   return moelora_cuda_weight_gradients(&s, p->dtype, exec);
 }
 
-/* xa = s x A^T, in the numbers of the dtype for all formats of weights. */
+/* xa = s x A^T of the unquantized x, for all formats of weights. */
 moelora_status shrink_again(const moelora_gemm_backward_problem *b,
                             const moelora_gemm_backward_plan *plan, const GemmBackwardLayout *l,
                             const moelora_exec *exec) {

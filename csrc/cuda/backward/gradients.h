@@ -52,7 +52,7 @@ typedef struct moelora_gradient_parts {
   moelora_gradient_part *few;    /* [most_few] pairs of few rows or none, whole */
   moelora_gradient_part *part;   /* [most_parts] the others */
   moelora_gradient_split *split; /* [most_splits] */
-  int32_t *count;                /* [3] numbers of parts, splits and few */
+  int32_t *count;                /* [3] counts of `part`, `split`, `few` */
   int64_t most_parts, most_splits, most_slots, most_few;
   int32_t few_rows; /* the largest number of rows of `few`; 0: there are none */
 } moelora_gradient_parts;

@@ -46,15 +46,15 @@ def _deepseek_v4(config: Mapping[str, Any], linear: str) -> Scheme:
     expert_dtype = config.get("expert_dtype", "fp8")
     check_values("fp8", {"expert_dtype": expert_dtype}, expert_dtype=("fp8", "fp4"))
     if expert_dtype == "fp4" and OF_EXPERTS.search(linear):
-        return Scheme("MXFP4 of DeepSeek", *tensors, _fp4_numbers, {}, _fp4_experts)
+        return Scheme("MXFP4 of DeepSeek", *tensors, _dequantize_fp4, {}, _fp4_experts)
     block = {"block": block_size(config.get("weight_block_size"))}
-    return Scheme("FP8 of blocks", *tensors, _fp8_numbers, block, _fp8_experts, block)
+    return Scheme("FP8 of blocks", *tensors, _dequantize_fp8, block, _fp8_experts, block)
 
 
 OF_EXPERTS = re.compile(r"\.experts\.\d+\.")
 
 
-def _fp4_numbers(weight: Tensor, scale: Tensor) -> Tensor:
+def _dequantize_fp4(weight: Tensor, scale: Tensor) -> Tensor:
     return dense.mxfp4(_as_bytes(weight), scale)
 
 
@@ -67,7 +67,7 @@ def _as_bytes(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == torch.int8 else weight
 
 
-def _fp8_numbers(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def _dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.fp8(weight, weight_scale_inv=scale, block=block)
 
 
@@ -116,11 +116,11 @@ def nvfp4(
     method: str,
     required: tuple[str, ...],
     unused: tuple[str, ...],
-    numbers: Callable[..., Tensor],
+    dequantize_weight: Callable[..., Tensor],
     is_w4a4: bool,
 ) -> Scheme:
     """W4A16: scales of activations are unused, and some experts may lack them."""
-    scheme = Scheme(f"NVFP4 of {method}", required, (), numbers, {}, _nvfp4_experts)
+    scheme = Scheme(f"NVFP4 of {method}", required, (), dequantize_weight, {}, _nvfp4_experts)
     return scheme._replace(inputs="NVFP4" if is_w4a4 else "", unused=unused)
 
 

@@ -222,9 +222,9 @@ class Folder:
             if not OF_EXPERTS.search(name) and name not in skipped:
                 tensors[name] = self[name]
         for linear in others:
-            numbers, size = self.dequantized(linear, dtype)
-            tensors[f"{linear}.weight"] = numbers
-            stored, made = stored + size, made + numbers.nbytes
+            weight, size = self.dequantized(linear, dtype)
+            tensors[f"{linear}.weight"] = weight
+            stored, made = stored + size, made + weight.nbytes
         if others:
             names = dict.fromkeys(self.scheme_of(linear).name for linear in others)
             kind = str(dtype).removeprefix("torch.")
@@ -246,14 +246,14 @@ class Folder:
             if part in parts or part in scheme.required
         }
         try:
-            exact = scheme.numbers(**found, **scheme.settings)
-            numbers = exact.to(dtype)
-            if not numbers.isfinite().all():
+            exact = scheme.dequantize_weight(**found, **scheme.settings)
+            weight = exact.to(dtype)
+            if not weight.isfinite().all():
                 got = f"weight is beyond {dtype} (dequantized up to {float(exact.abs().max()):g})"
                 raise ValueError(f"{got}, wanted at most {torch.finfo(dtype).max:g}")
         except ValueError as error:
             raise ValueError(f"{self.shard_of(linear)}: {linear}.{error}") from None
-        return numbers, sum(tensor.nbytes for tensor in found.values())
+        return weight, sum(tensor.nbytes for tensor in found.values())
 
 
 def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str]]:

@@ -85,7 +85,7 @@ def _read_experts(
         of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
         rows: GateUp | None = "concatenated" if experts.has_gate else None
         schemes = [_scheme(folder, names) for names in (of_up, of_down)]
-        plain = all(scheme.numbers is dense.plain for scheme in schemes)
+        plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes)
         if plain or (dequantize and any(scheme.make is None for scheme in schemes)):
             for scheme in schemes:
                 scheme.taking(activations)

@@ -31,8 +31,8 @@ class Scheme(NamedTuple):
     name: str  # in messages
     required: tuple[str, ...]  # tensors
     optional: tuple[str, ...]
-    numbers: Callable[..., Tensor]  # tensors of one layer -> its weight, float32
-    settings: dict[str, Any]  # further arguments of `numbers`
+    dequantize_weight: Callable[..., Tensor]  # tensors of one layer -> its weight, float32
+    settings: dict[str, Any]  # further arguments of `dequantize_weight`
     make: Callable[..., QuantizedWeights] | None = None  # see `pack`
     options: dict[str, Any] = {}  # further arguments of `make`
     rows: int = 0  # dimension in which gate and up are concatenated
@@ -67,14 +67,14 @@ class Scheme(NamedTuple):
 
     def check(self, where: str, dequantize: bool = False) -> None:
         """Raises NotImplementedError if experts cannot have this scheme, packed or dequantized."""
-        if self.make is not None or (dequantize and self.numbers is not unread):
+        if self.make is not None or (dequantize and self.dequantize_weight is not unread):
             return
-        way_out = f"quantize the experts to {KEPT}" if self.numbers is unread else WAY_OUT
+        way_out = f"quantize the experts to {KEPT}" if self.dequantize_weight is unread else WAY_OUT
         raise NotImplementedError(f"{where}: experts are {self.name}; {self.refusal}: {way_out}")
 
 
 def unread(**tensors: Tensor) -> Tensor:
-    """`numbers` of schemes with unknown tensors."""
+    """`dequantize_weight` of schemes with unknown tensors."""
     raise NotImplementedError("layers of this scheme are not read")
 
 

@@ -3,7 +3,7 @@
 `scheme_of` finds the scheme of one linear layer from the settings of config.json and the names of
 its tensors, so that layers of a folder may differ (mixed precision). A scheme packs experts into
 `QuantizedWeights` (`pack`), or states why it cannot (`refusal`); other layers are dequantized
-(`numbers`).
+(`dequantize_weight`).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_forma
   return {__uint_as_float(load_shared_4(at)), __uint_as_float(load_shared_4(at + (rows ? 32 : 0)))};
 }
 
-/* FP8 weights. One load brings two k16 slabs: words of r and r + 8 of the first slab, then of the
+/* FP8 weights. One load reads two k16 slabs: words of r and r + 8 of the first slab, then of the
  * second. W8A8 does not apply scales here. */
 template <class E, class T> struct Fp8Fragments {
   uint32_t a[2][E::TILES][4];
