@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from checks import largest_allocation
+from conftest import needs_gpu
 from safetensors.torch import save_file
 
 import moelora
@@ -210,6 +211,7 @@ def test_a_dump_holds_elements_not_storages(dumps, capsys, view):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_strides_survive_on_a_gpu():
     cpu = torch.randn(3, 41)[:, :40]
     for t in (cpu, cpu[:1].expand(3, -1), cpu.t()):
