@@ -19,6 +19,7 @@ class Loaded:
     version: int = 1
     arrival: Arrival | None = None  # None: all of it is there
     enabled: bool = True  # in a pool without host memory; otherwise its source says
+    lineage: object = field(default_factory=object)  # of all versions since `add`
     users: weakref.WeakSet[Held] = field(default_factory=weakref.WeakSet)
 
     @property

@@ -325,7 +325,8 @@ class AdapterPool:
         Raises
         ------
         KeyError
-            There is no such adapter, or it was removed or replaced meanwhile.
+            There is no such adapter, or it was removed, replaced or, without host memory, evicted
+            meanwhile.
         ValueError, FileNotFoundError, RuntimeError
             As `add`; the old version stays.
         """
@@ -333,10 +334,10 @@ class AdapterPool:
             raise ValueError(f"in_flight is {in_flight!r}, wanted 'finish' or 'switch'")
         switch = in_flight == "switch"
         with self._lock:
-            self._versions.check_known(name)
+            lineage = self._versions.lineage(name)
         staged = self._reader.stage(self._slots, name, source, config, layout)
         origin = self._origin(source, layout, staged)
-        return self._versions.replace(name, staged, switch, origin)
+        return self._versions.replace(name, staged, switch, origin, lineage)
 
     def version(self, name: str) -> int:
         """How often an adapter has been loaded under this name since it was added, from 1."""

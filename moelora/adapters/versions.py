@@ -56,6 +56,13 @@ class Versions:
         else:
             self.host.source(name)
 
+    def lineage(self, name: str) -> object:
+        """What all versions of an adapter share until it is removed or replaced.
+
+        KeyError for an unknown name.
+        """
+        return self.entry(name).lineage if self.host is None else self.host.source(name).lock
+
     def check_new(self, name: str, replace: bool = False) -> None:
         """ValueError for a known name, RuntimeError for one in use; call with `lock`."""
         if not self.is_known(name):
@@ -312,22 +319,25 @@ class Versions:
         self.loaded[name] = new
         return slot
 
-    def replace(self, name: str, staged: Staged, switch: bool, new: Source | None) -> int:
+    def replace(
+        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: object
+    ) -> int:
         """Replace the version of a name, in a slot or in none.
 
-        `new` has the factors in host memory already; None in a pool without host memory.
+        `new` has the factors in host memory already; None in a pool without host memory. `lineage`
+        is that of the name when the update began.
         """
         if new is None:
-            return self._replace(name, staged, switch, None, None)
+            return self._replace(name, staged, switch, None, lineage)
         with self.locked(name) as old:
             new.version, new.lock = old.version + 1, old.lock
-            return self._replace(name, staged, switch, old, new)
+            return self._replace(name, staged, switch, new, lineage)
 
     def _replace(
-        self, name: str, staged: Staged, switch: bool, old: Source | None, new: Source | None
+        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: object
     ) -> int:
         with self.lock:
-            self._check_unchanged(name, old)
+            self._check_unchanged(name, lineage)
             loaded = self.loaded.get(name)
             if loaded is not None and not loaded.batches:
                 return self._install(name, loaded.slot, switch, new, staged)
@@ -341,7 +351,7 @@ class Versions:
             if arrival is not None:
                 arrival.synchronize()
             with self.lock:
-                self._check_unchanged(name, old)
+                self._check_unchanged(name, lineage)
                 if self._enabled(name) != enabled:
                     self.slots.enable(place.slot, not enabled)
                 return self._install(name, place.slot, switch, new)
@@ -370,18 +380,16 @@ class Versions:
         if slot is None:
             return version
         loaded = Loaded(slot, old is not None and old.pinned, version, enabled=enabled)
+        if old is not None:
+            loaded.lineage = old.lineage
         self.loaded[name] = loaded
         if switch:
             self.residents.switch(name, loaded)
         return version
 
-    def _check_unchanged(self, name: str, source: Source | None) -> None:
-        """KeyError unless the name has `source` still, or without host memory a slot."""
-        if self.host is None:
-            known = name in self.loaded
-        else:
-            known = name in self.host and self.host.source(name) is source
-        if not known:
+    def _check_unchanged(self, name: str, lineage: object) -> None:
+        """KeyError if an adapter was removed or replaced meanwhile, or evicted for good."""
+        if not self.is_known(name) or self.lineage(name) is not lineage:
             raise KeyError(f"adapter {name!r} was removed, evicted or replaced meanwhile")
 
     def _check_room(self, name: str, source: Source | None) -> None:

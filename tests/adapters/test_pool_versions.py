@@ -231,6 +231,35 @@ def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
     check(pool, "a", STATES[2][1], 2.0)
 
 
+@pytest.mark.parametrize("again", ["replace", "remove and add", "update"])
+@pytest.mark.parametrize("host", [0, 4])
+def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
+    """Who replaces the adapter wins; other updates come before it."""
+    pool = make_pool(max_loras=2, host=host)
+    add(pool, "a", 0)
+    stage = pool._reader.stage
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        if again == "remove and add":
+            pool.remove("a")
+        if again == "update":
+            change(pool, "a", 2)
+        else:
+            pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
+        return stage(*args)
+
+    monkeypatch.setattr(pool._reader, "stage", meanwhile)
+    if again == "update":
+        assert change(pool, "a", 1) == 3
+        check(pool, "a", STATES[1][1], 2.0)
+        return
+    with pytest.raises(KeyError, match="adapter 'a' was removed, evicted or replaced meanwhile"):
+        change(pool, "a", 1)
+    check(pool, "a", STATES[2][1], 2.0)
+    assert pool.version("a") == 1
+
+
 def test_an_update_without_host_memory_left_changes_nothing(monkeypatch):
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
