@@ -189,11 +189,13 @@ class Versions:
                 if held is not None and self._known().is_full():
                     # Fail before reading: what is read would not be kept for the next try.
                     self.residents.free_slot(f"adapter {name!r}")
-            self._copy(name, source, self._known().staged(name, source), ahead=held is None)
+            staged = self._known().staged(name, source)
+            if staged is not None:
+                self._copy(name, source, staged, ahead=held is None)
         with self.lock:
             if self._use(name, held):
                 return
-        self.bring(name, held)  # it was added anew, or evicted, meanwhile
+        self.bring(name, held)  # it was added anew, removed or evicted meanwhile
 
     def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
         """Launch copies to a slot, and list the adapter; call with the lock of its source."""

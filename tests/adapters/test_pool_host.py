@@ -727,6 +727,29 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("again", [True, False])
+def test_tensors_that_are_replaced_or_removed_while_a_batch_waits_for_them(again, monkeypatch):
+    """The batch gets those that took their place; they cannot be read again."""
+    pool = make_pool(max_loras=1, host=2)
+    states = [wrapped(seed=seed) for seed in range(2)]
+    pool.register("a", states[0][0], config=CONFIG)
+    staged = pool._host.staged
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        pool.remove("a")
+        if again:
+            pool.register("a", states[1][0], config=CONFIG)
+        return staged(*args)
+
+    monkeypatch.setattr(pool._host, "staged", meanwhile)
+    if again:
+        check(pool, "a", states[1][1], 2.0)
+        return
+    with pytest.raises(KeyError, match="no adapter 'a' is registered"):
+        pool.lookup("a")
+
+
 def test_threads_share_the_stream_of_copies(monkeypatch):
     """Copies of two streams to one slot would not follow each other."""
     device, both = torch.device("cuda", 0), threading.Barrier(2)
