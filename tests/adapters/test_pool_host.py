@@ -726,7 +726,6 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
     check(pool, "b", made[1][1], 2.0)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("again", [True, False])
 def test_tensors_that_are_replaced_or_removed_while_a_batch_waits_for_them(again, monkeypatch):
     """The batch gets those that took their place; they cannot be read again."""
@@ -783,6 +782,7 @@ def test_who_disables_an_adapter_does_not_disable_the_next_one():
     assert pool._slots.tables[pool.device].enabled.tolist() == [True]
 
 
+@pytest.mark.gpu
 def test_an_adapter_is_disabled_while_it_comes():
     """The write to the tables, on the stream of copies, must not come after that of `disable`."""
     if not torch.cuda.is_available():
