@@ -490,6 +490,16 @@ def test_fully_sharded_adapters(vllm, lines):
     ]
 
 
+def test_data_parallel_ranks_have_slots_of_their_own(vllm, lines):
+    vllm.register()
+    Layer(vllm, Spec().build())
+    assert not lines
+    for _ in range(2):
+        Layer(vllm, Spec().build(), dp_size=2)
+    (line,) = lines
+    assert "requests can get each other's, with moelora and without" in line
+
+
 def test_fully_sharded_adapters_of_another_layer(vllm, lines):
     vllm.register()
     layer = Layer(vllm, Spec().build(), fully_sharded=True, swiglu_limit=0.0)

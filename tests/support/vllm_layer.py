@@ -137,6 +137,7 @@ class Layer:
         numbers = {name: config.pop(name, number) for name, number in numbers.items()}
         place = load("vllm.model_executor.layers.fused_moe.config")
         parallel = place.FusedMoEParallelConfig.make_no_parallel()
+        parallel.dp_size = config.pop("dp_size", 1)
         self.moe_config = SimpleNamespace(
             activation=self.activation,
             is_act_and_mul=s.activation != "relu2",

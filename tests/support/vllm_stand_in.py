@@ -252,6 +252,7 @@ class FusedMoEConfig:
 class FusedMoEParallelConfig:
     enable_eplb: bool
     all2all_backend: str
+    dp_size: int = 1
     use_batched_activation_format = False
 
     @classmethod

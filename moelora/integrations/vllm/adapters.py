@@ -77,6 +77,7 @@ def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        _warn_of_ranks(self.moe_config)
         kernel = getattr(self, "_moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
         if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
@@ -86,6 +87,15 @@ def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
         create_lora_weights(self, max_loras, lora_config, model_config)
 
     return wrapped
+
+
+def _warn_of_ranks(moe_config: Any) -> None:
+    """Data-parallel ranks send each other slots, which vLLM gives to adapters by rank."""
+    if getattr(getattr(moe_config, "moe_parallel_config", None), "dp_size", 1) > 1:
+        say_once(
+            "data-parallel ranks of vLLM number adapters by themselves: in batches of several "
+            "adapters requests can get each other's, with moelora and without"
+        )
 
 
 def serves(experts: Any, activation: Any) -> bool:
