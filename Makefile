@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 CXX ?= c++
+# A fresh environment has no bytecode: every interpreter would compile torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 CTEST_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icsrc -Itests/c
