@@ -38,7 +38,8 @@ def tiles_of(given: EightBits, gate_up: str | None, row_scales: bool) -> torch.T
     row_tiles = -(-rows // 64) if gate_up is None else 2 * half
     size = 64 * 128 + (64 if row_scales else 4) * 4
     data = torch.zeros(experts, row_tiles, -(-columns // 128), size, dtype=torch.uint8)
-    bytes_, spread = given.q.view(torch.uint8), given.spread()
+    tiles, bytes_ = data.numpy(), given.q.view(torch.uint8).numpy()
+    scales, spread = tiles[..., 64 * 128 :].view("float32"), given.spread().numpy()
     for n in range(rows):
         if gate_up is None:
             i, r = divmod(n, 64)
@@ -46,12 +47,12 @@ def tiles_of(given: EightBits, gate_up: str | None, row_scales: bool) -> torch.T
             up, at = divmod(n, rows // 2) if gate_up == "concatenated" else (n % 2, n // 2)
             i, r = up * half + at // 64, at % 64
         for k in range(columns):
-            tile, c = data[:, i, k // 128], k % 128
+            j, c = divmod(k, 128)
             of_sixteen = c % 16
             q, place = of_sixteen % 8 // 2, of_sixteen % 2 + 2 * (of_sixteen // 8)
-            tile[:, 128 * r + 16 * ((c // 16) ^ (r & 7)) + 4 * q + place] = bytes_[:, n, k]
-            scales = tile[:, 64 * 128 :].view(torch.float32)
-            scales[:, r if row_scales else c // 64] = spread[:, n, k]
+            at = 128 * r + 16 * ((c // 16) ^ (r & 7)) + 4 * q + place
+            tiles[:, i, j, at] = bytes_[:, n, k]
+            scales[:, i, j, r if row_scales else c // 64] = spread[:, n, k]
     return data
 
 

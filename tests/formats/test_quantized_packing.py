@@ -68,20 +68,21 @@ def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch
         up, i = divmod(n, rows // 2) if gate_up == "concatenated" else (n % 2, n // 2)
         return up * half + i // 64, i % 64
 
+    tiles, q = data.numpy(), numbers.q.tolist()
     for e in range(experts):
         for n in range(rows):
             i, r = place(n)
             warp, lane_row, lower = r // 16, r % 8, r // 8 % 2
             for k in range(columns):
-                tile, c = data[e, i, k // 64], k % 64
+                tile, c = tiles[e, i, k // 64], k % 64
                 slab, pair = c // 16, c % 8 // 2
                 lane = 4 * lane_row + pair
                 first = ((warp * 32 + lane) * 4 + slab) * 4 + 2 * (c % 2)
                 number = lower + 2 * (c % 16 // 8)
                 for bit, at in enumerate((NIBBLES if form == "int4" else E2M1)[number]):
-                    tile[first + at // 8] |= (int(numbers.q[e, n, k]) >> bit & 1) << at % 8
+                    tile[first + at // 8] |= (q[e][n][k] >> bit & 1) << at % 8
             for k in range(0, columns, 64 // groups):
-                tile, g = data[e, i, k // 64], k % 64 * groups // 64
+                tile, g = tiles[e, i, k // 64], k % 64 * groups // 64
                 at = ((warp * 8 + lane_row) * 2 + lower) * groups + g
                 scale = numbers.scales[e, n, k // group]
                 if form == "nvfp4":
