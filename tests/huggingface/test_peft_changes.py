@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys di
 NAMES = ["first", "first", "__base__", "second", "second"]
 
 
-@pytest.fixture
-def folders(tmp_path):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
     """Adapters of one rank and scaling, of another scaling, and of more rank."""
     model = make_model(mixtral)
     options = {
@@ -39,8 +39,9 @@ def folders(tmp_path):
         "large": {"r": 8},
         "attention": {"target_modules": ["o_proj"], "target_parameters": None},
     }
+    where = tmp_path_factory.mktemp("adapters")
     return {
-        name: save_adapter(model, tmp_path / name, seed, **more)
+        name: save_adapter(model, where / name, seed, **more)
         for seed, (name, more) in enumerate(options.items())
     }
 

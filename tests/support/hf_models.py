@@ -86,6 +86,7 @@ def save_adapter(model, folder, seed, **options):
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data.mul_(2)
+    wrapped.create_or_update_model_card = lambda folder: None  # a page that nothing reads
     wrapped.save_pretrained(folder)
     return folder
 
