@@ -13,8 +13,8 @@ from covering import extent
 from moelora.adapters import AdapterPool, held, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
 
-# Nightly at each instruction, in CI at every fifth.
-EVERY = extent(nightly=1, ci=5)
+# Nightly at each instruction, in CI at every seventh.
+EVERY = extent(nightly=1, ci=7)
 STATES = {name: wrapped(seed=seed) for seed, name in enumerate("abcd")}
 
 

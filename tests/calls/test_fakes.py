@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import moelora
 
-SEEDS = extent(nightly=60, ci=12)
+SEEDS = extent(nightly=60, ci=6)
 # The memory that meta tensors have not: a number in it, and what an output shares with an input.
 MEMORY = ("shares memory", "share memory", "num_active_loras is")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import same_bits
+from covering import extent
 from threads import run_threads
 
 import moelora
@@ -264,7 +265,7 @@ def test_tables_may_be_written_while_calls_run():
         "import sys, test_threads\n"
         "for tokens in (64, 20_000):\n"
         "    print(tokens, 'tokens', file=sys.stderr, flush=True)\n"
-        "    test_threads.write_while_calls_run(tokens, 3)"
+        f"    test_threads.write_while_calls_run(tokens, {extent(nightly=3, ci=1)})"
     )
     where = Path(__file__).parent
     done = subprocess.run(
