@@ -315,7 +315,8 @@ class AdapterPool:
             be overwritten when the call returns.
         in_flight : {"finish", "switch"}
             What batches do that hold the old version: "finish" with it, or "switch" to the new one
-            in their next step, which begins with their next call of `mapping` or `lookup`.
+            in their next step, which begins with their next call of `mapping` or `lookup`. Also
+            those switch that an earlier update let finish.
 
         Returns
         -------

@@ -71,7 +71,7 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add = parser.add_argument
     add("model", help="as for vllm serve: a folder, or a name on the Hub")
     about = "adapters: PEFT folders, or NAME=FOLDER"
-    add("--lora", nargs="+", required=True, metavar="ADAPTER", help=f"{about} (default: none)")
+    add("--lora", nargs="+", required=True, metavar="ADAPTER", help=about)
     about = "prompts and tokens of each, of prefill (default: %(default)s)"
     add("--prefill", default=f"{PREFILL[0]}x{PREFILL[1]}", metavar="NxM", help=about)
     about = "sequences of decode (default: %(default)s)"
