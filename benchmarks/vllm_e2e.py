@@ -244,9 +244,7 @@ class Bench(Stages):
         return self.job(f"reference of {name}", [sys.executable, *script, *tolerance, *model], 90)
 
     def answers(self):
-        if not self.done(self.make("tiny", "--preset", "tiny")):
-            return
-        models = self.quantize("tiny")
+        models = self.models("tiny")
         if models is None:
             return
         names = "moelora", "vllm"
@@ -266,12 +264,15 @@ class Bench(Stages):
             self.said[name] = said = reference.log.read_text().splitlines()[-6:]
             self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
 
+    def models(self, preset, *options):
+        """The names of a preset's model for moelora and for vLLM's own engine, once they are there;
+        None if it could not be made."""
+        made = self.done(self.make(preset, "--preset", preset, *options))
+        return self.quantize(preset) if made else None
+
     def timed_models(self):
-        """The names of the model that is timed, for moelora and for vLLM's own engine."""
-        layers = ("--layers", str(self.args.layers))
-        if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
-            return None
-        return self.quantize("a3b")
+        """The names of the model that is timed, as `models`."""
+        return self.models("a3b", "--layers", str(self.args.layers))
 
     def together(self, runs):
         """Runs engines, `--at-once` of which start together, sharing the GPUs, and are measured one
@@ -327,9 +328,7 @@ class Bench(Stages):
         )
 
     def invariance(self):
-        if not self.done(self.make("tiny", "--preset", "tiny")):
-            return
-        models = self.quantize("tiny")
+        models = self.models("tiny")
         if models is None:
             return
         engines = list(zip(("moelora", "vllm"), models, strict=True))
@@ -353,9 +352,7 @@ class Bench(Stages):
         return json.loads(out.read_text()) if out.exists() else {}
 
     def sampler(self):
-        if not self.done(self.make("tiny", "--preset", "tiny")):
-            return
-        models = self.quantize("tiny")
+        models = self.models("tiny")
         if models is None:
             return
         rows = self.work / "rows.pt"

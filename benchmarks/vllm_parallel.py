@@ -41,9 +41,7 @@ class Parallel(Bench):
         return rows + answers(self.runs)
 
     def answers(self):
-        if not self.done(self.make("tiny", "--preset", "tiny")):
-            return
-        models = self.quantize("tiny")
+        models = self.models("tiny")
         if models is None:
             return
         runs = [single(models)]
@@ -101,7 +99,7 @@ def answers(runs):
 def main(argv=None):
     p = arguments(__doc__.split("\n")[0])
     p.add_argument("--gpus", type=int, default=2)
-    p.add_argument("--only", choices=("speed", "answers"))
+    p.add_argument("--only", choices=("speed", "answers"), help="leave the other out")
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     bench = Parallel(parse(p, argv))
     if bench.install():
