@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from moelora.integrations import shown
+
 Table = dict[str, dict[str, str]]
 Lookup = Callable[[str, str], dict[str, bool]]  # {parameter: it has no default}
 
@@ -31,6 +33,11 @@ class Interface:
     fields: Table = field(default_factory=dict)
 
 
+def is_absent(module: str, error: ImportError) -> bool:
+    """Whether it is `module`, or a package of it, that the error does not find."""
+    return f"{module}.".startswith(f"{error.name}.")
+
+
 def problem(interface: Interface, parameters: Lookup | None = None) -> str | None:
     """First difference between `interface` and the installed engine, whose parameters `parameters`
     looks up; it begins with "there is no" if the release does not have it at all."""
@@ -42,11 +49,11 @@ def problem(interface: Interface, parameters: Lookup | None = None) -> str | Non
         except AttributeError:
             return f"there is no {module}.{name}"
         except ImportError as error:
-            if error.name is None or f"{module}.".startswith(f"{error.name}."):
+            if error.name is None or is_absent(module, error):
                 return f"there is no {module}.{name}"
             return f"{module} cannot be imported ({error})"
         except Exception as error:  # of the import
-            return f"{module} cannot be imported ({type(error).__name__}: {error})"
+            return f"{module} cannot be imported ({shown(error)})"
 
     for module, functions in interface.replaced.items():
         for name, wanted in functions.items():

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from moelora.integrations.interface import Interface, problem
+from moelora.integrations.interface import Interface, is_absent, problem
 
-__all__ = ["BATCHED", "CONFIGS", "DELTAS", "LAYERS", "METHODS", "QUANTIZED", "Interface", "problem"]
+__all__ = [
+    "BATCHED",
+    "CONFIGS",
+    "DELTAS",
+    "LAYERS",
+    "METHODS",
+    "QUANTIZED",
+    "Interface",
+    "is_absent",
+    "problem",
+]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"

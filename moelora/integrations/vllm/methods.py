@@ -42,7 +42,7 @@ def install() -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if f"{module}.".startswith(f"{error.name}."):
+            if interface.is_absent(module, error):
                 continue  # not in this release
         except Exception:
             pass  # `problem` says why
