@@ -326,8 +326,8 @@ class AdapterPool:
         Raises
         ------
         KeyError
-            There is no such adapter, or it was removed, replaced or, without host memory, evicted
-            meanwhile.
+            There is no such adapter, or another thread removed or replaced it during the call, or,
+            without host memory, evicted it.
         ValueError, FileNotFoundError, RuntimeError
             As `add`; the old version stays.
         """

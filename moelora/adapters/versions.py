@@ -195,7 +195,7 @@ class Versions:
         with self.lock:
             if self._use(name, held):
                 return
-        self.bring(name, held)  # it was added anew, removed or evicted meanwhile
+        self.bring(name, held)  # another thread added, removed or evicted it
 
     def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
         """Launch copies to a slot, and list the adapter; call with the lock of its source."""
@@ -390,7 +390,7 @@ class Versions:
         return version
 
     def _check_unchanged(self, name: str, lineage: object) -> None:
-        """KeyError if an adapter was removed or replaced meanwhile, or evicted for good."""
+        """KeyError unless the name still has versions of this `lineage`."""
         if not self.is_known(name) or self.lineage(name) is not lineage:
             raise KeyError(f"adapter {name!r} was removed, evicted or replaced meanwhile")
 
