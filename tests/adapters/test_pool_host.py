@@ -19,6 +19,7 @@ from adapter_cases import (
     wrapped,
     write,
 )
+from conftest import needs_gpu
 from threads import run_threads
 
 from moelora.adapters import AdapterPool, NoSlot, transfer
@@ -699,10 +700,9 @@ def test_a_thousand_names_of_twenty_folders(tmp_path, device):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_layers_are_waited_for_one_by_one(tmp_path):
     """Copies are behind a long kernel; the host goes on, and readers get all of them."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     pool = make_pool(max_loras=2, host=3, device="cuda")
     for name, (path, _) in zip("abc", made := folders(tmp_path, 3), strict=True):
         pool.register(name, path)
@@ -764,10 +764,9 @@ def test_threads_share_the_stream_of_copies(monkeypatch):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_who_disables_an_adapter_does_not_disable_the_next_one():
     """On a stream that has other work yet, when another adapter gets the slot."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     pool = make_pool(max_loras=1, host=2, device="cuda")
     states = [wrapped(seed=seed) for seed in range(2)]
     for name, (state, _) in zip("ab", states, strict=True):
@@ -783,10 +782,9 @@ def test_who_disables_an_adapter_does_not_disable_the_next_one():
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_an_adapter_is_disabled_while_it_comes():
     """The write to the tables, on the stream of copies, must not come after that of `disable`."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     pool = make_pool(max_loras=1, host=2, device="cuda")
     for seed, name in enumerate("ab"):
         pool.register(name, wrapped(seed=seed)[0], config=CONFIG)
