@@ -14,6 +14,7 @@ import pathlib
 import random
 import sys
 import time
+from collections import Counter
 
 import torch
 
@@ -165,19 +166,38 @@ def bits(engine):
 
 
 def gpu_milliseconds(run):
-    """All kernels together, and the longest ones; None where there is no profiler for them."""
+    """Of the GPU: `busy`, while anything runs, `total`, of all kernels together, and the longest
+    ones; None where there is no profiler for them. `total` counts twice the time in which a kernel
+    that was launched early waits for the one before it."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     if ProfilerActivity.CUDA not in supported_activities():
         return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
-    kernels = [(e.self_device_time_total / 1e3, e.key) for e in profiler.key_averages()]
-    kernels.sort(reverse=True)
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    kernels = Counter()
+    for begin, end, name in spans:
+        kernels[name] += (end - begin) / 1e3
     return {
-        "total": round(sum(ms for ms, _ in kernels), 2),
-        "top": [[round(ms, 3), name[:100]] for ms, name in kernels[:12]],
+        "busy": round(busy(spans) / 1e3, 2),
+        "total": round(kernels.total(), 2),
+        "top": [[round(ms, 3), name[:100]] for name, ms in kernels.most_common(12)],
     }
+
+
+def busy(spans):
+    """Length of what (begin, end, ...) cover together."""
+    covered, until = 0, float("-inf")
+    for begin, end, *_ in sorted(spans):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def wait_for_turn(file):

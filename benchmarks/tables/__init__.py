@@ -18,6 +18,7 @@ from benchmarks.tables.columns import TABLES
 from benchmarks.tables.engines import (
     alternatives,
     claim,
+    decode_busy_ratios,
     decode_ratios,
     engine_bits,
     engine_ranges,
@@ -81,6 +82,7 @@ MADE = {
     ),
     "suite_ratios": ("vllm-suite-models", suite_ratios),
     "decode_ratios": ("e2e-fp8", decode_ratios),
+    "decode_busy_ratios": ("e2e-fp8", decode_busy_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),

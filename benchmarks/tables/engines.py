@@ -6,11 +6,16 @@ from benchmarks.tables.text import cases, markdown, over, span, thousands, wrapp
 from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
 
-def rate(rows, phase, engine, lora, batch):
-    """Tokens per second of an engine; None where it was not timed."""
+def measured(rows, field, engine, lora, batch):
+    """A field of an engine's row; None where it was not measured."""
     for row in rows:
         if (row["engine"], row["lora_enabled"], row["batch"]) == (engine, lora, batch):
-            return row.get(f"{phase}_tok_s")
+            return row.get(field)
+
+
+def rate(rows, phase, *engine):
+    """Tokens per second of an engine; None where it was not timed."""
+    return measured(rows, f"{phase}_tok_s", *engine)
 
 
 # Twelve layers each; {experts: name of a table}
@@ -148,7 +153,7 @@ def alternatives():
     return markdown(["moelora with adapters, relative to", *phases], said)
 
 
-SEQUENCES = {1: "decode_1", 16: "decode_16", 64: "decode", 256: "decode_256"}
+SEQUENCES = {1: "_1", 16: "_16", 64: "", 256: "_256"}  # how the fields of so many end
 STATES = {
     "of four adapters": (True, MIXED),
     "of none, LoRA on": (True, "base"),
@@ -156,19 +161,35 @@ STATES = {
 }
 
 
-def decode_ratios():
-    """Tokens per second of decode with the plugin over those without it, by number of sequences."""
+def by_sequences(ratio):
+    """A row for each format and state, of ratio(rows, end of the fields, state) for each number of
+    sequences."""
     said = []
     for what, name in ENGINE_TABLES.items():
-        rows = cases(name)
         for state, more in STATES.items():
-            both = [
-                [rate(rows, d, e, *more) for e in ("moelora", "vllm")] for d in SEQUENCES.values()
-            ]
-            ratios = [over(*each) for each in both]
+            ratios = [ratio(cases(name), end, more) for end in SEQUENCES.values()]
             if any(ratios):
                 said.append([f"{what}, {gpu(TABLES[name][0])}", state, *ratios])
     return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
+
+
+def decode_ratios():
+    """Tokens per second of decode with the plugin over those without it, by number of sequences."""
+
+    def ratio(rows, end, state):
+        return over(*(rate(rows, f"decode{end}", e, *state) for e in ("moelora", "vllm")))
+
+    return by_sequences(ratio)
+
+
+def decode_busy_ratios():
+    """Time that the GPU is busy with a step of decode without the plugin over that with it."""
+
+    def ratio(rows, end, state):
+        field = f"tpot_busy{end}_ms"
+        return over(*(measured(rows, field, e, *state) for e in ("vllm", "moelora")))
+
+    return by_sequences(ratio)
 
 
 def engines_parallel(topic="e2e-parallel"):

@@ -164,6 +164,13 @@ def test_decodes_that_are_slower_are_in_the_table_with_the_others(write):
         [what, "of four adapters", "0.40", "-", "1.50", "-"],
         [what, "of none, LoRA on", "0.90", "-", "2.27", "-"],
     ]
+    assert tables.section("decode_busy_ratios") == tables.files.AWAITED
+    busy = [row | {"tpot_busy_16_ms": ms} for row, ms in zip(LORA, (3, 2, 2, 4), strict=True)]
+    write("h200-e2e-fp8", *busy)
+    assert cells(tables.section("decode_busy_ratios")) == [
+        [what, "of four adapters", "-", "0.50", "-", "-"],
+        [what, "of none, LoRA on", "-", "1.50", "-", "-"],
+    ]
 
 
 @pytest.mark.parametrize("page", tables.PAGES)

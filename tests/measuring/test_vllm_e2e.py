@@ -12,10 +12,12 @@ import torch
 pytest.importorskip("tomllib")
 
 import e2e_vllm  # noqa: E402
+from conftest import needs_gpu  # noqa: E402
 from e2e import topics  # noqa: E402
 
 from benchmarks import vllm_e2e  # noqa: E402
-from benchmarks.engines import answers, jobs, vllm_bits  # noqa: E402
+from benchmarks.engines import answers, jobs, vllm_bits, vllm_engine  # noqa: E402
+from moelora.bench.engine import serving  # noqa: E402
 
 
 @pytest.fixture
@@ -97,6 +99,26 @@ def test_several_batches_of_decode(tmp_path, peers):
             assert row[f"decode{end}_tok_s"] > 0 and row[f"ttft{end}_ms"] > 0
             whole, first = (sorted(row[f"{n}{end}_s"])[2] for n in ("decode", "first"))
             assert row[f"tpot{end}_ms"] == pytest.approx(1e3 * (whole - first) / 127, abs=1e-4)
+
+
+def test_waiting_kernels_do_not_make_the_gpu_busier():
+    """One that was launched early overlaps the one before it; a pause does not count."""
+    assert vllm_engine.busy([(5, 9, "launched early"), (0, 6, "before"), (20, 21, "later")]) == 10
+    first = {"seconds": [0.5], "new_tokens": 1, "gpu_ms": {"busy": 4.0}}
+    decode = {"seconds": [2.0], "new_tokens": 128, "gpu_ms": {"busy": 34.0}}
+    found = serving.times_to_tokens({"first_16": first, "decode_16": decode})
+    assert found["tpot_busy_16_ms"] == 2.0  # 15 tokens while kernels are timed
+    found = serving.times_to_tokens({"first": first | {"gpu_ms": None}, "decode": decode})
+    assert set(found) == {"ttft_ms", "tpot_ms"}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_are_timed():
+    x = torch.ones(64, 64, device="cuda")
+    found = vllm_engine.gpu_milliseconds(lambda: [x @ x for _ in range(3)] and x.sum().item())
+    assert 0 < found["busy"] <= found["total"]
+    assert found["total"] == pytest.approx(sum(ms for ms, _ in found["top"]), abs=0.02)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
 
 PREFILL = (16, 2048)  # prompts, tokens of each
 DECODE = (64, 32, 128)  # default number of sequences, prompt tokens, new tokens
+PROFILED = 16  # new tokens while kernels are timed
 CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 
@@ -63,11 +64,11 @@ def speed(
 
     `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. Decode
     with N sequences, and the time to its first token, are `decode_N` and `first_N` where N is not
-    the usual number; `gpu_milliseconds` profiles the other measurements.
+    the usual number; `gpu_milliseconds` profiles each measurement, of at most PROFILED new tokens.
     """
 
     def measure(
-        prompts: list[list[int]], adapters: list[Any], new: int, work: int, profiled: bool = True
+        prompts: list[list[int]], adapters: list[Any], new: int, work: int
     ) -> dict[str, Any]:
         def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
@@ -82,8 +83,8 @@ def speed(
             "tokens_per_s": round(work / statistics.median(seconds)),
             "seconds": [round(s, 5) for s in seconds],
             "new_tokens": new,
-            "gpu_ms": gpu_milliseconds(lambda: run(min(new, 16)))
-            if gpu_milliseconds and profiled
+            "gpu_ms": gpu_milliseconds(lambda: run(min(new, PROFILED)))
+            if gpu_milliseconds
             else None,
         }
 
@@ -100,23 +101,28 @@ def speed(
 
         table[name] = {"prefill": measure(long, spread(long), 1, prefill[0] * prefill[1])}
         for n in sequences:
-            usual, some = n == DECODE[0], short[:n]
-            end = "" if usual else f"_{n}"
-            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new, usual)
-            table[name][f"first{end}"] = measure(some, spread(some), 1, n, usual)
+            some, end = short[:n], "" if n == DECODE[0] else f"_{n}"
+            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new)
+            table[name][f"first{end}"] = measure(some, spread(some), 1, n)
             save(speed=table)
 
 
 def times_to_tokens(table: Table) -> dict[str, float]:
-    """Milliseconds to the first token, and to each later one."""
+    """Milliseconds to the first token, and to each later one; of these also those in which the GPU
+    was busy, where that was measured."""
     made: dict[str, float] = {}
     for end in (name.removeprefix("decode") for name in table if name.startswith("decode")):
-        if f"first{end}" in table:
-            first, whole = (table[name + end] for name in ("first", "decode"))
-            times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
-            made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
-            behind = whole["new_tokens"] - first["new_tokens"]
-            made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / behind, 4)
+        if f"first{end}" not in table:
+            continue
+        first, whole = (table[name + end] for name in ("first", "decode"))
+        times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
+        behind = whole["new_tokens"] - first["new_tokens"]
+        made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
+        made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / behind, 4)
+        if first["gpu_ms"] and whole["gpu_ms"]:
+            more = whole["gpu_ms"]["busy"] - first["gpu_ms"]["busy"]
+            behind = min(whole["new_tokens"], PROFILED) - first["new_tokens"]
+            made[f"tpot_busy{end}_ms"] = round(more / behind, 4)
     return made
 
 
