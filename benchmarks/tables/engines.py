@@ -119,13 +119,14 @@ def claim():
 
 
 def alternatives():
-    """Throughput of an engine with moelora and adapters over what one would take instead."""
+    """Throughput of an engine with moelora and adapters over what one would take instead; of decode
+    also without the host's share, where it was measured."""
     said = []
 
-    def row(instead, ours, theirs):
+    def row(instead, ours, theirs, busy=""):
         ratios = [over(a, b) for a, b in zip(ours, theirs, strict=True)]
         if any(ratios):
-            said.append([instead, *ratios])
+            said.append([instead, *ratios, busy])
 
     phases = "prefill", "decode"
     for what, name in ENGINE_TABLES.items():
@@ -134,13 +135,14 @@ def alternatives():
             continue
         topic = TABLES[name][0]
         of = f"{release('vLLM', topic)}, {what}, {gpu(topic)}"
-        ours = [rate(rows, phase, "moelora", True, MIXED) for phase in phases]
-        for instead, more in (
-            ("its own LoRA kernels", (True, MIXED)),
-            ("without adapters", (False, "base")),
+        ours = "moelora", True, MIXED
+        for instead, other in (
+            ("its own LoRA kernels", ("vllm", True, MIXED)),
+            ("without adapters", ("vllm", False, "base")),
         ):
-            theirs = [rate(rows, phase, "vllm", *more) for phase in phases]
-            row(f"{of}: {instead}", ours, theirs)
+            speeds = [[rate(rows, phase, *who) for phase in phases] for who in (ours, other)]
+            busy = over(*(measured(rows, "tpot_busy_ms", *who) for who in (other, ours)))
+            row(f"{of}: {instead}", *speeds, busy)
     for what, name in SGLANG_TABLES.items():
         found = [sglang_speeds(phase, name) for phase in phases]
         if not all(found):
@@ -150,7 +152,7 @@ def alternatives():
         ours, own, base = zip(*found, strict=True)
         row(f"{of}: its own LoRA kernels", ours, [max(each.values()) for each in own])
         row(f"{of}: without adapters", ours, base)
-    return markdown(["moelora with adapters, relative to", *phases], said)
+    return markdown(["moelora with adapters, relative to", *phases, "decode, GPU alone"], said)
 
 
 SEQUENCES = {1: "_1", 16: "_16", 64: "", 256: "_256"}  # how the fields of so many end
