@@ -17,7 +17,8 @@ them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
 
 All servers have the same options (`COMMON`, in the result file): graphs of decode for the batch
 sizes that are timed, none of prefill, which take a minute to capture. Starting a server takes
-longer than measuring it: `--at-once 3` starts three together where they fit beside each other.
+longer than measuring it: `--at-once 3` starts three together where they fit beside each other; they
+take turns in each repetition.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -192,8 +193,12 @@ class Bench(Stages):
         manifest = self.model("--preset", "tiny")
         if manifest is None:
             return
-        self.servers(self.checked(), manifest, lambda client, run: run.update(check=check(client)))
+        self.servers(self.checked(), manifest, self.check)
         self.references()
+
+    def check(self, client, run):
+        yield
+        run.update(check=check(client))
 
     def speed(self):
         manifest = self.model("--preset", "a3b", "--layers", self.args.layers)
@@ -202,22 +207,27 @@ class Bench(Stages):
         self.servers(self.args.servers, manifest, self.measure)
 
     def measure(self, client, run):
-        speed(client, self.args.reps, self.args.sequences, run.update)
+        return speed(client, self.args.reps, self.args.sequences, run.update)
 
     def servers(self, names, manifest, ask):
-        """Start servers, `--at-once` of which load together, and query one after the other: `ask`
-        stores the results in a dict."""
+        """Start servers, `--at-once` of which load together, and query them in turns: `ask`
+        stores the results in a dict, and yields after each turn."""
         count = self.args.at_once
         for some in (names[i : i + count] for i in range(0, len(names), count)):
             started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
             running = [(n, *pair) for n, pair in started if pair and self.is_up(n, *pair)]
-            for name, job, client in running:
-                try:
-                    ask(client, self.runs[name])
-                    end = "ok"
-                except (OSError, KeyError, ValueError) as why:
-                    end = f"{type(why).__name__}: {why}"
-                self.stop_server(name, job, end)
+            asked = [(name, job, ask(client, self.runs[name])) for name, job, client in running]
+            while asked:
+                for name, job, turns in list(asked):
+                    try:
+                        next(turns)
+                        continue
+                    except StopIteration:
+                        end = "ok"
+                    except (OSError, KeyError, ValueError) as why:
+                        end = f"{type(why).__name__}: {why}"
+                    self.stop_server(name, job, end)
+                    asked.remove((name, job, turns))
 
     def start_server(self, name, manifest, place):
         """The job and the client of a server; None if there is no time for it."""

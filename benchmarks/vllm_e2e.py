@@ -28,7 +28,8 @@ differ, and log-probabilities of prompts are compared: moelora's trainer and eng
 the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
 Starting an engine takes longer than measuring it: `--at-once 4` starts four engines together where
-their models fit beside each other.
+their models fit beside each other. They take turns with each repetition, so that whatever else the
+machine does meanwhile disturbs all of them.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -275,36 +276,51 @@ class Bench(Stages):
         return self.models("a3b", "--layers", str(self.args.layers))
 
     def together(self, runs):
-        """Runs engines, `--at-once` of which start together, sharing the GPUs, and are measured one
-        after the other once all of them are up."""
+        """Runs engines, `--at-once` of which start together, share the GPUs and take turns once all
+        of them are up."""
         count = self.args.at_once
         for some in (runs[i : i + count] for i in range(0, len(runs), count)):
             flags = () if count == 1 else ("--gib", GIB)
-            jobs = [self.start_run(run, *flags) for run in some]
-            if count > 1:
-                jobs = [self.up(run, job) for run, job in zip(some, jobs, strict=True)]
-            for run, job in zip(some, jobs, strict=True):
-                self.turn(run).touch()
+            jobs = [(run, self.start_run(run, *flags)) for run in some]
+            jobs = [(run, job and self.up(run, job)) for run, job in jobs]
+            self.take_turns([(run, job) for run, job in jobs if job])
+            for run, job in jobs:
                 self.read(run.name, job, **run.fields)
 
     def start_run(self, run, *flags):
         words = (run.name, run.model, *run.flags, "--turn", self.turn(run), *flags)
-        return self.engine(*words, seconds=300, ours=run.ours, **run.environment)
+        seconds = 300 * self.args.at_once  # also those in which others have their turns
+        return self.engine(*words, seconds=seconds, ours=run.ours, **run.environment)
 
     def turn(self, run):
-        """The file that an engine waits for before it is measured."""
+        """The file with which an engine asks for a turn, and which is removed when it has it."""
         return self.result_file(run.name).with_suffix(".turn")
+
+    def asks(self, run, job, until):
+        """Whether an engine asks for a turn before it has ended or the time has come."""
+        while not self.turn(run).exists():
+            if job.process.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.005)
+        return True
 
     def up(self, run, job):
         """The job once its engine is up or has failed, or nothing: it is stopped if it takes too
         long, so that it does not disturb the others' measurements."""
-        said = self.turn(run).with_name(f"{self.turn(run).name}.up")
-        while job and not said.exists() and job.process.poll() is None:
-            if time.monotonic() - job.start > self.args.start_s:
-                self.stages.append(job.stop(f"not up after {self.args.start_s:.0f} s"))
-                return None
-            time.sleep(0.1)
-        return job
+        together = self.args.at_once > 1
+        until = job.start + (min(self.args.start_s, job.seconds) if together else job.seconds)
+        if self.asks(run, job, until) or job.process.poll() is not None:
+            return job
+        self.stages.append(job.stop(f"not up after {until - job.start:.0f} s"))
+
+    def take_turns(self, jobs):
+        """One engine measures at a time, a repetition a turn, until all have ended or run out of
+        time."""
+        while jobs:
+            for run, job in list(jobs):
+                self.turn(run).unlink(missing_ok=True)
+                if not self.asks(run, job, job.start + job.seconds):
+                    jobs.remove((run, job))
 
     def timed(self, engine, models, lora, *flags, **fields):
         """A run that is timed; `fields` say how it uses several GPUs."""

@@ -54,7 +54,7 @@ def parse(argv=None):
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
     p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
-    p.add_argument("--turn", type=pathlib.Path, help="file to wait for once up (`wait_for_turn`)")
+    p.add_argument("--turn", type=pathlib.Path, help="file that asks for a turn (`take_turn`)")
     p.add_argument("--reps", type=int, default=5)
     p.add_argument(
         "--sequences",
@@ -200,11 +200,13 @@ def busy(spans):
     return covered
 
 
-def wait_for_turn(file):
-    """Say that this engine is up with a file NAME.up, and wait until `file` is there."""
-    file.with_name(f"{file.name}.up").touch()
-    while not file.exists():
-        time.sleep(0.05)
+def take_turn(engine, file):
+    """Ask for a turn with a file, and wait until it is removed."""
+    if file and engine.ranks_of_data.rank == 0:
+        file.touch()
+        while file.exists():
+            time.sleep(0.005)
+    engine.ranks_of_data.wait()
 
 
 def main():
@@ -226,9 +228,7 @@ def main():
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
     engine.ranks_of_data.wait()
-    if args.turn:
-        wait_for_turn(args.turn)
-    engine.ranks_of_data.wait()
+    take_turn(engine, args.turn)
     if args.check:
         save(check=check(engine))
     if args.bits:
@@ -238,7 +238,9 @@ def main():
     if args.speed:
         # Kernels of other processes are not seen from here.
         seen = args.tensor_parallel * args.data_parallel == 1 and not args.no_profile
-        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if seen else None)
+        profiler = gpu_milliseconds if seen else None
+        for _ in speed(engine, args.reps, args.sequences, save, profiler):
+            take_turn(engine, args.turn)
     save(done=True)
     engine.ranks_of_data.wait()  # none leaves while another one steps
     sys.stdout.flush()

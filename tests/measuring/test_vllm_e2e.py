@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_engines_with_lora_alone(tmp_path, peers):
 
 @pytest.mark.slow
 def test_engines_that_start_together(tmp_path, peers, monkeypatch):
-    """They wait for their turn: no two are measured at a time."""
+    """They take turns, so that they meet the same disturbances: no two are measured at a time."""
     monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
     words = ("--only", "speed", "--at-once", "3", "--reps", "1", "--sequences", "1")
     code, written, log = run(tmp_path, peers, *words)
@@ -75,8 +76,13 @@ def test_engines_that_start_together(tmp_path, peers, monkeypatch):
     assert len(topics(written, "speed")) == 6
     turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
     up, measured = ([pid for what, pid in turns if what == word] for word in ("up", "measured"))
-    assert sorted(up) == sorted(pid for pid, _ in itertools.groupby(measured))
-    assert [what for what, _ in turns[:3]] == ["up"] * 3
+    assert [what for what, _ in turns[:3]] == ["up"] * 3 and len(up) == 4
+    order = [pid for pid, _ in itertools.groupby(measured)]
+    assert set(order[:3]) == set(up[:3])
+    repetitions = 2 * 3  # of prefill, decode and first token, with adapters and without
+    without = 1 + repetitions // 2  # the engine without LoRA has ended; each warmed up first
+    assert order[: 3 * without] == order[:3] * without
+    assert order.count(up[3]) == 1  # started later, alone
 
 
 def test_targets_are_those_of_the_format():
@@ -110,6 +116,21 @@ def test_waiting_kernels_do_not_make_the_gpu_busier():
     assert found["tpot_busy_16_ms"] == 2.0  # 15 tokens while kernels are timed
     found = serving.times_to_tokens({"first": first | {"gpu_ms": None}, "decode": decode})
     assert set(found) == {"ttft_ms", "tpot_ms"}
+
+
+def test_an_engine_waits_before_each_repetition():
+    """Of prefill, decode and first token, each warmed up before, with adapters and without."""
+    asked, results = [], {}
+    engine = SimpleNamespace(
+        adapters=["law"],
+        prompts=lambda lengths: [[0] * n for n in lengths],
+        generate=lambda prompts, adapters, new: asked.append((len(prompts), new)),
+    )
+    turns = [len(asked) for _ in serving.speed(engine, 2, [4], results.update)]
+    assert turns == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
+    assert asked == [(16, 1)] * 3 + [(4, 128)] * 3 + [(4, 1)] * 3 + asked[:9]
+    assert set(results["speed"]) == {"base", "1 mixed"}
+    assert all(len(one["seconds"]) == 2 for one in results["speed"]["base"].values())
 
 
 @pytest.mark.gpu

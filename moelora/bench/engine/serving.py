@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
@@ -59,23 +59,27 @@ def speed(
     gpu_milliseconds: Callable[[Callable[[], None]], Any] | None = None,
     prefill: tuple[int, int] = PREFILL,
     new: int = DECODE[2],
-) -> None:
+) -> Iterator[None]:
     """Times of prefill and of decode, which `save(speed={batch: table})` gets after each part.
 
     `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. Decode
     with N sequences, and the time to its first token, are `decode_N` and `first_N` where N is not
     the usual number; `gpu_milliseconds` profiles each measurement, of at most PROFILED new tokens.
+
+    A generator that yields before each repetition: engines on one machine that take turns there
+    meet the same disturbances, and their results can be compared.
     """
 
     def measure(
         prompts: list[list[int]], adapters: list[Any], new: int, work: int
-    ) -> dict[str, Any]:
+    ) -> Generator[None, None, dict[str, Any]]:
         def run(new: int = new) -> None:
             engine.generate(prompts, adapters, new)
 
         run()  # warm-up: loads adapters, runs late compilation
         seconds = []
         for _ in range(reps):
+            yield
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
@@ -99,11 +103,13 @@ def speed(
         def spread(prompts: list[list[int]], carried: list[Any] = carried) -> list[Any]:
             return [carried[i % len(carried)] for i in range(len(prompts))]
 
-        table[name] = {"prefill": measure(long, spread(long), 1, prefill[0] * prefill[1])}
+        table[name] = {
+            "prefill": (yield from measure(long, spread(long), 1, prefill[0] * prefill[1]))
+        }
         for n in sequences:
             some, end = short[:n], "" if n == DECODE[0] else f"_{n}"
-            table[name][f"decode{end}"] = measure(some, spread(some), new, n * new)
-            table[name][f"first{end}"] = measure(some, spread(some), 1, n)
+            table[name][f"decode{end}"] = yield from measure(some, spread(some), new, n * new)
+            table[name][f"first{end}"] = yield from measure(some, spread(some), 1, n)
             save(speed=table)
 
 

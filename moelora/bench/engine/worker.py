@@ -123,7 +123,8 @@ def main(told_path: str, out_path: str) -> None:
     def keep(speed: dict[str, Any]) -> None:
         save(speed={batch: usual_names(table) for batch, table in speed.items()})
 
-    speed(engine, told["reps"], sequences, keep, prefill=prefill, new=new)
+    for _ in speed(engine, told["reps"], sequences, keep, prefill=prefill, new=new):
+        pass
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 
