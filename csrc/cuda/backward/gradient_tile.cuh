@@ -7,6 +7,7 @@
 
 #include "cuda/backward/gradients.h"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 constexpr int kColumns = 128;
 
@@ -83,12 +84,9 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* threadIdx.x, opaque to the compiler, which would compute addresses of the epilogue before the K
- * loop and keep them in registers. */
+/* threadIdx.x; the compiler would compute addresses of the epilogue before the K loop. */
 __device__ __forceinline__ int epilogue_thread() {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  return thread;
+  return opaque(threadIdx.x);
 }
 
 /* Index of an element within a product's part of a slot: in the order of the gradient. */

@@ -14,6 +14,7 @@
 #include "cuda/launch/factors.cuh"
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 /* A window of at most ROWS rows and its segments, in order: segment s has rows low[s] to high[s] -
  * 1, and items from first[s] on. */
@@ -153,8 +154,7 @@ template <int THREADS, int ROWS, int PASSES>
 __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w, int thread,
                                            RoutedRow (&own)[PASSES], int (&rank)[PASSES]) {
   uint32_t *const words = (uint32_t *)w.bins; // two bins per word
-  int max_loras = r.routes.max_loras;
-  asm volatile("" : "+r"(max_loras)); // keeps the compiler from hoisting what depends on it
+  const int max_loras = opaque(r.routes.max_loras);
   const int used = r.routes.num_experts * max_loras / 2 + 1;
   const int per_thread = (used + THREADS - 1) / THREADS, begin = min(thread * per_thread, used);
   const int end = min(begin + per_thread, used);
@@ -236,8 +236,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
                                             Each each, Count count) {
   constexpr int PASSES = ROWS / THREADS, WORDS = ROWS / 32;
   static_assert(ROWS % THREADS == 0 && THREADS % 32 == 0 && WORDS <= 32, "a word to a lane");
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread)); // values derived from it take no registers between windows
+  const int thread = opaque(threadIdx.x); // what depends on it is not kept between windows
   const int lane = thread % 32;
   RoutedRow own[PASSES];
   int rank[PASSES];
@@ -276,8 +275,8 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
     const int i = pass * THREADS + thread, before = i > 0 ? i - 1 : 0;
     const bool first =
         i == 0 || w.expert[before] != own[pass].expert || w.adapter[before] != own[pass].adapter;
-    ends[pass] = first && i > 0 && w.rank[before] > 0;
-    asm volatile("" : "+r"(ends[pass]), "+r"(rank[pass]));
+    ends[pass] = opaque(first && i > 0 && w.rank[before] > 0);
+    rank[pass] = opaque(rank[pass]);
     const uint32_t mask = __ballot_sync(~0u, first && rank[pass] > 0);
     if (lane == 0)
       w.starts[i / 32] = mask;

@@ -7,6 +7,7 @@
  * Long segments of large batches are left to shrink/segments.cu and segments_sm90.cu. */
 #include "cuda/delta/rows.cuh"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/ptx/opaque.cuh"
 #include "cuda/shrink/product.cuh"
 #include "cuda/variant_ids.h"
 
@@ -116,8 +117,7 @@ template <class S> struct WindowOperands {
   }
 
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
-    int lane = threadIdx.x % 32;
-    asm volatile("" : "+r"(lane)); // as above
+    const int lane = opaque(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const int i = min(item.low + n * 8 + lane / 4, item.high - 1);
@@ -132,8 +132,7 @@ __device__ __forceinline__ void store(const DeltaShrinkParams &p, const ShrinkIt
                                       DeltaShrinkShared<S> &shared) {
   constexpr int RANK_VECTORS = S::RANKS / 8;
   const delta_shrink &s = p.s;
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread)); // values derived from it take no registers between items
+  const int thread = opaque(threadIdx.x); // what depends on it is not kept between items
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * RANK_VECTORS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;

@@ -10,6 +10,7 @@
 #include "cuda/backward/products.h"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/gate_up.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 /* What is known of an activation where its gradient is compiled. */
 enum class BackKind {
@@ -88,8 +89,7 @@ template <class T> struct BackOutputs {
         found[q] = back(g[q], u[q], (q ? weight.y : weight.x) * v[2 * m8 + q]);
       gate[m8] = pack2<T>(g[0], g[1]);
       up[m8] = pack2<T>(u[0], u[1]);
-      h[m8] = pack2<T>(found[0], found[1]);
-      asm("" : "+r"(h[m8])); // opaque: otherwise each half is converted on its own, slowly
+      h[m8] = opaque(pack2<T>(found[0], found[1])); // each half on its own would take longer
       dt[0] += v[2 * m8] * element_of<T, 0>(h[m8]);
       dt[1] += v[2 * m8 + 1] * element_of<T, 1>(h[m8]);
     }

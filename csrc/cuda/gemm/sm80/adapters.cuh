@@ -7,6 +7,7 @@
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
 #include "cuda/gemm/sm80/transposed.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 /* Rows of B in the weight part of a stage: four (as in X), two or one slab side by side. */
 template <class E> struct FactorRows {
@@ -107,13 +108,6 @@ __device__ __forceinline__ int first_chunk(bool gate_up, int j) {
   return gate_up ? j % 2 * 4 : j * 2;
 }
 
-/* Returns `value`, opaque to the optimizer: expressions that depend on it are not hoisted out of
- * the main loop, where they would occupy registers. */
-__device__ __forceinline__ int hidden(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 /* Copies this thread's chunk of a stage's rows of B; zeros beyond the true rank and outside the
  * slice. */
 template <class E, class T, bool VECTORS>
@@ -163,8 +157,8 @@ template <class E, class T, int STAGES>
 __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const Tile &shown,
                                            const TileAdapters<E, STAGES> &adapters, int step,
                                            bool first, int count, uint32_t w) {
-  const int thread = hidden(threadIdx.x);
-  const Tile tile = {hidden(shown.block), hidden(shown.column), hidden(shown.expert)};
+  const int thread = opaque(threadIdx.x);
+  const Tile tile = {opaque(shown.block), opaque(shown.column), opaque(shown.expert)};
   const bool gate_up = has_gate_up_slices(g);
   const int shift = gate_up ? 2 : 1; // a slab has 1 << shift chunks of xa
   const int chunk = thread & ((1 << shift) - 1), row = thread >> shift;

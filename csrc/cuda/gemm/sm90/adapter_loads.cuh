@@ -7,6 +7,7 @@
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 /* Whether the next `slabs` slabs belong to one segment and fill a stage. */
 template <class S>
@@ -186,14 +187,13 @@ copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &li
     return;
   const int slice = gate_up ? chunk / 2 & 1 : mine.slice;
   const uint32_t stride = (uint32_t)(g.adapters.xa_stride * sizeof(T));
-  const T *gXa = (const T *)g.adapters.xa +
-                 ((int64_t)tile.block * S::TOKENS + first) * g.adapters.xa_stride +
-                 slice * g.adapters.xa_slice + mine.rank + (chunk & 1) * 8;
+  const T *gXa = opaque((const T *)g.adapters.xa +
+                        ((int64_t)tile.block * S::TOKENS + first) * g.adapters.xa_stride +
+                        slice * g.adapters.xa_slice + mine.rank + (chunk & 1) * 8);
   const uint32_t row = smem.sX(stage) + first * kRowBytes, segment = mine.high - mine.low;
   const uint32_t at[2] = {row + ((chunk ^ (first & 7)) << 4),
                           row + ((chunk ^ ((first + STEP) & 7)) << 4)};
-  int low = mine.low - first, left = tokens - first;
-  asm volatile("" : "+l"(gXa), "+r"(low), "+r"(left)); // keep these in registers across the rows
+  const int low = opaque(mine.low - first), left = opaque(tokens - first); // once for all rows
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     if (i * STEP >= left)

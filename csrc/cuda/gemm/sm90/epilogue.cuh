@@ -10,6 +10,7 @@
 #include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/epilogue_e4m3.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/ptx/opaque.cuh"
 
 /* Rounds the outputs of up to 32 tokens of an m64 tile, starting at token c, and transposes them
  * into an epilogue tile: each token's 64 outputs form a swizzled row of 128 bytes. */
@@ -76,8 +77,7 @@ __device__ __forceinline__ void save_gate_up(const float (&rAcc)[2][N / 2],
                                              const moelora_gemm_launch &g, const TileHeader &header,
                                              const WarpContext<S> &warp, int c, int32_t rows) {
   constexpr int BUFFERS = WarpContext<S>::BUFFERS;
-  int thread = threadIdx.x & 127;
-  asm volatile("" : "+r"(thread)); // opaque: offsets are not kept in registers between calls
+  const int thread = opaque(threadIdx.x & 127); // offsets are not kept between calls
   const int inter = g.weights.n_out, first = first_output<S>(g, header.tile, 2 * warp.consumer);
   const uint32_t sTile[2] = {warp.sOut(warp.consumer, BUFFERS - 2),
                              warp.sOut(warp.consumer, BUFFERS - 1)};

@@ -13,6 +13,7 @@
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
+#include "cuda/ptx/opaque.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 /* Operands of a stage, both as rows of 128 e4m3 elements. */
@@ -93,9 +94,7 @@ template <class S> struct TokenScales {
   const float *gXScale; // scales of the next k step
 
   __device__ __forceinline__ explicit TokenScales(int thread)
-      : to((uint32_t)(quad_position(thread) * 4)) {
-    asm volatile("" : "+r"(to)); // keep it in a register
-  }
+      : to(opaque((uint32_t)(quad_position(thread) * 4))) {}
 
   /* Looks up the rows of the next tile. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,

@@ -4,6 +4,7 @@
 #define MOELORA_CUDA_SM90_GATHER_CUH
 
 #include "cuda/gemm/common/tile.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 constexpr int kProducers = 128,
               kGatherers = 96; // threads of the producer warpgroup; those that gather
@@ -47,11 +48,9 @@ struct GatherShare {
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++)
 #pragma unroll
-      for (int i = 0; i < PLACES; i++) {
-        at[j][i] = sX + (to[i] ^ j * LANES << 4);
-        asm volatile("" : "+r"(at[j][i])); // keep it in a register across the rows
-      }
-    asm volatile("" : "+l"(gX));
+      for (int i = 0; i < PLACES; i++)
+        at[j][i] = opaque(sX + (to[i] ^ j * LANES << 4)); // once for all rows
+    gX = opaque(gX);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       if (FEW && token[i] == kNoRow)

@@ -15,6 +15,7 @@
 #include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/native.cuh"
 #include "cuda/gemm/sm90/through_epilogue.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 template <class S, class T> struct TransposedMainloop;
 
@@ -63,7 +64,7 @@ template <class S, class T> struct TransposedAdapters {
         load_matrix_x4_trans(rA[t], sA + t * kDepthM64Bytes<S> + j * kSlabBytes);
 #pragma unroll
       for (int i = 0; i < (N + 8) / 16; i++, ahead += 16) {
-        asm volatile("" : "+r"(ahead)); // opaque: what follows is not precomputed
+        ahead = opaque(ahead);
         if (16 * i >= tokens.high || 16 * i + 16 <= tokens.low)
           continue;
         uint32_t rYb[4];

@@ -21,6 +21,7 @@
 #include "cuda/gemm/common/transposed_tiles.cuh"
 #include "cuda/gemm/sm90/dequantize.cuh"
 #include "cuda/gemm/sm90/transposed.cuh"
+#include "cuda/ptx/opaque.cuh"
 
 template <class S, class T> struct TransposedTilesMainloop;
 
@@ -125,8 +126,7 @@ template <class S, class T> struct TransposedTilesMainloop : TransposedMainloop<
             const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread)); // opaque: offsets are not kept in registers between tiles
+    const int thread = opaque(threadIdx.x); // offsets are not kept between tiles
     SlabPair<T> rA[2];
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
