@@ -152,16 +152,23 @@ class Residents:
         self._reserved: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self.wanted: set[str] = set()
 
+    def free_slots(self) -> set[int]:
+        """Slots that no version of an adapter is in, and none is written to."""
+        taken = {one.slot for one in self.loaded.values()}
+        taken |= {one.slot for _, one in self.retired()} | {one.slot for one in self._reserved}
+        return set(range(self.max_loras)) - taken
+
+    def keeps_slot(self, one: Loaded) -> bool:
+        """Whether an update writes over this version, instead of to another slot."""
+        return not one.batches and (one.pinned or not self.free_slots())
+
     def free_slot(self, what: str, ahead: bool = False) -> tuple[int, str | None]:
         """A slot that no batch uses, and the name of the adapter to evict from it, if any.
 
         Adapters that are `wanted` soon are evicted last, and `ahead` of a batch not at all. Raises
         NoSlot, which says `what` needed it, if there is none.
         """
-        taken = {one.slot for one in self.loaded.values()}
-        taken |= {one.slot for _, one in self.retired()} | {one.slot for one in self._reserved}
-        free = set(range(self.max_loras)) - taken
-        if free:
+        if free := self.free_slots():
             return min(free), None
         idle = [name for name, one in self.loaded.items() if not one.pinned and not one.batches]
         leaving = next((name for name in idle if name not in self.wanted), None)

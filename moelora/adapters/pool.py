@@ -167,7 +167,8 @@ class AdapterPool:
         """Load an adapter; if its checkpoint is refused, the pool is unchanged.
 
         If an interrupt (Ctrl-C) ends the call, `name` is either completely loaded or not; the
-        adapter that it replaces or evicts may be gone, all others are unchanged.
+        adapter that it replaces or evicts may be gone, all others are unchanged. Batches of other
+        adapters go on meanwhile, unless it replaces one in a slot, for which `hold` waits.
 
         Parameters
         ----------
@@ -205,9 +206,7 @@ class AdapterPool:
             self._versions.check_new(name, replace)
         staged = self._reader.stage(self._slots, name, source, config, layout)
         origin = self._origin(source, layout, staged)
-        with self._lock:
-            self._versions.check_new(name, replace)
-            return self._versions.put(name, staged, pin, origin)
+        return self._versions.put(name, staged, pin, origin, replace)
 
     def register(
         self,
@@ -305,6 +304,10 @@ class AdapterPool:
         new one is in a slot of its own, for which another adapter may be evicted. No batch ever
         computes with parts of both. Captured graphs stay as they are. As of `add`, an interrupt may
         leave no version of an adapter that no batch holds.
+
+        Batches of other adapters go on meanwhile, unless the new version takes the slot of the old
+        one, for whose copies `hold` waits: if no batch holds the adapter, and it is pinned or no
+        slot is free.
 
         Parameters
         ----------

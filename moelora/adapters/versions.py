@@ -4,6 +4,8 @@
     source.lock   while one name is brought or replaced; taken before `lock`
 
 A slot that is written without `lock` is reserved. Until its name is listed no batch can use it.
+Under `lock`, for which all batches wait, a slot is written that an adapter keeps: in
+`add(replace=True)`, and in an update if no batch holds it, and it is pinned or no slot is free.
 """
 
 from __future__ import annotations
@@ -304,22 +306,36 @@ class Versions:
 
     # -- changes --
 
-    def put(self, name: str, staged: Staged, pinned: bool, source: Source | None) -> int:
-        """Write an adapter to a slot: its own one, or one that is free. Returns the slot."""
-        leaving: str | None = name
-        if name in self.loaded:
-            slot = self.loaded[name].slot
-        else:
-            slot, leaving = self.residents.free_slot(f"adapter {name!r}")
-        new = Loaded(slot, pinned)
-        self._check_room(name, source)
-        if leaving is not None:
-            del self.loaded[leaving]
-        self._write(slot, staged)
+    def put(
+        self, name: str, staged: Staged, pinned: bool, source: Source | None, replace: bool
+    ) -> int:
+        """Write an adapter to a slot, and return it: its own one under the lock, as no batch may
+        have it meanwhile, or another one without the lock.
+        """
+        with self.lock:
+            self.check_new(name, replace)
+            self._check_room(name, source)
+            if name in self.loaded:
+                slot = self.loaded[name].slot
+                del self.loaded[name]
+                self._write(slot, staged)
+                return self._list(name, Loaded(slot, pinned), source)
+            place = self.residents.reserve(f"adapter {name!r}")
+        try:
+            self._write(place.slot, staged)
+            with self.lock:
+                self.check_new(name, replace)
+                return self._list(name, Loaded(place.slot, pinned), source)
+        finally:
+            with self.lock:
+                self.residents.free(place)
+
+    def _list(self, name: str, loaded: Loaded, source: Source | None) -> int:
+        """List an adapter whose slot has been written. Returns the slot."""
         if source is not None:
             self._known().put(name, source)
-        self.loaded[name] = new
-        return slot
+        self.loaded[name] = loaded
+        return loaded.slot
 
     def replace(
         self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: object
@@ -341,7 +357,7 @@ class Versions:
         with self.lock:
             self._check_unchanged(name, lineage)
             loaded = self.loaded.get(name)
-            if loaded is not None and not loaded.batches:
+            if loaded is not None and self.residents.keeps_slot(loaded):
                 return self._install(name, loaded.slot, switch, new, staged)
             # Batches may hold older versions while the latest one is in no slot.
             if loaded is None and not (switch and self.residents.batches(name)):

@@ -187,6 +187,71 @@ def test_a_write_that_failed_leaves_what_was_known(act, monkeypatch):
     check(pool, "a", STATES[1][1], 2.0)
 
 
+@pytest.mark.parametrize("act", ["add", "update"])
+@pytest.mark.parametrize("host", [0, 4])
+def test_batches_of_other_adapters_do_not_wait_for_a_write(host, act, monkeypatch):
+    pool = make_pool(max_loras=3, host=host)
+    add(pool, "a", 0)
+    add(pool, "b", 1)
+    write, began = pool._slots.write, threading.Event()
+
+    def batch():
+        with pool.hold(["a"]) as held:
+            check(pool, "a", STATES[0][1], 2.0, held=held)
+            began.set()
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        threading.Thread(target=batch, daemon=True).start()
+        assert began.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    if act == "add":
+        add(pool, "c", 2)
+        check(pool, "c", STATES[2][1], 2.0)
+    else:
+        change(pool, "b", 2)
+        check(pool, "b", STATES[2][1], 2.0)
+    assert began.is_set()
+    check(pool, "a", STATES[0][1], 2.0)
+
+
+def test_an_update_takes_a_free_slot_unless_the_adapter_is_pinned():
+    """The slot of a pinned one is that of rows whose mapping stays."""
+    pool = make_pool(max_loras=2)
+    add(pool, "a", 0)
+    for pinned, slot in ((False, 1), (True, 1), (False, 0)):
+        pool.pin("a", pinned)
+        change(pool, "a", 1)
+        assert pool.lookup("a") == slot
+    add(pool, "b", 2)
+    change(pool, "a", 2)
+    assert pool.lookup("a") == 0, "there is no free one"
+    assert set(pool.names()) == {"a", "b"}
+    check(pool, "a", STATES[2][1], 2.0)
+    check(pool, "b", STATES[2][1], 2.0)
+
+
+@pytest.mark.parametrize("host", [0, 4])
+def test_the_first_of_two_threads_that_add_a_name(host, monkeypatch):
+    pool = make_pool(max_loras=3, host=host)
+    write = pool._slots.write
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        add(pool, "a", 1)
+        return write(*args)
+
+    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    with pytest.raises(ValueError, match="adapter 'a' is already loaded"):
+        add(pool, "a", 0)
+    check(pool, "a", STATES[1][1], 2.0)
+    for name in "bc":
+        add(pool, name, 2)
+    assert set(pool.names()) == {"a", "b", "c"}, "the slot of the second one is free again"
+
+
 @pytest.mark.parametrize("host", [0, 4])
 def test_no_version_of_a_removed_adapter_is_held(host):
     pool = make_pool(max_loras=2, host=host)
@@ -208,7 +273,7 @@ def test_no_version_of_a_removed_adapter_is_held(host):
 def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
     pool = make_pool(max_loras=3, host=4)
     add(pool, "a", 0)
-    held = pool.keep(["a"])  # or the update would be in place, under the lock
+    held = pool.keep(["a"])
     write = pool._slots.write
 
     def meanwhile(*args):
