@@ -32,6 +32,7 @@ from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.stacks import Place, places_of
 from moelora.adapters.versions import Versions
+from moelora.checks import check_count
 
 
 class AdapterPool:
@@ -111,13 +112,10 @@ class AdapterPool:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"layers are {names}, wanted at least one and no name twice")
         linear_rank = max_rank if max_linear_rank is None else max_linear_rank
-        if any(not isinstance(n, int) or n < 1 for n in (max_loras, max_rank, linear_rank)):
-            raise ValueError(
-                f"max_loras is {max_loras!r}, max_rank is {max_rank!r}, max_linear_rank is "
-                f"{linear_rank!r}, wanted an int >= 1"
-            )
-        if not isinstance(host, int) or host < 0:
-            raise ValueError(f"host is {host!r}, wanted a number of adapters, an int >= 0")
+        check_count("max_loras", max_loras)
+        check_count("max_rank", max_rank)
+        check_count("max_linear_rank", linear_rank)
+        check_count("host", host, 0)
         self.places = places_of(names, Place(torch.device(device), dtype), places or {})
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
@@ -372,8 +370,9 @@ class AdapterPool:
     def lookup(self, name: str, *, held: Held | None = None) -> int:
         """The slot of an adapter, which counts as a use. KeyError names what is loaded.
 
-        `held` as of `mapping`.
+        `held` as of `mapping`. ValueError for what is no name of an adapter, such as None.
         """
+        check_name(name)
         return self._slots_of([name], held)[name]
 
     def mapping(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
-
-import torch
-
-LARGEST = torch.finfo(torch.float32).max
+from moelora.checks import check_count, check_number
 
 
 def check_arguments(
@@ -43,21 +39,3 @@ def check_arguments(
         )
     if sparse and (weight_decay or optimizer is not None):
         raise ValueError("sparse=True takes neither weight_decay nor optimizer")
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} is {value!r}, wanted an integer >= {least}")
-
-
-def check_number(name: str, value: object, positive: bool = False) -> None:
-    if (
-        not isinstance(value, Real)
-        or isinstance(value, bool)
-        or not value <= LARGEST  # also NaN; an integer may be too large for float(value)
-        or value < 0
-        or (positive and value == 0)
-    ):
-        raise ValueError(
-            f"{name} is {value!r}, wanted a finite number {'>' if positive else '>='} 0"
-        )

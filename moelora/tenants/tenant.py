@@ -14,8 +14,8 @@ from torch.optim import Optimizer, SparseAdam
 
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
+from moelora.checks import check_count, check_number
 from moelora.files import file_in
-from moelora.tenants.arguments import check_count, check_number
 from moelora.tenants.factors import Factor, padded
 from moelora.tenants.rows import is_sparse
 

@@ -25,12 +25,11 @@ from moelora.adapters import AdapterPool
 def test_bad_arguments():
     with pytest.raises(ValueError, match="no name twice"):
         AdapterPool([LAYERS[0], LAYERS[0]], 1, 1)
-    with pytest.raises(ValueError, match="max_loras is 0"):
-        AdapterPool(LAYERS, 0, 1)
-    with pytest.raises(ValueError, match="max_loras is 2.5, .*wanted an int >= 1"):
-        AdapterPool(LAYERS, 2.5, 1)
-    with pytest.raises(ValueError, match="max_rank is '16', .*wanted an int >= 1"):
-        AdapterPool(LAYERS, 1, "16")
+    for wrong in (0, 2.5, "16", True, None):
+        with pytest.raises(ValueError, match=f"max_loras is {wrong!r}, wanted an integer >= 1"):
+            AdapterPool(LAYERS, wrong, 1)
+        with pytest.raises(ValueError, match=f"max_rank is {wrong!r}, wanted an integer >= 1"):
+            AdapterPool(LAYERS, 1, wrong)
     with pytest.raises(ValueError, match="dtype is torch.float64"):
         AdapterPool(LAYERS, 1, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="w13_slices is 3"):
@@ -40,6 +39,9 @@ def test_bad_arguments():
         pool.add("", wrapped()[0], config=CONFIG)
     with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
         pool.add("__base__", wrapped()[0], config=CONFIG)
+    for wrong in (None, ["a"]):
+        with pytest.raises(ValueError, match="name is .*, wanted a non-empty string"):
+            pool.lookup(wrong)
     with pytest.raises(ValueError, match="a state dict needs config="):
         pool.add("a", wrapped()[0])
     with pytest.raises(ValueError, match="config= is for state dicts"):

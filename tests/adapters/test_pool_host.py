@@ -113,8 +113,8 @@ def test_refusals(tmp_path):
         pool.register(name, path)
     with pytest.raises(RuntimeError, match="a batch names 3 adapters, the pool has 2 slots"):
         pool.mapping(["a", "b", "c"])
-    for wrong in (-1, "4", None, 2.5):
-        with pytest.raises(ValueError, match=f"host is {wrong!r}, wanted a number of adapters"):
+    for wrong in (-1, "4", None, 2.5, True):
+        with pytest.raises(ValueError, match=f"host is {wrong!r}, wanted an integer >= 0"):
             make_pool(host=wrong)
     for timeout in (None, float("nan")):
         with pytest.raises(ValueError, match=f"timeout is {timeout}, wanted seconds"):

@@ -338,6 +338,9 @@ def test_misuse(tmp_path):
         moelora_hf.load_adapters(model, {"__base__": folder})
     with pytest.raises(ValueError, match="2 adapters do not fit into max_loras=1"):
         moelora_hf.load_adapters(model, {"a": folder, "b": folder}, max_loras=1)
+    for wrong in (0, "8", True):
+        with pytest.raises(ValueError, match=f"max_loras is {wrong!r}, wanted an integer >= 1"):
+            moelora_hf.load_adapters(model, {"a": folder}, max_loras=wrong)
     moelora_hf.load_adapters(model, {"a": folder})
     with pytest.raises(RuntimeError, match="the model has a pool already"):
         moelora_hf.load_adapters(model, {"a": folder})

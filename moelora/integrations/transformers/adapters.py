@@ -14,6 +14,7 @@ from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, pe
 from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
 from moelora.adapters.names import check_name
+from moelora.checks import check_count
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -151,11 +152,13 @@ def load_adapters(
     named = _named(adapters)
     for name in named:
         check_name(name)
-    if max_loras is not None and len(named) > max_loras and not host:
-        raise ValueError(
-            f"{len(named)} adapters do not fit into max_loras={max_loras}; pass host= for more "
-            "adapters than slots"
-        )
+    if max_loras is not None:
+        check_count("max_loras", max_loras)
+        if len(named) > max_loras and not host:
+            raise ValueError(
+                f"{len(named)} adapters do not fit into max_loras={max_loras}; pass host= for more "
+                "adapters than slots"
+            )
     _refuse_peft(model)
     experts = moe_layers(model)
     linears = linear_layers(model, experts)
