@@ -207,9 +207,9 @@ class Serving:
             raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
         if shape[0] != len(rows.names):
             raise ValueError(
-                f"use_adapters names {len(rows.names)} rows, the model was called with {shape[0]}; "
-                "if generate made copies of each row (num_beams, num_return_sequences) pass their "
-                "number as expand="
+                f"adapter_names or use_adapters names {len(rows.names)} rows, the model was called "
+                f"with {shape[0]}; if generate made copies of each row (num_beams, "
+                "num_return_sequences) pass their number as expand="
             )
         if not torch.compiler.is_compiling():  # a compiled pass keeps its versions
             rows.begin_step(self.loaded())
