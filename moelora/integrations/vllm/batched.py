@@ -20,20 +20,14 @@ class BatchedTritonExpertsServed(Served, BatchedTritonExperts):  # type: ignore[
     and sums.
     """
 
-    def _serve(self, call: Call) -> str | None:
-        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (call.w1, call.w2)):
-            return "the expert weights are in host memory"
-        try:
-            batched_experts_lora(
-                call.hidden_states,
-                call.w1,
-                call.w2,
-                call.expert_tokens_meta.expert_num_tokens,
-                out=call.output,
-                w13_bias=self.w1_bias,
-                w2_bias=self.w2_bias,
-                **self._activation(call.activation),
-            )
-        except (ValueError, NotImplementedError) as refusal:
-            return str(refusal)
-        return None
+    def _serve(self, call: Call) -> None:
+        batched_experts_lora(
+            call.hidden_states,
+            call.w1,
+            call.w2,
+            call.expert_tokens_meta.expert_num_tokens,
+            out=call.output,
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+            **self._activation(call.activation),
+        )

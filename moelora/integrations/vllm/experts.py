@@ -43,32 +43,26 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
         """Arguments of `apply`."""
         return w1, w2
 
-    def _serve(self, call: Call) -> str | None:
+    def _serve(self, call: Call) -> None:
         w13, w2 = self._weights(call.w1, call.w2)
-        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w13, w2)):
-            return "the expert weights are in host memory"
         topk_weights = call.topk_weights
         if call.apply_router_weight_on_input:  # vLLM's prepare step has scaled hidden_states
             topk_weights = torch.ones_like(topk_weights)
         ctx = self._lora_context
         lora = {} if ctx is None else adapters.arguments(ctx, call.hidden_states.size(0))
-        try:
-            fused_experts_lora(
-                call.hidden_states,
-                w13,
-                w2,
-                topk_weights,
-                call.topk_ids,
-                w13_bias=self.w1_bias,
-                w2_bias=self.w2_bias,
-                expert_map=call.expert_map,
-                out=call.output,
-                **self._activation(call.activation),
-                **lora,
-            )
-        except (ValueError, NotImplementedError) as refusal:
-            return str(refusal)
-        return None
+        fused_experts_lora(
+            call.hidden_states,
+            w13,
+            w2,
+            topk_weights,
+            call.topk_ids,
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+            expert_map=call.expert_map,
+            out=call.output,
+            **self._activation(call.activation),
+            **lora,
+        )
 
 
 def install() -> None:

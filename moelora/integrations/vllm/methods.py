@@ -31,6 +31,7 @@ from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.vllm import OWN_PATH, interface, say_once, unexpected, wrap
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
+from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
 
 
 def install() -> None:
@@ -103,8 +104,8 @@ def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
     if getattr(utils, "is_weights_pre_processed", bool)():
         return "the weights come ready for vLLM's kernels"
     weights = () if layer is None else layer.parameters()
-    if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in weights):
-        return "the expert weights are in host memory"
+    if is_in_host_memory(*weights):
+        return IN_HOST_MEMORY
     return QuantizedExpertsWithLoRA(moe, _config(layer)).reason_against(moe.activation)
 
 

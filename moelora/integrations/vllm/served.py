@@ -22,6 +22,8 @@ ACTIVATIONS = {
     "swiglustep": "swiglustep",
 }
 
+IN_HOST_MEMORY = "the expert weights are in host memory"
+
 
 class Call(NamedTuple):
     """Parameters of a layer's `apply`, by vLLM's names and in its order."""
@@ -57,8 +59,9 @@ class Served(_Base):  # type: ignore[misc]
         self._reasons: dict[Any, str | None] = {}  # by activation
         self._refusal: str | None = None  # of the operator
 
-    def _serve(self, call: Call) -> str | None:
-        """Write `call.output`, or return why the operator refuses, before anything is written."""
+    def _serve(self, call: Call) -> None:
+        """Write `call.output`; ValueError or NotImplementedError, before anything is written, if
+        the operator refuses."""
         raise NotImplementedError
 
     def reason_against(self, activation: Any) -> str | None:
@@ -141,11 +144,14 @@ class Served(_Base):  # type: ignore[misc]
         reason = self.reason_against(call.activation)
         if reason is None and self._refusal is None:
             try:
-                self._refusal = self._serve(call)
+                if is_in_host_memory(call.w1, call.w2):
+                    raise NotImplementedError(IN_HOST_MEMORY)
+                self._serve(call)
+                return
+            except (ValueError, NotImplementedError) as refusal:
+                self._refusal = str(refusal)
             except UNEXPECTED as error:  # nothing is launched yet
                 self._refusal = unexpected(error)
-            if self._refusal is None:
-                return
         self._step_aside(str(reason or self._refusal))
         if reason is None:
             _, *problem = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
@@ -157,6 +163,11 @@ class Served(_Base):  # type: ignore[misc]
 
     def _step_aside(self, reason: str) -> None:
         say_once(f"{reason}; {OWN_PATH}")
+
+
+def is_in_host_memory(*weights: Any) -> bool:
+    """Whether vLLM has offloaded any of a layer's weights."""
+    return any(getattr(weight, "_vllm_is_uva_offloaded", False) for weight in weights)
 
 
 def first(*values: Any) -> Any:
