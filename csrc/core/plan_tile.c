@@ -97,8 +97,9 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Outputs of a projection alone are flat rows; a layer chooses the layout of its own. Hopper's
- * quantized tiles of 128 weight rows have a GENERAL epilogue for them. */
+/* Whether the epilogue stores rows of outputs one after the other, as a single projection returns
+ * them; within a layer the kernels choose their layout. Hopper's quantized tiles of 128 weight rows
+ * do so by their GENERAL epilogue. */
 static bool stores_flat_rows(const moelora_variant *v) {
   return moelora_stores_by_row(v) || (v->cluster == 1 && v->block_n == 128);
 }
@@ -141,8 +142,8 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
     if (access->halves)
       return "it takes no FP8 x with scales of 64 columns";
     if (!trains_on_hopper(access))
-      return "FP8 products of w2 would add up otherwise than in training";
-    return access->layer || stores_flat_rows(v) ? NULL : "it stores outputs of whole layers alone";
+      return "FP8 products of w2 would be summed in another order than in training";
+    return access->layer || stores_flat_rows(v) ? NULL : "it only stores outputs of whole layers";
   }
   /* Larger tiles would spill with element-wise copies. */
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS
