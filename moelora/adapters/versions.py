@@ -325,6 +325,7 @@ class Versions:
             self._write(place.slot, staged)
             with self.lock:
                 self.check_new(name, replace)
+                self._check_room(name, source)
                 return self._list(name, Loaded(place.slot, pinned), source)
         finally:
             with self.lock:
