@@ -415,7 +415,8 @@ def gemm_sources():
     spec = importlib.util.spec_from_file_location("rows", where)
     rows = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rows)
-    return rows.write(BUILD / "generated", os.environ.get("MOELORA_VARIANTS", ""))
+    variants = os.environ.get("MOELORA_VARIANTS", "")
+    return rows.write(BUILD / "generated", variants, together=FAST)
 
 
 def sources(rooms, nvcc):

@@ -14,8 +14,9 @@ TABLE = rows.TABLE.read_text()
 NAMES = [row[0] for kind in ("GEMM", "BACK") for row in rows_of("csrc/cuda/variants.inc", kind)]
 
 
-def test_every_row_has_a_launcher_and_an_entry():
-    texts = rows.sources(rows.rows(TABLE))
+@pytest.mark.parametrize("together", [False, True])
+def test_every_row_has_a_launcher_and_an_entry(together):
+    texts = rows.sources(rows.rows(TABLE), together)
     table = texts.pop("cuda/gemm/launchers.c")
     defined = re.findall(r"^extern \"C\" moelora_status (\w+)\($", "".join(texts.values()), re.M)
     plain = [name for name in defined if "_saving_" not in name]
@@ -33,6 +34,16 @@ def test_sources_are_of_few_rows_and_one_folder_per_family():
         family = path.split("/")[2].removesuffix(".c")
         assert all(name.endswith(f"_{family}") for name in names)
         assert len(names) <= 5
+
+
+def test_sources_are_few_where_kernels_compile_fast():
+    texts = rows.sources(rows.rows(TABLE, "_bf16_"), together=True)
+    kinds = {re.sub(r"\d+\.cu", "", path) for path in texts}
+    assert kinds == {
+        "cuda/gemm/launchers.c",
+        *(f"cuda/gemm/sm80/{kind}_bf16_" for kind in ("gemm", "saving", "back")),
+        *(f"cuda/gemm/sm90/{kind}_bf16_" for kind in ("gemm", "saving", "back")),
+    }
 
 
 def test_rows_that_do_not_match_are_left_out():
