@@ -40,6 +40,10 @@ PROJECT = {
         for dtype in ("bf16", "f16")
         for family in ("sm80", "sm90")
     ),
+    # Linker scripts: torch's own libraries take longer to read than all else here.
+    "torch/__init__.py": "",
+    "torch/lib/libtorch.so": "INPUT(-lc)\n",
+    "torch/lib/libtorch_cpu.so": "INPUT(-lc)\n",
 }
 # Beside setup.py itself, from here.
 BUILDERS = ("setup.py", "csrc/compiling.py", "csrc/cuda/gemm/rows.py")
@@ -64,7 +68,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 echo "$object : $source" > "$rule"
-echo | cc -fPIC -x c -c - -o "$object"
+cp "$here/empty.o" "$object"
 """
 
 
@@ -99,7 +103,8 @@ class Project:
         nvcc = self.root / "bin/nvcc"
         nvcc.write_text(NVCC.format(release=release))
         nvcc.chmod(0o755)
-        subprocess.run(["ar", "rcs", "bin/libcudart_static.a"], cwd=self.root, check=True)
+        for command in ("ar rcs libcudart_static.a", "cc -fPIC -x c -c /dev/null -o empty.o"):
+            subprocess.run(command.split(), cwd=nvcc.parent, check=True)
         return {"MOELORA_CUDA": "1", "NVCC": str(nvcc), "MAX_JOBS": "1"}
 
     def nvcc_commands(self):
@@ -151,7 +156,7 @@ def test_checkouts_share_objects(project, tmp_path):
     """A clone compiles what differs; with MOELORA_CACHE=0 a checkout has objects of its own."""
     project.build()
     clone = Project(tmp_path / "clone", project.cache)
-    shutil.copytree(project.root, clone.root, ignore=shutil.ignore_patterns("build", "*.so"))
+    shutil.copytree(project.root, clone.root, ignore=shutil.ignore_patterns("build", "_C.*"))
     assert clone.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
     (clone.root / "csrc/core/a.h").write_text("#define VALUE 2\n")
     assert "compiling 1 of 3" in clone.build()
@@ -260,21 +265,7 @@ def test_warnings_show_until_they_are_gone(project):
     assert project.build(MOELORA_WERROR="1") == ""
 
 
-def test_builds_with_cuda_and_without_share_what_they_can(project):
-    environment = project.nvcc()
-    assert "compiling 3 of 3" in project.build()
-    cuda = project.build(**environment)
-    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 12 of 14")
-    assert "csrc/cpu/device.c" in cuda
-    assert set(project.nvcc_commands()) == CUDA
-    assert project.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
-    assert "compiling" not in project.build(**environment)
-    assert "compiling" not in project.build("build_core")
-    assert "compiling" not in project.build("build_core", "--cuda", **environment)
-    archives = [project.root / f"build/{name}/libmoelora.a" for name in ("core", "core-cuda")]
-    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 13]
-
-
+HOPPER = ["arch=compute_90a,code=sm_90a"]
 PORTABLE = {
     None: ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=sm_90"],
     "90a": ["arch=compute_90,code=[sm_90,compute_90]"],
@@ -288,17 +279,36 @@ PORTABLE = {
 }
 
 
-@pytest.mark.parametrize("archs", PORTABLE)
-def test_a_source_is_compiled_for_what_its_folder_says(project, archs):
-    """Portable code for the architectures asked for, that of one architecture for no other."""
+def codes(words):
+    return [after for word, after in zip(words, words[1:], strict=False) if word == "-gencode"]
+
+
+def test_builds_with_cuda_and_without_share_what_they_can(project):
     environment = project.nvcc()
-    if archs:
-        environment["MOELORA_CUDA_ARCH"] = archs
-    project.build(**environment)
-    for source, words in project.nvcc_commands().items():
-        only = "sm90" in source
-        codes = [after for word, after in zip(words, words[1:], strict=False) if word == "-gencode"]
-        assert codes == (["arch=compute_90a,code=sm_90a"] if only else PORTABLE[archs]), source
+    assert "compiling 3 of 3" in project.build()
+    cuda = project.build(**environment)
+    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 12 of 14")
+    assert "csrc/cpu/device.c" in cuda
+    commands = project.nvcc_commands()
+    assert set(commands) == CUDA
+    for source, words in commands.items():
+        assert codes(words) == (HOPPER if "sm90" in source else PORTABLE[None])
+    assert project.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
+    assert "compiling" not in project.build(**environment)
+    assert "compiling" not in project.build("build_core")
+    assert "compiling" not in project.build("build_core", "--cuda", **environment)
+    archives = [project.root / f"build/{name}/libmoelora.a" for name in ("core", "core-cuda")]
+    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 13]
+
+
+@pytest.mark.parametrize("archs", PORTABLE)
+def test_a_source_is_compiled_for_what_its_folder_says(compiling, monkeypatch, archs):
+    """Portable code for the architectures asked for, that of one architecture for no other."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setenv("MOELORA_CUDA_ARCH", archs or "")
+    for source in CUDA:
+        wanted = HOPPER if "sm90" in source else PORTABLE[archs]
+        assert codes(compiling.cuda_arch_flags(Path(source))) == wanted, source
 
 
 @pytest.mark.parametrize(
@@ -366,7 +376,7 @@ def test_a_fast_build_only_compiles(project):
     environment = project.nvcc()
     nvcc = Path(environment["NVCC"])
     loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async are serialized"
-    nvcc.write_text(nvcc.read_text().replace("echo |", f"echo '{loss}' >&2; echo |"))
+    nvcc.write_text(nvcc.read_text().replace("cp ", f"echo '{loss}' >&2; cp "))
     project.build(**environment, MOELORA_CUDA_FAST="1", MOELORA_WERROR="1")
     for words in project.nvcc_commands().values():
         assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words}
