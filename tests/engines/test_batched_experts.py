@@ -1,8 +1,5 @@
 """Tokens that come batched by expert, with and without vLLM."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +9,7 @@ import torch
 from batched_cases import combine, dispatch, options
 from cases import Spec, same_bits
 from checks import assert_close_to_ref
+from ranks import ON_CPUS, run_two
 from vllm_layer import load
 
 from moelora import fused_experts_lora
@@ -20,7 +18,6 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 pytest_plugins = ["vllm_fixtures"]
 
-ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROWS = 11  # of each block, more than any expert gets
 
@@ -104,19 +101,9 @@ def test_arguments_are_refused_by_name():
     ],
 )
 def test_two_processes_exchange_tokens_and_adapters(environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run = subprocess.run(
-        [*command, "--nproc-per-node", "2", batched_cases.__file__],
-        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
-    assert sorted(line.partition(":")[0] for line in run.stdout.splitlines()) == [
-        "rank 0",
-        "rank 1",
-    ]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
+    lines = run_two(batched_cases.__file__, modules="moelora torch.distributed", **environment)
+    assert sorted(line.partition(":")[0] for line in lines) == ["rank 0", "rank 1"]
 
 
 # ---- in vLLM ----

@@ -1,19 +1,17 @@
 """Two processes with parts of a model's parameters train as one with all of them: FSDP2."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import ON_CPUS, run_two
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+MODULES = "torch.distributed.fsdp moelora.integrations.peft transformers.models.qwen3_moe"
 TWO = pytest.param(
     {},
     marks=[
@@ -22,22 +20,6 @@ TWO = pytest.param(
     ],
     id="cuda",
 )
-
-
-def train(environment, *words):
-    """The lines of the first of two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "examples/train_fsdp.py"), *words]
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
-    return run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("environment", [pytest.param(ON_CPUS, id="cpu"), TWO])
@@ -49,7 +31,9 @@ def train(environment, *words):
     ],
 )
 def test_gradients_are_those_of_one_process(tmp_path, environment, experts):
-    lines = train(environment, "--check", "--steps", "2", "--out", str(tmp_path), *experts)
+    program, words = str(ROOT / "examples/train_fsdp.py"), ["--check", "--steps", "2", *experts]
+    environment = {"PYTHONPATH": str(ROOT)} | environment
+    lines = run_two(program, *words, "--out", str(tmp_path), modules=MODULES, **environment)
     assert any(line.startswith("gradients of") for line in lines), lines
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
