@@ -12,8 +12,9 @@ from c_programs import ROOT, compile_program, library, run
 from covering import NIGHTLY, extent
 
 PROGRAMS = sorted((ROOT / "tests/c").glob("test_*.c"))
-# Random problems per variant, or rounds, where CI runs fewer than `make sanitize`.
-CASES = {"test_operators": 14, "test_delta": 10, "test_quantized": 7, "test_changing": 5}
+# Random problems per variant, or rounds, where CI runs fewer than `make sanitize`: each activation
+# once, which follows from a problem's number.
+CASES = {"test_operators": 7, "test_delta": 6, "test_quantized": 7, "test_changing": 5}
 EXAMPLES = sorted((ROOT / "examples/c").glob("*.c"))
 
 
@@ -31,7 +32,7 @@ def test_program(source, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX, --wrap")
-@pytest.mark.parametrize("name, cases", [("test_quantized", 4), ("test_operators", 10)])
+@pytest.mark.parametrize("name, cases", [("test_quantized", 4), ("test_operators", 7)])
 def test_program_on_emulated_amx(name, cases, tmp_path):
     """What surrounds the tiles, on machines without them: passes over K and scratch memory."""
     wrapped = [f"-Wl,--wrap=moelora_cpu_{function}" for function in ("isa", "kernels_of")]
@@ -44,7 +45,7 @@ def test_program_on_emulated_amx(name, cases, tmp_path):
 
 def test_random_arguments(tmp_path):
     """A few of what `make fuzz` tries; the same ones every time."""
-    calls = str(extent(nightly=60000, ci=15000))
+    calls = str(extent(nightly=60000, ci=8000))
     done = run(compile_program(ROOT / "tests/c/fuzz_api.c", tmp_path, sanitize=True), calls, "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"fuzz_api: {calls} calls")
