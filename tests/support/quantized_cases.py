@@ -77,19 +77,18 @@ class Numbers:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """In float64, rounded once. INT4 scales are those of the dtype; NVFP4's numbers are rounded
         to float32 before."""
-        columns = self.q.size(2)
-        spread = columns // self.scales.size(2)
+        groups = self.q.unflatten(2, (self.scales.size(2), -1))
         if self.format.name == "mxfp4":
-            values, scales = E2M1.double()[self.q], torch.exp2(self.scales.double() - 127)
+            values, scales = E2M1.double()[groups], torch.exp2(self.scales.double() - 127)
         elif self.format.name == "nvfp4":
             halves = self.of_tensor.size(1)
             of_rows = self.of_tensor.repeat_interleave(self.q.size(1) // halves, 1)[..., None]
-            numbers = E2M1[self.q] * self.scales.float().repeat_interleave(spread, 2)
+            numbers = (E2M1[groups] * self.scales.float()[..., None]).flatten(2)
             return (numbers * of_rows).to(dtype)
         else:
-            zeros = 8 if self.zeros is None else self.zeros.repeat_interleave(spread, 2)
-            values, scales = (self.q - zeros).double(), self.scales.to(dtype).double()
-        return (values * scales.repeat_interleave(spread, 2)).to(dtype)
+            zeros = 8 if self.zeros is None else self.zeros[..., None]
+            values, scales = (groups - zeros).double(), self.scales.to(dtype).double()
+        return (values * scales[..., None]).flatten(2).to(dtype)
 
     def pack(self, dtype: torch.dtype, gate_up: str | None = None) -> QuantizedWeights:
         if self.format.name == "mxfp4":
@@ -184,9 +183,9 @@ def by_words(q: Tensor, order=range(8), pad: bool = False) -> Tensor:
     """Eight numbers of the last dimension in an int32; nibble i is number order[i] of them."""
     if pad:
         q = torch.nn.functional.pad(q, (0, -q.size(-1) % 8))
-    eights = q.unflatten(-1, (-1, 8))
-    total = sum(eights[..., number] << 4 * i for i, number in enumerate(order))
-    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+    if list(order) != list(range(8)):
+        q = q.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
+    return by_bytes(q).clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def quantize(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> Numbers | EightBits:
