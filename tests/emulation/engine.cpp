@@ -24,7 +24,8 @@ Copies copies;
 
 namespace {
 
-constexpr size_t kStack = 128 << 10;
+constexpr size_t kStack = 256 << 10; // without optimization a GEMM tile takes 90 KB
+constexpr size_t kPage = 4096;
 
 void *scheduler_stack;
 const std::function<void()> *body;
@@ -121,6 +122,15 @@ char *take(std::vector<char *> &from, size_t bytes) {
   return memory;
 }
 
+/* A stack that ends at a page without access: a larger one faults, and writes to no other. */
+char *take_stack() {
+  const bool mapped = free_stacks.empty();
+  char *stack = take(free_stacks, kStack);
+  if (mapped && mprotect(stack, kPage, PROT_NONE))
+    fail("the end of a stack cannot be protected");
+  return stack;
+}
+
 /* Fill byte of uninitialized memory: NaN or large values; as integers -1 or large. */
 static int unwritten(const Cta *cta) {
   return cta->block % 2 ? 0x7f : 0xff;
@@ -142,7 +152,7 @@ Cta *begin_cta(unsigned number, Cluster *cluster) {
     Fiber &fiber = cta->fibers[t];
     fiber.cta = cta;
     fiber.thread = t;
-    fiber.stack = take(free_stacks, kStack);
+    fiber.stack = take_stack();
     /* Stack as if enter() had been called, below six saved registers: 8 modulo 16. */
     void **top = (void **)(fiber.stack + kStack - 16);
     top[0] = (void *)enter;
