@@ -63,6 +63,8 @@ class LinearStacks:
 
     def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(lora_a, lora_b, lora_ranks) of a layer."""
+        if name not in self._a:
+            raise KeyError(f"{name!r} is none of the pool's linear layers")
         return self._a[name], self._b[name], self._ranks[name]
 
     def stage(self, adapter: Mapping[str, LinearPair], convert: Conversions) -> StagedLinears:

@@ -462,11 +462,13 @@ class AdapterPool:
         self._slots.streams.note()
 
     def layer(self, name: str) -> LayerFactors:
-        """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`."""
+        """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`.
+        KeyError for what is none of the pool's layers of experts."""
         return self._slots.layer(name)
 
     def linear(self, name: str) -> LinearFactors:
-        """Factors of one linear layer or embedding, including scalings (`linears.py`)."""
+        """Factors of one linear layer or embedding, including scalings (`linears.py`). KeyError for
+        what is none of the pool's."""
         return self._slots.linear(name)
 
     def names(self) -> list[str]:

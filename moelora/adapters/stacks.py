@@ -176,6 +176,8 @@ class ExpertStacks:
         self._stacks = {name: self._allocate(layer) for name, layer in layers.items()}
 
     def of(self, name: str) -> _Stacks:
+        if name not in self._stacks:
+            raise KeyError(f"{name!r} is none of the pool's layers of experts")
         return self._stacks[name]
 
     def tensors(self) -> list[torch.Tensor]:

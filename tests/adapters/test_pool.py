@@ -42,6 +42,9 @@ def test_bad_arguments():
     for wrong in (None, ["a"]):
         with pytest.raises(ValueError, match="name is .*, wanted a non-empty string"):
             pool.lookup(wrong)
+    for factors in (pool.layer, pool.linear):
+        with pytest.raises(KeyError, match="'x' is none of the pool's l"):
+            factors("x")
     with pytest.raises(ValueError, match="a state dict needs config="):
         pool.add("a", wrapped()[0])
     with pytest.raises(ValueError, match="config= is for state dicts"):
