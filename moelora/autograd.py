@@ -320,7 +320,7 @@ def _sparse_gradients(
     wanted: int,
     pairs: Pairs,
 ) -> dict[str, Any]:
-    """Gradients of a layer by argument, those of factors for `pairs` alone."""
+    """Gradients of a layer by argument, those of factors only for `pairs`."""
     names = [name for name in WANTED if "lora" in name]
     factors = Buffers(
         [common[_PLACES[name]] for name in names], [bool(WANTED[n] & wanted) for n in names], pairs
@@ -406,8 +406,8 @@ class _Projection(torch.autograd.Function):
 def _projection_backward(
     grad_out: Tensor, given: dict[str, Any], wanted: int, pairs: Pairs | None
 ) -> dict[str, Any]:
-    """Gradients by argument, of the arguments of an operator of PROJECTIONS; those of factors for
-    `pairs` alone if given."""
+    """Gradients by argument, of the arguments of an operator of PROJECTIONS; those of factors
+    only for `pairs`, if given."""
     absent = given["x"].new_empty(0)
     a, b = given["lora_a"], given["lora_b"]
     bias = given.get("bias", absent)

@@ -39,7 +39,7 @@ def index_of_pairs(
 
 
 def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
-    """Mark leaves: whether backwards compute their gradients for touched pairs alone.
+    """Mark leaves: whether backwards compute their gradients only for touched pairs.
 
     If one factor of a call is marked, all of them are. Those of calls under torch.compile, and
     those that a CUDA graph captures, are dense anyway.

@@ -196,7 +196,7 @@ def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) 
     tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE
     save_file(state, tensors, metadata={"format": "pt"})
     text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    # safetensors 0.8 makes files that their owner alone can read; servers run as other users.
+    # safetensors 0.8 makes files that only their owner can read; servers run as other users.
     tensors.chmod(stat.S_IMODE(text.stat().st_mode))
 
 

@@ -116,7 +116,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rivals",
         help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)",
     )
-    add("--all-modes", action="store_true", help="every path of a baseline, not its default alone")
+    add("--all-modes", action="store_true", help="every path of a baseline, not only its default")
     add("--variant", help="force this kernel variant (default: what the plan says)")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     about = "plan as for this compute capability, e.g. 80 (default: $MOELORA_MAX_CC or this GPU's)"

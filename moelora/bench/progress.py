@@ -36,7 +36,7 @@ class CaseProgress:
         self.bar.stop()
 
     def begin(self, what: str) -> None:
-        """Name the case that is measured now. Outside of a terminal the first one alone: the other
+        """Name the case that is measured now. Outside of a terminal only the first one: the other
         names come with their results."""
         self.bar.update(self.task, description=what)
         if not self.console.is_terminal and self.finished == 0:

@@ -158,7 +158,7 @@ class Tenants:
             them. It must leave alone what has no gradient and is 0: the padding up to the ranks of
             the pool.
         sparse : bool
-            Gradients and updates of experts alone that the batches of an update have reached, by
+            Gradients and updates only of experts that the batches of an update have reached, by
             `torch.optim.SparseAdam`: others keep their factors and moments, which do not decay.
             While there is such a tenant, there are no gradients of whole stacks, but of the pairs
             of tenant and expert in a batch. Each of the other tenants has dense gradients during
@@ -299,7 +299,7 @@ class Tenants:
         ----------
         losses : mapping
             Tenant -> the loss of its rows of the batch, a tensor of one element; or a function that
-            computes it, whose exceptions stop that tenant alone. Losses of stopped tenants are not
+            computes it, whose exceptions stop only that tenant. Losses of stopped tenants are not
             looked at, so that a loop need not know who is. One that depends on rows of other
             tenants, as a router's auxiliary loss of the whole batch does, changes their gradients.
 

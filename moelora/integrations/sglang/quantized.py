@@ -152,7 +152,7 @@ def reason_against_weights(base_layer: Any) -> str | None:
         return kind.reason(base_layer)
     weight = base_layer.w13_weight
     if weight.device.type == "cuda" and weight.dtype not in COMPUTE_DTYPES:
-        return f"its weights are {weight.dtype}, for which there are kernels on CPUs alone"
+        return f"its weights are {weight.dtype}, for which there are only kernels on CPUs"
     return None
 
 

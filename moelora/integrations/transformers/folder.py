@@ -191,7 +191,7 @@ class Folder:
             stacked = method != "mxfp4" and next(filter(OF_ALL.search, self), None)
             if stacked:
                 raise NotImplementedError(
-                    f"{stacked} is of all experts; stacked tensors are read for MXFP4 alone "
+                    f"{stacked} is of all experts; stacked tensors are read only for MXFP4 "
                     f"(quant_method 'mxfp4'): quantize the experts to {KEPT} with tensors of their "
                     "own, experts.0.down_proj.weight and so on"
                 )

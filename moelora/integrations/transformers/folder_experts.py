@@ -240,7 +240,7 @@ def _per_expert(
 
 
 def _has(folder: Folder, linears: Sequence[str], part: str) -> bool:
-    """Whether the linear layers have an optional tensor; ValueError if some alone do."""
+    """Whether the linear layers have an optional tensor; ValueError if only some do."""
     lacking = [linear for linear in linears if f"{linear}.{part}" not in folder]
     if lacking and len(lacking) < len(linears):
         names = ", ".join(lacking[:4]) + (", ..." if len(lacking) > 4 else "")

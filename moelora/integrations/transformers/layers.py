@@ -25,7 +25,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
         if type(module).__name__ == "Mxfp4GptOssExperts":
             raise NotImplementedError(
                 f"{name} is Mxfp4GptOssExperts, whose weights transformers has swizzled for "
-                "triton_kernels, which alone reads them; give the checkpoint's folder to "
+                "triton_kernels, which nothing else reads; give the checkpoint's folder to "
                 "moelora.integrations.transformers.load_quantized"
             )
         if not is_experts(module):

@@ -190,7 +190,7 @@ def _auto_round(config: Mapping[str, Any], linear: str, parts: Collection[str]) 
 
 def _stacked(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
     raise NotImplementedError(
-        f"mxfp4: {linear} has {', '.join(sorted(parts))}, wanted MXFP4 of experts alone, stacked"
+        f"mxfp4: {linear} has {', '.join(sorted(parts))}, wanted MXFP4 only of experts, stacked"
     )
 
 

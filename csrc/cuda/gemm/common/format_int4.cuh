@@ -27,7 +27,7 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
   using F = FormatTraits<MOELORA_KERNEL_INT4>;
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
   static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
-  static_assert(ZEROS || IS_BF16, "numbers of fp16 go one way");
+  static_assert(ZEROS || IS_BF16, "fp16 has one path, that of zero points");
 
   uint32_t scales[2]; // of r and r + 8: low half for the first group of the tile, high half for the
                       // second
