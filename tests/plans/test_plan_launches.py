@@ -138,7 +138,11 @@ def test_a_forced_row_that_is_passed_over_says_why(tmp_path):
     line = "bfloat16 64 8 128 128 2048 768 0 cuda 90"
     for name, formats, why in (
         ("gemm_bf16_64x128x64_sm80", ("mxfp4", "mxfp4"), "it is for weights of another format"),
-        ("decode_bf16_mxfp4_sm80", ("mxfp4", "mxfp4"), "it only takes a few tokens"),
+        (
+            "decode_bf16_mxfp4_sm80",
+            ("mxfp4", "mxfp4"),
+            "it only takes a few tokens of a whole layer, in rows or tiles",
+        ),
         (
             "gemm_bf16_mxfp4_64x128x128_sm90",
             ("mxfp4", "native"),
