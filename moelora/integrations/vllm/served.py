@@ -143,15 +143,9 @@ class Served(_Base):  # type: ignore[misc]
         call = Call(*args, **named)
         reason = self.reason_against(call.activation)
         if reason is None and self._refusal is None:
-            try:
-                if is_in_host_memory(call.w1, call.w2):
-                    raise NotImplementedError(IN_HOST_MEMORY)
-                self._serve(call)
+            self._refusal = self._try(call)
+            if self._refusal is None:
                 return
-            except (ValueError, NotImplementedError) as refusal:
-                self._refusal = str(refusal)
-            except UNEXPECTED as error:  # nothing is launched yet
-                self._refusal = unexpected(error)
         self._step_aside(str(reason or self._refusal))
         if reason is None:
             _, *problem = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
@@ -160,6 +154,18 @@ class Served(_Base):  # type: ignore[misc]
             first, second = (call.hidden_states.new_empty(shape) for shape in shapes[:2])
             call = call._replace(workspace13=first, workspace2=second)
         super().apply(*call)
+
+    def _try(self, call: Call) -> str | None:
+        """Write `call.output`, or return why not, before anything is written."""
+        if is_in_host_memory(call.w1, call.w2):
+            return IN_HOST_MEMORY
+        try:
+            self._serve(call)
+        except (ValueError, NotImplementedError) as refusal:
+            return str(refusal)
+        except UNEXPECTED as error:  # nothing is launched yet
+            return unexpected(error)
+        return None
 
     def _step_aside(self, reason: str) -> None:
         say_once(f"{reason}; {OWN_PATH}")
