@@ -163,13 +163,17 @@ STATES = {
 }
 
 
-def by_sequences(ratio):
-    """A row for each format and state, of ratio(rows, end of the fields, state) for each number of
-    sequences."""
+def by_sequences(field, *engines):
+    """A table of ratios of one engine's `field` to the other's: a row for each format and state, a
+    column for each number of sequences, whose end replaces {} in `field`."""
     said = []
     for what, name in ENGINE_TABLES.items():
+        rows = cases(name)
         for state, more in STATES.items():
-            ratios = [ratio(cases(name), end, more) for end in SEQUENCES.values()]
+            ratios = [
+                over(*(measured(rows, field.format(end), engine, *more) for engine in engines))
+                for end in SEQUENCES.values()
+            ]
             if any(ratios):
                 said.append([f"{what}, {gpu(TABLES[name][0])}", state, *ratios])
     return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
@@ -177,21 +181,12 @@ def by_sequences(ratio):
 
 def decode_ratios():
     """Tokens per second of decode with the plugin over those without it, by number of sequences."""
-
-    def ratio(rows, end, state):
-        return over(*(rate(rows, f"decode{end}", e, *state) for e in ("moelora", "vllm")))
-
-    return by_sequences(ratio)
+    return by_sequences("decode{}_tok_s", "moelora", "vllm")
 
 
 def decode_busy_ratios():
     """Time that the GPU is busy with a step of decode without the plugin over that with it."""
-
-    def ratio(rows, end, state):
-        field = f"tpot_busy{end}_ms"
-        return over(*(measured(rows, field, e, *state) for e in ("vllm", "moelora")))
-
-    return by_sequences(ratio)
+    return by_sequences("tpot_busy{}_ms", "vllm", "moelora")
 
 
 def engines_parallel(topic="e2e-parallel"):
