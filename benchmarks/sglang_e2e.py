@@ -210,24 +210,29 @@ class Bench(Stages):
         return speed(client, self.args.reps, self.args.sequences, run.update)
 
     def servers(self, names, manifest, ask):
-        """Start servers, `--at-once` of which load together, and query them in turns: `ask`
-        stores the results in a dict, and yields after each turn."""
+        """Start servers, `--at-once` of which load together, and query them in turns: `ask` is a
+        generator that stores the results in a dict, and where it yields its turn ends."""
         count = self.args.at_once
         for some in (names[i : i + count] for i in range(0, len(names), count)):
             started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
             running = [(n, *pair) for n, pair in started if pair and self.is_up(n, *pair)]
             asked = [(name, job, ask(client, self.runs[name])) for name, job, client in running]
             while asked:
-                for name, job, turns in list(asked):
-                    try:
-                        next(turns)
-                        continue
-                    except StopIteration:
-                        end = "ok"
-                    except (OSError, KeyError, ValueError) as why:
-                        end = f"{type(why).__name__}: {why}"
-                    self.stop_server(name, job, end)
-                    asked.remove((name, job, turns))
+                for one in list(asked):
+                    name, job, turns = one
+                    if end := self.take_turn(turns):
+                        self.stop_server(name, job, end)
+                        asked.remove(one)
+
+    def take_turn(self, turns):
+        """How a server's queries have ended, or nothing: it has more turns."""
+        try:
+            next(turns)
+        except StopIteration:
+            return "ok"
+        except (OSError, KeyError, ValueError) as why:
+            return f"{type(why).__name__}: {why}"
+        return None
 
     def start_server(self, name, manifest, place):
         """The job and the client of a server; None if there is no time for it."""

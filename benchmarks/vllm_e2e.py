@@ -28,8 +28,8 @@ differ, and log-probabilities of prompts are compared: moelora's trainer and eng
 the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
 Starting an engine takes longer than measuring it: `--at-once 4` starts four engines together where
-their models fit beside each other. They take turns with each repetition, so that whatever else the
-machine does meanwhile disturbs all of them.
+their models fit beside each other. They take turns, one repetition each, so that other load on the
+machine disturbs all of them alike.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -312,6 +312,7 @@ class Bench(Stages):
         if self.asks(run, job, until) or job.process.poll() is not None:
             return job
         self.stages.append(job.stop(f"not up after {until - job.start:.0f} s"))
+        return None
 
     def take_turns(self, jobs):
         """One engine measures at a time, a repetition a turn, until all have ended or run out of

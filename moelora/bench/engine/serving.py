@@ -122,13 +122,13 @@ def times_to_tokens(table: Table) -> dict[str, float]:
             continue
         first, whole = (table[name + end] for name in ("first", "decode"))
         times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
-        behind = whole["new_tokens"] - first["new_tokens"]
+        later = whole["new_tokens"] - first["new_tokens"]
         made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
-        made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / behind, 4)
+        made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / later, 4)
         if first["gpu_ms"] and whole["gpu_ms"]:
-            more = whole["gpu_ms"]["busy"] - first["gpu_ms"]["busy"]
-            behind = min(whole["new_tokens"], PROFILED) - first["new_tokens"]
-            made[f"tpot_busy{end}_ms"] = round(more / behind, 4)
+            busy = whole["gpu_ms"]["busy"] - first["gpu_ms"]["busy"]
+            later = min(whole["new_tokens"], PROFILED) - first["new_tokens"]
+            made[f"tpot_busy{end}_ms"] = round(busy / later, 4)
     return made
 
 
