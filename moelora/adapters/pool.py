@@ -166,7 +166,7 @@ class AdapterPool:
 
         If an interrupt (Ctrl-C) ends the call, `name` is either completely loaded or not; the
         adapter that it replaces or evicts may be gone, all others are unchanged. Batches of other
-        adapters go on meanwhile, unless it replaces one in a slot, for which `hold` waits.
+        adapters do not wait for the copies, unless `name` is replaced in its slot.
 
         Parameters
         ----------
@@ -303,9 +303,8 @@ class AdapterPool:
         computes with parts of both. Captured graphs stay as they are. As of `add`, an interrupt may
         leave no version of an adapter that no batch holds.
 
-        Batches of other adapters go on meanwhile, unless the new version takes the slot of the old
-        one, for whose copies `hold` waits: if no batch holds the adapter, and it is pinned or no
-        slot is free.
+        Batches of other adapters do not wait for the copies, unless the new version takes the slot
+        of the old one: if no batch holds the adapter, and it is pinned or no slot is free.
 
         Parameters
         ----------

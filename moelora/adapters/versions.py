@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from moelora.adapters.held import Held, Loaded, NoSlot, Residents
+from moelora.adapters.held import Held, Loaded, NoSlot, Reservation, Residents
 from moelora.adapters.host import Host, Source
 from moelora.adapters.slots import Slots, Staged
 from moelora.adapters.turns import Turn, Turns
@@ -206,7 +206,7 @@ class Versions:
                 self._turns.check_slot(None, f"adapter {name!r}")
             place = self.residents.reserve(f"adapter {name!r}", ahead=ahead)
         enabled = source.enabled
-        try:
+        with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
             with self.lock:
                 if self._known().source(name) is source and name not in self.loaded:
@@ -214,6 +214,12 @@ class Versions:
                         self.slots.enable(place.slot, source.enabled)
                     self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
                     source.failure = None
+
+    @contextmanager
+    def _reserved(self, place: Reservation) -> Iterator[None]:
+        """Until it is listed, or its write has failed, no other adapter gets the slot."""
+        try:
+            yield
         finally:
             with self.lock:
                 self.residents.free(place)
@@ -309,8 +315,8 @@ class Versions:
     def put(
         self, name: str, staged: Staged, pinned: bool, source: Source | None, replace: bool
     ) -> int:
-        """Write an adapter to a slot, and return it: its own one under the lock, as no batch may
-        have it meanwhile, or another one without the lock.
+        """Write an adapter to a slot. Returns the slot: its own one, written under the lock so that
+        no batch has it during the write, or else a reserved one, written without.
         """
         with self.lock:
             self.check_new(name, replace)
@@ -321,15 +327,12 @@ class Versions:
                 self._write(slot, staged)
                 return self._list(name, Loaded(slot, pinned), source)
             place = self.residents.reserve(f"adapter {name!r}")
-        try:
+        with self._reserved(place):
             self._write(place.slot, staged)
             with self.lock:
                 self.check_new(name, replace)
                 self._check_room(name, source)
                 return self._list(name, Loaded(place.slot, pinned), source)
-        finally:
-            with self.lock:
-                self.residents.free(place)
 
     def _list(self, name: str, loaded: Loaded, source: Source | None) -> int:
         """List an adapter whose slot has been written. Returns the slot."""
@@ -365,7 +368,7 @@ class Versions:
                 return self._install(name, None, switch, new)
             place = self.residents.reserve(f"the new version of adapter {name!r}")
             enabled = self._enabled(name)
-        try:
+        with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
             if arrival is not None:
                 arrival.synchronize()
@@ -374,9 +377,6 @@ class Versions:
                 if self._enabled(name) != enabled:
                     self.slots.enable(place.slot, not enabled)
                 return self._install(name, place.slot, switch, new)
-        finally:
-            with self.lock:
-                self.residents.free(place)
 
     def _install(
         self,
