@@ -1,9 +1,10 @@
 /* Quantizes rows of x to e4m3 for FP8 weights (see moelora_x_format in moelora.h):
  *
  *   s = scale of a K group, of a row, or given
- *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s)); stored as
- * operands, which represent e4m3 exactly scales [rows, groups]  = s, repeated if groups share it
+ *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s))
+ *   scales [rows, groups]  = s, repeated if groups share it
  *
+ * Values are stored as operands (kernels.h), which represent e4m3 exactly.
  * The result of a row does not depend on the rest of the batch. */
 #include <math.h>
 #include <string.h>

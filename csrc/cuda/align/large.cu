@@ -1,16 +1,16 @@
 /* Sorts any number of items in two launches. A table row covers row_chunks chunks.
  *
- * align_count: CTA r counts the keys of row r,
- *   table [num_rows, ceil(num_keys / 2)]  two 16-bit counts per word.
- * align_place: each CTA sums the table into `before` and `total`, computes the layout, and places
- * its chunk in tiles. Within its own row, it counts the items before its chunk itself, while the
- * first launch runs: this keeps the table short.
+ *   align_count   CTA r counts the keys of row r
+ *   align_place   each CTA sums the table into `before` and `total`, computes the layout, and
+ *                 places its chunk in tiles. Within its own row, it counts the items before its
+ *                 chunk itself, while the first launch runs: this keeps the table short.
  *
- * In a tile, groups of ALIGN_GROUP threads count their keys,
- *   in_group [2, num_keys]  one byte for each of eight groups,
- * and an item follows those of equal key in lower groups. before[k] accumulates the items of key k
- * in earlier tiles and chunks. If shared memory has no room for these counts, a tile is a single
- * group. */
+ *   table [num_rows, ceil(num_keys / 2)]   two 16-bit counts per word
+ *   in_group [2, num_keys]                 one byte for each of eight groups of a tile
+ *
+ * In a tile, groups of ALIGN_GROUP threads count their keys, and an item follows those of equal key
+ * in lower groups. before[k] accumulates the items of key k in earlier tiles and chunks. If shared
+ * memory has no room for these counts, a tile is a single group. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 

@@ -3,16 +3,17 @@
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
  * A work item is some rows of a segment of a window; its columns are split into tiles. Warps work
- * independently. There are two kernels, the second for segments with so few rows that loads of B
- * dominate:
+ * independently. There are two kernels:
  *
  *   expand_rows   xa, out and B are staged in shared memory, copied while the previous steps are
- *                 multiplied: 16 rows by K_SPAN ranks of two groups of 32 columns, adjacent ones or
- * a gate and its up. B stays in registers for a whole item if K_SPAN covers the true rank. The CTAs
- * of a window take its tiles in turn, adjacent warps adjacent columns. expand_thin   B is loaded
- * directly to registers and multiplied with up to 8 rows (delta/tile.cuh); no silu. Each warp of
- * the CTAs of a window takes an equal, contiguous range of the tiles of all items, so that most of
- * its tiles share their rows. */
+ *                 multiplied: 16 rows by K_SPAN ranks of two groups of 32 columns, which are
+ *                 adjacent or a gate and its up. B stays in registers for a whole item if K_SPAN
+ *                 covers the true rank. The CTAs of a window take its tiles in turn, adjacent
+ *                 warps adjacent columns.
+ *   expand_thin   for segments with so few rows that loads of B dominate: B is loaded directly to
+ *                 registers and multiplied with up to 8 rows (delta/tile.cuh); no silu. Each warp
+ *                 of the CTAs of a window takes an equal, contiguous range of the tiles of all
+ *                 items, so that most of its tiles share their rows. */
 #include "cuda/delta/tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"

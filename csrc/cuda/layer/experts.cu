@@ -1,14 +1,15 @@
 /* Launch sequence and workspace of a single projection and of a layer:
  *
- *   [round factors], resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation
- * [+ quantize h], [quantize h], shrink2, w2 + expand, sum
+ *   [round factors], resolve, align, [scale x], [quantize x],
+ *   shrink13, w13 + expand + activation [+ quantize h], [quantize h],
+ *   shrink2, w2 + expand, sum
  *
  * or, for a few tokens, the single kernel of decode.cu.
  *
  * Intermediate results are stored by position in the blocks of rows, so that TMA can read and
  * write them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
- * [position, K]. In training z is ordered by flat row, if the kernel of w2 can
- * do so, which takes less memory. */
+ * [position, K]. In training z is ordered by flat row, if the kernel of w2 can do so, which takes
+ * less memory. */
 #include "cuda/backward/gradients.h"
 #include "cuda/layer/alignment.cuh"
 #include "cuda/layer/rows.h"

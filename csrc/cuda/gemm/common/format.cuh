@@ -68,9 +68,9 @@ private:
 /* Scales and zero points of a lane's rows r and r + 8, for 4-bit formats. Each format's file
  * specializes it, with the members
  *
- *   load(scale, zero, format)      loads from shared memory; the addresses are those of row r
- *   value<SLAB, I>(word)           dequantizes values I of both halves of a word of k16 slab SLAB
- * with the scale of row r + 8 (I % 2), rounded once to T
+ *   load(scale, zero, format)   loads from shared memory; the addresses are those of row r
+ *   value<SLAB, I>(word)        dequantizes values I of both halves of a word of k16 slab SLAB,
+ *                               with the scale of row r + 8 (I % 2), rounded once to T
  *
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;

@@ -11,9 +11,12 @@
  * needs those of a quarter of the tile. The kernel also reads less shared memory per product,
  * which matters because a tile of 128 tokens by 256 rows is bound by shared memory bandwidth.
  *
- * Accumulators rAcc[2][64]: rAcc[h][4i + q] is token 64 * consumer + 16 * warp + lane/4 + 8 (q /
- * 2) and row 8i + 2 (lane % 4) + q % 2 of the concatenated m64 tiles 2h and 2h + 1. In a gated
- * projection rAcc[h][j] is gate and rAcc[h][j + 32] is up.
+ * Accumulators rAcc[2][64]: rAcc[h][4i + q] is
+ *
+ *   token  64 * consumer + 16 * warp + lane/4 + 8 (q / 2)
+ *   row    8i + 2 (lane % 4) + q % 2 of the concatenated m64 tiles 2h and 2h + 1
+ *
+ * In a gated projection rAcc[h][j] is gate and rAcc[h][j + 32] is up.
  *
  * A consumer without tokens advances with the pipeline and skips the wgmmas. */
 #ifndef MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH

@@ -4,12 +4,11 @@
  *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales
  *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
  *   consumer 0      wgmma 0 | promote 0 | wgmma 1 | promote 1 | ...
- *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...     one consumer uses the tensor
- * cores while the other promotes
+ *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...
  *
- * Up to 64 tokens, both m64 tiles of a consumer are in flight at once; with more tokens there are
- * no registers for a second rPartial. A k step covers 128 elements of K. Accumulators
- * rAcc[2][TOKENS / 2], see tile.cuh. */
+ * One consumer uses the tensor cores while the other promotes. Up to 64 tokens, both m64 tiles of a
+ * consumer are in flight at once; with more tokens there are no registers for a second rPartial. A
+ * k step covers 128 elements of K. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 

@@ -3,8 +3,8 @@
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
  *   gather warps    Y(0)  Y(1)  ...                rows of y of step i
- *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs of an m64
- * tile | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
+ *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs of a tile
+ *                                | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
  *
  * Rows of W are K, its columns outputs (operand A). A k step covers 128 elements of K: two tiles of
  * rows, or one of gate and one of up rows if these alternate in K.
