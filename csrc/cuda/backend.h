@@ -8,13 +8,13 @@
 extern "C" {
 #endif
 
-/* align.cu */
+/* align/align.cu */
 size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
                                     const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                   const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* delta.cu */
+/* delta/delta.cu */
 size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
                                     const moelora_delta_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_delta(const moelora_delta_problem *problem,
@@ -30,16 +30,16 @@ size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *pro
 moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
                                         const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* pack.cu */
+/* layer/pack.cu */
 moelora_status moelora_cuda_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
 
-/* quantized.cu */
+/* layer/quantized.cu */
 moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *problem,
                                            const moelora_exec *exec);
 moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *problem,
                                              const moelora_exec *exec);
 
-/* quantized_fp8.cu */
+/* layer/quantized_fp8.cu */
 moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,

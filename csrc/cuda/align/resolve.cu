@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1024; // one wave on the largest GPUs: one or two rows per thread
+constexpr int64_t kMaxBlocks = 1024; // about one wave on the largest GPUs
 
 __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ ResolveParams p) {
   wait_for_previous_kernel();

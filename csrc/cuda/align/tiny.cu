@@ -7,7 +7,7 @@
 #include "cuda/launch/kernel_launch.cuh"
 
 constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: as in quad_sum() */
-/* So many that a warp writes around one or two groups. */
+/* Enough that each warp writes the padding of one or two groups. */
 constexpr uint32_t CTAS = 16;
 
 /* Per-item data that other threads read: the key, with the index in the low bits; and for a

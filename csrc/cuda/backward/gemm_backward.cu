@@ -1,10 +1,10 @@
-/* The backward of a projection, or of adapters alone: sequence of launches and workspace.
+/* The backward of a projection, or of a delta: sequence of launches and workspace.
  *
  *   [round factors], resolve, align, [copy dout], [list rows of gradients],
  *   shrink by B, dz = dout W + yb A, sum to dx or [weigh] rows of dx, [dt],
  *   shrink by A, [factors], [bias]
  *
- * Adapters alone run the same product without weights. xa = s x A^T is computed again, as in the
+ * A delta runs the same product without weights. xa = s x A^T is computed again, as in the
  * forward. yb and xa are ordered by position in the blocks of rows, dz by flat row. If every routed
  * row has a row of x, and no weight, the product writes dx. Steps whose results are not needed are
  * skipped; launches do not depend on the contents of device memory. */

@@ -206,17 +206,17 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int
                                   moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);
   moelora_gradient_parts parts = {};
-  parts.most_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
-  parts.most_splits = splits;
-  parts.most_slots = splits ? 2 * splits + 1 : 0;
-  parts.part = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_parts,
+  parts.max_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
+  parts.max_splits = splits;
+  parts.max_slots = splits ? 2 * splits + 1 : 0;
+  parts.part = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.max_parts,
                                                            sizeof(moelora_gradient_part));
   parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
                                                              sizeof(moelora_gradient_split));
   parts.few_rows = few_rows;
   if (few_rows) {
-    parts.most_few = zeroes || groups < rows ? groups : rows;
-    parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.most_few,
+    parts.max_few = zeroes || groups < rows ? groups : rows;
+    parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.max_few,
                                                             sizeof(moelora_gradient_part));
   }
   parts.count = (int32_t *)moelora_take(arena, 3 * sizeof(int32_t));
@@ -274,6 +274,6 @@ extern "C" moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient
                                                 kThreads, 0, exec, s)));
   }
   MOELORA_TRY((launch_blocks<find_parts>("find_gradient_parts", 1, ALIGN_THREADS, 0, exec, s)));
-  return launch_kernel<list_rows>(
-      "list_gradient_rows", list->pairs.most_parts + list->pairs.most_few, kThreads, 0, exec, s);
+  return launch_kernel<list_rows>("list_gradient_rows", list->pairs.max_parts + list->pairs.max_few,
+                                  kThreads, 0, exec, s);
 }

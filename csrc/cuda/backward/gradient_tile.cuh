@@ -84,7 +84,8 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* threadIdx.x; the compiler would compute addresses of the epilogue before the K loop. */
+/* threadIdx.x, hidden from the compiler, which would compute the epilogue's addresses before the
+ * K loop. */
 __device__ __forceinline__ int epilogue_thread() {
   return opaque(threadIdx.x);
 }

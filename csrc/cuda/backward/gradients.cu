@@ -114,13 +114,13 @@ template <class T, class S> struct PartTile {
     const int i = threadIdx.x, at = step * S::ROWS + i;
     if (i >= S::ROWS)
       return;
-    const bool there = at < part.count;
+    const bool valid = at < part.count;
     const int row = part.first + at;
-    copy_async_4(shared_address(&index.wide[i]), s.index[p.wide.index] + row, there);
-    copy_async_4(shared_address(&index.ranks[i]), s.index[p.ranks.index] + row, there);
+    copy_async_4(shared_address(&index.wide[i]), s.index[p.wide.index] + row, valid);
+    copy_async_4(shared_address(&index.ranks[i]), s.index[p.ranks.index] + row, valid);
     if (p.weighted)
-      copy_async_4(shared_address(&index.weight[i]), s.weight + row, there);
-    if (!there)
+      copy_async_4(shared_address(&index.weight[i]), s.weight + row, valid);
+    if (!valid)
       index.wide[i] = 0, index.ranks[i] = 0, index.weight[i] = 0.f;
   }
   /* Issues the copies of the indices of the first stages. */
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ 
 /* ---- host ---- */
 
 bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *list) {
-  return list->adapters.most_parts > 0 && gradient.experts == 1 && !gradient.sparse;
+  return list->adapters.max_parts > 0 && gradient.experts == 1 && !gradient.sparse;
 }
 
 /* Whether units of 8 elements of a gradient allow 16-byte accesses. */
@@ -479,7 +479,7 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
     }
     group.slots = slots;
     if (slots)
-      slots += group.parts.most_slots * group.slot_floats;
+      slots += group.parts.max_slots * group.slot_floats;
   }
   return s;
 }
@@ -495,7 +495,7 @@ moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
     p.few.first = group.few_tiles;
     group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
   }
-  return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.most_few * group.few_tiles,
+  return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.max_few * group.few_tiles,
                                             S::THREADS, sizeof(typename S::SharedStorage), exec, s);
 }
 
@@ -511,8 +511,8 @@ template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moe
       p.tiles = p.column_tiles * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
       group.tiles += p.tiles;
     }
-    work += group.parts.most_parts * group.tiles;
-    splits += group.parts.most_splits * group.tiles;
+    work += group.parts.max_parts * group.tiles;
+    splits += group.parts.max_splits * group.tiles;
   }
   MOELORA_TRY((launch_kernel<gradients<T, S>>("gradients", work, S::THREADS,
                                               sizeof(typename S::SharedStorage), exec, s)));
@@ -542,7 +542,7 @@ extern "C" size_t moelora_cuda_gradient_slot_bytes(const moelora_gradients_launc
   const GradientLaunch s = describe(g, list, &most);
   size_t floats = 0;
   for (const GradientGroup &group : s.group) {
-    const size_t own = moelora_times((size_t)group.parts.most_slots, (size_t)group.slot_floats);
+    const size_t own = moelora_times((size_t)group.parts.max_slots, (size_t)group.slot_floats);
     floats = floats + own < own ? SIZE_MAX : floats + own;
   }
   return moelora_times(floats, sizeof(float));

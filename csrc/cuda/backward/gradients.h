@@ -49,11 +49,11 @@ typedef struct moelora_gradient_split {
 
 /* Parts of the gradients of one kind, in the workspace. */
 typedef struct moelora_gradient_parts {
-  moelora_gradient_part *few;    /* [most_few] pairs of few rows or none, whole */
-  moelora_gradient_part *part;   /* [most_parts] the others */
-  moelora_gradient_split *split; /* [most_splits] */
+  moelora_gradient_part *few;    /* [max_few] pairs of few rows or none, whole */
+  moelora_gradient_part *part;   /* [max_parts] the others */
+  moelora_gradient_split *split; /* [max_splits] */
   int32_t *count;                /* [3] counts of `part`, `split`, `few` */
-  int64_t most_parts, most_splits, most_slots, most_few;
+  int64_t max_parts, max_splits, max_slots, max_few;
   int32_t few_rows; /* the largest number of rows of `few`; 0: there are none */
 } moelora_gradient_parts;
 

@@ -22,13 +22,13 @@ template <int RANKS_> struct FewShape {
   static constexpr int ROWS = 32, COLUMNS = 32, STAGES = 3; // of a warp's pipeline
   static constexpr int WIDE_PITCH = 2 * COLUMNS + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int RANK_TILES = RANKS / 16, CTAS = 4;
-  static constexpr int MOST_ROWS = MOELORA_GRADIENT_FEW(RANKS);
+  static constexpr int MAX_ROWS = MOELORA_GRADIENT_FEW(RANKS);
 
   struct SharedStorage {
-    char ranks[MOST_ROWS * RANKS_PITCH];
+    char ranks[MAX_ROWS * RANKS_PITCH];
     char wide[WARPS][STAGES][ROWS * WIDE_PITCH];
-    int32_t wide_row[MOST_ROWS], ranks_row[MOST_ROWS];
-    float weight[MOST_ROWS];
+    int32_t wide_row[MAX_ROWS], ranks_row[MAX_ROWS];
+    float weight[MAX_ROWS];
   };
 };
 
@@ -115,13 +115,13 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
         }
       };
       if (p.wide_vectors)
-        copy_all([&](uint32_t to, uint32_t row, bool there) {
+        copy_all([&](uint32_t to, uint32_t row, bool valid) {
           copy_async_16<128>(to, row_address(from, row, (uint32_t)p.wide.stride * sizeof(T)),
-                             there ? 16 : 0, true);
+                             valid ? 16 : 0, true);
         });
       else
-        copy_all([&](uint32_t to, uint32_t row, bool there) {
-          copy_elements(to, from + row * p.wide.stride, there ? min(copies.left, 8) : 0);
+        copy_all([&](uint32_t to, uint32_t row, bool valid) {
+          copy_elements(to, from + row * p.wide.stride, valid ? min(copies.left, 8) : 0);
         });
       if (++copies.pass == copies.passes) {
         copies.pass = 0, copies.slabs--;
@@ -182,7 +182,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   struct Lines {
     T *to;           // of i = 0
     uint32_t stride; // bytes between lines
-    int end, there;  // lines i < end are stored; those with i >= there are zeros
+    int end;         // lines i < end are stored
+    int valid_end;   // those with i >= valid_end are zeros
     int columns;     // of the gradient, from this lane's first one in the slab on
   };
   /* Of a slab: ranks of `slice` (of A), or columns (of B). */
@@ -204,7 +205,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     lines.columns -= CTA_COLUMNS;
     if constexpr (TRANSPOSED) {
       lines.to += CTA_COLUMNS * p.gradient[0].stride_i;
-      lines.end -= CTA_COLUMNS, lines.there -= CTA_COLUMNS;
+      lines.end -= CTA_COLUMNS, lines.valid_end -= CTA_COLUMNS;
     } else {
       lines.to += CTA_COLUMNS;
       lines.end = lines.columns > 0 ? lines.end : 0;
@@ -250,8 +251,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       if (from + j >= lines.end)
         continue;
       uint4 v = load_shared_16(sLines + j * PITCH);
-      const bool there = from + j < lines.there;
-      v = make_uint4(there ? v.x : 0, there ? v.y : 0, there ? v.z : 0, there ? v.w : 0);
+      const bool valid = from + j < lines.valid_end;
+      v = make_uint4(valid ? v.x : 0, valid ? v.y : 0, valid ? v.z : 0, valid ? v.w : 0);
       if (TRANSPOSED && rank % 8)
         v = first_elements(v, ranks_left(lane() % UNITS * 8));
       store_global_16((void *)row_address(lines.to, from + j, lines.stride), v);

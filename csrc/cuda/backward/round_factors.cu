@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int kThreads = 256, kElements = 4 * kThreads * 4;
-constexpr int kMostFactors = MOELORA_PROJECTIONS * 2 * MOELORA_MAX_SLICES;
+constexpr int kMaxFactors = MOELORA_PROJECTIONS * 2 * MOELORA_MAX_SLICES;
 
 struct RoundedFactor {
   const float *from;
@@ -24,7 +24,7 @@ struct RoundedFactor {
 };
 
 struct RoundLaunch {
-  RoundedFactor factor[kMostFactors];
+  RoundedFactor factor[kMaxFactors];
   int32_t count;
   int64_t ctas;
 };

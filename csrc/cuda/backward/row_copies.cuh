@@ -23,15 +23,15 @@ template <class T> struct RowCopies {
     size = max(min(left, 8), 0);
     from = (const T *)operand.data + (size ? offset : 0);
   }
-  /* Zero-fills unless the row is `there`. */
+  /* Zero-fills unless the row is `valid`. */
   __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, bool vectors,
-                                       uint32_t to, int row, bool there) const {
+                                       uint32_t to, int row, bool valid) const {
     if (vectors)
       copy_async_16(to,
                     row_address(from, (uint32_t)row, (uint32_t)(operand.stride * (int)sizeof(T))),
-                    there ? size * (int)sizeof(T) : 0);
+                    valid ? size * (int)sizeof(T) : 0);
     else
-      copy_elements(to, from + row * operand.stride, there ? size : 0);
+      copy_elements(to, from + row * operand.stride, valid ? size : 0);
   }
 };
 

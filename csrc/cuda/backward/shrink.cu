@@ -229,8 +229,8 @@ template <class T, bool VECTORS, class S> struct BackShrink {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const int t = work.first + n * 8 + lane / 4;
-      const bool there = t >= segment.low && t < segment.high;
-      T *const to = yb + position(there ? t : segment.low) * p.g.adapters.xa_stride;
+      const bool valid = t >= segment.low && t < segment.high;
+      T *const to = yb + position(valid ? t : segment.low) * p.g.adapters.xa_stride;
 #pragma unroll
       for (int m = 0; m < S::OWN; m++)
 #pragma unroll
@@ -241,7 +241,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
           const uint32_t v = transpose_8x8(
               pack2<T>(exists ? scaling * two[0] : 0.f, exists ? scaling * two[1] : 0.f));
           const int r = own + 2 * (lane & 3);
-          if (there && r < padded && work.low + m < work.high)
+          if (valid && r < padded && work.low + m < work.high)
             *(uint32_t *)(to + r) = v;
         }
     }

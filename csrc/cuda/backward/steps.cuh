@@ -72,7 +72,7 @@ inline moelora_back_launch back_product(const Alignment *a, const moelora_weight
                                         const moelora_back_product_plan *plan) {
   moelora_back_launch g = {};
   describe_product(a, &a->routes, w, lora, plan, &g);
-  g.tokens.k = w->data ? (int32_t)w->n : 0; // adapters alone: K is that of the adapters
+  g.tokens.k = w->data ? (int32_t)w->n : 0; // a delta has no weights, only factors
   g.weights.w.bias = nullptr;
   g.weights.n_out = (int32_t)w->k;
   g.epilogue.activation.kind = MOELORA_SILU; // none, since it is not gated

@@ -40,7 +40,7 @@ struct DecodeLayout {
 DecodeLayout lay_out(const moelora_experts_problem *p, const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
   const size_t rows = (size_t)p->routes.num_rows;
-  const size_t ctas = (size_t)kMostResident * (size_t)moelora_cuda_num_sms(exec->device_index);
+  const size_t ctas = (size_t)kMaxResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   DecodeLayout l;
   l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
   l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
@@ -76,7 +76,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   /* Outputs per item, of a warp or, with weights in tiles, of a CTA. */
   const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // of an item
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
-  params.most_shrinks13 =
+  params.max_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
   params.by_tiles13 = moelora_divisor_of((uint32_t)params.tiles13);
   params.digests = l.digests;
@@ -95,7 +95,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   const int64_t columns = (p.hidden + 15) / 16;
   const int64_t items =
       active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
-  const int64_t work = items < kMostCtas ? items : kMostCtas;
+  const int64_t work = items < kMaxCtas ? items : kMaxCtas;
   switch (plan->variant->id) {
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   case CUDA_##NAME:                                                                                \

@@ -11,11 +11,11 @@ namespace decode {
 
 /* CTAs per SM. 8.x and 12.x have about half the bandwidth and need half as many loads in flight;
  * the portable code takes a few more registers. */
-constexpr int kMostResident = 2;
+constexpr int kMaxResident = 2;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 1;
 #else
-constexpr int kResident = kMostResident;
+constexpr int kResident = kMaxResident;
 #endif
 
 /* A split grid sync: arrive, then wait. */

@@ -21,7 +21,7 @@ __device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, co
 /* A lane's rows of one operand in a K span. */
 template <int ROWS> struct OperandRows {
   const uint16_t *row[ROWS];
-  int there; // blocks within K
+  int blocks; // left within K
 };
 
 __device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ OperandRows<2> weights_of(const DecodeParams &p, cons
   OperandRows<2> s = {{nullptr, nullptr}, 0};
   if (span.blocks == 0)
     return s;
-  s.there = blocks_inside(p, work.kind, span);
+  s.blocks = blocks_inside(p, work.kind, span);
   item_rows(p, t, work, span, threadIdx.x % 32 / 4, s.row);
 #pragma unroll
   for (int half = 0; half < 2; half++)
@@ -93,24 +93,26 @@ template <int FIRST> __device__ __forceinline__ void load_batch(PrefetchBuffer &
 #pragma unroll
     for (int half = 0; half < 2; half++)
       buffer.w[j][half] =
-          load_16<Read::CONSTANT>(buffer.next.row[half] + j * kBlockDepth, j < buffer.next.there);
+          load_16<Read::CONSTANT>(buffer.next.row[half] + j * kBlockDepth, j < buffer.next.blocks);
 }
 
 template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS> &s) {
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
     s.row[i] += kChunk * kBlockDepth;
-  s.there -= kChunk;
+  s.blocks -= kChunk;
 }
 
-/* Points the buffer to the span at `work`; factors without 16-byte alignment bypass it. */
-constexpr int kElements = 1 << 30;
+/* Subtracted from the number of blocks of factors without 16-byte alignment, which bypass the
+ * prefetch buffer: no block is then within K. */
+constexpr int kBypass = 1 << 30;
 
+/* Points the buffer to the span at `work`. */
 __device__ __forceinline__ void follow(const DecodeParams &p, const Tables &t,
                                        const WorkIterator &work, PrefetchBuffer &buffer) {
   buffer.next = weights_of(p, t, work);
   if (!has_vectors(p, work.kind))
-    buffer.next.there -= kElements;
+    buffer.next.blocks -= kBypass;
 }
 
 __device__ __forceinline__ void start(const DecodeParams &p, const Tables &t,
@@ -139,8 +141,8 @@ __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuff
     uint4 columns[2];
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      columns[j] =
-          load_16<Read::WRITTEN>(x.row[0] + (FIRST + i + j) * kBlockDepth, FIRST + i + j < x.there);
+      columns[j] = load_16<Read::WRITTEN>(x.row[0] + (FIRST + i + j) * kBlockDepth,
+                                          FIRST + i + j < x.blocks);
 #pragma unroll
     for (int j = 0; j < 2; j++)
       multiply_block<T>(d, buffer.w[FIRST + i + j], columns[j]);
@@ -155,7 +157,7 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
   for (int i = 0; i < kAhead; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (i * kChunk + 2 * c < buffer.next.there)
+      if (i * kChunk + 2 * c < buffer.next.blocks)
         prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
@@ -185,14 +187,14 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
                                                   const OperandRows<1> &x, float (&d)[4]) {
-  const int there = next.there + kChunk + kElements, end = __reduce_max_sync(~0u, there);
+  const int blocks = next.blocks + kChunk + kBypass, end = __reduce_max_sync(~0u, blocks);
 #pragma unroll 1
   for (int j = 0; j < end; j++) {
     uint4 rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      rows[half] = load_elements(next.row[half] + (j - kChunk) * kBlockDepth, j < there ? 8 : 0);
-    multiply_block<T>(d, rows, load_16<Read::WRITTEN>(x.row[0] + j * kBlockDepth, j < x.there));
+      rows[half] = load_elements(next.row[half] + (j - kChunk) * kBlockDepth, j < blocks ? 8 : 0);
+    multiply_block<T>(d, rows, load_16<Read::WRITTEN>(x.row[0] + j * kBlockDepth, j < x.blocks));
   }
 }
 

@@ -16,7 +16,7 @@ struct DecodeParams {
   moelora_experts_problem p;
   int32_t tiles13;            // W13 items per active expert
   moelora_divisor by_tiles13; // of weights in tiles
-  int32_t most_shrinks13;     // upper bound of SHRINK13 items, whatever ids contain
+  int32_t max_shrinks13;      // upper bound of SHRINK13 items, whatever ids contain
   int32_t staged_bytes;       // shared memory for tokens; of weights in tiles
   int32_t span_blocks[2];     // of a shrink: blocks of K per span; of w13, of w2
   bool gated, interleaved;
@@ -70,7 +70,7 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
 
 /* Number of CTAs that have no SHRINK13 items: shrink items are distributed from the last CTA on. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
-  return max((int)gridDim.x - p.most_shrinks13, 0);
+  return max((int)gridDim.x - p.max_shrinks13, 0);
 }
 
 /* The CTA's first item of a shrink. */

@@ -22,7 +22,7 @@ static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, active experts or segments two by two");
 
 /* Limit of the grid: each thread compares the digests of up to four CTAs. */
-constexpr int kMostCtas = 4 * kThreads;
+constexpr int kMaxCtas = 4 * kThreads;
 /* Copies of all digests, so that CTAs load different lines. */
 constexpr int kCopies = 16;
 

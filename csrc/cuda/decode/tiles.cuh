@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tab
   if (!vectors)
     multiply_elements<T>(buffer.next, x, d);
   work.index += gridDim.x;
-  multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
+  multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.blocks : 0},
                    buffer, d);
 }
 
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 /* Shared memory for tokens per CTA; weights do not pass through L1 here. With Hopper's 227 KB, two
  * CTAs use all but what L1 needs for factors; smaller GPUs have less. */
-constexpr int kMostStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
+constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
 /* Launches the kernel of a kernel format. */
 template <moelora_kernel_format FORMAT>
@@ -148,13 +148,13 @@ moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exe
                             bool *fits) {
   const bool large =
       moelora_known_device(MOELORA_CUDA, exec->device_index)->shared_bytes >= kLargeShared;
-  params.staged_bytes = large ? kMostStagedBytes : kStagedBytes;
+  params.staged_bytes = large ? kMaxStagedBytes : kStagedBytes;
   const size_t bytes = (size_t)params.staged_bytes + kWarps * kPipelineBytes<FORMAT>;
   return params.p.dtype == MOELORA_BF16
              ? launch_cooperative<decode_tiles<__nv_bfloat16, FORMAT>>(
-                   "decode_tiles", work, kThreads, bytes, kMostResident, exec, fits, params)
+                   "decode_tiles", work, kThreads, bytes, kMaxResident, exec, fits, params)
              : launch_cooperative<decode_tiles<__half, FORMAT>>(
-                   "decode_tiles", work, kThreads, bytes, kMostResident, exec, fits, params);
+                   "decode_tiles", work, kThreads, bytes, kMaxResident, exec, fits, params);
 }
 
 } // namespace decode

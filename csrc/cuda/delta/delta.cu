@@ -1,4 +1,4 @@
-/* Host side of the delta of adapters alone: launch sequence and workspace layout.
+/* Host side of deltas, LoRA without a base product: launch sequence and workspace layout.
  *
  *   [round factors] -> resolve -> [sort] -> shrink -> expand [-> sum]
  *

@@ -195,9 +195,9 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     for (int pass = 0; pass < ROWS8 * LOADS * ROW_VECTORS / 4; pass++) {
       const int at = pass * 32 + threadIdx.x % 32, panel = at / (8 * ROW_VECTORS);
       const int r = s.k + panel % LOADS * 32 + at % ROW_VECTORS * 8;
-      bool there;
-      const T *row = find(panel / LOADS, at / ROW_VECTORS % 8, &there);
-      copy_vector(to + at * 16, row + r, there ? s.rank - r : 0);
+      bool valid;
+      const T *row = find(panel / LOADS, at / ROW_VECTORS % 8, &valid);
+      copy_vector(to + at * 16, row + r, valid ? s.rank - r : 0);
     }
   }
 
@@ -219,9 +219,9 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       const int first = s.item.first[g], end = s.item.end[SILU ? g : 0];
       const moelora_factor &f = p.lora.b[s.item.slice[SILU ? g : 0]];
       const T *factor = factor_row<T>(f, adapter, expert, 0);
-      copy_ranks<4>(stage + B_AT + g * 4 * LOADS * PANEL_BYTES, s, [&](int t, int j, bool *there) {
+      copy_ranks<4>(stage + B_AT + g * 4 * LOADS * PANEL_BYTES, s, [&](int t, int j, bool *valid) {
         const int n = first + 8 * (j / 2) + 2 * t + j % 2;
-        *there = n < end;
+        *valid = n < end;
         return factor + n * f.stride_i;
       });
     }
@@ -234,9 +234,9 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     for (int source = 0; source < SOURCES; source++) {
       const T *xa = (const T *)p.xa + s.item.slice[source] * p.xa_stride[0];
       copy_ranks<2>(stage + XA_AT + source * 2 * LOADS * PANEL_BYTES, s,
-                    [&](int m8, int j, bool *there) {
+                    [&](int m8, int j, bool *valid) {
                       const int row = s.row + m8 * 8 + j;
-                      *there = row < s.item.to;
+                      *valid = row < s.item.to;
                       return xa + addresses.xa[min(row, s.item.to - 1)];
                     });
     }

@@ -42,7 +42,7 @@ template <class T, int STEPS> struct ThinTile {
     for (int c = 0; c < OWN; c++, row += stride)
 #pragma unroll
       for (int i = 0; i < LOADS; i++)
-        load_alone(b[c][i], row + chunk(i, rank));
+        load_streamed(b[c][i], row + chunk(i, rank));
   }
 
   static __device__ __forceinline__ void load_xa(Ranks &xa, const T *row, int rank) {
@@ -85,7 +85,7 @@ template <class T, int STEPS> struct ThinTile {
       for (int c = 0; c < OWN / 2; c++)
         old[j][c] = 0;
       if (p.add && own + j < to)
-        load_alone(old[j], (const T *)p.out + addresses.out[own + j] + column);
+        load_streamed(old[j], (const T *)p.out + addresses.out[own + j] + column);
     }
   }
 

@@ -100,12 +100,14 @@ moelora_status launch_grid(const char *name, int64_t work, int threads, const mo
                                          exec, args...);
 }
 
-/* launch_blocks() with problem-dependent shared memory: opts in if it exceeds 48 KiB, including
- * static memory. */
+/* Dynamic shared memory that needs no opt-in: 48 KiB, less 8 KiB for static memory. */
+constexpr size_t kDefaultShared = (48 - 8) << 10;
+
+/* launch_blocks() with problem-dependent shared memory; opts in to more than kDefaultShared. */
 template <auto KERNEL, class... Args>
 moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                             const moelora_exec *exec, Args... args) {
-  if (shared_bytes > (40 << 10))
+  if (shared_bytes > kDefaultShared)
     MOELORA_TRY(moelora_cuda_check(allow_all_shared<KERNEL>(exec), name));
   return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
@@ -146,7 +148,7 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Launches as planned: one of these two. */
+/* launch_kernel() or launch_spread(), as the plan says. */
 template <auto KERNEL, class... Args>
 moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
                               size_t shared_bytes, const moelora_exec *exec, Args... args) {

@@ -47,8 +47,7 @@ typedef struct moelora_blocks {
   int32_t *pairs; /* [max_blocks] an expert's blocks are paired, except for the last one if their
                      number is odd. For the first block of a pair, the rows of the second; for the
                      second, minus the rows of the first; 0: unpaired. NULL: not requested */
-  int32_t *packed_ranks; /* [max_blocks * rows] -1: base row or padding; NULL: no adapters. Adapters
-                            alone use blocks of one row */
+  int32_t *packed_ranks; /* [max_blocks * rows] -1: base row or padding; NULL: no adapters */
   int32_t *positions;    /* [P] position of each flat row, -1 if skipped; NULL: not requested */
   float *weights;        /* [max_blocks * rows] routing weights; NULL: not requested */
   /* [num_experts * (max_loras + 1)] adapter l of expert e at e * (max_loras + 1) + 1 + l, preceded
@@ -95,7 +94,7 @@ typedef struct moelora_weight_rows {
   bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* the factors B do, too */
   bool factors_boxes;   /* each slice of B has a tensor map */
-  bool again;           /* other clusters read them, too; see moelora_projection_plan */
+  bool read_again;      /* other clusters read w, too: weights_again of the plan */
 } moelora_weight_rows;
 
 /* Adapters of a projection, and the shrink output between their two halves. */
@@ -171,11 +170,11 @@ typedef struct moelora_sum_launch {
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
   /* layers: position of each row of z */
-  const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: adapters alone, z is [P] */
+  const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: a delta, z is [P] */
   bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* adapters alone: flat rows that exist; tokens without any are left unchanged */
+  /* deltas: flat rows that exist; tokens without any are left unchanged */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
   bool add;  /* accumulate into out */
@@ -184,7 +183,7 @@ typedef struct moelora_sum_launch {
   int32_t columns;
 } moelora_sum_launch;
 
-/* resolve.cu: copies the caller's tables into the workspace. The originals may change while
+/* align/resolve.cu: copies the caller's tables into the workspace. The originals may change while
  * kernels run, e.g. if an adapter is disabled from another stream, and kernels that read them
  * again would disagree. `take` returns the routes (the lists) with tables in the arena: dense
  * local experts, adapters that exist and are enabled, -1 for skipped ids. expert_map is only kept
@@ -207,8 +206,8 @@ typedef struct moelora_sort_scratch {
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 } moelora_sort_scratch;
 
-/* align.cu: allocates the scratch memory and fills `blocks`. `routes` are resolved from `from`,
- * unless that is NULL, after the previous kernel. */
+/* align/align.cu: allocates the scratch memory and fills `blocks`. `routes` are resolved from
+ * `from`, unless that is NULL, after the previous kernel. */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,
@@ -225,7 +224,7 @@ typedef struct moelora_sorted_rows {
   moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
   moelora_sort_scratch scratch;
 } moelora_sorted_rows;
-/* align.cu: allocates and fills them. */
+/* align/align.cu: allocates and fills them. */
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                              const moelora_align_plan *plan, moelora_arena *arena);
 moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
@@ -265,7 +264,7 @@ typedef struct moelora_quantize_launch {
   float *scales;         /* [groups, rows] */
 } moelora_quantize_launch;
 
-/* quantize.cu */
+/* layer/quantize.cu */
 moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
                                           const moelora_exec *exec);
 
@@ -273,7 +272,7 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
 
-/* decode.cu: the whole layer in one launch. */
+/* decode/decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
 /* Sets `fits` to false, and launches nothing, if its CTAs cannot all be resident. */
@@ -281,7 +280,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
 
-/* experts.cu: functions of the backend's table */
+/* layer/experts.cu: functions of the backend's table */
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,

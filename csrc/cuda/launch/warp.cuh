@@ -1,3 +1,4 @@
+/* Exchanges of values within a warp. */
 #ifndef MOELORA_CUDA_WARP_CUH
 #define MOELORA_CUDA_WARP_CUH
 

@@ -87,7 +87,7 @@ void describe_product(const Alignment *a, const moelora_routes *routes, const mo
   g->epilogue.top_k = routes->top_k;
   g->weights.w = *w;
   g->weights.vectors = plan->vectors;
-  g->weights.again = plan->weights_again;
+  g->weights.read_again = plan->weights_again;
   if (lora->num_slices == 0)
     g->schedule.blocks.packed_ranks = nullptr;
   if (g->schedule.blocks.packed_ranks) {

@@ -17,12 +17,12 @@ constexpr int kThreads = 256;
 constexpr int TILES = 4;   // tiles per warp
 constexpr int FLIGHTS = 2; // batches of TILES in flight
 
-/* Loads this lane's columns of a tile; zeros if not `there`. VECTORS: k is a multiple of 8, and
+/* Loads this lane's columns of a tile; zeros if not `valid`. VECTORS: k is a multiple of 8, and
  * rows are aligned. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ PackedColumns load_columns(const moelora_quantize_launch &q, int row,
-                                                      int tile, bool there) {
-  const int at = tile * 128 + threadIdx.x % 8 * 16, left = there ? q.k - at : 0;
+                                                      int tile, bool valid) {
+  const int at = tile * 128 + threadIdx.x % 8 * 16, left = valid ? q.k - at : 0;
   const T *x = (const T *)q.x + (row * q.x_stride + at);
   PackedColumns c;
   if (VECTORS) {

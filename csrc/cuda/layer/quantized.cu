@@ -92,10 +92,10 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
     const int r = pair / 8 * 16 + pair % 8 + 8 * high;
     const int64_t k = depth + columns * (place % groups);
     const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
-    const bool there = n >= 0 && k < w.k;
+    const bool valid = n >= 0 && k < w.k;
     const int64_t group = k / p.group;
     uint16_t scale = 0;
-    if (there)
+    if (valid)
       scale = packed_scale(p, expert * p.scales_stride[0] + n * p.scales_stride[1] + group);
     if (bytes == 1)
       scales[place] = (uint8_t)scale;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
       ((uint16_t *)scales)[place] = scale;
     if (p.zeros)
       zeros[place] =
-          there ? p.zeros[expert * p.zeros_stride[0] + n * p.zeros_stride[1] + group] : 0;
+          valid ? p.zeros[expert * p.zeros_stride[0] + n * p.zeros_stride[1] + group] : 0;
   }
 }
 

@@ -1,3 +1,4 @@
+/* Copies and zeros rows, a warp per row; rows.h says which. */
 #include "cuda/layer/rows.h"
 
 #include "cuda/launch/kernel_launch.cuh"
@@ -24,18 +25,18 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
   for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.rows;
        p += (int64_t)gridDim.x * kWarps) {
     const int64_t m = p / s.top_k, j = p % s.top_k;
-    const bool there = s.experts[p] >= 0;
+    const bool valid = s.experts[p] >= 0;
     const float weight =
-        there && s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
+        valid && s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
     const T *from = (const T *)c.from + m * c.from_stride[0] + j * c.from_stride[1];
     T *to = (T *)c.to + p * c.to_stride;
     for (int64_t i = threadIdx.x % 32 * WIDTH; i < c.columns; i += 32 * WIDTH) {
       __align__(16) T values[WIDTH];
       if constexpr (WIDTH > 1)
-        *(uint4 *)values = there ? *(const uint4 *)(from + i) : make_uint4(0, 0, 0, 0);
+        *(uint4 *)values = valid ? *(const uint4 *)(from + i) : make_uint4(0, 0, 0, 0);
       else
-        values[0] = there ? from[i] : Element<T>::round(0.f);
-      if (there && s.weights)
+        values[0] = valid ? from[i] : Element<T>::round(0.f);
+      if (valid && s.weights)
 #pragma unroll
         for (int q = 0; q < WIDTH; q++)
           values[q] = Element<T>::round(weight * Element<T>::to_float(values[q]));

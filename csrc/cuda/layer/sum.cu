@@ -3,7 +3,7 @@
  *   out[m] = [out[m] +] sum over j of weight[m, j] z[row of (m, j)]
  *
  * z [, z_stride] has the dtype of out. A thread sums WIDTH neighboring columns.
- * Layers and adapters alone differ in which rows of a token exist and where they are. */
+ * Layers and deltas differ in which rows of a token exist and where they are. */
 #include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/launch/routes.cuh"
@@ -28,8 +28,8 @@ struct LayerRows {
   }
 };
 
-/* Adapters alone: rows by flat row; tokens without a row are left unchanged. */
-struct AdapterRows {
+/* Delta: rows by flat row; tokens without a row are left unchanged. */
+struct DeltaRows {
   static constexpr bool EVERY_TOKEN = false;
 
   static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
@@ -121,7 +121,7 @@ moelora_status launch_rows(const moelora_sum_launch &s, const moelora_exec *exec
 template <class T, int WIDTH>
 moelora_status launch(const moelora_sum_launch &s, const moelora_exec *exec) {
   return s.positions ? launch_rows<LayerRows, T, WIDTH>(s, exec)
-                     : launch_rows<AdapterRows, T, WIDTH>(s, exec);
+                     : launch_rows<DeltaRows, T, WIDTH>(s, exec);
 }
 
 } // namespace

@@ -120,12 +120,16 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
   store_shared_16(to, load_elements(from, count));
 }
 
-/* Access pattern of a load: read by this warp only; also by other warps of the SM; by this warp
- * only and constant during the kernel; possibly written by the kernel, maybe in shared memory. */
-enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
+/* Access pattern of a load. */
+enum class Read {
+  STREAMED, // by this warp only: bypasses L1
+  SHARED,   // also by other warps of the SM: through L1
+  CONSTANT, // as STREAMED, of memory that is constant during the kernel: non-coherent
+  WRITTEN,  // the kernel may have written it; the address is generic, it may be shared memory
+};
 
-/* Loads 4 bytes, or zero if not `there`. The kernel may have written them. */
-__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
+/* Loads 4 bytes, or zero if not `valid`. The kernel may have written them. */
+__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool valid) {
   uint32_t v;
   asm volatile("{\n"
                ".reg .pred p;\n"
@@ -134,13 +138,13 @@ __device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
                "@p ld.global.b32 %0, [%1];\n"
                "}"
                : "=&r"(v)
-               : "l"(from), "r"((int)there)
+               : "l"(from), "r"((int)valid)
                : "memory");
   return v;
 }
 
-/* Loads 8 bytes, or zeros if not `there`. */
-template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, bool there) {
+/* Loads 8 bytes, or zeros if not `valid`. */
+template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, bool valid) {
   uint2 v;
 #define MOELORA_LOAD(HOW)                                                                          \
   asm volatile("{\n"                                                                               \
@@ -151,9 +155,9 @@ template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, b
                "@p ld." HOW "v2.b32 {%0, %1}, [%2];\n"                                             \
                "}"                                                                                 \
                : "=&r"(v.x), "=&r"(v.y)                                                            \
-               : "l"(from), "r"((int)there))
-  static_assert(READ == Read::ALONE || READ == Read::SHARED);
-  if constexpr (READ == Read::ALONE)
+               : "l"(from), "r"((int)valid))
+  static_assert(READ == Read::STREAMED || READ == Read::SHARED);
+  if constexpr (READ == Read::STREAMED)
     MOELORA_LOAD("global.L1::no_allocate.L2::128B.");
   else
     MOELORA_LOAD("global.L2::128B.");
@@ -161,8 +165,8 @@ template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, b
   return v;
 }
 
-/* Loads 16 bytes, or zeros if not `there`. */
-template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
+/* Loads 16 bytes, or zeros if not `valid`. */
+template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool valid) {
   uint4 v;
 #define MOELORA_LOAD(HOW, ...)                                                                     \
   asm volatile("{\n"                                                                               \
@@ -175,8 +179,8 @@ template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, 
                "@p ld." HOW "v4.b32 {%0, %1, %2, %3}, [%4];\n"                                     \
                "}"                                                                                 \
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                    \
-               : "l"(from), "r"((int)there)__VA_ARGS__)
-  if constexpr (READ == Read::ALONE)
+               : "l"(from), "r"((int)valid)__VA_ARGS__)
+  if constexpr (READ == Read::STREAMED)
     MOELORA_LOAD("global.L1::no_allocate.L2::128B.");
   else if constexpr (READ == Read::SHARED)
     MOELORA_LOAD("global.L2::128B.");
@@ -188,9 +192,9 @@ template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, 
   return v;
 }
 
-/* Loads 8 or 16 bytes that only this warp reads. */
+/* Loads 8 or 16 bytes as Read::STREAMED. */
 template <int WORDS>
-__device__ __forceinline__ void load_alone(uint32_t (&v)[WORDS], const void *from) {
+__device__ __forceinline__ void load_streamed(uint32_t (&v)[WORDS], const void *from) {
   static_assert(WORDS == 2 || WORDS == 4, "one access");
   if constexpr (WORDS == 2)
     asm volatile("ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"

@@ -13,9 +13,9 @@
 
 #include "cuda/shrink/segments.cuh"
 
-constexpr int kLanes = 8;    // tokens of a block per lane
-constexpr int kShares = 8;   // per block, for every RANKS ranks
-constexpr int kSegments = 5; // loads in flight per thread
+constexpr int kLaneTokens = 8;   // tokens of a block per lane
+constexpr int kShares = 8;       // work units per block, for every RANKS ranks
+constexpr int kSegmentBatch = 5; // loads in flight per thread
 
 struct ShrinkParams {
   moelora_shrink_launch s;
@@ -59,7 +59,7 @@ template <class S> struct SegmentCut {
 };
 
 template <class S> struct ShrinkItems {
-  static constexpr int OF_WARP = 32 * kLanes / kShares; // maximum per work unit
+  static constexpr int OF_WARP = 32 * kLaneTokens / kShares; // maximum per work unit
   static constexpr int LISTED = S::WARPS * OF_WARP;
   SegmentItem items[S::WARPS][OF_WARP];
   int found[S::WARPS];
@@ -101,7 +101,7 @@ template <class S> struct ShrinkItems {
     if (s.tokens.divisor.value && lane * 8 < rows)
       prefetch(s.schedule.blocks.sorted_ids + position + lane * 8);
     const int expert = s.schedule.blocks.expert_ids[block];
-    Segments<kLanes> segments;
+    Segments<kLaneTokens> segments;
     segments.load(s.schedule.blocks, s.adapters.lora.max_rank, position, rows);
     const uint32_t magic = moelora_divisor_of(rows).magic;
     int count = 0; // of the block, so far
@@ -110,7 +110,7 @@ template <class S> struct ShrinkItems {
       const int low = i * 32 + lane;
       int packed = -1, high = low;
 #pragma unroll
-      for (int j = 0; j < kLanes; j++)
+      for (int j = 0; j < kLaneTokens; j++)
         if (j == i && segments.starts[j] >> lane & 1)
           packed = segments.packed[j];
       if (packed >= 0) {
@@ -148,18 +148,18 @@ private:
     const int step = p.s.by_adapter ? adapters : 1, segments = experts * adapters;
     int key = p.s.by_adapter ? low % experts * adapters + low / experts : low;
 #pragma unroll 1
-    for (int base = low; base < high; base += kSegments) {
-      int4 batch[kSegments];
-      int keys[kSegments];
+    for (int base = low; base < high; base += kSegmentBatch) {
+      int4 batch[kSegmentBatch];
+      int keys[kSegmentBatch];
 #pragma unroll
-      for (int u = 0; u < kSegments; u++) {
+      for (int u = 0; u < kSegmentBatch; u++) {
         keys[u] = key;
         batch[u] = load_segment(p.s, key);
         if (base + u + 1 < high)
           key += key + step < segments ? step : step + 1 - segments;
       }
 #pragma unroll
-      for (int u = 0; u < kSegments; u++)
+      for (int u = 0; u < kSegmentBatch; u++)
         if (base + u < high)
           visit(keys[u], batch[u], SegmentCut<S>(p, batch[u].x, batch[u].z));
     }

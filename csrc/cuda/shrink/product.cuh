@@ -83,12 +83,12 @@ template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS && kAnyOrder) {
-    constexpr Read READ = ONCE ? Read::ALONE : Read::SHARED;
+    constexpr Read READ = ONCE ? Read::STREAMED : Read::SHARED;
     const uint2 first = load_8<READ>(from, left > 0), second = load_8<READ>(from + 16, left > 16);
     return make_uint4(first.x, first.y, second.x, second.y);
   }
   if constexpr (VECTORS)
-    return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
+    return load_16<ONCE ? Read::STREAMED : Read::SHARED>(from, left > 0);
   else
     return load_elements(from, left);
 }

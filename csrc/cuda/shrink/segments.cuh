@@ -15,7 +15,7 @@
 #include "cuda/launch/warp.cuh"
 
 constexpr int kListedItems = 64;  // per CTA, listed at a time
-constexpr int kCut = 16;          // rows
+constexpr int kCut = 16;          // segments are split at multiples of so many rows
 constexpr int kAnotherPart = 32;  // cost in rows of another pass over K for another segment
 constexpr int kManySegments = 6;  // per CTA: then CTAs may differ by a segment
 constexpr int kShortSegment = 64; // rows: half of them take nearly as long

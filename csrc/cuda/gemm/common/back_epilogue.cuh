@@ -89,7 +89,8 @@ template <class T> struct BackOutputs {
         found[q] = back(g[q], u[q], (q ? weight.y : weight.x) * v[2 * m8 + q]);
       gate[m8] = pack2<T>(g[0], g[1]);
       up[m8] = pack2<T>(u[0], u[1]);
-      h[m8] = opaque(pack2<T>(found[0], found[1])); // each half on its own would take longer
+      h[m8] =
+          opaque(pack2<T>(found[0], found[1])); // rounding each half by itself would take longer
       dt[0] += v[2 * m8] * element_of<T, 0>(h[m8]);
       dt[1] += v[2 * m8 + 1] * element_of<T, 1>(h[m8]);
     }
@@ -129,12 +130,12 @@ __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const f
 struct BackRow {
   const uint16_t *gate_up;
   uint16_t *h, *dgu;
-  bool there;
+  bool valid;
 
-  __device__ __forceinline__ BackRow(const moelora_back_launch &g, int64_t position, bool there_)
-      : there(there_) {
+  __device__ __forceinline__ BackRow(const moelora_back_launch &g, int64_t position, bool valid_)
+      : valid(valid_) {
     const moelora_through_activation &to = g.through;
-    const int64_t row = there ? g.schedule.blocks.sorted_ids[position] : 0;
+    const int64_t row = valid ? g.schedule.blocks.sorted_ids[position] : 0;
     gate_up = (const uint16_t *)to.gate_up + row * to.gate_up_stride;
     h = (uint16_t *)to.h + row * g.weights.n_out;
     dgu = (uint16_t *)to.dgu + row * to.dgu_stride;
@@ -149,8 +150,8 @@ template <class T, bool VECTORS> struct BackTile {
 
   __device__ __forceinline__ void load(const BackRow &row, GateUp form, int first, int inter) {
     const int column = first + 2 * (threadIdx.x & 3);
-    pairs[0].load(row.gate_up, form, column, inter, row.there);
-    pairs[1].load(row.gate_up, form, column + 8, inter, row.there);
+    pairs[0].load(row.gate_up, form, column, inter, row.valid);
+    pairs[1].load(row.gate_up, form, column + 8, inter, row.valid);
   }
 
   __device__ __forceinline__ float2 finish(const float *v,
@@ -173,9 +174,9 @@ template <class T, bool VECTORS> struct BackTile {
       const int column = first + 8 * m8 + 2 * (threadIdx.x & 3);
       const GateUpPair<VECTORS> gradient = {
           transpose_8x8(outputs.gate[m8]), form == GateUp::ONE ? 0 : transpose_8x8(outputs.up[m8])};
-      gradient.store(row.dgu, form, column, inter, row.there);
+      gradient.store(row.dgu, form, column, inter, row.valid);
       if (wants_h)
-        store_two<VECTORS>(row.h, column, inter, row.there, transpose_8x8(outputs.h[m8]));
+        store_two<VECTORS>(row.h, column, inter, row.valid, transpose_8x8(outputs.h[m8]));
     }
     return outputs.sum();
   }

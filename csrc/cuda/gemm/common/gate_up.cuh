@@ -19,18 +19,18 @@ __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem 
 /* Two neighboring elements of a row with `columns` columns. */
 template <bool VECTORS>
 __device__ __forceinline__ uint32_t load_two(const uint16_t *row, int column, int columns,
-                                             bool there) {
+                                             bool valid) {
   if (VECTORS)
-    return load_4(row + column, there && column < columns);
-  uint32_t v = there && column < columns ? row[column] : 0;
-  if (there && column + 1 < columns)
+    return load_4(row + column, valid && column < columns);
+  uint32_t v = valid && column < columns ? row[column] : 0;
+  if (valid && column + 1 < columns)
     v |= (uint32_t)row[column + 1] << 16;
   return v;
 }
 template <bool VECTORS>
-__device__ __forceinline__ void store_two(uint16_t *row, int column, int columns, bool there,
+__device__ __forceinline__ void store_two(uint16_t *row, int column, int columns, bool valid,
                                           uint32_t v) {
-  if (!there || column >= columns)
+  if (!valid || column >= columns)
     return;
   if (VECTORS) {
     *(uint32_t *)(row + column) = v;
@@ -46,27 +46,27 @@ template <bool VECTORS> struct GateUpPair {
   uint32_t gate, up;
 
   __device__ __forceinline__ void load(const uint16_t *row, GateUp form, int column, int inter,
-                                       bool there) {
+                                       bool valid) {
     if (form == GateUp::INTERLEAVED) {
-      const uint32_t first = load_two<VECTORS>(row, 2 * column, 2 * inter, there);
-      const uint32_t second = load_two<VECTORS>(row, 2 * column + 2, 2 * inter, there);
+      const uint32_t first = load_two<VECTORS>(row, 2 * column, 2 * inter, valid);
+      const uint32_t second = load_two<VECTORS>(row, 2 * column + 2, 2 * inter, valid);
       gate = __byte_perm(first, second, 0x5410);
       up = __byte_perm(first, second, 0x7632);
       return;
     }
-    gate = load_two<VECTORS>(row, column, inter, there);
-    up = form == GateUp::HALVES ? load_two<VECTORS>(row + inter, column, inter, there) : 0;
+    gate = load_two<VECTORS>(row, column, inter, valid);
+    up = form == GateUp::HALVES ? load_two<VECTORS>(row + inter, column, inter, valid) : 0;
   }
   __device__ __forceinline__ void store(uint16_t *row, GateUp form, int column, int inter,
-                                        bool there) const {
+                                        bool valid) const {
     if (form == GateUp::INTERLEAVED) {
-      store_two<VECTORS>(row, 2 * column, 2 * inter, there, __byte_perm(gate, up, 0x5410));
-      store_two<VECTORS>(row, 2 * column + 2, 2 * inter, there, __byte_perm(gate, up, 0x7632));
+      store_two<VECTORS>(row, 2 * column, 2 * inter, valid, __byte_perm(gate, up, 0x5410));
+      store_two<VECTORS>(row, 2 * column + 2, 2 * inter, valid, __byte_perm(gate, up, 0x7632));
       return;
     }
-    store_two<VECTORS>(row, column, inter, there, gate);
+    store_two<VECTORS>(row, column, inter, valid, gate);
     if (form == GateUp::HALVES)
-      store_two<VECTORS>(row + inter, column, inter, there, up);
+      store_two<VECTORS>(row + inter, column, inter, valid, up);
   }
 };
 
@@ -75,7 +75,7 @@ template <bool VECTORS> struct GateUpPair {
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void save_before(const float *d0, const float *d1,
                                             const moelora_gemm_launch &g, const Tile &tile,
-                                            int row_group, int32_t row, bool there) {
+                                            int row_group, int32_t row, bool valid) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, inter = g.weights.n_out;
   uint16_t *const to = (uint16_t *)g.before.rows + (int64_t)row * g.before.stride;
 #pragma unroll
@@ -86,11 +86,11 @@ __device__ __forceinline__ void save_before(const float *d0, const float *d1,
     const int column = first_output<E>(g, tile, 2 * row_group) + ahead;
     if (g.weights.gated) {
       pair.store(to, g.weights.interleaved ? GateUp::INTERLEAVED : GateUp::HALVES, column, inter,
-                 there);
+                 valid);
       continue;
     }
-    store_two<VECTORS>(to, column, inter, there, pair.gate);
-    store_two<VECTORS>(to, first_output<E>(g, tile, 2 * row_group + 1) + ahead, inter, there,
+    store_two<VECTORS>(to, column, inter, valid, pair.gate);
+    store_two<VECTORS>(to, first_output<E>(g, tile, 2 * row_group + 1) + ahead, inter, valid,
                        pair.up);
   }
 }

@@ -26,8 +26,10 @@ template <class E> struct FactorRows {
 /* Slabs per stage. X has room for two slabs that cover gate and up, but slabs of different
  * segments use different rows: four fit unless a segment has more than two. */
 template <class E> __device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
-  constexpr int MOST = FactorRows<E>::SLABS;
-  return MOST > 2 && has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth ? 2 : MOST;
+  constexpr int MAX_SLABS = FactorRows<E>::SLABS;
+  return MAX_SLABS > 2 && has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth
+             ? 2
+             : MAX_SLABS;
 }
 
 /* Part of a tile that a slab contributes to. */
@@ -137,15 +139,15 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
       for (int i = 0; i < 64; i += STEP) {
         const int ahead = row_group * next_row_group + i + row;
         const uint32_t n = first + ahead * step;
-        const bool there = n < (uint32_t)width;
+        const bool valid = n < (uint32_t)width;
         const bool wanted =
             output + ahead < g.weights.n_out; // rows past the last output are unused
         const uint32_t to = w + (2 * row_group + half) * Rows::M64_BYTES + i * Rows::BYTES;
-        const T *at = from + (there ? n : 0) * b.stride_i;
+        const T *at = from + (valid ? n : 0) * b.stride_i;
         if (VECTORS)
-          copy_async_16(to, at, there ? 2 * ranks : 0, wanted);
+          copy_async_16(to, at, valid ? 2 * ranks : 0, wanted);
         else if (wanted)
-          copy_elements(to, at, there ? ranks : 0);
+          copy_elements(to, at, valid ? ranks : 0);
       }
     }
   }

@@ -110,13 +110,13 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
  * neighboring outputs of a token; `to` points to the outputs of this token. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
-                                              int first, bool there) {
+                                              int first, bool valid) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
   for (int m8 = 0; m8 < 2; m8++) {
     const uint32_t v = transpose_8x8(pack2<T>(d[2 * m8], d[2 * m8 + 1]));
     const int output = first + warp * 16 + 8 * m8 + 2 * (lane & 3);
-    if (!there || output >= n_out)
+    if (!valid || output >= n_out)
       continue;
     if (VECTORS) {
       *(uint32_t *)(to + output) = v;

@@ -19,9 +19,9 @@ constexpr int kSlabM64Bytes = 64 * 32;
 /* Slabs per stage, limited by the sizes of sW and sX. */
 template <class S>
 __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
-  constexpr int MOST = sizeof(S::Stage::sW) / (S::TILES * kSlabM64Bytes);
-  static_assert(MOST >= 2, "slabs of wide rows fit the weights of a stage");
-  return has_gate_up_slices(g) || MOST < 4 ? 2 : 4;
+  constexpr int MAX_SLABS = sizeof(S::Stage::sW) / (S::TILES * kSlabM64Bytes);
+  static_assert(MAX_SLABS >= 2, "slabs of wide rows fit the weights of a stage");
+  return has_gate_up_slices(g) || MAX_SLABS < 4 ? 2 : 4;
 }
 
 /* Backward: bytes of the rows of A of an m64 tile in an adapter stage, all slabs of it. */

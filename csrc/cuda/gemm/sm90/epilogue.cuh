@@ -115,9 +115,9 @@ __device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
   for (int j = 0; j < S::TOKENS / 8; j++) {
     if (8 * j >= header.count)
       break;
-    const bool there = 8 * j + token < header.count;
-    const int32_t row = there ? block_row<S>(g, header.tile.block, 8 * j + token) : 0;
-    save_before<S, T, true>(&rAcc[0][4 * j], &rAcc[1][4 * j], g, header.tile, consumer, row, there);
+    const bool valid = 8 * j + token < header.count;
+    const int32_t row = valid ? block_row<S>(g, header.tile.block, 8 * j + token) : 0;
+    save_before<S, T, true>(&rAcc[0][4 * j], &rAcc[1][4 * j], g, header.tile, consumer, row, valid);
   }
 }
 

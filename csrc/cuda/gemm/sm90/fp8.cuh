@@ -65,7 +65,7 @@ template <class S> struct Fp8Loads : WeightTiles<S> {
     const int first = this->first(), stage = pipeline.stage;
     const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
 #pragma unroll
-    for (int i = 0; i < WeightTiles<S>::MOST; i++) {
+    for (int i = 0; i < WeightTiles<S>::MAX_SHARE; i++) {
       if (i >= this->count)
         break;
       const char *gW = this->gW[i];

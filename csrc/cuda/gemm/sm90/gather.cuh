@@ -41,8 +41,8 @@ struct GatherShare {
     left = tokens.k - lane * CHUNK;
     gX = (const uint16_t *)tokens.x + (left > 0 ? lane * 8 : 0); // never past the end of x
   }
-  /* Copies the next 128 bytes of each row. Elements past the end of K are zero-filled. FEW: most
-   * stages have few rows, after which a branch pays. */
+  /* Copies the next 128 bytes of each row. Elements past the end of K are zero-filled. FEW: stops
+   * at the first absent row, which pays if most stages have few rows. */
   template <bool FEW = false> __device__ __forceinline__ void copy(uint32_t sX) {
     uint32_t at[CHUNKS][PLACES];
 #pragma unroll

@@ -129,8 +129,8 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
     const PendingCheck pending = multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
-    const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // this consumer has tokens
-    if (pending == PendingCheck::CHECK_ACCUMULATORS && used &&
+    const bool has_tokens = S::SWAP_AB || warp.consumer * 64 < header.count;
+    if (pending == PendingCheck::CHECK_ACCUMULATORS && has_tokens &&
         !Mainloop::Adapters::are_finite(rAcc, warp.consumer))
       FixupPass<S>(warp.smem).request();
 

@@ -52,8 +52,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens
-  // Whether there is a kernel with the GENERAL epilogue, for projections alone. Rows without one
-  // use ByRow, if at all.
+  // Whether there is a kernel with the GENERAL epilogue, which single projections use. Variants
+  // without one use ByRow (saving.cuh), or serve layers only.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
   static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs

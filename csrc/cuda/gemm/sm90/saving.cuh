@@ -1,5 +1,6 @@
-/* Hopper: for training, activated projections that also store values before the activation; for
- * training and for projections alone, PLAIN epilogues that store flat rows. */
+/* Hopper GEMMs with other outputs than those of serving a layer: activated projections that also
+ * store the values before the activation (training), and PLAIN epilogues that store flat rows
+ * (training, single projections). */
 #ifndef MOELORA_CUDA_SM90_SAVING_CUH
 #define MOELORA_CUDA_SM90_SAVING_CUH
 
@@ -7,10 +8,12 @@
 
 namespace {
 
+/* Also stores the values before the activation. */
 template <class S> struct Saving : S {
   static constexpr bool SAVES = true, GENERAL_EPILOGUE = false;
 };
 
+/* Stores flat rows, in the PLAIN epilogue. */
 template <class S> struct ByRow : S {
   static constexpr bool BY_ROW = true, GENERAL_EPILOGUE = false;
 };

@@ -1,3 +1,4 @@
+/* Encodes tensor maps by the driver's cuTensorMapEncodeTiled. */
 #include "cuda/gemm/sm90/tensor_map.h"
 
 namespace {

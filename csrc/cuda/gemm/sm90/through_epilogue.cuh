@@ -89,9 +89,9 @@ template <class S, class T> struct ThroughEpilogue {
   /* Issues the loads of gate_up for eight tokens to the buffer at offset `buffer`; zeros past the
    * last output. `row`: of a thread's token, if it is there. */
   static __device__ __forceinline__ void load(const moelora_back_launch &g, GateUp form, int first,
-                                              int32_t row, bool there, const Share &share,
+                                              int32_t row, bool valid, const Share &share,
                                               uint32_t buffer) {
-    if (there) {
+    if (valid) {
       const char *from = address_of(g.through.gate_up, row, g.through.gate_up_stride);
 #pragma unroll
       for (int i = 0; i < 2; i++) {

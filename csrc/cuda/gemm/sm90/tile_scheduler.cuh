@@ -130,8 +130,8 @@ private:
               each = S::UNPAIRED_BLOCKS ? columns_each(columns) : columns;
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-    constexpr int TOGETHER = S::UNPAIRED_BLOCKS ? 1 : S::CLUSTER; // blocks of a tile of the cluster
-    const int rows = blocks / TOGETHER;
+    constexpr int CLUSTER_BLOCKS = S::UNPAIRED_BLOCKS ? 1 : S::CLUSTER; // of a tile
+    const int rows = blocks / CLUSTER_BLOCKS;
     // Schedule all but the last tiles in runs.
     const int run = S::RUNS ? g.schedule.run : 1, runs = (each + run - 1) / run;
     const int rows_in_runs =
@@ -143,9 +143,9 @@ private:
       const int past = index - (all - halved); // index relative to the end of the whole tiles
       const int at = !S::HALF_TILES || past < 0 ? index : index - (past + 1) / 2;
       const bool in_run = at < in_runs;
-      Tile first = tile_at<S, TOGETHER>(g, in_run ? at : at - in_runs, in_run ? runs : each,
-                                        in_run ? rows_in_runs : rows - rows_in_runs,
-                                        in_run ? 0 : rows_in_runs * TOGETHER);
+      Tile first = tile_at<S, CLUSTER_BLOCKS>(g, in_run ? at : at - in_runs, in_run ? runs : each,
+                                              in_run ? rows_in_runs : rows - rows_in_runs,
+                                              in_run ? 0 : rows_in_runs * CLUSTER_BLOCKS);
       if (in_run)
         first.column *= run;
       int count, left = in_run ? min(run, each - first.column) - 1 : 0;

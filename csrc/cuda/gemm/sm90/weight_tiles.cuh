@@ -12,8 +12,9 @@ template <class S>
 constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_DEPTH;
 
 template <class S> struct WeightTiles {
-  static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
-  const char *gW[MOST];
+  static constexpr int SHARE = S::TILES / S::CLUSTER,
+                       MAX_SHARE = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
+  const char *gW[MAX_SHARE];
   int count;    // m64 tiles in the share
   bool are_all; // the share is the whole tile: no multicast from the other CTA
 
@@ -22,7 +23,7 @@ template <class S> struct WeightTiles {
     are_all = S::CLUSTER == 1 || (S::UNPAIRED_BLOCKS && tile.is_shared());
     count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
 #pragma unroll
-    for (int i = 0; i < MOST; i++) {
+    for (int i = 0; i < MAX_SHARE; i++) {
       const int m64 = first() + i;
       gW[i] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
     }
@@ -30,7 +31,7 @@ template <class S> struct WeightTiles {
   __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
 #pragma unroll
-    for (int i = 0; i < MOST; i++)
+    for (int i = 0; i < MAX_SHARE; i++)
       gW[i] += tiles * g.weights.w.stride_kt;
   }
 };

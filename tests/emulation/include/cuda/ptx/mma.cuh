@@ -110,26 +110,26 @@ template <class T> void copy_elements(uint32_t to, const T *from, int count) {
   store_shared_16(to, load_elements(from, count));
 }
 
-enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
+enum class Read { STREAMED, SHARED, CONSTANT, WRITTEN };
 
-template <class V> V load_if(const void *from, bool there) {
+template <class V> V load_if(const void *from, bool valid) {
   V v = {};
-  if (there) {
+  if (valid) {
     emulation::check_aligned(from, sizeof v);
     memcpy(&v, from, sizeof v);
   }
   return v;
 }
-template <Read READ> uint2 load_8(const void *from, bool there) {
-  return load_if<uint2>(from, there);
+template <Read READ> uint2 load_8(const void *from, bool valid) {
+  return load_if<uint2>(from, valid);
 }
-template <Read READ> uint4 load_16(const void *from, bool there) {
-  return load_if<uint4>(from, there);
+template <Read READ> uint4 load_16(const void *from, bool valid) {
+  return load_if<uint4>(from, valid);
 }
-inline uint32_t load_4(const uint16_t *from, bool there) {
-  return load_if<uint32_t>(from, there);
+inline uint32_t load_4(const uint16_t *from, bool valid) {
+  return load_if<uint32_t>(from, valid);
 }
-template <int WORDS> void load_alone(uint32_t (&v)[WORDS], const void *from) {
+template <int WORDS> void load_streamed(uint32_t (&v)[WORDS], const void *from) {
   emulation::check_aligned(from, sizeof v);
   memcpy(v, from, sizeof v);
 }
