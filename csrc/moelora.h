@@ -308,7 +308,7 @@ typedef struct moelora_gemm_grads {
  *   dB[l,e]  += dout[p]^T (t s x A^T)            dA[l,e] += (t s dout[p] B)^T x
  *   dbias[e] += t dout[p]
  *
- * Without w, for adapters alone, W and the bias count as zero. Rounding, the order of sums, and
+ * Without w, for a delta, W and the bias count as zero. Rounding, the order of sums, and
  * the isolation of adapters are those of moelora_experts_backward_args. Nothing is saved: s x A^T
  * is recomputed. */
 typedef struct moelora_gemm_backward_args {
@@ -431,7 +431,7 @@ typedef struct moelora_experts_backward_args {
 moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
                                                 const moelora_exec *exec, moelora_call *call);
 
-/* ---- adapters alone: the delta for a base product that an engine computes ---- */
+/* ---- deltas: LoRA for a base product that an engine computes ---- */
 
 /* vLLM's alignment: a list of blocks per adapter slot. Block b of list l holds rows [b *
  * block_size, (b + 1) * block_size) of sorted_token_ids[l], all of expert expert_ids[l, b]. Only
@@ -533,9 +533,9 @@ const char *moelora_variant_name(int32_t index);
 /* Whether the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
 /* Forces variants: from now on every plan uses them where it can. `names` is a comma-separated
- * list with at most one variant per role (projection, whole layer, sort, shrink, expand, delta,
- * mlp, sum); NULL clears it. The environment variable MOELORA_FORCE_VARIANT sets the initial list;
- * if it names an unknown variant, or two of one role, every operator fails. */
+ * list with at most one variant per role (projection, whole layer, sort, shrink, expand, sum,
+ * product of the backward); NULL clears it. The environment variable MOELORA_FORCE_VARIANT sets
+ * the initial list; if it names an unknown variant, or two of one role, every operator fails. */
 moelora_status moelora_force_variant(const char *names);
 /* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that also
  * run on GPUs of this one; 0 removes the limit. The environment variable MOELORA_MAX_CC sets the
@@ -569,10 +569,10 @@ moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 /* Removes all plans. Must not be called while operators run on other threads. */
 void moelora_clear_tuned_plans(void);
 /* Kernels of the last call on this thread: "w=gemm_bf16_avx2"; for a layer
- * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16"; for adapters alone "delta=gemm_bf16_avx2"
- * or, on a GPU, "delta=adapters_sm90", or the kernel that does all of it. On a GPU the auxiliary
- * kernels follow, as in " shrink13=... shrink2=... sort=... sum=...". The environment variable
- * MOELORA_LOG=plan prints every choice and its reason to stderr. */
+ * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16"; for a delta "delta=gemm_bf16_avx2" or, on a
+ * GPU, the family of its kernels, "delta=adapters_sm90"; for a backward "backward=...". On a GPU
+ * the other kernels follow, as in " shrink13=... shrink2=... sort=... sum=...". The environment
+ * variable MOELORA_LOG=plan prints every choice and its reason to stderr. */
 const char *moelora_last_plan(void);
 
 #ifdef __cplusplus

@@ -65,7 +65,7 @@ bool moelora_is_batch_invariant(void) {
   return true;
 }
 
-moelora_status moelora_check_told(void) {
+moelora_status moelora_check_environment(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;
   MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", getenv("MOELORA_FORCE_VARIANT"),

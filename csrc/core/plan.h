@@ -33,7 +33,7 @@ bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_devic
 moelora_family moelora_family_of(const moelora_device_info *device);
 
 /* forced.c: checks all environment variables that affect plans. */
-moelora_status moelora_check_told(void);
+moelora_status moelora_check_environment(void);
 /* Forced variant of a role, if it has this dtype and the device supports it; otherwise NULL. */
 const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
                                       const moelora_device_info *device);
@@ -61,8 +61,9 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
 
 /* plan_gemm.c: rejects problems that exceed the limits of the kernels of a layer or a projection,
  * or of the sort. */
-moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
-                                  const moelora_device_info *device);
+moelora_status moelora_check_kernel_limits(const moelora_routes *routes,
+                                           const moelora_factors *lora,
+                                           const moelora_device_info *device);
 /* plan_gemm.c: whether one tensor map covers the weights of all experts. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
 /* plan_gemm.c: layout of float32 factors once rounded to the dtype of the call: contiguous, in the

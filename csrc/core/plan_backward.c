@@ -83,8 +83,8 @@ static bool is_vector_product(const back_load *load) {
 /* Access modes that all products of a call allow. */
 typedef struct back_access {
   bool vectors, tma;
-  moelora_kernel_format format;   /* of the weights of the last product, whose kernel is chosen */
-  moelora_kernel_format together; /* of those of the first product, over the same blocks */
+  moelora_kernel_format format; /* of the weights of the last product, whose kernel is chosen */
+  moelora_kernel_format first_format; /* of those of the first product, over the same blocks */
 } back_access;
 
 /* Hopper kernels read tiles of gate and up rows as consecutive rows of K. */
@@ -93,13 +93,13 @@ static bool has_consecutive_tiles(const moelora_weights *w) {
 }
 
 /* Hopper kernels index the 16-byte chunks of gathered rows of y with 32 bits, and need weights,
- * which adapters alone do not have. */
+ * which deltas do not have. */
 static back_access find_access(const moelora_routes *routes, const back_load *loads,
                                int32_t count) {
   back_access access = {
       .vectors = true,
       .format = moelora_kernel_format_of(loads[count - 1].w->format, MOELORA_X_NATIVE),
-      .together = moelora_kernel_format_of(loads[0].w->format, MOELORA_X_NATIVE),
+      .first_format = moelora_kernel_format_of(loads[0].w->format, MOELORA_X_NATIVE),
   };
   for (int32_t i = 0; i < count; i++)
     access.vectors = access.vectors && is_vector_product(&loads[i]);
@@ -113,7 +113,7 @@ static back_access find_access(const moelora_routes *routes, const back_load *lo
 
 static bool serves(const moelora_variant *v, const back_access *access,
                    const moelora_device_info *device) {
-  if (v->format != access->format || !moelora_tile_of_format(v, access->together, device))
+  if (v->format != access->format || !moelora_tile_of_format(v, access->first_format, device))
     return false;
   if (v->needs == MOELORA_SM90)
     return access->tma;
@@ -144,7 +144,7 @@ static int64_t num_counters(const moelora_routes *routes, const moelora_weights 
                             const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)
     return 1;
-  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
+  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_cluster_blocks(v));
   return (int64_t)moelora_times((size_t)blocks + 1, (size_t)moelora_divide_up(w->k, v->block_n));
 }
 
@@ -185,9 +185,9 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
                                 const moelora_device_info *device, moelora_backward_plan *plan) {
   const moelora_experts_problem *p = &problem->forward;
   const moelora_routes *routes = &p->routes;
-  MOELORA_TRY(moelora_check_told());
-  MOELORA_TRY(moelora_check_room(routes, &p->w13_lora, device));
-  MOELORA_TRY(moelora_check_room(routes, &p->w2_lora, device));
+  MOELORA_TRY(moelora_check_environment());
+  MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w13_lora, device));
+  MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w2_lora, device));
   MOELORA_TRY(check_stride("dout", problem->dout_stride));
   MOELORA_TRY(check_stride("gate_up", p->saved.gate_up_stride));
   const back_load loads[2] = {
@@ -214,14 +214,14 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
         MOELORA_UNSUPPORTED,
         "no %s kernel for a backward with %s and %s weights and CUDA compute capability %d.%d",
         moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
-        moelora_kernel_name(access.together), device->compute_capability / 10,
+        moelora_kernel_name(access.first_format), device->compute_capability / 10,
         device->compute_capability % 10);
   const moelora_variant *const variants[] = {
-      moelora_tile_of_format(plan->variant, access.together, device), plan->variant};
+      moelora_tile_of_format(plan->variant, access.first_format, device), plan->variant};
   for (int32_t i = 0; i < 2; i++)
     plan->product[i] = plan_product(routes, &loads[i], variants[i], device);
-  moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
-                      device, NULL, &plan->align);
+  moelora_plan_blocks(routes, plan->variant->block_m, moelora_cluster_blocks(plan->variant), device,
+                      NULL, &plan->align);
   plan->sum = moelora_plan_sum(
       p->dtype, moelora_is_vector_row(problem->dx, problem->dx_stride, p->hidden), NULL, device);
   return MOELORA_OK;
@@ -251,8 +251,8 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   const moelora_gemm_problem *p = &problem->forward;
   const moelora_routes *routes = &p->routes;
   const int64_t stride = flat_stride(problem);
-  MOELORA_TRY(moelora_check_told());
-  MOELORA_TRY(moelora_check_room(routes, &p->lora, device));
+  MOELORA_TRY(moelora_check_environment());
+  MOELORA_TRY(moelora_check_kernel_limits(routes, &p->lora, device));
   MOELORA_TRY(check_stride("x", p->x_stride));
   MOELORA_TRY(check_stride("dout", stride));
   plan->copies_dout = stride < 0;
@@ -279,8 +279,8 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
         moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
         device->compute_capability / 10, device->compute_capability % 10);
   plan->product = plan_product(routes, &load, plan->variant, device);
-  moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
-                      device, NULL, &plan->align);
+  moelora_plan_blocks(routes, plan->variant->block_m, moelora_cluster_blocks(plan->variant), device,
+                      NULL, &plan->align);
   const moelora_projection_load shrink = {
       .routes = routes,
       .w = &p->w,

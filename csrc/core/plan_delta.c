@@ -1,4 +1,4 @@
-/* Plans the delta of adapters alone, without a base product:
+/* Plans deltas, LoRA without a base product:
  *
  *   [sort] -> shrink -> expand [-> shrink -> expand] [-> sum] */
 #include <math.h>
@@ -8,9 +8,9 @@
 
 /* Measured on an H200, except for those that follow from a kernel. Nanoseconds are compared with
  * the memory time of cost.c. */
-#define SORT_NS 5000.     /* a launch that sorts */
-#define GROUP_NS 500.     /* windows sorted by each CTA, if the batch has one or two */
-#define CTA_BYTES 131072. /* bytes that a warp of an expand moves per wave */
+#define SORT_NS 5000.      /* a launch that sorts */
+#define GROUP_NS 500.      /* windows sorted by each CTA, if the batch has one or two */
+#define WARP_BYTES 131072. /* bytes that a warp of an expand moves per wave */
 
 enum {
   LIKELY_ADAPTERS = 8, /* slots may be idle, and more adapters in one batch are rare */
@@ -19,7 +19,7 @@ enum {
   LONG_ROWS = 256,  /* per expert: segments are listed, for eight adapters with 32 rows each */
   EXPAND_ITEMS = 8, /* per warp: B is seldom reread, and no warp is idle */
   MIN_PART = 32,    /* rows per item of an expand */
-  MOST_WAVES = 6,
+  MAX_WAVES = 6,
 };
 
 /* ---- rows ---- */
@@ -73,16 +73,16 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-/* Ranks are accumulated in one of two orders: a product takes 16 consecutive ranks, or four of
- * every eight in 32 (delta/expand.cuh). The order depends on the tensors only. */
-static bool sums_ranks_alike(const moelora_variant *v, const expand_load *load) {
+/* Whether the variant accumulates ranks in the order of this problem. There are two: a product
+ * takes 16 consecutive ranks, or four of every eight in 32 (delta/expand.cuh). The order depends
+ * on the tensors only. */
+static bool has_rank_order(const moelora_variant *v, const expand_load *load) {
   const bool neighbors = !load->vectors || step_ranks(load->lora->max_rank) == 16;
   return neighbors == (v->block_k == 16);
 }
 
 static bool expand_serves(const moelora_variant *v, const expand_load *load) {
-  if (!v || v->gated != load->gated || !(v->elements || load->vectors) ||
-      !sums_ranks_alike(v, load))
+  if (!v || v->gated != load->gated || !(v->elements || load->vectors) || !has_rank_order(v, load))
     return false;
   if (v->method == MOELORA_EXPAND_THIN)
     return is_thin(load->lora, load->gated, load->vectors) && load->lora->max_rank <= v->block_k;
@@ -116,7 +116,7 @@ static int32_t waves_of(const expand_load *load, double pairs, int64_t warps) {
   const double columns = (double)lora->num_slices * (double)lora->slice_n;
   const double moved =
       columns * (4.0 * (double)load->routes->num_rows + 2.0 * lora->max_rank * pairs);
-  return (int32_t)fmax(1.0, fmin(round(moved / (CTA_BYTES * (double)warps)), MOST_WAVES));
+  return (int32_t)fmax(1.0, fmin(round(moved / (WARP_BYTES * (double)warps)), MAX_WAVES));
 }
 
 static moelora_expand_plan plan_expand(const expand_load *load, const moelora_device_info *device) {
@@ -178,7 +178,7 @@ static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_
 static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
                             moelora_delta_plan *plan) {
   *plan = (moelora_delta_plan){0};
-  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return moelora_plan_cpu(dtype, device, &plan->variant);
   if (dtype == MOELORA_F32 || device->compute_capability < 80)

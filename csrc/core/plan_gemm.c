@@ -24,10 +24,9 @@ bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
          moelora_is_map_stride(w->stride_n * w->n);
 }
 
-/* Whether the variant supports the problem. The caller requested it by name, so a mismatch is
- * logged. */
-static bool serves_as_wanted(const moelora_variant *v, const moelora_access *access,
-                             const moelora_device_info *device) {
+/* Whether a variant that was requested by name supports the problem; a mismatch is logged. */
+static bool serves_request(const moelora_variant *v, const moelora_access *access,
+                           const moelora_device_info *device) {
   const char *why = moelora_tile_misfit(v, access, device);
   if (why)
     moelora_log_passed_over(v, why);
@@ -40,7 +39,7 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const moelora_acce
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
   for (int32_t i = 0; i < 2; i++) {
     const moelora_variant *variant = moelora_forced(roles[i], dtype, device);
-    if (variant && serves_as_wanted(variant, access, device))
+    if (variant && serves_request(variant, access, device))
       return variant;
   }
   return NULL;
@@ -64,16 +63,16 @@ static moelora_status refuse(moelora_dtype dtype, const moelora_access *access,
   return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
 }
 
-/* mma.sync and wgmma accumulate FP8 products differently: a problem must always use the same
- * instruction. */
-static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
-                          const moelora_access *access, const moelora_device_info *device) {
+/* Whether `v` computes the bits of the usual variant: mma.sync and wgmma accumulate FP8 products
+ * differently, so a problem must always use the same instruction. */
+static bool keeps_bits(const moelora_variant *v, const moelora_variant *usual,
+                       const moelora_access *access, const moelora_device_info *device) {
   const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
   return !(fp8 && device->device == MOELORA_CUDA) || !usual || v->needs == usual->needs;
 }
 
 /* Whether x is quantized to FP8 with a scale per 64 columns. */
-static bool quantizes_halves(const moelora_weights *w) {
+static bool quantizes_by_64(const moelora_weights *w) {
   return moelora_is_e4m3_kernel(moelora_kernel_format_of(w->format, w->x)) &&
          moelora_x_group(w->format) == 64;
 }
@@ -82,10 +81,10 @@ static bool quantizes_halves(const moelora_weights *w) {
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
-  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_environment());
   const moelora_variant *forced = forced_for(dtype, access, device);
   *picked = moelora_choose_tile(rows, dtype, access, device);
-  if (forced && adds_up_alike(forced, *picked, access, device))
+  if (forced && keeps_bits(forced, *picked, access, device))
     *picked = forced;
   return *picked ? MOELORA_OK : refuse(dtype, access, device);
 }
@@ -96,8 +95,9 @@ moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *
   return pick_variant(1, dtype, &any, device, picked);
 }
 
-moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
-                                  const moelora_device_info *device) {
+moelora_status moelora_check_kernel_limits(const moelora_routes *routes,
+                                           const moelora_factors *lora,
+                                           const moelora_device_info *device) {
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   if (lora->num_slices > 0 && lora->max_rank >= MOELORA_RANKS)
@@ -140,9 +140,9 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
-  access.halves = quantizes_halves(&problem->w);
+  access.x_groups_of_64 = quantizes_by_64(&problem->w);
   *plan = (moelora_gemm_plan){0};
-  MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
+  MOELORA_TRY(moelora_check_kernel_limits(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
                            &plan->variant));
   if (device->device == MOELORA_CPU)
@@ -163,7 +163,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
       .weighted = problem->mul_routed_weight,
   };
   plan->projection = moelora_plan_projection(&load, v, device);
-  moelora_plan_blocks(routes, v->block_m, moelora_blocks_together(v), device, NULL, &plan->align);
+  moelora_plan_blocks(routes, v->block_m, moelora_cluster_blocks(v), device, NULL, &plan->align);
   plan->shrink = moelora_plan_projection_shrink(&load, v, &plan->align, NULL, device);
   return MOELORA_OK;
 }
@@ -181,8 +181,8 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked,
                                            const moelora_access *access,
                                            const moelora_device_info *device) {
-  return tuned && !moelora_is_forced(picked) && serves_as_wanted(tuned, access, device) &&
-                 adds_up_alike(tuned, picked, access, device)
+  return tuned && !moelora_is_forced(picked) && serves_request(tuned, access, device) &&
+                 keeps_bits(tuned, picked, access, device)
              ? tuned
              : picked;
 }
@@ -223,7 +223,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       .x_is_quantized = plan->projection[0].stores_e4m3,
   };
   plan->projection[1] = moelora_plan_projection(&second, plan->w2, device);
-  moelora_plan_blocks(routes, gemm->block_m, moelora_blocks_together(gemm), device,
+  moelora_plan_blocks(routes, gemm->block_m, moelora_cluster_blocks(gemm), device,
                       tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
   plan->shrink[0] =
       moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
@@ -277,7 +277,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
-  access.halves = quantizes_halves(&problem->w13) || quantizes_halves(&problem->w2);
+  access.x_groups_of_64 = quantizes_by_64(&problem->w13) || quantizes_by_64(&problem->w2);
   /* One kernel runs both projections; native weights must be in rows. */
   access.decode = access.vectors && access.format == access.second && !problem->w13.packed &&
                   !problem->w2.packed && !problem->apply_router_weight_on_input &&
@@ -286,8 +286,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
-  MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w13_lora, device));
-  MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w2_lora, device));
+  MOELORA_TRY(moelora_check_kernel_limits(&problem->routes, &problem->w13_lora, device));
+  MOELORA_TRY(moelora_check_kernel_limits(&problem->routes, &problem->w2_lora, device));
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
   const moelora_device_info seen = moelora_limited(device);
   *plan = (moelora_experts_plan){0};

@@ -50,14 +50,14 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
     return 1;
   const size_t blocks =
-      (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_blocks_together(v));
+      (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_cluster_blocks(v));
   const size_t columns = (size_t)moelora_divide_up(load->w->n, v->block_n);
   return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
 /* Columns that a block's tiles of few k steps are scheduled in at a time: longer runs share their
  * look-ups among more tiles, and read the weights of a column again later. */
-enum { MOST_OF_RUN = 8 };
+enum { MAX_RUN_COLUMNS = 8 };
 
 /* Tiles of a run of the dynamic tile scheduler. Producers of a tile that fills the pipeline twice
  * have time to find the next one. Tiles of a run share their adapters, so that all need the same
@@ -68,7 +68,7 @@ static int32_t run_of(const moelora_projection_load *load, const moelora_variant
       moelora_divide_up(load->w->k, v->block_k) > 2 * v->stages)
     return 1;
   const int64_t columns = moelora_divide_up(load->w->n, v->block_n);
-  return (int32_t)moelora_divide_up(columns, moelora_divide_up(columns, MOST_OF_RUN));
+  return (int32_t)moelora_divide_up(columns, moelora_divide_up(columns, MAX_RUN_COLUMNS));
 }
 
 /* A quarter of L2, in elements of x as the kernel reads it. */
@@ -120,7 +120,7 @@ moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load
   const moelora_routes *routes = load->routes;
   const moelora_factors *lora = load->lora;
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
+  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_cluster_blocks(v));
   const int64_t x_rows =
       load->x_rows_each ? routes->num_rows / load->x_rows_each : blocks * v->block_m;
   const moelora_shrink_load shrink = {

@@ -19,7 +19,7 @@ enum {
   TINY_ITEMS = 64,    /* pairwise comparison; no empty blocks, no memory to zero */
   /* lists: each CTA computes the layout redundantly, which pays off for this many rows */
   PART_ROWS = 4096,
-  MOST_PARTS = 32,
+  MAX_PARTS = 32,
 };
 
 static int64_t at_most(int64_t a, int64_t b) {
@@ -126,7 +126,7 @@ static void plan_alignment(const alignment *a, const moelora_device_info *device
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan) {
   *plan = (moelora_align_plan){0};
-  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(problem->mode, &problem->routes));
@@ -141,7 +141,7 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
                                         const moelora_device_info *device,
                                         moelora_align_plan *plan) {
   *plan = (moelora_align_plan){0};
-  MOELORA_TRY(moelora_check_told());
+  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));
@@ -149,7 +149,7 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
   plan->segments = 0; /* lists are built from rows */
   const moelora_list_blocks *lists = &problem->lists;
   const int64_t parts = lists->rows / PART_ROWS;
-  const int64_t most = lists->num_active <= INT32_MAX / MOST_PARTS ? MOST_PARTS : 1;
+  const int64_t most = lists->num_active <= INT32_MAX / MAX_PARTS ? MAX_PARTS : 1;
   plan->list_parts = (int32_t)(parts < 1 ? 1 : at_most(parts, most));
   return MOELORA_OK;
 }

@@ -139,7 +139,7 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
   if (v->needs == MOELORA_SM90) {
     if (!access->tma)
       return "no tensor map covers the weights, or something allows no 16-byte accesses";
-    if (access->halves)
+    if (access->x_groups_of_64)
       return "it takes no FP8 x with scales of 64 columns";
     if (!trains_on_hopper(access))
       return "FP8 products of w2 would be summed in another order than in training";
@@ -201,7 +201,7 @@ static void keep_measured(tile_list list, shape want) {
 
 /* The model does not separate times within this factor. Among such tiles the smallest one that
  * holds an average expert has the least padding; if none holds it, the largest one reads least. */
-#define ALIKE 1.01
+#define TIE_FACTOR 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {
   double least = INFINITY;
@@ -210,7 +210,7 @@ static void keep_fastest(tile_list list, int64_t rows) {
     if (!t->why_not && t->ns < least)
       least = t->ns;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
-    if (t->why_not || t->ns > ALIKE * least)
+    if (t->why_not || t->ns > TIE_FACTOR * least)
       continue;
     const shape average = {rows <= INT32_MAX ? (int32_t)rows : INT32_MAX, 0};
     if (!best || is_nearer(t->variant, best->variant, average))
@@ -232,7 +232,7 @@ double moelora_model_ns(const moelora_variant *v, int64_t rows, const moelora_ac
 
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
-                           moelora_tile tiles[MOELORA_MOST_TILES]) {
+                           moelora_tile tiles[MOELORA_MAX_TILES]) {
   tile_list list = {tiles, 0};
   const moelora_variant *v;
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
@@ -262,7 +262,7 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device) {
-  moelora_tile tiles[MOELORA_MOST_TILES];
+  moelora_tile tiles[MOELORA_MAX_TILES];
   const int32_t count = moelora_list_tiles(rows, dtype, access, device, tiles);
   const moelora_variant *chosen = NULL;
   for (int32_t i = 0; i < count; i++) {

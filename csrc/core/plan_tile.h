@@ -15,7 +15,8 @@ typedef struct moelora_access {
   int64_t x_stride, k;
   moelora_kernel_format format;
   moelora_kernel_format second; /* format of w2 in a layer */
-  bool halves; /* FP8 x with scales of 64 elements of K, which Hopper kernels do not support */
+  bool x_groups_of_64; /* FP8 x with scales of 64 elements of K, which Hopper kernels do not support
+                        */
 } moelora_access;
 
 /* A row of the table as a candidate for a problem. */
@@ -26,13 +27,13 @@ typedef struct moelora_tile {
 } moelora_tile;
 
 /* variants.c asserts that the table has no more rows. */
-enum { MOELORA_MOST_TILES = 384 };
+enum { MOELORA_MAX_TILES = 384 };
 
 /* plan_tile.c: fills `tiles` with all rows of `dtype` for projections and layers, for `rows` rows
  * per expert on average, and returns how many there are. At most one of them is selected. */
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
-                           moelora_tile tiles[MOELORA_MOST_TILES]);
+                           moelora_tile tiles[MOELORA_MAX_TILES]);
 /* The tile that is selected; NULL: none supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,

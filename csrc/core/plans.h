@@ -112,9 +112,9 @@ static MOELORA_CONSTEXPR bool moelora_is_token_major(moelora_kernel_format forma
 }
 
 /* Number of neighboring blocks that must belong to one expert, the last of which may be empty, for
- * a cluster of CTAs that multicast weights. Token-major tiles pair blocks dynamically: both CTAs
- * of a cluster process an expert's unpaired last block. */
-static inline int32_t moelora_blocks_together(const moelora_variant *v) {
+ * a cluster of CTAs that multicast weights. 1 for token-major tiles, which pair blocks dynamically:
+ * both CTAs of a cluster process an expert's unpaired last block. */
+static inline int32_t moelora_cluster_blocks(const moelora_variant *v) {
   return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
 
@@ -283,7 +283,7 @@ typedef struct moelora_backward_plan {
   const moelora_variant *sum;
 } moelora_backward_plan;
 
-/* Source and order of rows, for adapters alone. */
+/* Source and order of the rows of a delta. */
 typedef enum moelora_delta_order {
   MOELORA_BY_ROUTE, /* flat rows, in their order */
   MOELORA_GROUPED,  /* flat rows, sorted by expert, then adapter, within each window */
@@ -296,7 +296,7 @@ typedef struct moelora_gemm_backward_needs {
   bool dz, yb, xa;
 } moelora_gemm_backward_needs;
 
-/* The backward of a projection, or of adapters alone, which multiply without weights. */
+/* The backward of a projection, or of a delta, which has no weights. */
 typedef struct moelora_gemm_backward_plan {
   moelora_gemm_backward_needs needs;
   const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product */
@@ -309,7 +309,7 @@ typedef struct moelora_gemm_backward_plan {
   const moelora_variant *sum; /* NULL: every routed row has a row of x */
 } moelora_gemm_backward_plan;
 
-/* Adapters alone: one projection, or the two of an adapter MLP. */
+/* A delta, LoRA without a base product: one projection, or the two of an adapter MLP. */
 typedef struct moelora_delta_plan {
   const moelora_variant *variant; /* CPU: the kernels to use; NULL on CUDA */
   /* CUDA */

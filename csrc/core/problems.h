@@ -185,7 +185,7 @@ typedef struct moelora_experts_backward_problem {
 
 /* The backward of a projection. */
 typedef struct moelora_gemm_backward_problem {
-  moelora_gemm_problem forward; /* w.data NULL: adapters alone; `out` is not used */
+  moelora_gemm_problem forward; /* w.data NULL: a delta; `out` is not used */
   const void *dout;             /* [M, top_k, N] */
   int64_t dout_stride[2];
   void *dx; /* same rows as x; NULL: not requested, likewise for all below */
@@ -214,8 +214,8 @@ typedef struct moelora_align_lists_problem {
   moelora_list_blocks lists;
 } moelora_align_lists_problem;
 
-/* Adapters alone: x -> x A^T -> out, or one half of it. With lists, routes.topk_ids and
- * routes.token_lora_mapping are NULL; all other members of routes are valid. */
+/* LoRA without a base product: x -> x A^T -> out, or one half of it. With lists, routes.topk_ids
+ * and routes.token_lora_mapping are NULL; all other members of routes are valid. */
 typedef struct moelora_delta_problem {
   moelora_routes routes;
   moelora_list_blocks lists;

@@ -1,4 +1,4 @@
-/* Measured choices of kernel variants, which take precedence over the table in plan_gemm.c.
+/* Measured choices of kernel variants, which take precedence over those of plan_tile.c.
  *
  * Rows are appended under a lock and read without one: readers see the rows that were complete
  * when they read the count. */

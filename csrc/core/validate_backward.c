@@ -214,7 +214,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
 
 /* ---- a projection ---- */
 
-/* Checks the forward with dout as its output. Adapters alone are checked as a delta. */
+/* Checks the forward with dout as its output: a projection, or without w a delta. */
 static moelora_status check_forward(const moelora_gemm_backward_args *args,
                                     moelora_gemm_problem *problem) {
   const moelora_gemm_args *forward = &args->forward;

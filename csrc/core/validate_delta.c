@@ -1,4 +1,5 @@
-/* Validates adapters alone: vLLM's lists, one or both halves of an adapter, SGLang's MLP. */
+/* Validates deltas, LoRA without a base product: vLLM's lists, one or both halves of an adapter,
+ * SGLang's MLP. */
 #include "core/check.h"
 
 #include <string.h>

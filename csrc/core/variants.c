@@ -84,7 +84,7 @@ static const moelora_variant variants[] = {
 #include "cuda/variants.inc"
 };
 enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
-_Static_assert(sizeof variants / sizeof *variants <= MOELORA_MOST_TILES,
+_Static_assert(sizeof variants / sizeof *variants <= MOELORA_MAX_TILES,
                "a list of tiles holds every row");
 
 const moelora_variant *moelora_variant_at(int32_t index) {

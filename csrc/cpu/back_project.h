@@ -38,7 +38,7 @@ struct moelora_back_projection {
   const float *y;                /* rows of w->n values, the gradient of x w^T */
   int64_t y_stride;
   bool y_by_token;          /* y is indexed by p / top_k; otherwise by sorted position */
-  const moelora_weights *w; /* data NULL: adapters alone */
+  const moelora_weights *w; /* data NULL: only factors */
   const moelora_factors *lora;
   float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
   /* Receives the finished columns [begin, begin + count) of y W + yb A for sorted row `at`. */

@@ -1,4 +1,4 @@
-/* Adapters alone, over the sorted rows that have one:
+/* Deltas, LoRA without a base product, over the sorted rows that have an adapter:
  *
  *   shrink   xa [rows, slices, R] by sorted position, operands         (lora.c)
  *   expand   c [block_m, block_n] = xa B^T, written to out, or to z [P, columns] float32 for the

@@ -1,4 +1,4 @@
-/* The backward of a projection, or of adapters alone, in workspace arrays. Operands of products
+/* The backward of a projection, or of a delta, in workspace arrays. Operands of products
  * are float32 in memory, rounded to the dtype; rows are by sorted position unless stated
  * otherwise.
  *

@@ -4,7 +4,7 @@
  * or float32 if the instruction set cannot multiply that dtype. Either way, values are rounded to
  * the compute dtype.
  *
- * Batch invariance: `dot` sums K in a fixed order that depends on k alone, not on the number of
+ * Batch invariance: `dot` sums K in a fixed order that depends only on k, not on the number of
  * rows, a row's position or alignment, and all callers split K into the same passes. The result of
  * a row is therefore bit-identical whatever shares its tile. */
 #ifndef MOELORA_CPU_KERNELS_H
@@ -28,7 +28,7 @@ typedef struct moelora_product_scales {
 
 /* Products on matrix registers, for 16-bit operands. Panels are operand rows of x, rearranged:
  * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. As with
- * `dot`, the bits of a row depend on k alone; they are not those of `dot`. */
+ * `dot`, the bits of a row depend only on k; they are not those of `dot`. */
 typedef struct moelora_cpu_matrix {
   /* On each thread, around calls of `multiply`. */
   void (*enter)(void);

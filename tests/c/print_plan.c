@@ -189,7 +189,7 @@ static void print_tiles(const moelora_experts_problem *layer, const moelora_devi
       .second = moelora_kernel_format_of(layer->w2.format, layer->w2.x),
   };
   const int64_t rows = moelora_rows_per_expert(&layer->routes);
-  moelora_tile tiles[MOELORA_MOST_TILES];
+  moelora_tile tiles[MOELORA_MAX_TILES];
   const int32_t count = moelora_list_tiles(rows, layer->dtype, &access, device, tiles);
   const char *space = "";
   for (int32_t i = 0; i < count; i++) {

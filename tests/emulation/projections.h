@@ -24,7 +24,7 @@ static inline moelora_tensor spread_tokens(moelora_tensor t) {
 }
 
 /* All gradients of a call, as an array. */
-enum { MOST_OF_PROJECTION = 3 + 2 * MOELORA_MAX_SLICES };
+enum { MAX_PROJECTION_GRADIENTS = 3 + 2 * MOELORA_MAX_SLICES };
 static inline int list_gemm_gradients(moelora_gemm_grads *g, moelora_tensor **all) {
   int count = 0;
   all[count++] = &g->x;
@@ -155,7 +155,7 @@ static void test_projection(uint64_t number) {
     DESCRIBE(" sparse=%lld", (long long)num_sparse);
 
   moelora_gemm_backward_args on_cpu = args;
-  moelora_tensor *got[MOST_OF_PROJECTION], *want[MOST_OF_PROJECTION];
+  moelora_tensor *got[MAX_PROJECTION_GRADIENTS], *want[MAX_PROJECTION_GRADIENTS];
   const int count = list_gemm_gradients(&args.grads, got);
   list_gemm_gradients(&on_cpu.grads, want);
   for (int i = 1; i < count; i++)

@@ -23,7 +23,7 @@ static inline moelora_lora gradients_of_lora(const moelora_lora *lora, moelora_d
 }
 
 /* All gradients of a call, as an array. */
-enum { MOST_GRADIENTS = 10 };
+enum { MAX_GRADIENTS = 10 };
 static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
                                  const char **names) {
   int count = 0;
@@ -44,8 +44,8 @@ static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
 
 static inline moelora_experts_grads copy_of(const moelora_experts_grads *from) {
   moelora_experts_grads copy = *from;
-  moelora_tensor *all[MOST_GRADIENTS];
-  const char *names[MOST_GRADIENTS];
+  moelora_tensor *all[MAX_GRADIENTS];
+  const char *names[MAX_GRADIENTS];
   const int count = list_gradients(&copy, all, names);
   for (int i = 0; i < count; i++)
     if (all[i]->data)
@@ -221,8 +221,8 @@ static void test_training(uint64_t number) {
   force_any(dtype, &layout);
   run_experts_backward(&args, gpu());
   run_experts_backward(&over, gpu());
-  moelora_tensor *got[MOST_GRADIENTS], *expected[MOST_GRADIENTS], *same[MOST_GRADIENTS];
-  const char *names[MOST_GRADIENTS];
+  moelora_tensor *got[MAX_GRADIENTS], *expected[MAX_GRADIENTS], *same[MAX_GRADIENTS];
+  const char *names[MAX_GRADIENTS];
   const int count = list_gradients(&args.grads, got, names);
   list_gradients(&on_cpu.grads, expected, names);
   list_gradients(&over.grads, same, names);

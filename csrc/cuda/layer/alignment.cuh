@@ -24,7 +24,7 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
-  blocks->cluster = (int16_t)moelora_blocks_together(variant);
+  blocks->cluster = (int16_t)moelora_cluster_blocks(variant);
   blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
