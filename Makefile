@@ -25,7 +25,7 @@ C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -nam
         wheel check-wheel sdist clean
 
 # The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
-# is a GPU to run them, and for its architecture alone.
+# is a GPU to run them, and only for its architecture.
 demo:
 	MOELORA_CUDA=0 $(MAKE) --no-print-directory build
 	$(PY) examples/demo.py
@@ -35,7 +35,7 @@ demo:
 	  $(MAKE) --no-print-directory build; }
 
 # What CI holds against us, users do not see: warnings and register spills are errors here only. The
-# tests in C run under sanitizers, in pytest; without them the examples alone do.
+# tests in C run under sanitizers, in pytest; without them only the examples do.
 test: export MOELORA_WERROR = 1
 test: build
 	$(MAKE) --no-print-directory -j 3 lint types conformance test-c test-py CTESTS='$(C_EXAMPLES)'
@@ -112,7 +112,7 @@ fuzz: build
 	build/sanitize/fuzz_api $$(($(FUZZ) * 50000)) $$(date +%s)000000
 	MOELORA_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/adapters/test_fuzz_adapters.py
 
-# Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest. RUN runs
+# Programs in C on only libmoelora.a; tests and examples run here, the others are for pytest. RUN runs
 # those of a cross compiler:
 #   make test-c CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 .PHONY: run-c
@@ -217,7 +217,7 @@ emulate-few:
 	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/test_gradients 0 3
 
 # One variant by its name, forced in a few projections and layers: what to run after an edit of a
-# kernel. Compiles what includes the edited file, and of the GEMM variants this one alone.
+# kernel. Compiles what includes the edited file, and of the GEMM variants only this one.
 #   make emulate-variant VARIANT=gemm_bf16_96x128x64_sm90
 .PHONY: emulate-variant
 emulate-variant:

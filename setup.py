@@ -16,7 +16,7 @@ Environment:
   MOELORA_VARIANTS      a regular expression: of the grouped GEMM kernels those whose names match;
                         plans that need another one are refused
   MOELORA_CACHE         where objects stay, for all checkouts and settings, by default moelora/obj
-                        in the user's cache; 0: in build/obj, for this checkout alone
+                        in the user's cache; 0: in build/obj, only for this checkout
   MOELORA_REPOSITORY    where the sources are published, for the links of the package's page; by
                         default the repository of the workflow that builds, what a source
                         distribution says, or the remote `origin` of the checkout
@@ -217,7 +217,7 @@ class BuildExt(build_ext):
 
 
 class BuildCore(Command):
-    """The C library alone, for C programs: needs neither torch nor Python at run time."""
+    """Only the C library, for C programs: needs neither torch nor Python at run time."""
 
     description = "build libmoelora.a (no Python, no torch)"
     user_options = [("cuda", None, "with the CUDA kernels: build/core-cuda instead of build/core")]

@@ -1,4 +1,4 @@
-"""Alignment alone: ours by expert, by (expert, adapter) in both modes, and vLLM's kernels.
+"""Only alignment: ours by expert, by (expert, adapter) in both modes, and vLLM's kernels.
 
     python -m benchmarks.align --out benchmarks/results/h200-align.json
     python -m benchmarks.align --models qwen3 --tokens 1024,16384 --baselines none

@@ -1,11 +1,11 @@
-"""Adapters alone, added to a base product made elsewhere: ours, vLLM's kernels, the bound.
+"""Deltas, LoRA added to a base product computed elsewhere: ours, vLLM's kernels, the bound.
 
     python -m benchmarks.delta --out benchmarks/results/h200-delta.json
     python -m benchmarks.delta --models qwen3 --tokens 16,1024 --ranks 16 --only grid
 
 Microseconds of one projection's delta, median of CUDA-graph replays. Three parts:
 
-    grid     the deltas of w13 and of w2; ours groups its rows every time, vLLM aligns in w13 alone
+    grid     the deltas of w13 and of w2; ours groups its rows every time, vLLM aligns only in w13
     slots    8 adapters in stacks of 8 to 256 slots: what idle slots cost
     sglang   the adapter MLP of SGLang's design, staged and in one call
 

@@ -9,7 +9,7 @@ Twelve layers of attention (64 heads, 8 of keys and values) and 32 experts in MX
 token; embeddings and head of 201,088 tokens. Adapters of rank 16 on experts and attention, in
 bfloat16, trained by torch's fused AdamW; random weights and tokens; no positions, windows, sinks or
 biases; SiLU, as peers have it. One step: forward, cross entropy, backward, update. Engines differ
-in the experts alone: `moelora`, or Unsloth's kernels as `--peers DIR` has them (`train_peers.py`,
+only in the experts: `moelora`, or Unsloth's kernels as `--peers DIR` has them (`train_peers.py`,
 `unsloth_mx`, which chooses by itself between its fused GEMM and dequantization). Each engine has a
 process of its own. `--checkpointing` repeats each layer's forward in the backward; `--float32` has
 factors of experts, their gradients and moments in float32, as PEFT does by default;

@@ -10,7 +10,7 @@ One server after the other over a model of random weights with four PEFT adapter
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
 moelora, which it finds by its entry point as after `pip install`. From SGLang 0.5.23 on "v2" is its
 LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`, which needs
-nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has for NVFP4 of ModelOpt alone
+nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has only for NVFP4 of ModelOpt
 (`--format modelopt`) and which is its only one for that. Answers are of four layers, for more of
 random weights make other numbers of a rounding; float32 transformers with merged adapters judge
 them. SGLang is the one that is installed. Needs one GPU and Python 3.11.

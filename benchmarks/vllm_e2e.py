@@ -71,7 +71,7 @@ WITHOUT = ("moelora 4 mixed / vllm base, no LoRA", OURS_MIXED, VLLM_BASE)
 WITH = ("moelora 4 mixed / vllm 4 mixed, LoRA", OURS_MIXED, VLLM_MIXED)
 # Engines that are timed, the ones that matter most first: the budget may end before the last.
 ORDER = [("moelora", True), ("vllm", True), ("vllm", False), ("moelora", False)]
-TARGETS = {  # reported, whoever meets them or not
+TARGETS = {  # reported, whether they are met or not
     "bf16": [
         ("prefill", *WITHOUT, 1.0),
         ("prefill", *WITH, 1.4),

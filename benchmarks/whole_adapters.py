@@ -9,9 +9,9 @@ torch.compile with mode="reduce-overhead", as `generate` compiles steps by itsel
 plain call. Each is timed over `--steps` steps, in turn with the others, `--runs` times.
 
     base      moelora.integrations.transformers.enable(model)
-    loaded    after load_adapters, rows of the base model alone
+    loaded    after load_adapters, only rows of the base model
     mixed     after load_adapters, row i with adapter i % 4
-    attention, experts   as mixed, with factors of these layers alone
+    attention, experts   as mixed, with factors of these layers only
     peft      PEFT's own, one adapter for all rows, experts as transformers runs them
 
 `ratio` is over the first `base` in the same mode; the last one tells how far the clock has drifted.

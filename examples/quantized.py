@@ -4,7 +4,7 @@
 
 Makes checkpoint folders as gpt-oss (MXFP4) and quantized Qwen3-MoE models (INT4, FP8) have them,
 loads each without ever dequantizing a stack of experts, and serves one batch whose rows carry
-different adapters; FP8 experts multiply activations as they are, so that the weights alone are
+different adapters; FP8 experts multiply activations as they are, so that only the weights are
 compared. The result is compared with transformers and PEFT with dequantized weights:
 
 - every experts layer for the inputs that it had in that pass, all outputs against float32. The

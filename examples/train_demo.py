@@ -2,8 +2,8 @@
 
 A byte-level mixture of experts (transformers' Qwen3-MoE class) is trained on the standard library
 with a small share of every adapter's domain; then PEFT trains one LoRA adapter per domain on the
-3-D expert weights alone, with the base model frozen as it was saved. Everything is written in bf16
-and `training.json` has the losses of the saved files on the held-out text beside them.
+only the 3-D expert weights, with the base model frozen as it was saved. Everything is written in
+bf16 and `training.json` has the losses of the saved files on the held-out text beside them.
 """
 
 import argparse

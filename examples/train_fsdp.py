@@ -33,7 +33,7 @@ TOLERANCE = 1e-4  # of a gradient's norm: the parts of a batch add in another or
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Of the model: kernels on GPUs take 16 bits alone."""
+    """Of the model: kernels on GPUs take only 16 bits."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -350,7 +350,7 @@ def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
     return dict(zip(WANTED, grads, strict=True))
 
 
-# ---- projections, and the deltas of adapters alone ----
+# ---- projections, and deltas ----
 
 PROJECTIONS = ("fused_moe_lora_gemm", "moe_lora_gate_up_delta", "moe_lora_down_delta")
 

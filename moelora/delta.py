@@ -1,4 +1,4 @@
-"""Adapters alone: the delta that an engine adds to its own base product.
+"""LoRA without a base product: the delta that an engine adds to its own.
 
 An engine whose experts are FP8, INT4 or MXFP4 has a grouped GEMM of its own. These operators add
 the adapter part to its output, given routing and mapping: `moe_lora_gate_up_delta`

@@ -1,4 +1,4 @@
-"""Explicit backward of a projection, and of the deltas of adapters alone.
+"""Explicit backward of a projection, and of deltas (LoRA without a base product).
 
 Autograd runs both, for `fused_moe_lora_gemm` and the two deltas. Call them directly without
 autograd, or to accumulate gradients into given buffers.

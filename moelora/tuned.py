@@ -71,7 +71,7 @@ def file_name(content: dict[str, Any]) -> str:
 
 
 def write(folder: str | Path, content: dict[str, Any]) -> Path:
-    """Write a file atomically: a process that starts meanwhile reads the old or the new one."""
+    """Write a file atomically: other processes read the old or the new one."""
     path = Path(folder) / file_name(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")

@@ -6,7 +6,7 @@
     python -m benchmarks.compare bits before=digests.json after=. --device cpu
 
 A build is an extension module, a checkout (benchmarks/processes.py) or the file of an earlier run.
-Each has a process of its own, in which memory that nobody writes holds known bytes. What differs
+Each has a process of its own, in which uninitialized memory holds known bytes. What differs
 is listed: the call, how many elements, the largest difference, and the exit status is 1. What the
 first build refuses and another one takes is new, and no difference; the other way round it is one.
 Files compare on the same machine with the same torch, without the sizes of differences.
@@ -86,7 +86,7 @@ class Worker:
 
     def unmet(self):
         """Kernel variants for this device that no call has run."""
-        kinds = *grid.BASE, *grid.AROUND, *grid.ALONE
+        kinds = *grid.BASE, *grid.AROUND, *grid.DELTA
         usable = (
             grid.rows(self.device, dtype, *kinds) for dtype in grid.DTYPES[self.device].values()
         )

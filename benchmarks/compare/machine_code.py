@@ -5,9 +5,9 @@
 
 A build is an extension module, an object or a cubin. Kernels are compared by name; one whose
 template was renamed, with the likest of those that are new. A change that should change no time
-leaves them "the same", or with other "offsets alone" (of their parameters). For those that differ
-it says how many instructions are not in both, in whatever order and registers, and which became
-more or less. The exit status is 1 where kernels differ.
+leaves them "the same", or with other offsets of their parameters ("only offsets"). Of those that
+differ it says how many instructions are not in both, in whatever order and registers, and which
+became more or less. The exit status is 1 where kernels differ.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def compare(before, after):
         elif one.code == two.code:
             kind = "the same"
         elif one.shape == two.shape:
-            kind = "offsets alone"
+            kind = "only offsets"
         else:
             kind, gap = "differ", distance(one, two)
             what = f"{kernel.arch} {two.name}: {len(one.code)} -> {len(two.code)} instructions"
@@ -136,7 +136,7 @@ def compare(before, after):
     for _, line in sorted(lines, key=lambda found: -found[0]):
         print(line)
     print(", ".join(f"{kind}: {n}" for kind, n in counts.most_common()))
-    return counts.keys() <= {"the same", "offsets alone"}
+    return counts.keys() <= {"the same", "only offsets"}
 
 
 def main(argv=None):

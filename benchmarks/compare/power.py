@@ -5,7 +5,7 @@
 
 Large batches run at the power cap of a card, which then lowers its clock. Microseconds of one
 layer, the median of CUDA-graph replays: the first ones after a pause, and those of the second half
-of `--seconds` of work, with the clock and the power that `nvidia-smi` reports meanwhile. The same
+of `--seconds` of work, with the clock and the power that `nvidia-smi` reports during it. The same
 with zeros as hidden states: the same instructions and bytes, but hardly any bit that changes. What
 zeros make faster, power makes slow.
 """

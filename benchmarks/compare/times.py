@@ -7,8 +7,8 @@
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (processes.py). Each has a process of its own that holds the layer. They take turns,
 forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
-turns, and percentages compare with the first build. The same module twice shows the noise, about
-1 % on an H200. `python -m benchmarks.compare bits` compares the bits of every operator.
+turns, and percentages compare with the first build. The same module twice shows the noise.
+`python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
 import hashlib

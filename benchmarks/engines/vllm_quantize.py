@@ -10,7 +10,7 @@ leaves OUT-dense out.
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
 gptq         symmetric, groups of 128, in the order of the columns
 awq          as AutoAWQ has it, with zero points, groups of 128
-nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights alone
+nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights only (W4A16)
 modelopt     NVFP4 as ModelOpt has it, with scales of the activations, which are 1
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
@@ -155,7 +155,7 @@ def compressed(format, weights, inputs=None):
 
 
 def settings(format, layers):
-    """`quantization_config`: experts alone."""
+    """`quantization_config`: only experts."""
     grouped = {"bits": 4, "group_size": GROUP}
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from benchmarks.grid import adapters, alignment, layers, quantized, training
-from benchmarks.grid.calls import ALONE, AROUND, BACK, BASE, DTYPES, Calls, rows
+from benchmarks.grid.calls import AROUND, BACK, BASE, DELTA, DTYPES, Calls, rows
 
-__all__ = ["ALONE", "AROUND", "BACK", "BASE", "DTYPES", "FAMILIES", "groups", "rows"]
+__all__ = ["DELTA", "AROUND", "BACK", "BASE", "DTYPES", "FAMILIES", "groups", "rows"]
 
 FAMILIES = {
     family.__name__: family

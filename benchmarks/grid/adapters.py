@@ -1,4 +1,4 @@
-"""Operators of adapters alone, with the interfaces of vLLM and of SGLang."""
+"""Deltas, LoRA without a base product, with the interfaces of vLLM and of SGLang."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from cases import Problem, Spec
 
 import moelora
 from benchmarks.grid.alignment import align_lists, some_loras
-from benchmarks.grid.calls import ALONE, each_dtype, filled, portable, rows, with_plans
+from benchmarks.grid.calls import DELTA, each_dtype, filled, portable, rows, with_plans
 
 TOKENS = (1, 7, 60, 700, 4096)  # a CPU has the first four
 FORCED = (7, 700)  # those that every kernel computes
@@ -148,7 +148,7 @@ def _fit(device, specs):
 
 
 def _forced(device, spec, calls, tokens):
-    ways = rows(device, spec.dtype, *ALONE) if tokens in FORCED else ()
+    ways = rows(device, spec.dtype, *DELTA) if tokens in FORCED else ()
     return with_plans(calls, ways, table=False)
 
 

@@ -23,13 +23,13 @@ def portable(device: str) -> list[str]:
     return ["cc80"] if device == "cuda" else []
 
 
-# Kinds of kernels: of a layer, of its backward, around its projections, of adapters alone. A kind
+# Kinds of kernels: of a layer, of its backward, around its projections, of deltas. A kind
 # is the role, the first word of a variant's name, and further words that the name must contain. One
 # variant of each role can be forced.
 BASE = ("gemm", "decode")
 BACK = ("back",)
 AROUND = ("sort", "shrink blocks", "shrink segments", "sum")
-ALONE = ("sort", "shrink windows", "shrink segments", "expand", "delta", "mlp", "sum")
+DELTA = ("sort", "shrink windows", "shrink segments", "expand", "delta", "mlp", "sum")
 
 
 def rows(device: str, dtype: torch.dtype, *kinds: str) -> list[str]:

@@ -9,8 +9,8 @@ from cases import EDGE_CASES, Problem, Spec, random_specs
 
 import moelora
 from benchmarks.grid.calls import (
-    ALONE,
     AROUND,
+    DELTA,
     Calls,
     each_dtype,
     filled,
@@ -131,13 +131,13 @@ def forms(p: Problem) -> tuple[dict, dict]:
 
 
 def around(device: str, p: Problem) -> Calls:
-    """Calls with each kernel around a layer's projections forced, and each kernel of adapters
-    alone."""
+    """Calls with each kernel around a layer's projections forced, and each kernel of
+    deltas."""
     dtype = p.spec.dtype
     yield from with_plans({"layer": layer(p)["layer"]}, rows(device, dtype, *AROUND), table=False)
     if p.spec.mix != "absent":
         calls = {name: delta(p)[name] for name in ("delta w13, added", "delta w2, routed")}
-        yield from with_plans(calls, rows(device, dtype, *ALONE), table=False)
+        yield from with_plans(calls, rows(device, dtype, *DELTA), table=False)
 
 
 # ---- families of groups ----

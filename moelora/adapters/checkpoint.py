@@ -1,8 +1,8 @@
 """Read a whole adapter from a PEFT folder or a state dict, or refuse it with a reason.
 
 `keys` parses tensor names (prefixes, alternative module names), `places` maps them to experts,
-projections and linear layers, `experts` and `columns` interpret their layout. Nothing is ignored:
-factors that belong to no layer of the model are refused by name.
+projections and linear layers, `expert_pairs`, `linear_pairs` and `columns` interpret their layout.
+Nothing is ignored: factors that belong to no layer of the model are refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describe an adapter from its folder alone: writer, dialect, factors and faults."""
+"""Describe an adapter by its folder, without a model: writer, dialect, factors and faults."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def _faults(
 ) -> Iterator[str]:
     """Reasons why the adapter cannot be loaded into any model."""
     names = {key.text for key in keys}
-    alone = [key.text for key in keys if partner(key.text) not in names]
-    if alone:
-        yield f"{alone[0]} has no {partner(alone[0])} ({len(alone)} factors are alone)"
+    single = [key.text for key in keys if partner(key.text) not in names]
+    if single:
+        yield f"{single[0]} has no {partner(single[0])} (factors without one: {len(single)})"
     if not keys:
         yield "there are no LoRA factors"
     adapters = sorted({key.adapter for key in keys if key.adapter is not None})

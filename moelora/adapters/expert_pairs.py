@@ -57,7 +57,7 @@ def exchanges(
 
     Until 0.19.0 PEFT stored A (E*r, out) and B (in, r*E) with delta^T = B A. Shapes tell if in and
     out differ; an adapter has one layout, so one factor decides for all. If all factors are square,
-    as for gate_up_proj alone with 2I = K, the version in adapter_config.json decides; without one
+    as those of gate_up_proj with 2I = K, the version in adapter_config.json decides; without one
     the adapter is refused.
     """
     layouts = {False, True}

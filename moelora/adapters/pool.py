@@ -83,7 +83,7 @@ class AdapterPool:
     -----
     Every method may be called from any thread. An adapter in use by `hold` or `keep` is neither
     evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only valid as
-    long as the adapter is held or pinned, or no adapter is brought to a slot meanwhile.
+    long as the adapter is held or pinned, or no other adapter is brought to a slot.
 
     On a GPU, launch what reads slots on a stream on which `hold`, `keep`, `mapping`, `lookup` or
     `note_stream` was called: a slot is overwritten after what such streams have been given. No

@@ -290,7 +290,8 @@ class Versions:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Source]:
-        """The source of a registered name, which no other thread brings or replaces meanwhile."""
+        """The source of a registered name; within the context no other thread brings or replaces
+        it."""
         host = self._known()
         while True:
             source = host.source(name)
@@ -409,7 +410,7 @@ class Versions:
     def _check_unchanged(self, name: str, lineage: object) -> None:
         """KeyError unless the name still has versions of this `lineage`."""
         if not self.is_known(name) or self.lineage(name) is not lineage:
-            raise KeyError(f"adapter {name!r} was removed, evicted or replaced meanwhile")
+            raise KeyError(f"adapter {name!r} was removed, evicted or replaced during the call")
 
     def _check_room(self, name: str, source: Source | None) -> None:
         if source is not None and source.folder is None:

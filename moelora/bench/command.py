@@ -324,9 +324,9 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
 def first_look(
     layer: Layer, situation: Situation, timer: GraphTimer | TurnTimer, args: argparse.Namespace
 ) -> list[str]:
-    """moelora alone on the first case: some baselines import and compile for a minute."""
-    alone, _ = baselines.baselines_of(layer, [], baselines.Options())
-    bench = Bench(layer, alone, situation, timer, args.budget_ms / 4)
+    """Only moelora on the first case: some baselines import and compile for a minute."""
+    ours, _ = baselines.baselines_of(layer, [], baselines.Options())
+    bench = Bench(layer, ours, situation, timer, args.budget_ms / 4)
     generator = torch.Generator(layer.device).manual_seed(0)
     measured = bench.measure(args.tokens[0], generator)
     return [f"first look, baselines follow: {result(row)}" for row in measured]

@@ -35,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--model",
         metavar="CONFIG",
         help="config.json of a model, or its folder: is everything for layers of it? "
-        "(default: say what the folder alone tells)",
+        "(default: say what the folder tells)",
     )
     parser.add_argument(
         "--layout",

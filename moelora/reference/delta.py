@@ -1,4 +1,4 @@
-"""Slow, obvious versions of the operators that add adapters alone.
+"""Slow, obvious versions of the deltas: LoRA without a base product.
 
 Everything is a loop over routed rows on the CPU. `dtype` is that of every step: float64 gives the
 mathematical value, the compute dtype the result of rounding after each product; their difference

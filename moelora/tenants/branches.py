@@ -1,4 +1,4 @@
-"""Tells whose loss a backward has failed in, by the nodes that this loss alone reaches."""
+"""Tells whose loss a backward has failed in, by the nodes that only this loss reaches."""
 
 from __future__ import annotations
 

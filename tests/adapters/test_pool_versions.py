@@ -285,7 +285,7 @@ def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(pool._slots, "write", meanwhile)
-    with pytest.raises(KeyError, match="adapter 'a' was removed, evicted or replaced meanwhile"):
+    with pytest.raises(KeyError, match="'a' was removed, evicted or replaced during the call"):
         change(pool, "a", 1)
     check(pool, "a", STATES[2][1], 2.0)
     assert pool.version("a") == 1
@@ -319,7 +319,7 @@ def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
         assert change(pool, "a", 1) == 3
         check(pool, "a", STATES[1][1], 2.0)
         return
-    with pytest.raises(KeyError, match="adapter 'a' was removed, evicted or replaced meanwhile"):
+    with pytest.raises(KeyError, match="'a' was removed, evicted or replaced during the call"):
         change(pool, "a", 1)
     check(pool, "a", STATES[2][1], 2.0)
     assert pool.version("a") == 1

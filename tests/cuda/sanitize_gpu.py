@@ -208,7 +208,7 @@ def check_rows(share: Share) -> int:
         usual = {kind: [run() for run in of_kind] for kind, of_kind in runs.items()}
         formats = grid.quantized.KERNELS
         names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if formats & set(n.split("_"))]
-        names += grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)
+        names += grid.rows("cuda", dtype, *grid.AROUND, *grid.DELTA)
         for name in share.take(dict.fromkeys(names)):
             words, served = name.split("_"), False
             kind = "_".join([words[0], *(formats & set(words))])

@@ -196,7 +196,7 @@ def test_the_grid_forces_rows_of_every_role(monkeypatch):
     assert len(names) > 100
     monkeypatch.setattr(calls._C, "usable", lambda: sorted(names))
     dtypes = grid.DTYPES["cuda"].values()
-    kinds = *grid.BASE, *grid.BACK, *grid.AROUND, *grid.ALONE
+    kinds = *grid.BASE, *grid.BACK, *grid.AROUND, *grid.DELTA
     assert {name for dtype in dtypes for name in grid.rows("cuda", dtype, *kinds)} == names
     assert grid.rows("cpu", torch.float32, *grid.AROUND) == []
 

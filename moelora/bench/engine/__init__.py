@@ -187,9 +187,9 @@ def measure(
     """Run one engine in its own process and store its results; returns the error, None if it has
     none."""
     stem = folder / setup.name.replace(" ", "-")
-    told, out = stem.with_suffix(".told"), stem.with_suffix(".json")
-    told.write_text(json.dumps(job | {"lora": setup.lora}))
-    command = [sys.executable, "-m", WORKER, told, out]
+    arguments, out = stem.with_suffix(".job"), stem.with_suffix(".json")
+    arguments.write_text(json.dumps(job | {"lora": setup.lora}))
+    command = [sys.executable, "-m", WORKER, arguments, out]
     on = {SWITCH: "1" if setup.moelora else "0"}
     started = Job(setup.name, command, folder, args.engine_s, on)
     end = started.wait()["end"]

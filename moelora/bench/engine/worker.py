@@ -1,8 +1,8 @@
 """One vLLM engine of `moelora bench engine`, in a process of its own.
 
-    python -m moelora.bench.engine.worker TOLD OUT
+    python -m moelora.bench.engine.worker JOB OUT
 
-TOLD is a JSON file of the arguments, OUT gets the results after each part. Whether moelora serves
+JOB is a JSON file of the arguments, OUT gets the results after each part. Whether moelora serves
 the engine is decided by MOELORA_VLLM, as in production.
 """
 
@@ -29,22 +29,22 @@ COMPARED = (2, 64)  # prompts for each adapter, tokens of each
 
 
 class Engine:
-    def __init__(self, told: dict[str, Any]):
+    def __init__(self, job: dict[str, Any]):
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        adapters = told["adapters"] if told["lora"] else {}
+        adapters = job["adapters"] if job["lora"] else {}
         options: dict[str, Any] = {
-            "max_model_len": max(told["prefill"][1], DECODE[1] + told["new"]) + 16,
-            "max_num_seqs": max(told["sequences"], told["prefill"][0]),
+            "max_model_len": max(job["prefill"][1], DECODE[1] + job["new"]) + 16,
+            "max_num_seqs": max(job["sequences"], job["prefill"][0]),
             "enable_prefix_caching": False,
-            "tensor_parallel_size": told["tensor_parallel"],
+            "tensor_parallel_size": job["tensor_parallel"],
         }
         if adapters:
             number = len(adapters)
             options |= {"enable_lora": True, "max_loras": number, "max_cpu_loras": number}
-            options["max_lora_rank"] = told["max_lora_rank"]
-        self.llm = LLM(model=told["model"], **options | told["options"])
+            options["max_lora_rank"] = job["max_lora_rank"]
+        self.llm = LLM(model=job["model"], **options | job["options"])
         self.vocab = self.llm.get_tokenizer().vocab_size  # without added tokens
         self.names = list(adapters)
         self.adapters = [LoRARequest(n, i, p) for i, (n, p) in enumerate(adapters.items(), 1)]
@@ -98,8 +98,8 @@ def reply(output: Any) -> dict[str, Any]:
     return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
-def main(told_path: str, out_path: str) -> None:
-    told = json.loads(Path(told_path).read_text())
+def main(job_path: str, out_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
     written: dict[str, Any] = {}
 
     def save(**more: Any) -> None:
@@ -110,10 +110,10 @@ def main(told_path: str, out_path: str) -> None:
         os.environ.setdefault(name, value)
     import vllm
 
-    engine = Engine(told)
+    engine = Engine(job)
     save(layers=engine.layers(), vllm=vllm.__version__)
-    sequences = [told["sequences"]]
-    prefill, new = tuple(told["prefill"]), told["new"]
+    sequences = [job["sequences"]]
+    prefill, new = tuple(job["prefill"]), job["new"]
     if engine.adapters:
         count, length = COMPARED
         prompts = engine.prompts([length] * count * len(engine.adapters))
@@ -123,7 +123,7 @@ def main(told_path: str, out_path: str) -> None:
     def keep(speed: dict[str, Any]) -> None:
         save(speed={batch: usual_names(table) for batch, table in speed.items()})
 
-    for _ in speed(engine, told["reps"], sequences, keep, prefill=prefill, new=new):
+    for _ in speed(engine, job["reps"], sequences, keep, prefill=prefill, new=new):
         pass
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine

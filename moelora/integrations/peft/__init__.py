@@ -113,8 +113,8 @@ def attach(
         for wrapper in chain:
             if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
                 raise ValueError(
-                    f"{name}.{wrapper.parameter_name} is targeted, but moelora has adapters of the "
-                    "weights of experts alone: gate_up_proj, or up_proj, and down_proj"
+                    f"{name}.{wrapper.parameter_name} is targeted, but moelora has only adapters "
+                    "of the weights of experts: gate_up_proj, or up_proj, and down_proj"
                 )
     if max_rank is None:
         every = [w for chain in chains.values() for w in chain]
@@ -140,7 +140,7 @@ def attach(
 def detach(model: peft.PeftModel | PreTrainedModel) -> None:
     """Return the experts' adapters to PEFT, with the experts implementation that `attach` replaced.
 
-    Experts that `load_quantized` has read run in moelora alone: PEFT cannot apply adapters to them.
+    Experts that `load_quantized` has read only run in moelora: PEFT cannot apply adapters to them.
     """
     base = base_of(model)
     serving = base.__dict__.pop("_moelora", None)

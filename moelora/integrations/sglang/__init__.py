@@ -15,7 +15,7 @@ If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unc
 than FP8 of blocks, NVFP4 and symmetric INT4 of compressed-tensors under `triton_v2`; see
 `reason_against`) run SGLang's own path, and the log states each reason once.
 
-`experts_with_lora` is the layer alone, for other engines with such buffers; `MoELoRABackend` is the
+`experts_with_lora` is just the layer, for other engines with such buffers; `MoELoRABackend` is the
 interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.
 """
 

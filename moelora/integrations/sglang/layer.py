@@ -42,7 +42,7 @@ def experts_with_lora(
         Experts of this rank, gate rows first; S is 2 with a gate, 1 without.
     topk_weights, topk_ids : Tensor, shape (T, top_k)
         Experts of each token by their local ids; others, such as -1, are skipped.
-    batch : MoeLoraBatch, or any object with its tensors, or None for the experts alone
+    batch : MoeLoraBatch, or any object with its tensors, or None for a layer without adapters
         With L slots of R ranks; an expert dimension of 1 is one factor shared by all experts
         (`experts_shared_outer_loras`), and scalings are already in the B factors:
         `gate_up_lora_a` (L, E or 1, S R, H), where the up rows begin at row R;

@@ -45,7 +45,7 @@ from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
 
 
-def _who(
+def _routes(
     factors: Sequence[Tensor],
     expert_ids: Tensor,
     weight_indices: Tensor,
@@ -107,9 +107,9 @@ def moe_lora_a(
     """
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
-    who = _who([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
+    routes = _routes([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_a.default
-    run(op, out.unsqueeze(0), x, [lora_a], *who)
+    run(op, out.unsqueeze(0), x, [lora_a], *routes)
     return out
 
 
@@ -150,14 +150,16 @@ def moe_lora_gate_up_b(
     """
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
-    who = _who([gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
+    routes = _routes(
+        [gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
+    )
     op = operators.moe_lora_gate_up_b.default
     run(
         op,
         out,
         intermediate_a.unsqueeze(0),
         [gate_up_b],
-        *who,
+        *routes,
     )
     return out
 
@@ -207,7 +209,7 @@ def moe_lora_down_combine(
     ------
     {errors}
     """
-    who = _who(
+    routes = _routes(
         [down_a, down_b],
         expert_ids,
         weight_indices,
@@ -219,7 +221,7 @@ def moe_lora_down_combine(
     )
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     op = operators.moe_lora_down_combine.default
-    run(op, output, x, [down_a], [down_b], *who)
+    run(op, output, x, [down_a], [down_b], *routes)
     return output
 
 
@@ -267,7 +269,7 @@ def moe_lora_fused(
     ------
     {errors}
     """
-    who = _who(
+    routes = _routes(
         [gate_up_a, gate_up_b, down_a, down_b],
         expert_ids,
         weight_indices,
@@ -283,7 +285,7 @@ def moe_lora_fused(
         output,
         x,
         *factors,
-        *who,
+        *routes,
     )
     return output
 

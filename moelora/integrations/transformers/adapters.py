@@ -174,32 +174,23 @@ def load_adapters(
             f"the model is tensor parallel; adapters of {next(iter(served))} are not sharded yet"
         )
     pack_loaded(model, experts)  # cannot be undone, so after all checks of folders
-    of_experts = [info for info in infos.values() if info.max_rank]
-    if w13_slices is None:
-        w13_slices = 1 if of_experts and all(i.fused for i in of_experts) else 2
-    if shared_outer is None:
-        shared_outer = bool(of_experts) and all(i.shared_outer for i in of_experts)
-    if max_rank is None:
-        # With interleaved rows, separate gate and up of a checkpoint share one slice.
-        joined = any(layer.interleaved for layer in specs)
-        max_rank = max(
-            (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
-        )
-    if max_linear_rank is None:
-        ranks = [rank for info in infos.values() for rank in info.linear_ranks.values()]
-        max_linear_rank = max(ranks, default=16)
+    given = {
+        "w13_slices": w13_slices,
+        "shared_outer": shared_outer,
+        "max_rank": max_rank,
+        "max_linear_rank": max_linear_rank,
+    }
+    sizes = _smallest(list(infos.values()), specs)
+    sizes |= {name: value for name, value in given.items() if value is not None}
     pool = new_pool(
         served_experts,
         max(len(folders), 1) if max_loras is None else max_loras,
-        max_rank,
         linears=served,
         host=host,
-        max_linear_rank=max_linear_rank,
         dtype=dtype,
-        w13_slices=w13_slices,
-        shared_outer=shared_outer,
         others=_others(experts, linears, {*served_experts, *served}),
         own=lambda name: plain_weight(linears[name].module),
+        **sizes,
     )
     for name, folder in folders.items():
         if host:
@@ -212,6 +203,22 @@ def load_adapters(
         pool.mapping(first)
     _attach(model, pool, served_experts, served)
     return pool
+
+
+def _smallest(infos: Sequence[AdapterInfo], layers: Sequence[MoELayer]) -> dict[str, Any]:
+    """Sizes of the smallest pool for these adapters, as arguments of `new_pool`."""
+    of_experts = [info for info in infos if info.max_rank]
+    linear_ranks = [rank for info in infos for rank in info.linear_ranks.values()]
+    # With interleaved rows, separate gate and up of a checkpoint share one slice.
+    joined = any(layer.interleaved for layer in layers)
+    return {
+        "w13_slices": 1 if of_experts and all(i.fused for i in of_experts) else 2,
+        "shared_outer": bool(of_experts) and all(i.shared_outer for i in of_experts),
+        "max_rank": max(
+            (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
+        ),
+        "max_linear_rank": max(linear_ranks, default=16),
+    }
 
 
 def _attach(

@@ -111,8 +111,8 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
     return get_correct_experts_implementation
 
 
-def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces transformers' message about an unknown `adapter_names` in `generate`."""
+def _with_message(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `generate` of a model without adapters refuse `adapter_names` in moelora's words."""
 
     @functools.wraps(generate)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-GenerationMixin.generate = _told(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
+GenerationMixin.generate = _with_message(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
 # Called by both the constructor of a model and `set_experts_implementation`.
 PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
     PreTrainedModel.get_correct_experts_implementation

@@ -162,8 +162,8 @@ def _add_gate_up(
     a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
     if fully_sharded:
         ids = _local_ids(topk_ids, expert_map)
-        who = topk_weights, ids, mapping, adapter_enabled, local_num_experts
-        _sharded(out, x, a, b, *who, add_inputs=add_inputs)
+        rows = topk_weights, ids, mapping
+        _sharded(out, x, a, b, *rows, adapter_enabled, local_num_experts, add_inputs=add_inputs)
     else:
         moe_lora_gate_up_delta(
             x,
@@ -180,6 +180,45 @@ def _add_gate_up(
             out=out,
         )
     return None, topk_ids, expert_map, mapping
+
+
+def _add_down(
+    self: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    adapter_enabled: Tensor,
+    token_lora_mapping: Tensor,
+    sharded_rank: int | None,
+    add_inputs: bool,
+) -> None:
+    """`sharded_rank`: the rank with `fully_sharded_loras`, otherwise None."""
+    a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
+    experts = lora_a_stacked[0].size(1)
+    if sharded_rank is not None:
+        rows = topk_weights, _local_ids(topk_ids, expert_map), token_lora_mapping
+        offset = sharded_rank * b[0].size(-2)
+        _sharded(y, x, a, b, *rows, adapter_enabled, experts, True, offset, add_inputs)
+        return
+    moe_lora_down_delta(
+        x,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        lora_a=a,
+        lora_b=b,
+        lora_ranks=_ranks(self, a),
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+        num_experts=experts,
+        mul_routed_weight=True,
+        add_inputs=add_inputs,
+        out=y,
+    )
 
 
 def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,30 +250,21 @@ def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
             return
         topk_ids, expert_map = lists[1:]
         if sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
-            a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
-            experts = lora_a_stacked[0].size(1)
             try:
-                if fully_sharded:
-                    ids = _local_ids(topk_ids, expert_map)
-                    who = topk_weights, ids, token_lora_mapping, adapter_enabled, experts
-                    offset = tp_rank * b[0].size(-2)
-                    _sharded(y, x, a, b, *who, True, offset, add_inputs)
-                else:
-                    moe_lora_down_delta(
-                        x,
-                        topk_weights,
-                        topk_ids,
-                        token_lora_mapping=token_lora_mapping,
-                        lora_a=a,
-                        lora_b=b,
-                        lora_ranks=_ranks(self, a),
-                        adapter_enabled=adapter_enabled,
-                        expert_map=expert_map,
-                        num_experts=experts,
-                        mul_routed_weight=True,
-                        add_inputs=add_inputs,
-                        out=y,
-                    )
+                _add_down(
+                    self,
+                    y,
+                    x,
+                    lora_a_stacked,
+                    lora_b_stacked,
+                    topk_ids,
+                    topk_weights,
+                    expert_map,
+                    adapter_enabled,
+                    token_lora_mapping,
+                    tp_rank if fully_sharded else None,
+                    add_inputs,
+                )
                 return
             except (ValueError, NotImplementedError) as refusal:
                 say_once(f"{refusal}; {OWN_ADAPTERS}")

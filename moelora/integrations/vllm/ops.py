@@ -199,7 +199,7 @@ def fused_moe_lora(
     Arguments and their order are those of vLLM 0.26 to 0.33
     (`vllm/lora/ops/triton_ops/fused_moe_lora_op.py`), and so is the method: the factors of one
     (expert, adapter) multiply a block of rows at a time. Differences: any rank up to 512 takes the
-    same path, the shape of the input alone says whether it has a row per token or per choice, and
+    same path, only the shape of the input says whether it has a row per token or per choice, and
     the result does not depend on `split_k`.
     """
     _check_tiles(
@@ -229,7 +229,7 @@ def fused_moe_lora(
             "at least 1"
         )
     _check_equal("max_lora_rank", max_lora_rank, "lora_a_stacked[0].size(2)", a[0].size(-2))
-    who = _lists(
+    rows = _lists(
         (*a, *b),
         topk_weights,
         sorted_token_ids,
@@ -247,12 +247,12 @@ def fused_moe_lora(
     x = qcurr_hidden_states
     if not fully_sharded:
         op = operators.fused_moe_lora.default
-        run(op, output, x, a, b, *who, *finish)
+        run(op, output, x, a, b, *rows, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run(operators.fused_moe_lora_shrink.default, h, x, a, *who)
+    run(operators.fused_moe_lora_shrink.default, h, x, a, *rows)
     h = _gathered(h, gather)
-    run(operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
+    run(operators.fused_moe_lora_expand.default, output, h, b, *rows, *finish)
 
 
 @typed
@@ -336,7 +336,7 @@ def fused_moe_lora_shrink(
     _check_equal("M", M, "topk_weights.size(0)", topk_weights.size(0))
     _check_equal("K", K, "qcurr_hidden_states.size(1)", qcurr_hidden_states.size(-1))
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
-    who = _lists(
+    rows = _lists(
         a,
         topk_weights,
         sorted_token_ids,
@@ -356,7 +356,7 @@ def fused_moe_lora_shrink(
         a_intermediate_cache1,
         qcurr_hidden_states,
         a,
-        *who,
+        *rows,
     )
 
 
@@ -443,7 +443,7 @@ def fused_moe_lora_expand(
         _check_equal(
             "w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0].size(2)", b[0].size(-2)
         )
-    who = _lists(
+    rows = _lists(
         b,
         topk_weights,
         sorted_token_ids,
@@ -459,4 +459,4 @@ def fused_moe_lora_expand(
     )
     finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
-    run(op, output, a_intermediate_cache1, b, *who, *finish)
+    run(op, output, a_intermediate_cache1, b, *rows, *finish)
