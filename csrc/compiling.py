@@ -83,8 +83,8 @@ def cuda_library_dirs(nvcc):
 
 
 def compression_flags(nvcc):
-    """The smallest machine code. zstd, from nvcc 12.8 on, asks for the driver 550.54 with CUDA 12,
-    for nothing that CUDA 13 does not ask for by itself; older compilers have LZ4."""
+    """Flags for the smallest machine code. zstd, from nvcc 12.8 on, needs the driver 550.54 with
+    CUDA 12, and none beyond what CUDA 13 needs anyway; older compilers have LZ4."""
     release = re.search(r"release (\d+)\.(\d+)", identity((nvcc,)))
     if release and tuple(map(int, release.groups())) >= (12, 8):
         return ["--compress-mode=size"]
@@ -156,8 +156,8 @@ def cuda_arch_flags(source):
 
 # Bytes that a kernel may spill outside of its main loop: per-tile state of the epilogue and, with
 # quantized weights, also of producers, which leave registers to consumers.
-SPARED_BYTES = 16
-SPARED_BYTES_OF = {
+SPILL_LIMIT = 16
+SPILL_LIMITS = {
     r"(gemm|saving)_\w+_w8a8_\d+": 640,
     r"sm90/(gemm|saving)_\w+_fp8_\d+": 984,
     r"(gemm|saving)_\w+_int4_\d+": 336,
@@ -169,21 +169,21 @@ SPARED_BYTES_OF = {
 }
 
 
-def spared_bytes(source):
+def spill_limit(source):
     path = Path(source).with_suffix("").as_posix()
-    found = (n for name, n in SPARED_BYTES_OF.items() if re.search(f"(^|/)({name})$", path))
-    return next(found, SPARED_BYTES)
+    found = (n for name, n in SPILL_LIMITS.items() if re.search(f"(^|/)({name})$", path))
+    return next(found, SPILL_LIMIT)
 
 
 def report_ptxas(source, text):
-    """What ptxas -v says: a summary, and the rest: warnings, and of optimized code kernels that
-    spill registers and those whose wgmma are serialized."""
+    """(summary, problems) of the output of ptxas -v: problems are warnings, kernels that spill more
+    than their limit and, of optimized code, kernels whose wgmmas are serialized."""
     problems, registers, kernel = [], [], "?"
     for line in text.splitlines():
         if found := re.search(r"entry function '(\w+)' for '(\w+)'", line):
             kernel = " for ".join(found.groups())
         if found := re.search(r"(\d+) bytes spill stores", line):
-            if int(found.group(1)) > spared_bytes(source):
+            if int(found.group(1)) > spill_limit(source):
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
         elif found := re.search(r"Used (\d+) registers", line):
             registers.append(int(found.group(1)))
@@ -283,7 +283,7 @@ class Compiler:
 
     def command(self, source):
         where = ["-I", "csrc", "-c", str(source)]
-        # C that does not ask for it has the same object in builds with CUDA and without.
+        # C that does not test for it has the same object in builds with CUDA and without.
         is_cuda = source.suffix == ".cu"
         if is_cuda or (self.nvcc and "MOELORA_WITH_CUDA" in (ROOT / source).read_text()):
             where.insert(0, "-DMOELORA_WITH_CUDA")
@@ -355,7 +355,7 @@ class Compiler:
         return stored
 
     def compile(self, source, threads=1):
-        """(object, what there is to say about it)."""
+        """(object, text of the compiler about it)."""
         obj = BUILD / "obj" / f"{self.stem(source)}.o"
         obj.parent.mkdir(parents=True, exist_ok=True)
         rule = Path(f"{obj}.d")

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             package = (error.name or "").split(".")[0]
             if package in ("", "moelora"):
                 raise
-            needs = f"needs {package}: pip install {_what_brings(package)}"
+            needs = f"needs {package}: pip install {_requirement(package)}"
             commands.add_parser(name, help=needs, add_help=False).set_defaults(needs=needs)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _what_brings(package: str) -> str:
+def _requirement(package: str) -> str:
     return f"'moelora[{EXTRAS[package]}]'" if package in EXTRAS else package
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a --only shrink
 
 A build is an extension module, an object or a cubin. Kernels are compared by name; one whose
-template was renamed, with the likest of those that are new. A change that should change no time
+template was renamed, with the most similar of the new ones. A change that should change no time
 leaves them "the same", or with other offsets of their parameters ("only offsets"). Of those that
 differ it says how many instructions are not in both, in whatever order and registers, and which
 became more or less. The exit status is 1 where kernels differ.

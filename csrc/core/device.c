@@ -25,8 +25,8 @@ static const moelora_backend *backend_of(moelora_device device) {
   return NULL;
 }
 
-static moelora_status ask_device(const moelora_backend *backend, int32_t index,
-                                 moelora_device_info *info) {
+static moelora_status query_device(const moelora_backend *backend, int32_t index,
+                                   moelora_device_info *info) {
   int32_t count = 0, outer = 0;
   MOELORA_TRY(backend->count_devices(&count));
   MOELORA_REQUIRE(index < count, "exec.device_index is %d, there are %d devices", index, count);
@@ -49,7 +49,7 @@ static moelora_status device_info(const moelora_backend *backend, moelora_device
     pthread_mutex_lock(&cache_lock);
     moelora_status status = MOELORA_OK;
     if (!slot->known) {
-      status = ask_device(backend, index, &slot->info);
+      status = query_device(backend, index, &slot->info);
       atomic_store_explicit(&slot->known, status == MOELORA_OK, memory_order_release);
     }
     pthread_mutex_unlock(&cache_lock);

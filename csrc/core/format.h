@@ -234,7 +234,7 @@ static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
 
 /* Power of two by which CUDA kernels scale accumulators down until the epilogue: for bf16, the
  * scales that dequantize INT4 nibbles directly would otherwise overflow. */
-static MOELORA_CONSTEXPR int32_t moelora_missing_exponent(moelora_format format, bool is_bf16) {
+static MOELORA_CONSTEXPR int32_t moelora_deferred_exponent(moelora_format format, bool is_bf16) {
   return moelora_is_int4(format) && is_bf16 ? 24 : 0;
 }
 

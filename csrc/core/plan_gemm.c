@@ -106,7 +106,7 @@ moelora_status moelora_check_kernel_limits(const moelora_routes *routes,
   return moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes);
 }
 
-/* ---- what goes with a projection ---- */
+/* ---- launches around a projection ---- */
 
 static bool sum_serves(const moelora_variant *v, bool vectors) {
   return v && (v->elements || vectors);

@@ -20,7 +20,7 @@ static __global__ void loaded_code() {}
 
 /* Compute capability does not suffice: portable code running on a GPU newer than this build
  * contains no griddepcontrol.wait, and must never be started early. */
-static moelora_status ask_overlaps(bool *overlaps) {
+static moelora_status query_overlap(bool *overlaps) {
   cudaFuncAttributes code = {};
   const cudaError_t error = cudaFuncGetAttributes(&code, loaded_code);
   *overlaps = code.ptxVersion >= 90;
@@ -66,7 +66,7 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->shared_bytes = shared;
   info->clock_mhz = clock / 1000;
   info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers per clock
-  return ask_overlaps(&info->overlaps);
+  return query_overlap(&info->overlaps);
 }
 
 static bool is_built(const moelora_variant *variant) {

@@ -212,8 +212,8 @@ static PyMethodDef methods[] = {
      "How many errors operators have raised in this thread: last_error() is the one of this "
      "number."},
     {"logs_shapes", py_logs_shapes, METH_NOARGS,
-     "True if MOELORA_LOG asks for the arguments of every call."},
-    {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch looks at."},
+     "True if MOELORA_LOG is to print the arguments of every call."},
+    {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch depends on."},
     {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
     {"operators", py_operators, METH_NOARGS,
      "Operators, their tensors, and what they return: (kind, name or dtype, shape) of each."},

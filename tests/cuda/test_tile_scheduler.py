@@ -1,5 +1,5 @@
-"""Tiles that clusters draw: each of them is somebody's, whoever it is, and the last ones of w2,
-which are halves with FP8, have the bits of whole ones."""
+"""The dynamic tile scheduler: every tile is computed once, by whichever cluster, and the last tiles
+of w2, which are halves with FP8, have the bits of whole ones."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from quantized_cases import NATIVE, by_variants, dense, hopper_kernel, made
 import moelora
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-ROWS = 256  # of the weights in a tile that is drawn
-# Of each form of weights a kernel that goes by places, and those that draw.
+ROWS = 256  # of the weights in a dynamically scheduled tile
+# Of each form of weights a kernel with a static schedule, then those with a dynamic one.
 TILES = {
     NATIVE: ("96x128x64", "128x256x64", "144x256x64x2"),
     "mxfp4": ("64x128x128", "96x256x128", "128x256x128", "144x256x128"),
@@ -24,7 +24,7 @@ TILES = {
 }
 KERNELS = [(form, size) for form, sizes in TILES.items() for size in sizes[1:]]
 TOKENS, EXPERTS = 330, 2
-# Rounds of tiles, and outputs that the last column of them lacks.
+# Waves of tiles, and outputs that the last column of them lacks.
 CASES = {
     "one and some": (1.1, 0),
     "two and some": (2.3, 64),
@@ -34,18 +34,18 @@ CASES = {
 
 
 def hidden_of(case: str, size: str) -> int:
-    """How many outputs make so many rounds of tiles of one kernel."""
-    rounds, missing = CASES[case]
+    """How many outputs make so many waves of tiles of one kernel."""
+    waves, missing = CASES[case]
     tokens, *_ = map(int, size.split("x"))
     clusters = torch.cuda.get_device_properties("cuda").multi_processor_count
     blocks = EXPERTS * -(-(TOKENS // EXPERTS) // tokens)  # of CTAs, each of a column at a time
-    return ROWS * max(2, round(rounds * clusters / blocks)) - missing
+    return ROWS * max(2, round(waves * clusters / blocks)) - missing
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form, size", KERNELS)
-def test_drawn_tiles_have_the_bits_of_others(form, size, case, dtype):
+def test_dynamically_scheduled_tiles_have_the_bits_of_others(form, size, case, dtype):
     """With a bias, with adapters, and in the fix-up pass for rows of B in either half of a tile."""
     names = [hopper_kernel(form, s, dtype) for s in (TILES[form][0], size)]
     hidden = hidden_of(case, size)
@@ -62,7 +62,7 @@ def test_drawn_tiles_have_the_bits_of_others(form, size, case, dtype):
 
 
 @pytest.mark.parametrize("form", ["native", "mxfp4", "fp8_block_w8a8"])
-def test_who_draws_a_tile_changes_no_bit(form):
+def test_the_cluster_that_computes_a_tile_changes_no_bit(form):
     """Call after call, while work of another stream takes SMs from some clusters."""
     spec = Spec(tokens=1500, hidden=4096, inter=512, experts=6, ranks=(16, 40), mix="many")
     p = made(spec, form, torch.bfloat16).to("cuda")

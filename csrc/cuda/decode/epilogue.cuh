@@ -32,8 +32,8 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
 }
 
 /* Adds the partial sums of a shrink in the order of K and writes the ranks of token `warp`, scaled
- * by 2^-MISSING. */
-template <class T, int MISSING>
+ * by 2^-DEFERRED. */
+template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tables &t,
                                                 const WorkItem &item, const float *partial) {
   const int lane = threadIdx.x % 32, token = threadIdx.x / 32, kind = item.kind;
@@ -48,13 +48,13 @@ __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tab
   const int64_t row = t.row[t.segment_active[r.segment]][token];
   T *to = (T *)p.xa[kind == SHRINK2] +
           (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first;
-  const float scaling = t.own.scaling[token] * (1.f / (1 << MISSING));
+  const float scaling = t.own.scaling[token] * (1.f / (1 << DEFERRED));
   to[lane] = Element<T>::round(r.first + lane < r.rank ? scaling * sum : 0.f);
 }
 
-/* Rounds the product of a W2 item with one active expert, scaled by 2^MISSING, and stores it by
+/* Rounds the product of a W2 item with one active expert, scaled by 2^DEFERRED, and stores it by
  * row. */
-template <class T, int MISSING>
+template <class T, int DEFERRED>
 __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &t,
                                            const WorkItem &item, const float (&d)[4], float *rows) {
   const moelora_weights &w2 = p.p.w2;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = t.row[item.active][lane % 4 * 2 + i];
-      const float v = fmaf(d[2 * half + i], (float)(1 << MISSING), bias);
+      const float v = fmaf(d[2 * half + i], (float)(1 << DEFERRED), bias);
       if (row >= 0)
         rows[row * kTokenPitch + g + 8 * half] = Element<T>::to_float(Element<T>::round(v));
     }
@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int 
 }
 
 /* Stores the outputs of token `warp` of a W13 item with weights in tiles. If gated, the first half
- * of the warps has gate, the other half up. Products are still to be scaled by 2^MISSING. */
-template <class T, int MISSING>
+ * of the warps has gate, the other half up. Products are still to be scaled by 2^DEFERRED. */
+template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_w13_shared(const DecodeParams &p, const Tables &t,
                                                     int active, int first, const float *partial) {
   const moelora_weights &w13 = p.p.w13;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void epilogue_w13_shared(const DecodeParams &p, const
     const float v = partial[(half * warps + at / 16) * kWarpPitch + token * kTokenPitch + at % 16];
     const float add =
         w13.bias ? to_float<T>(w13.bias, bias + weight_row(p, W13, first + at, half)) : 0.f;
-    return fmaf(v, (float)(1 << MISSING), add);
+    return fmaf(v, (float)(1 << DEFERRED), add);
   };
 #pragma unroll 1
   for (int at = lane; at < 16 * warps; at += 32)

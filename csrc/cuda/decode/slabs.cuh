@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
   }
 }
 
-/* d = this warp's product of an item, not yet scaled by 2^MISSING. */
+/* d = this warp's product of an item, not yet scaled by 2^DEFERRED. */
 template <class T, moelora_kernel_format FORMAT>
 __device__ __forceinline__ void multiply_tiles(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item, const TokenRows &tokens,

@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tab
 template <class T, moelora_kernel_format FORMAT>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_tiles(const __grid_constant__ DecodeParams p) {
-  constexpr int MISSING = TileFragment<FORMAT, T>::MISSING;
+  constexpr int DEFERRED = TileFragment<FORMAT, T>::DEFERRED;
   __shared__ Tables t;
   __shared__ Partials partials;
   __shared__ TokenRows tokens;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         turn = !turn;
         store_partial(partial, d);
         __syncthreads();
-        epilogue_shrink<T, MISSING>(p, t, item, partial);
+        epilogue_shrink<T, DEFERRED>(p, t, item, partial);
       } while (is_there(t, work));
       unpark(p, weights, parked[threadIdx.x / 32]);
     }
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         wait(sync);
         expand<T>(p, t, item, d);
         if (projection)
-          store_rows<T, MISSING>(p, t, item, d, partial);
+          store_rows<T, DEFERRED>(p, t, item, d, partial);
         else
           store_partial(partial, d);
       }
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
       if (projection)
         epilogue_sum<T>(p, t, item, partial);
       else
-        epilogue_w13_shared<T, MISSING>(p, t, item.active,
-                                        (item.tile - (int)threadIdx.x / 32 % warps_of_half(p)) * 16,
-                                        partial);
+        epilogue_w13_shared<T, DEFERRED>(
+            p, t, item.active, (item.tile - (int)threadIdx.x / 32 % warps_of_half(p)) * 16,
+            partial);
     }
     wait(sync);
     if (!projection)

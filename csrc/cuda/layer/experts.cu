@@ -128,9 +128,10 @@ moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights
 moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *variant,
                       const moelora_shrink_plan *plan, const moelora_routes *routes, void *xa,
                       const moelora_exec *exec) {
-  const int missing = moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
+  const int deferred =
+      moelora_deferred_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
   const moelora_shrink_launch s = {
-      g->schedule, g->tokens, g->adapters,     routes->lora_scalings, 1.f / (float)(1 << missing),
+      g->schedule, g->tokens, g->adapters,     routes->lora_scalings, 1.f / (float)(1 << deferred),
       xa,          false,     plan->by_adapter};
   return moelora_cuda_shrink(&s, plan, exec);
 }
@@ -214,7 +215,7 @@ moelora_saved_shrink saved_shrink(const moelora_weights *w, moelora_dtype dtype,
   s.max_rank = lora->max_rank;
   s.xa = xa;
   s.xa_slice = moelora_padded_rank(lora->max_rank);
-  s.missing = moelora_missing_exponent(w->format, dtype == MOELORA_BF16);
+  s.deferred_exponent = moelora_deferred_exponent(w->format, dtype == MOELORA_BF16);
   s.to = saved->shrink[which];
   s.stride[0] = saved->shrink_stride[which][0];
   s.stride[1] = saved->shrink_stride[which][1];

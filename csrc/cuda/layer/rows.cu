@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads)
         const uint16_t *from =
             (const uint16_t *)of.xa + ((int64_t)position * of.slices + slice) * of.xa_slice;
         uint16_t *to = (uint16_t *)of.to + p * of.stride[0] + slice * of.stride[1];
-        const float unit = (float)(1 << of.missing);
+        const float unit = (float)(1 << of.deferred_exponent);
         for (int r = lane; r < of.max_rank; r += 32) {
           const uint16_t bits = r < rank ? from[r] : (uint16_t)0;
           to[r] =
-              of.missing == 0
+              of.deferred_exponent == 0
                   ? bits
                   : (uint16_t)(__float_as_uint(__uint_as_float((uint32_t)bits << 16) * unit) >> 16);
         }

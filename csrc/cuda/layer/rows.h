@@ -31,8 +31,8 @@ typedef struct moelora_saved_shrink {
   int32_t slices, max_rank;
   const void *xa; /* [position, slices, xa_slice] */
   int64_t xa_slice;
-  int32_t missing; /* bf16: xa is too small by 2^missing (INT4); otherwise 0 */
-  void *to;        /* [P, slices, max_rank]; NULL: none */
+  int32_t deferred_exponent; /* bf16: xa is too small by 2^deferred_exponent (INT4); otherwise 0 */
+  void *to;                  /* [P, slices, max_rank]; NULL: none */
   int64_t stride[2];
 } moelora_saved_shrink;
 

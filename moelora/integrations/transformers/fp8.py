@@ -23,7 +23,7 @@ from moelora.integrations.transformers.projection import (
     is_loaded_fp8,
     is_quantized,
     not_packed,
-    put_on,
+    set_quantized,
     up_name,
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
@@ -88,7 +88,7 @@ def pack_loaded(
             _packed(name, module, own, activations, dtype) for own in (up_name(module), "down_proj")
         )
         refuse_saving(model)
-        put_on(module, (up, down))
+        set_quantized(module, (up, down))
     model.set_experts_implementation(IMPLEMENTATION)
 
 

@@ -97,7 +97,7 @@ def up_name(experts: Experts) -> str:
 
 
 def is_quantized(experts: Experts) -> bool:
-    """Whether `take_off` was called. Reads no weight, which torch.compile would guard on."""
+    """Whether `remove_weights` was called. Reads no weight, which torch.compile would guard on."""
     return getattr(experts, "_moelora_quantized", False)
 
 
@@ -113,7 +113,7 @@ def not_packed(name: str) -> str:
     )
 
 
-def take_off(experts: Experts, dtype: torch.dtype) -> None:
+def remove_weights(experts: Experts, dtype: torch.dtype) -> None:
     """Replaces parameters by empty `QuantizedProjection`s, and removes FP8 scales."""
     shapes = sizes(experts)
     for name, shape in zip((up_name(experts), "down_proj"), shapes, strict=True):
@@ -124,7 +124,7 @@ def take_off(experts: Experts, dtype: torch.dtype) -> None:
     experts._moelora_quantized = True
 
 
-def put_plain(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
+def set_parameters(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
     """Both projections, (E, N, K), as parameters in place of what the module has."""
     for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
         delattr(experts, name)
@@ -133,10 +133,10 @@ def put_plain(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
     experts._moelora_quantized = False
 
 
-def put_on(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
+def set_quantized(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
     """Sets the quantized weights of both projections."""
     if not is_quantized(experts):
-        take_off(experts, weights[1].dtype)
+        remove_weights(experts, weights[1].dtype)
     for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
         getattr(experts, name).weights = found
 

@@ -26,7 +26,7 @@ from moelora.integrations.transformers.folder_experts import (
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
 from moelora.integrations.transformers.names import OF_ONE, expert_linears
-from moelora.integrations.transformers.projection import put_on, put_plain
+from moelora.integrations.transformers.projection import set_parameters, set_quantized
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
 
@@ -218,10 +218,10 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights | Tensor) -> None:
     if isinstance(up, QuantizedWeights) and isinstance(down, QuantizedWeights):
-        put_on(experts, (up, down))
+        set_quantized(experts, (up, down))
     else:
         assert isinstance(up, Tensor) and isinstance(down, Tensor)
-        put_plain(experts, (up, down))
+        set_parameters(experts, (up, down))
 
 
 def _biases(

@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.projection import take_off
+from moelora.integrations.transformers.projection import remove_weights
 
 
 @register_quantization_config(IMPLEMENTATION)
@@ -35,7 +35,7 @@ class Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for module, _ in moe_layers(model).values():
-            take_off(module, module.down_proj.dtype)
+            remove_weights(module, module.down_proj.dtype)
             module._is_hf_initialized = True  # no missing weight may be initialized randomly
 
 

@@ -100,12 +100,12 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
-    constexpr int MISSING = E::TRANSPOSED ? 0 : E::Format::template MISSING_EXPONENT<T>;
-    if (MISSING > 0) {
+    constexpr int DEFERRED = E::TRANSPOSED ? 0 : E::Format::template DEFERRED_EXPONENT<T>;
+    if (DEFERRED > 0) {
 #pragma unroll
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] =
-            fmaf(d[i % 2][i / 2], (float)(1 << MISSING), bias[i % 2 * 2 + i / 2 % 4 / 2]);
+            fmaf(d[i % 2][i / 2], (float)(1 << DEFERRED), bias[i % 2 * 2 + i / 2 % 4 / 2]);
     } else if (g.weights.w.bias) {
 #pragma unroll
       for (int i = 0; i < N; i++)

@@ -35,7 +35,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
 
   /* Power of two by which accumulators are scaled up in the epilogue. */
   template <class T>
-  static constexpr int MISSING_EXPONENT = moelora_missing_exponent(FORMAT, Element<T>::is_bf16);
+  static constexpr int DEFERRED_EXPONENT = moelora_deferred_exponent(FORMAT, Element<T>::is_bf16);
 
   // The accumulators are multiplied by a float32 scale of the tile after the K loop.
   static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
@@ -132,7 +132,7 @@ private:
  * A layout of mma.m16n8k16 and wgmma. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileFragment {
   using F = FormatTraits<KERNEL>;
-  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
+  static constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
 
   uint32_t words[4]; // one per k16 slab
   GroupScales<KERNEL, T, ZEROS> scales;
@@ -166,7 +166,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
       const T *two = (const T *)&value;
       return pack2<T>(Element<T>::to_float(two[0]) * by, Element<T>::to_float(two[1]) * by);
     }
-    return MISSING > 0 ? multiply2<T>(value, power_of_two<T, MISSING>()) : value;
+    return DEFERRED > 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>()) : value;
   }
 
   /* Dequantizes k16 slab SLAB. */

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t int4_values(uint32_t word, uint32_t scales, 
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS> {
   using F = FormatTraits<MOELORA_KERNEL_INT4>;
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
-  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
+  static constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
   static_assert(ZEROS || IS_BF16, "fp16 has one path, that of zero points");
 
   uint32_t scales[2]; // of r and r + 8: low half for the first group of the tile, high half for the
@@ -51,12 +51,12 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
       zeros[1] = __byte_perm(z1, EIGHT, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4141);
       zeros[1] = (zeros[1] << 4) + (IS_BF16 ? 0x80008000u : 0xd400d400u);
     } else {
-      zeros[0] = multiply2<T>(scales[0], power_of_two<T, 3 - MISSING, true>());
-      zeros[1] = multiply2<T>(scales[1], power_of_two<T, 3 - MISSING, true>());
+      zeros[0] = multiply2<T>(scales[0], power_of_two<T, 3 - DEFERRED, true>());
+      zeros[1] = multiply2<T>(scales[1], power_of_two<T, 3 - DEFERRED, true>());
     }
     if constexpr (IS_BF16) {
-      scales[0] = multiply2<T>(scales[0], power_of_two<T, 133 - MISSING>());
-      scales[1] = multiply2<T>(scales[1], power_of_two<T, 129 - MISSING>());
+      scales[0] = multiply2<T>(scales[0], power_of_two<T, 133 - DEFERRED>());
+      scales[1] = multiply2<T>(scales[1], power_of_two<T, 129 - DEFERRED>());
     }
   }
 
@@ -68,7 +68,7 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
 template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> {
   using F = FormatTraits<MOELORA_KERNEL_INT4>;
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
-  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
+  static constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
 
   uint32_t scales, zeros; // as above: low half for r, high half for r + 8
 
@@ -86,10 +86,10 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> 
       zeros = (numbers & 0xffffu) + (numbers & 0xffff0000u) * 16 +
               (IS_BF16 ? 0x80008000u : 0xd400e400u);
     } else {
-      zeros = multiply2<T>(two, power_of_two<T, 3 - MISSING, true>());
+      zeros = multiply2<T>(two, power_of_two<T, 3 - DEFERRED, true>());
     }
-    constexpr uint32_t LOW = power_of_two<T, IS_BF16 ? 133 - MISSING : 0>();
-    constexpr uint32_t HIGH = power_of_two<T, IS_BF16 ? 129 - MISSING : 0>();
+    constexpr uint32_t LOW = power_of_two<T, IS_BF16 ? 133 - DEFERRED : 0>();
+    constexpr uint32_t HIGH = power_of_two<T, IS_BF16 ? 129 - DEFERRED : 0>();
     scales = IS_BF16 ? multiply2<T>(two, (LOW & 0xffffu) | (HIGH & 0xffff0000u)) : two;
   }
 

@@ -32,7 +32,8 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
 /* Number of consecutive blocks that belong to the expert of block `from`, including it, forwards
  * (STEP 1) or backwards (STEP -1). Called by a warp. */
 template <int STEP>
-__device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int from, int blocks) {
+__device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, int from,
+                                                int blocks) {
   const int lane = threadIdx.x & 31;
   const int32_t expert = g.schedule.blocks.expert_ids[from];
   for (int n = 0;; n += 32) {
@@ -56,8 +57,8 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
   const int block =
       index /
       columns; // some block of the tile's group, since each block has as many tiles as columns
-  const int before = blocks_alike<-1>(g, block, blocks) - 1;
-  const int count = before + blocks_alike<1>(g, block, blocks);
+  const int before = blocks_of_expert<-1>(g, block, blocks) - 1;
+  const int count = before + blocks_of_expert<1>(g, block, blocks);
   const int groups = (count + most - 1) / most;
   const int share = (count + groups - 1) / groups; // blocks of each group but the last
   const int skipped = before / share * share, first = block - before + skipped;

@@ -86,12 +86,12 @@ private:
 
   /* Applies what the forward applies to accumulators, which here have rows of several tiles. */
   template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
-    constexpr int MISSING = F::template MISSING_EXPONENT<T>;
+    constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
     if constexpr (F::HAS_TILE_SCALE) {
       const T *two = (const T *)&value;
       return pack2<T>(Element<T>::to_float(two[0]) * scale, Element<T>::to_float(two[1]) * scale);
     }
-    return MISSING > 0 ? multiply2<T>(value, power_of_two<T, MISSING>()) : value;
+    return DEFERRED > 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>()) : value;
   }
 };
 

@@ -321,7 +321,7 @@ template <class E, class T, int STAGES> struct KernelSm80 {
         STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     static_assert(SHARED <= kPortableShared || STAGES * E::STAGE_BYTES > kPortableShared,
-                  "what the plan counts, stages, says where a kernel runs");
+                  "the plan counts only stages to tell whether a kernel fits a GPU");
     static_assert(!E::Format::IS_W8A8 || STAGES < E::SLOTS,
                   "scales stay a step longer than values");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(

@@ -127,16 +127,17 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     bool has_scales; // this thread copies scales
   };
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &g) {
-    const int thread = threadIdx.x, part = part_of_values(0), behind = (thread & 31) * 16;
+    const int thread = threadIdx.x, part = part_of_values(0), lane_offset = (thread & 31) * 16;
     const int scales = E::Format::IS_W8A8  ? tile_of_scales() * kFp8Scales
                        : E::Format::IS_FP8 ? E::ALL_VALUES + tile_of_scales() * kFp8Scales
                                            : tile_of_scales() * E::TILE_BYTES + E::VALUES;
     return {(uint32_t)(part / TILE_PARTS * E::TILE_BYTES + part % TILE_PARTS * PART_BYTES +
                        (thread & 127) * 16),
-            (uint32_t)(scales + behind),
+            (uint32_t)(scales + lane_offset),
             tile_of_scales() < E::TILES &&
-                SCALES_AT + behind < (E::Format::IS_FP8 ? moelora_fp8_tile_size(g.weights.w.format)
-                                                        : moelora_tile_size(g.weights.w.format))};
+                SCALES_AT + lane_offset < (E::Format::IS_FP8
+                                               ? moelora_fp8_tile_size(g.weights.w.format)
+                                               : moelora_tile_size(g.weights.w.format))};
   }
 
   /* Scales are copied to `slot`. */
