@@ -34,9 +34,10 @@ Made = TypeVar("Made", bound="FromFP8")
 class FromFP8:
     """The constructors of `QuantizedWeights` for weights of e4m3.
 
-    All of them take `activations`. "fp8" (W8A8): what is multiplied becomes e4m3 too, with scales
-    of its own, as engines compute it; adapters take it as it is. "native" (W8A16): it stays in
-    `dtype`, and weights are rounded to that, once. "bf16" is that for a `dtype` of bfloat16.
+    All of them take `activations`. "fp8" (W8A8): activations are quantized to e4m3 as well, with
+    scales of their own, as engines do; adapters read them unquantized. "native" (W8A16):
+    activations stay in `dtype`, to which weights are dequantized, rounding once. "bf16" is
+    "native" with a `dtype` of bfloat16.
     """
 
     @classmethod
@@ -65,9 +66,9 @@ class FromFP8:
     ) -> Made:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
-        Activations get a scale `s = max(|x|, 1e-10) / 448` for every 128 columns of a token, or
-        every 64 if `K` is larger than the columns of a block, and these no multiple of 128; they
-        become `e4m3(x * (1 / s))`.
+        Activations become `e4m3(x * (1 / s))` with a scale `s = max(|x|, 1e-10) / 448` for every
+        128 columns of a token; for every 64 if blocks have fewer columns than `K`, and not a
+        multiple of 128.
 
         Parameters
         ----------
@@ -75,14 +76,14 @@ class FromFP8:
             None of them NaN.
         weight_scale_inv : Tensor, shape (E, N / rows, K / columns), or one for each expert
             Scales of the blocks, both sizes rounded up; float32, bfloat16, float16 or
-            float8_e8m0fnu; finite, at most 255. Rows of blocks of a concatenated gate and up may
-            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantized by
-            themselves; else blocks run on.
+            float8_e8m0fnu; finite, at most 255. With a concatenated gate and up, blocks may begin
+            anew at the first up row, in 2 ceil(N / 2 / rows) rows of scales, as of two weights that
+            were quantized separately; otherwise they continue across it.
         block : (int, int)
             Rows and columns of a block. Columns are a multiple of 64; of 128 where blocks of rows
             begin within a tile of 64 rows.
         activations : {"fp8", "native", "bf16"}
-            What multiplies them: `x` in FP8 as well, or as it is, which "bf16" says of bfloat16.
+            Format of `x` in the product: FP8, or unquantized; "bf16" requires bfloat16.
         gate_up : {None, "concatenated", "interleaved"}
             Of a gated `w13`: whether gate rows come before up rows, or alternate with them. None
             for any other weight.

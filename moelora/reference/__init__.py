@@ -10,11 +10,11 @@ and on the device of the inputs. Each product is rounded to that dtype; only the
 fp32. Their error against `*_ref` says how much accuracy a dtype allows, and their time is a
 baseline.
 
-All take the keyword arguments of the operator whose name they carry; quantized weights count as the
-numbers that `unpack()` gives, each rounded once; those that multiply FP8 as the numbers that they
-stand for, and activations as the numbers that they become. Ids out of range mean the same
-everywhere: a row whose expert id (after `expert_map`) is not in [0, E) is skipped, and a row whose
-adapter id is not in [0, max_loras), or whose adapter is disabled or has rank 0, is a base row.
+All take the keyword arguments of the operator whose name they carry. Quantized weights have the
+values of `unpack()`, each rounded once; with FP8 activations their exact values, and activations
+the values that they are quantized to. Ids out of range mean the same everywhere: a row whose expert
+id (after `expert_map`) is not in [0, E) is skipped, and a row whose adapter id is not in [0,
+max_loras), or whose adapter is disabled or has rank 0, is a base row.
 """
 
 from moelora.reference.align import (

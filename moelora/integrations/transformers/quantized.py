@@ -63,7 +63,7 @@ def load_quantized(
     dtype : torch.dtype
         bfloat16 or float16, of the model and of its experts' activations.
     activations : {"fp8", "native", "bf16"}, optional
-        Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
+        Format of FP8 experts' activations (`QuantizedWeights.from_fp8_block`). By default FP8 if
         the folder says that activations are quantized, as most do.
     dequantize : bool
         What happens to experts of a scheme that no kernel reads, INT8 or MXFP8 for instance: True
