@@ -278,9 +278,9 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.x_groups_of_64 = quantizes_by_64(&problem->w13) || quantizes_by_64(&problem->w2);
-  /* One kernel runs both projections; native weights must be in rows. */
-  access.decode = access.vectors && access.format == access.second && !problem->w13.packed &&
-                  !problem->w2.packed && !problem->apply_router_weight_on_input &&
+  /* One kernel runs both projections. */
+  access.decode = access.vectors && access.format == access.second &&
+                  !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
   access.few = access.decode && is_few(&problem->routes, &access, device);

@@ -92,7 +92,7 @@ static const moelora_variant *prefer(const moelora_variant *usual, const moelora
 
 /* Each expert of a token rereads its row of x. Shrinking the tokens of one adapter at a time keeps
  * these rows in L2; the order is not used if all of x fits L2 anyway. */
-static bool goes_by_adapter(const moelora_shrink_load *load, const moelora_device_info *device) {
+static bool orders_by_adapter(const moelora_shrink_load *load, const moelora_device_info *device) {
   return !load->by_position && 2 * load->depth * load->x_rows > device->l2_bytes / 2;
 }
 
@@ -101,7 +101,7 @@ static moelora_shrink_plan plan_segments(const moelora_variant *variant,
                                          const moelora_device_info *device) {
   return (moelora_shrink_plan){.variant = variant,
                                .shares = 1,
-                               .by_adapter = goes_by_adapter(load, device),
+                               .by_adapter = orders_by_adapter(load, device),
                                .span = moelora_shrink_span(load->depth, load->vectors),
                                .work = (int64_t)device->num_units * variant->ctas};
 }
@@ -118,9 +118,9 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
                             : load->columns > NARROW       ? long_wide
                             : many                         ? long_many
                                                            : long_narrow;
-  const int64_t much = load->by_position ? 1 : from.gathered;
-  return load->rows >= much * from.tokens * load->segments &&
-         load->rows >= much * from.rows_of_unit * device->num_units;
+  const int64_t factor = load->by_position ? 1 : from.gathered;
+  return load->rows >= factor * from.tokens * load->segments &&
+         load->rows >= factor * from.rows_of_unit * device->num_units;
 }
 
 /* Work units that the items of a block are distributed to. One unit per warp, unless a block would
@@ -144,15 +144,15 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
   const int64_t resident = half ? RESIDENT_WARPS / 2 : RESIDENT_WARPS;
   const int64_t ctas = device->num_units * (resident / spans);
-  const int64_t thin = columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2;
+  const bool thin = rows < (columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2) * segments;
   /* Items large enough to reread little, and enough of them for all CTAs. */
   int64_t part = segments + rows / MANY_TOKENS < ctas ? FEW_TOKENS : MANY_TOKENS;
-  const bool enough = load->vectors && columns > 16 && segments + rows / FEW_TOKENS >= ctas &&
-                      rows >= thin * segments;
+  const bool many_ranks =
+      load->vectors && columns > 16 && segments + rows / FEW_TOKENS >= ctas && !thin;
   /* Two warps per K span share a wide A with few rows of x, if that leaves no CTA idle. */
-  const bool pairs = load->vectors && spans == 4 && columns > NARROW &&
-                     segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
-  const int32_t ranks = enough ? (columns <= NARROW ? 32 : 64) : pairs ? 32 : 16;
+  const bool two_warps = load->vectors && spans == 4 && columns > NARROW &&
+                         segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
+  const int32_t ranks = many_ranks ? (columns <= NARROW ? 32 : 64) : two_warps ? 32 : 16;
   const bool few = load->vectors && ranks == 16 && rows * columns / 16 <= ctas;
   const moelora_variant *usual =
       are_long_blocks(load, device)
@@ -168,7 +168,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                              ? THIN_SHARES * moelora_divide_up(columns, v->block_n)
                              : shares_of(load, v, device);
   const int64_t items = segments + rows / part;
-  const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
+  const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && !thin;
   /* As many blocks as all CTAs together process at a time. */
   const int64_t group = (int64_t)device->num_units * v->ctas * blocks / items;
   const bool fat = rows >= FAT_SEGMENT * segments;
@@ -178,7 +178,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                .group = (int32_t)(fat && group < blocks ? group + 1 : blocks),
                                .listed = listed,
                                .few = few,
-                               .by_adapter = listed && goes_by_adapter(load, device),
+                               .by_adapter = listed && orders_by_adapter(load, device),
                                .work = listed ? items * moelora_divide_up(columns, v->block_n)
                                               : blocks * shares};
 }

@@ -133,7 +133,7 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
   if (access->saves && v->role == MOELORA_ROLE_GEMM && !moelora_variant_saves(v))
     return "it does not store what a backward needs";
   if (v->role == MOELORA_ROLE_LAYER)
-    return access->decode ? NULL : "it only takes a few tokens of a whole layer, in rows or tiles";
+    return access->decode ? NULL : "it only takes a few tokens of a whole layer";
   if (!reaches_rows(v, access))
     return "its offsets do not reach all rows of x";
   if (v->needs == MOELORA_SM90) {

@@ -56,8 +56,7 @@ static const moelora_variant variants[] = {
    .cluster = CLUSTER},
 #define MOELORA_CUDA_GEMM(NAME, ...) TILE_ROW(NAME, GEMM, __VA_ARGS__)
 #define MOELORA_CUDA_BACK(NAME, ...) TILE_ROW(NAME, BACK, __VA_ARGS__)
-/* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
- */
+/* A warp multiplies 16 weight rows by 8 tokens, with 768 elements of K in flight. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
       .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 768, .cluster = 1),

@@ -172,7 +172,7 @@ void end_cta(Cta *cta) {
 }
 
 [[noreturn]] void deadlock(const std::vector<Cluster *> &clusters) {
-  fprintf(stderr, "emulation: nobody can go on\n");
+  fprintf(stderr, "emulation: deadlock, no thread can continue\n");
   for (const Cluster *cluster : clusters)
     for (const Cta *cta : cluster->ctas) {
       std::string last;

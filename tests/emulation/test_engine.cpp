@@ -45,7 +45,7 @@ static void half_a_barrier() {
   if (threadIdx.x < 8)
     __syncthreads();
 }
-static void waits_for_nobody() {
+static void waits_forever() {
   if (threadIdx.x == 0)
     barrier_init(256, 1);
   __syncthreads();
@@ -113,8 +113,8 @@ int main() {
     expect("a bulk copy", bulk<true>, copies, 0);
     expect("memory beyond", beyond, copies, 2);
     expect("half a barrier", half_a_barrier, copies, 2);
-    expect("a wait for nobody", waits_for_nobody, copies, 2);
-    expect("a read of what nobody writes", spins<false>, copies, 2);
+    expect("a wait without an arrival", waits_forever, copies, 2);
+    expect("a read of what no thread writes", spins<false>, copies, 2);
     expect("a read of what another writes", spins<true>, copies, 1); // not a copy
     expect("a copy that others read at once", copy<true, false>, copies, 1);
   }

@@ -141,7 +141,7 @@ def test_a_forced_row_that_is_passed_over_says_why(tmp_path):
         (
             "decode_bf16_mxfp4_sm80",
             ("mxfp4", "mxfp4"),
-            "it only takes a few tokens of a whole layer, in rows or tiles",
+            "it only takes a few tokens of a whole layer",
         ),
         (
             "gemm_bf16_mxfp4_64x128x128_sm90",

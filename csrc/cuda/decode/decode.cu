@@ -1,5 +1,5 @@
-/* The whole layer in one launch, for a few tokens and weights in tiles: what kernels of all formats
- * (decode/tiles.cuh) get from the host. Grid syncs replace launches.
+/* The whole layer in one launch, for a few tokens and 4-bit weights: its host side, common to all
+ * formats. The kernel is in decode/tiles.cuh. Grid syncs replace launches.
  *
  *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
  *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    64 outputs, ungated 128
@@ -73,8 +73,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  /* Outputs per item, of a warp or, with weights in tiles, of a CTA. */
-  const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // of an item
+  const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // of a W13 item
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.max_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));

@@ -102,11 +102,11 @@ __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int 
   ((T *)p.h)[row * p.p.intermediate + output] = Element<T>::round(h);
 }
 
-/* Stores the outputs of token `warp` of a W13 item with weights in tiles. If gated, the first half
- * of the warps has gate, the other half up. Products are still to be scaled by 2^DEFERRED. */
+/* Stores the outputs of token `warp` of a W13 item. If gated, the first half of the warps has gate,
+ * the other half up. Products are still to be scaled by 2^DEFERRED. */
 template <class T, int DEFERRED>
-__device__ __forceinline__ void epilogue_w13_shared(const DecodeParams &p, const Tables &t,
-                                                    int active, int first, const float *partial) {
+__device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t, int active,
+                                             int first, const float *partial) {
   const moelora_weights &w13 = p.p.w13;
   const int lane = threadIdx.x % 32, token = threadIdx.x / 32, warps = warps_of_half(p);
   const int64_t row = t.row[active][token], bias = t.expert[active] * w13.bias_stride_e;

@@ -1,5 +1,5 @@
-/* Products of the decode kernel: weights are loaded from memory into the operand registers of mma,
- * one chunk ahead. */
+/* Products of the decode kernel's shrinks: rows of A are loaded from memory into the operand
+ * registers of mma, one chunk ahead. */
 #ifndef MOELORA_CUDA_DECODE_PRODUCT_CUH
 #define MOELORA_CUDA_DECODE_PRODUCT_CUH
 
@@ -28,8 +28,8 @@ __device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {
   return p.a_vectors[kind == SHRINK2];
 }
 
-__device__ __forceinline__ OperandRows<2> weights_of(const DecodeParams &p, const Tables &t,
-                                                     const WorkIterator &work) {
+__device__ __forceinline__ OperandRows<2> rows_of_a(const DecodeParams &p, const Tables &t,
+                                                    const WorkIterator &work) {
   const KSpan span = span_of(p, t, work);
   OperandRows<2> s = {{nullptr, nullptr}, 0};
   if (span.blocks == 0)
@@ -48,7 +48,8 @@ struct TokenRows {
   int64_t stride;
 };
 
-/* Shared memory reduces L1, through which weights are loaded. */
+/* Shared memory for tokens on GPUs with little of it: more would reduce L1, through which factors
+ * are loaded. */
 constexpr int kStagedBytes = 18 * 1024;
 
 /* Starts to copy rows to shared memory if they fit: all of them, or only those that are their own
@@ -80,8 +81,8 @@ __device__ __forceinline__ OperandRows<1> tokens_of(const DecodeParams &p, const
           row < 0 ? 0 : blocks_inside(p, kind, span)};
 }
 
-/* The register prefetch buffer: weights of the next chunk, and the address of the chunk after it.
- */
+/* The register prefetch buffer: rows of A of the next chunk, and the address of the chunk after
+ * it. */
 struct PrefetchBuffer {
   uint4 w[kChunk][2];
   OperandRows<2> next;
@@ -110,7 +111,7 @@ constexpr int kBypass = 1 << 30;
 /* Points the buffer to the span at `work`. */
 __device__ __forceinline__ void follow(const DecodeParams &p, const Tables &t,
                                        const WorkIterator &work, PrefetchBuffer &buffer) {
-  buffer.next = weights_of(p, t, work);
+  buffer.next = rows_of_a(p, t, work);
   if (!has_vectors(p, work.kind))
     buffer.next.blocks -= kBypass;
 }
@@ -149,7 +150,7 @@ __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuff
   }
 }
 
-/* Prefetches the weights that a warp loads next in its K span to L2: a 128-byte line is two
+/* Prefetches the rows of A that a warp loads next in its K span to L2: a 128-byte line is two
  * blocks. */
 __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
   const int c = threadIdx.x % 4;

@@ -15,9 +15,9 @@ constexpr int kChunk = 8; // blocks in flight: 64 registers of the 128 available
 struct DecodeParams {
   moelora_experts_problem p;
   int32_t tiles13;            // W13 items per active expert
-  moelora_divisor by_tiles13; // of weights in tiles
+  moelora_divisor by_tiles13; // divides by tiles13
   int32_t max_shrinks13;      // upper bound of SHRINK13 items, whatever ids contain
-  int32_t staged_bytes;       // shared memory for tokens; of weights in tiles
+  int32_t staged_bytes;       // shared memory for tokens
   int32_t span_blocks[2];     // of a shrink: blocks of K per span; of w13, of w2
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
@@ -27,8 +27,8 @@ struct DecodeParams {
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
-/* launch_<FORMAT>, defined in decode.cu and in one file per tiled kernel format: launches the
- * kernel on at most `work` CTAs. */
+/* launch_<FORMAT>, defined in a file per kernel format: launches the kernel on at most `work`
+ * CTAs. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   moelora_status launch_##FORMAT(const DecodeParams &params, int64_t work,                         \
                                  const moelora_exec *exec, bool *fits);
@@ -78,14 +78,14 @@ __device__ __forceinline__ int first_shrink() {
   return (int)(gridDim.x - 1 - blockIdx.x);
 }
 
-__device__ __forceinline__ bool is_there(const Tables &t, const WorkIterator &work) {
+__device__ __forceinline__ bool has_item(const Tables &t, const WorkIterator &work) {
   return work.index < t.items[work.kind];
 }
 
 /* The K span of a shrink at `work`; empty if the warp has none, or there is no item. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
-  if (!is_there(t, work))
+  if (!has_item(t, work))
     return {0, 0, 0};
   const int projection = work.kind == SHRINK2, each = p.span_blocks[projection];
   const int blocks = blocks_of(p, work.kind), first = min(work.part * each, blocks);
@@ -125,7 +125,7 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
   return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
 }
 
-/* ---- items of weights in tiles, processed by a whole CTA ---- */
+/* ---- W13 and W2 items ---- */
 
 /* Warps per half: in gated W13 items half of the warps have gate rows, the others the matching up
  * rows. */
@@ -142,7 +142,7 @@ __device__ __forceinline__ int depth_tiles_of(const DecodeParams &p, int kind) {
 }
 
 /* This warp's item: in W13 each warp of a half has 16 outputs, so `tile` is per warp. */
-__device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, const WorkIterator &work) {
+__device__ __forceinline__ WorkItem item_of(const DecodeParams &p, const WorkIterator &work) {
   WorkItem item = {work.kind, work.part, work.index};
   if (work.kind == W13) {
     const int warps = warps_of_half(p);

@@ -1,4 +1,4 @@
-/* Products with weights in tiles. Each warp has its own pipeline in shared memory, which holds the
+/* Products with the weights. Each warp has its own pipeline in shared memory, which holds the
  * next slabs that it multiplies, across items and from W13 to W2: weights do not depend on grid
  * syncs. A slab is 16 rows of a tile of 4-bit values, 64 elements of K:
  *
@@ -31,8 +31,7 @@ struct SlabProducer {
   int left;          // remaining slabs of the product
 };
 
-__device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeParams &p,
-                                                                   int kind) {
+__device__ __forceinline__ const moelora_weights &weights_of(const DecodeParams &p, int kind) {
   return kind == W13 ? p.p.w13 : p.p.w2;
 }
 
@@ -64,17 +63,17 @@ __device__ __forceinline__ void park(const SlabProducer &s, ParkedProducer &park
 __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
                                        const ParkedProducer &parked) {
   s.work = parked.work;
-  const moelora_weights &w = weights_in_tiles(p, s.work.kind);
+  const moelora_weights &w = weights_of(p, s.work.kind);
   s.from = parked.from + threadIdx.x % 32 * 16;
   s.step = w.stride_kt;
-  s.scales = offset_of_scales(w.format, tile_item_of(p, s.work).tile % kSlabsOfTile);
+  s.scales = offset_of_scales(w.format, item_of(p, s.work).tile % kSlabsOfTile);
   s.left = parked.left;
 }
 
 /* Address of the first tile of this warp's product. */
 __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
                                                      const WorkItem &item) {
-  const moelora_weights &w = weights_in_tiles(p, item.kind);
+  const moelora_weights &w = weights_of(p, item.kind);
   return (const char *)w.data + t.expert[item.active] * w.stride_e +
          (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
 }
@@ -82,15 +81,15 @@ __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, cons
 /* Advances to the next product, if any. */
 __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
                                              SlabProducer &s) {
-  while (s.left == 0 && is_there(t, s.work)) {
-    const WorkItem item = tile_item_of(p, s.work);
+  while (s.left == 0 && has_item(t, s.work)) {
+    const WorkItem item = item_of(p, s.work);
     if (!has_product(p, t, s.work, item)) {
       const int next = s.work.index + gridDim.x;
       s.work = s.work.kind == W13 && next >= t.items[W13] ? first_part(W2, blockIdx.x)
                                                           : first_part(s.work.kind, next);
       continue;
     }
-    const moelora_weights &w = weights_in_tiles(p, item.kind);
+    const moelora_weights &w = weights_of(p, item.kind);
     const unsigned slab = item.tile % kSlabsOfTile;
     s.from = first_tile_of(p, t, item) + slab * kSlabValues + threadIdx.x % 32 * 16;
     s.step = w.stride_kt;
@@ -242,7 +241,7 @@ __device__ __forceinline__ void multiply_tiles(const DecodeParams &p, const Tabl
                                                const WorkItem &item, const TokenRows &tokens,
                                                const uint16_t *staged, SlabProducer &producer,
                                                SlabPipeline<FORMAT> &pipeline, float (&d)[4]) {
-  const moelora_format format = weights_in_tiles(p, item.kind).format;
+  const moelora_format format = weights_of(p, item.kind).format;
   const int slabs = depth_tiles_of(p, item.kind);
   TokenColumns x = columns_of(p, t, item.kind, tokens, staged, item.active);
 #pragma unroll

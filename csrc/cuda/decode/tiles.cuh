@@ -1,9 +1,8 @@
-/* The layer of decode.cu with weights in tiles.
+/* The kernel of the single-launch layer; decode.cu describes its work items and phases.
  *
- * Here W13 items are processed by a CTA, too: 16 outputs per warp or, gated, per pair of warps,
- * one of which multiplies gate rows, the other up rows. Weights pass through the pipelines of
- * slabs.cuh, which stay filled from the start of the kernel to its last item; shrinks still load A
- * to registers. */
+ * A W13 item has 16 outputs per warp or, gated, per pair of warps, one of which multiplies gate
+ * rows, the other up rows. Weights pass through the pipelines of slabs.cuh, which stay filled from
+ * the start of the kernel to its last item; shrinks load A directly to registers. */
 #ifndef MOELORA_CUDA_DECODE_TILES_CUH
 #define MOELORA_CUDA_DECODE_TILES_CUH
 
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       prefetch_next(buffer);
       prefetch_next(weights);
       wait(sync);
-      if ((int)blockIdx.x < t.items[W2] || is_there(t, work)) {
+      if ((int)blockIdx.x < t.items[W2] || has_item(t, work)) {
         const TokenRows h = stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows,
                                          (int)p.p.intermediate, t.lead, staged, p.staged_bytes);
         if (threadIdx.x == 0)
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         continue;
       }
     }
-    if (is_there(t, work)) {
+    if (has_item(t, work)) {
       park(weights, parked[threadIdx.x / 32]);
 #pragma unroll 1
       do {
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         store_partial(partial, d);
         __syncthreads();
         epilogue_shrink<T, DEFERRED>(p, t, item, partial);
-      } while (is_there(t, work));
+      } while (has_item(t, work));
       unpark(p, weights, parked[threadIdx.x / 32]);
     }
     if (sync.shrinks) {
@@ -108,9 +107,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
       float *partial = partials.sums[turn];
       turn = !turn;
       WorkIterator product = first_part(kind, index);
-      WorkItem item = tile_item_of(p, product);
+      WorkItem item = item_of(p, product);
       for (; has_product(p, t, product, item); product.part += kWarps) {
-        item = tile_item_of(p, product);
+        item = item_of(p, product);
         float d[4];
         prefetch_slabs(p, t, item);
         multiply_tiles<T, FORMAT>(p, t, item, tokens, staged, weights, pipeline, d);
@@ -126,9 +125,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
       if (projection)
         epilogue_sum<T>(p, t, item, partial);
       else
-        epilogue_w13_shared<T, DEFERRED>(
-            p, t, item.active, (item.tile - (int)threadIdx.x / 32 % warps_of_half(p)) * 16,
-            partial);
+        epilogue_w13<T, DEFERRED>(p, t, item.active,
+                                  (item.tile - (int)threadIdx.x / 32 % warps_of_half(p)) * 16,
+                                  partial);
     }
     wait(sync);
     if (!projection)
@@ -138,8 +137,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
-/* Shared memory for tokens per CTA; weights do not pass through L1 here. With Hopper's 227 KB, two
- * CTAs use all but what L1 needs for factors; smaller GPUs have less. */
+/* Shared memory for tokens per CTA on GPUs with at least kLargeShared. With Hopper's 227 KB, two
+ * CTAs use all but what L1 needs for factors; weights do not pass through L1. */
 constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
 /* Launches the kernel of a kernel format. */

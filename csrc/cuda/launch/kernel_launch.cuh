@@ -36,7 +36,8 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
 
 /* Number of blocks of KERNEL, in clusters of CLUSTER, that are resident at once on the device of
  * `exec`. Queried rather than computed: a cluster lies within a GPC, and may not fill it. Queried
- * once per device, after allow_all_shared(); concurrent calls write the same values. */
+ * once per device, after allow_all_shared(): all launches of a kernel on a device have the same
+ * threads and shared memory. Concurrent calls write the same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {

@@ -84,6 +84,10 @@ template <class S, class T> struct NonFinite {
   static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
   static constexpr uint32_t EXPONENT_ONE = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
 
+  static __device__ __forceinline__ T quiet_nan() {
+    return Element<T>::round(__int_as_float(0x7fffffff));
+  }
+
   /* Sets the sign bit of each of two elements that is non-finite: adding one to an exponent of all
    * ones carries into it. */
   static __device__ __forceinline__ uint32_t signs(uint32_t v) {
@@ -163,10 +167,10 @@ template <class S, class T> struct NonFinite {
           output_offset(g, header.tile.block * S::TOKENS + t,
                         g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
-      ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      ((T *)g.epilogue.out)[at] = quiet_nan();
       if constexpr (S::SAVES)
         ((T *)g.before.rows)[g.schedule.blocks.sorted_ids[position] * g.before.stride + row] =
-            Element<T>::round(__int_as_float(0x7fffffff));
+            quiet_nan();
       const moelora_quantized_rows &e4m3 = g.epilogue.e4m3;
       if (S::Format::IS_W8A8 && e4m3.values)
         ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_position(output)] = kNanE4m3;
