@@ -195,9 +195,9 @@ class _Reader:
                 fused = fused and not place.layer.gated
             if (place.key.side == "A") != (place.projection == "down"):
                 shape = self._shapes[text]
-                alone = len(shape) == 2 or shape[0] == 1
+                unstacked = len(shape) == 2 or shape[0] == 1
                 plain = place.expert is None and place.parameter is None
-                shared = shared and (place.layer.num_experts == 1 or (plain and alone))
+                shared = shared and (place.layer.num_experts == 1 or (plain and unstacked))
         return AdapterInfo(rank, fused, shared, self._of_linears.ranks(), self._of_experts.ranks())
 
     def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:

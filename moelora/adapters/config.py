@@ -77,7 +77,7 @@ _REASONS = {
         "rows of the embedding were trained and replace those of the base model; "
         f"{_MERGE}, or train factors of the embedding instead (target_modules)"
     ),
-    "lora_bias": f"factors with biases are not low-rank products alone; {_MERGE}",
+    "lora_bias": f"factors with biases are more than low-rank products; {_MERGE}",
     "layer_replication": "the adapter is for a model with repeated layers",
     "alora_invocation_tokens": "an activated LoRA begins at certain tokens of a row; use PEFT",
     "arrow_config": "Arrow mixes adapters for every token; use PEFT",

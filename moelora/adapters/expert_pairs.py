@@ -109,7 +109,7 @@ class ExpertPairs:
             if projection == "gate_up" and others:
                 key = next(iter(sides.a.values())).key
                 raise ValueError(
-                    f"{key}: {name} has factors of gate_up_proj and of gate or up alone"
+                    f"{key}: {name} has factors of gate_up_proj and of only gate or up"
                 )
 
     def ranks(self) -> dict[str, dict[Projection, int]]:

@@ -241,7 +241,7 @@ def _unpickled(path: Path) -> State:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read as tensors alone (torch.load, weights_only=True): "
+            f"{path} cannot be read as only tensors (torch.load, weights_only=True): "
             f"{_reason(error):.300}"
         ) from None
     if not isinstance(state, Mapping):

@@ -423,7 +423,7 @@ def test_what_is_no_whole_adapter_is_named(change, message):
         ({"modules_to_save": ["lm_head"]}, "whole layers were trained .* merge"),
         ({"trainable_token_indices": [3]}, "rows of the embedding were trained .* merge"),
         ({"bias": "all"}, "biases of the base model were trained.* merge"),
-        ({"lora_bias": True}, "not low-rank products alone; merge"),
+        ({"lora_bias": True}, "more than low-rank products; merge"),
         ({"peft_type": None}, "peft_type is None"),
     ],
 )

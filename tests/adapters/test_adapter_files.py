@@ -114,7 +114,7 @@ def test_torch_files_hold_tensors_alone(tmp_path, capsys):
     torch.save(state, tmp_path / "adapter_model.bin")
     assert_pair(load(tmp_path, None, EXPERTS, LINEARS).linears[Q], q)
     for content, message in (
-        (state | {"trap": Trap()}, r"tensors alone .*: .*GLOBAL (builtins\.)?print(?!.* Please)"),
+        (state | {"trap": Trap()}, r"only tensors .*: .*GLOBAL (builtins\.)?print(?!.* Please)"),
         ([state], "holds a list, wanted a dictionary of tensors"),
         ({"state_dict": state}, "state_dict is a dict, wanted a tensor"),
     ):

@@ -297,7 +297,7 @@ def broken(change):
         ),
         (
             lambda s, k: s.update(per_expert(names={"up_proj": "up"})[0]),
-            r"has factors of gate_up_proj and of gate or up alone",
+            r"has factors of gate_up_proj and of only gate or up",
         ),
         (
             lambda s, k: s.update({k.replace("experts.", "experts.base_layer.base_layer."): s[k]}),

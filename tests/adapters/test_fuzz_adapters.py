@@ -289,7 +289,7 @@ def test_paths_that_lead_nowhere(pool, folder, name):
             assert not add_and_check(pool, path)
     (folder / "adapter_model.bin").touch()
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match=r"adapter_model.bin cannot be read as tensors alone"):
+    with pytest.raises(ValueError, match=r"adapter_model.bin cannot be read as only tensors"):
         pool.add("new", folder)
     (folder / "adapter_model.safetensors").mkdir()
     assert not add_and_check(pool, folder)

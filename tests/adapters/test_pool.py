@@ -167,7 +167,7 @@ def test_versions():
     slot = add(pool, "a", pin=True)
     assert pool.version("a") == 1
     assert change(pool, "a", 1) == pool.version("a") == 2
-    assert pool.lookup("a") == slot, "nobody holds it: in its place"
+    assert pool.lookup("a") == slot, "no batch holds it: in its place"
     check(pool, "a", wrapped(seed=1)[1], 2.0)
     with pytest.raises(ValueError, match="adapter 'a': .* has rank 32"):
         change(pool, "a", 2, r=32)
@@ -207,7 +207,7 @@ def test_a_version_stays_while_it_is_held():
         with pool.hold(["a"]):
             with pytest.raises(RuntimeError, match="no slot for the new version of adapter 'a'"):
                 change(pool, "a", 2)
-        assert change(pool, "a", 2) == 3, "nobody holds the second one"
+        assert change(pool, "a", 2) == 3, "no batch holds the second one"
     add(pool, "b", 5)
     assert pool.lookup("b") == old and pool.names() == ["a", "b"]
 
@@ -291,7 +291,7 @@ def test_memory():
 
 
 def test_threads():
-    """Adapters come and go in four threads; whoever holds one always reads that very adapter."""
+    """Adapters are added and removed in four threads; a hold always reads its own adapter."""
     pool = make_pool(max_loras=3)
     states = {f"n{seed}": wrapped(r=2, seed=seed) for seed in range(6)}
     config = CONFIG | {"r": 2, "lora_alpha": 2}

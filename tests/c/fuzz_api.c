@@ -346,7 +346,7 @@ static void fuzz_experts_backward(void) {
   RUN(experts_backward, &args);
 }
 
-/* ---- adapters alone ---- */
+/* ---- deltas ---- */
 
 static moelora_lists any_lists(const sizes *s, int64_t blocks, int32_t block_size) {
   int64_t ids = random_in(0, 5);

@@ -18,7 +18,7 @@
  *   ORDER SORT SHRINK EXPAND WAVES
  *
  * With `backward`, the lines are backwards of a layer; prints VARIANT BLOCK_ROWS SORT SUM. With
- * `project` and `alone`, they are backwards of w13, and of its adapters alone; prints VARIANT
+ * `project`, they are backwards of w13, with `alone`, of its LoRA without w13; prints VARIANT
  * BLOCK_ROWS SHRINK SUM. With `tiles`, prints every row that supports the layer as separate
  * launches, with the nanoseconds per 1000 weights of the cost model; the selected one is in
  * brackets:

@@ -1,4 +1,4 @@
-/* Adapters alone against plain loops, for every kernel variant that this machine runs: values,
+/* Deltas against plain loops, for every kernel variant that this machine runs: values,
  * rows that keep their bits, halves, vLLM's lists, SGLang's MLP, determinism with threads, error
  * messages. */
 #include "cases.h"

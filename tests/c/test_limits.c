@@ -231,7 +231,7 @@ static void test_ranks(void) {
     CHECK_REFUSED(moelora_plan_experts(&e, &hopper, &layer),
                   "rank 4096: the GPU kernels take ranks below 4096");
   }
-  /* Adapters alone: they do not use the packed ranks that sorts list. */
+  /* Deltas do not use the packed ranks that sorts list. */
   moelora_delta_problem d = {.routes = routes_of(4096, 2, 8, 4),
                              .dtype = MOELORA_BF16,
                              .lora = factors_of(1, MAX_RANK, N, K),

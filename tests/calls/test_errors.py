@@ -414,7 +414,7 @@ def test_numbers_of_other_libraries_are_numbers():
     assert all(map(torch.equal, found, want))
 
 
-# ---- factors that nobody was given ----
+# ---- absent factors ----
 
 
 @pytest.mark.parametrize("kept", ["w13", "w2", "both"])

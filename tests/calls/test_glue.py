@@ -143,7 +143,7 @@ TOLD = re.compile(
 
 @pytest.mark.parametrize("case", op_calls(), ids=lambda case: case[0])
 def test_messages_use_the_names_of_the_operator(case):
-    """Nobody is told about an argument that the operator he calls does not have."""
+    """Errors name no argument that the called operator does not have."""
     name, args = case
     known = {argument.name for argument in operator(name)._schema.arguments}
     messages = []

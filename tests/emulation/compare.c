@@ -1,4 +1,4 @@
-/* Compares random calls on the emulated GPU with the CPU: layers, projections, adapters alone,
+/* Compares random calls on the emulated GPU with the CPU: layers, projections, deltas,
  * alignments, packing; as planned and with a forced kernel. Also compares part of the tokens, with
  * another kernel, with the whole batch, bit for bit.
  *
@@ -127,7 +127,7 @@ static void test_delta(uint64_t number) {
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const bool summed = random_in(0, 2) == 0, silu = random_in(0, 3) == 0,
              lists = random_in(0, 2) == 0;
-  /* Lists and halves take factors in the dtype alone. */
+  /* Lists and halves only take factors in the dtype of x. */
   const moelora_dtype of_factors = lists || random_in(0, 3) ? dtype : MOELORA_F32;
   const int32_t slices = silu ? (int32_t)random_in(1, 2) : (int32_t)random_in(1, 4);
   const int64_t n = 2 * slices * ONE_OF(random_in(1, 64), 8 * random_in(1, 10), 32);

@@ -338,7 +338,7 @@ def test_removed_adapters_no_longer_act(vllm, place):
     slot = int(p.token_lora_mapping[0])
     layer.lora.reset_lora(slot)
     for stack, _ in layer.stacks():
-        stack[slot] = float("nan")  # nobody reads a disabled slot
+        stack[slot] = float("nan")  # a disabled slot is not read
     assert same_bits(layer(), Layer(vllm, base(p), device)())
     layer.load_adapter(slot)
     layer.check(layer())

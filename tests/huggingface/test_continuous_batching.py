@@ -87,7 +87,7 @@ def test_requests_have_their_own_adapters(served):
         base = model.generate_batch(prompts, adapter_names=[None] * 4, **options())
     check(model, [texts(base)[1]], [wanted[1]])
     assert texts(base) == texts(model.generate_batch(prompts, **options()))
-    model._moelora.pool.remove("all")  # nobody holds it any more
+    model._moelora.pool.remove("all")  # no batch holds it any more
 
 
 def test_prompts_in_pieces_and_processors_of_requests(served):

@@ -130,7 +130,7 @@ def test_nothing_is_left_of_an_interrupted_call(loaded, error, where):
     hook.remove()
     assert torch.equal(loaded(ids).logits, base)
     assert torch.equal(loaded.generate(ids, **options), text)
-    loaded._moelora.pool.remove("a")  # nobody holds it
+    loaded._moelora.pool.remove("a")  # no batch holds it
 
 
 # Python drops an exception that a signal raises in a finaliser: then another signal comes.

@@ -300,7 +300,7 @@ def test_configs_of_other_things(folder, changes, message):
 
 
 def test_no_code_of_the_folder_is_run(folder):
-    """Nor is anybody asked whether it may."""
+    """Nor is the user asked whether it may."""
     (folder / "ours.py").write_text("raise SystemExit('ran')")
 
     def mapped(config):

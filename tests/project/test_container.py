@@ -55,7 +55,7 @@ def test_instructions_are_known_and_begin_with_the_image(recipe):
 
 
 def test_the_image_is_of_one_release(recipe):
-    """A tag that moves would bring an engine that nobody has tried."""
+    """A tag that moves would install an engine that was never tested."""
     assert given(recipe, "FROM") == [IMAGES[recipe]]
     assert IMAGES[recipe].partition(":v")[2] in (ROOT / "docs/serving.md").read_text()
 

@@ -90,7 +90,7 @@ def test_docstrings_have_what_they_share():
     sources = [*(ROOT / "moelora").rglob("*.py")]
     used = [name for path in sources for name in PLACEHOLDER.findall(path.read_text())]
     used += [one for name in used for one in GROUPS.get(name, ())]
-    assert {name for name in ENTRIES if used.count(name) < 2} == set(), "shared by nobody"
+    assert {name for name in ENTRIES if used.count(name) < 2} == set(), "used once"
     for name in OPERATORS:
         assert not PLACEHOLDER.search(getattr(moelora, name).__doc__), name
 

@@ -275,7 +275,7 @@ def test_an_optimizer_step_before_the_backward():
 
 
 def test_an_operator_writes_to_what_another_saved():
-    """Absent tensors, which all calls share, are saved by nobody."""
+    """Absent tensors, which all calls share, are not saved."""
     given = leaves(inputs(), ("hidden_states",))
     names = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids")
     out = moelora.fused_experts_lora(**{name: given[name] for name in names})

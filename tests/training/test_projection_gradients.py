@@ -384,7 +384,7 @@ def test_threads(device):
 
 @pytest.mark.parametrize("place", [on_gpu("cuda")])
 def test_streams(place):
-    """A backward runs on the stream of its forward, and whoever waits for it sees its results."""
+    """A backward runs on the stream of its forward, and work that waits for it sees its results."""
     for number in range(4):
         given, call = list(calls(place))[number]
         want = torch.autograd.grad(call().sum(), given["x"])[0]

@@ -16,7 +16,7 @@ def place(request):
 
 
 def test_a_trajectory_is_the_one_alone(place):
-    """Whoever shares the steps: others join, leave and are replaced in their slot meanwhile."""
+    """Whatever tenants share its steps: others join, leave and are replaced in their slot."""
     house = House(place)
     start = {}
     for name in ("law", "code"):

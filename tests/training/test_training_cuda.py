@@ -215,7 +215,7 @@ def test_the_peak_of_a_step():
 
 
 def test_a_backward_on_the_stream_of_its_forward():
-    """And whoever waits for it sees its results."""
+    """And work that waits for it sees its results."""
     p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
     arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
     leaves = by_name(arguments)

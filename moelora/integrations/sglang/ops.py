@@ -6,7 +6,7 @@ For token `m`, choice `j`, expert `e`, adapter `l`, with `gate_up` one pair of f
                  * down_B[l, e] down_A[l, e] silu_and_mul(gate_up_B[l, e] gate_up_A[l, e] x[m])
 
 **This is not the LoRA of the layer.** An adapter trained by PEFT changes gate and up *before* the
-activation: `silu(W x + B A x)`. Here the activation sees the adapter alone: `silu(B A x)`. A layer
+activation: `silu(W x + B A x)`. Here the activation sees only the adapter: `silu(B A x)`. A layer
 of one expert with every size 1 shows it. Let `x = 1`, gate `W = 2`, up `W = 1`, down `W = 1`, and
 an adapter that adds 1 to gate, 1 to up and nothing to down::
 
@@ -312,7 +312,7 @@ def run_moe_lora(
 ) -> Tensor:
     """Add SGLang's adapter MLP to the output of a base MoE layer, in place.
 
-    Not the exact MoE LoRA: its activation sees the adapter alone (see the example in the module
+    Not the exact MoE LoRA: its activation sees only the adapter (see the example in the module
     docstring). The exact layer is `fused_experts_lora`.
 
     Parameters
