@@ -19,7 +19,7 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   static bool allowed[MOELORA_MAX_DEVICES];
   bool *done = &allowed[exec->device_index];
-  if (*done)
+  if (__atomic_load_n(done, __ATOMIC_ACQUIRE))
     return cudaSuccess;
   int most = 0;
   cudaFuncAttributes attributes;
@@ -30,7 +30,7 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  most - (int)attributes.sharedSizeBytes);
-  *done = error == cudaSuccess;
+  __atomic_store_n(done, error == cudaSuccess, __ATOMIC_RELEASE);
   return error;
 }
 
@@ -43,7 +43,8 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
                             int64_t *blocks) {
   static int32_t cache[MOELORA_MAX_DEVICES];
   int32_t *known = &cache[exec->device_index];
-  if (*known == 0) {
+  *blocks = __atomic_load_n(known, __ATOMIC_ACQUIRE);
+  if (*blocks == 0) {
     cudaError_t error = allow_all_shared<KERNEL>(exec);
     int count = 0;
     if (error == cudaSuccess && CLUSTER > 1) {
@@ -61,9 +62,9 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
     }
     if (error != cudaSuccess)
       return error;
-    *known = (count > 0 ? count : 1) * CLUSTER;
+    *blocks = (count > 0 ? count : 1) * CLUSTER;
+    __atomic_store_n(known, (int32_t)*blocks, __ATOMIC_RELEASE);
   }
-  *blocks = *known;
   return cudaSuccess;
 }
 

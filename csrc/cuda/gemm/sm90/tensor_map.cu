@@ -10,7 +10,8 @@ typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, 
 
 /* Looks up the driver's encoder at run time, so that libcuda is not a link dependency. */
 EncodeTiled find_encoder() {
-  static EncodeTiled encode; // concurrent calls write the same value
+  static EncodeTiled known; // concurrent calls write the same value
+  EncodeTiled encode = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (!encode) {
     void *found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -18,6 +19,7 @@ EncodeTiled find_encoder() {
                                          &result) == cudaSuccess &&
         result == cudaDriverEntryPointSuccess)
       encode = (EncodeTiled)found;
+    __atomic_store_n(&known, encode, __ATOMIC_RELAXED);
   }
   return encode;
 }
