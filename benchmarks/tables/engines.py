@@ -252,8 +252,8 @@ def engine_bits():
     rows = [r for r in load("e2e-invariance")[1] if r["topic"] == "bits"]
     ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
     text = f"""Of {ours["matched"]} different rows that came to moelora's {ours["layers"]} layers in
-        both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one of them;
-        with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
+        both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one of
+        them; with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
         {theirs["unmatched"]} came in one of them, after layers that differed."""
     return wrapped(text)
 

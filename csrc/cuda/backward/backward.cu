@@ -204,14 +204,14 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   g.tokens.stride = b->dout_stride;
   g.tokens.divisor = moelora_divisor_of((uint32_t)routes->top_k);
   g.epilogue.activation = p->activation;
-  g.through.gate_up = p->saved.gate_up;
-  g.through.gate_up_stride = p->saved.gate_up_stride;
-  g.through.h = l->h;
-  g.through.dgu = l->dgu;
-  g.through.dgu_stride = l->dgu_stride;
-  g.through.dt = l->dt;
-  g.through.dt_parts = l->dt_parts;
-  g.through.activation = gradient_of(&p->activation);
+  g.dact.gate_up = p->saved.gate_up;
+  g.dact.gate_up_stride = p->saved.gate_up_stride;
+  g.dact.h = l->h;
+  g.dact.dgu = l->dgu;
+  g.dact.dgu_stride = l->dgu_stride;
+  g.dact.dt = l->dt;
+  g.dact.dt_parts = l->dt_parts;
+  g.dact.activation = gradient_of(&p->activation);
   MOELORA_TRY(back_shrink(&g, &plan->product[0], routes, l->yb2, exec));
   return multiply(&g, &plan->product[0], exec);
 }

@@ -33,10 +33,10 @@ typedef struct moelora_activation_gradient {
   bool soft_capped; /* situ */
 } moelora_activation_gradient;
 
-/* Outputs of the gradient of the activation, for each row of v:
+/* Epilogue that applies the gradient of the activation (dAct), to each row of v:
  *
  *   h = act(gate_up), dgu = act'(gate_up) t v, both rounded, and the parts of dt = <v, h> */
-typedef struct moelora_through_activation {
+typedef struct moelora_dact_epilogue {
   const void *gate_up; /* [P, N] by flat row */
   int64_t gate_up_stride;
   void *h;   /* [P, I] by flat row, or NULL */
@@ -45,13 +45,13 @@ typedef struct moelora_through_activation {
   float *dt; /* [position, dt_parts] */
   int32_t dt_parts;
   moelora_activation_gradient activation;
-} moelora_through_activation;
+} moelora_dact_epilogue;
 
 /* A projection with rows of y as `tokens` and `weights` [E, tokens.k, n_out]. adapters.xa is yb;
  * only the factors A of adapters.lora are used. It writes epilogue.out, or the outputs of
- * `through`, with n_out = I; blocks.weights are t, NULL: 1. */
+ * `dact`, with n_out = I; blocks.weights are t, NULL: 1. */
 struct moelora_back_launch : moelora_gemm_launch {
-  moelora_through_activation through; // dgu NULL: writes epilogue.out
+  moelora_dact_epilogue dact; // dgu NULL: writes epilogue.out
 };
 
 /* shrink.cu: yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the true rank

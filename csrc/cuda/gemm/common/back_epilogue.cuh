@@ -134,7 +134,7 @@ struct BackRow {
 
   __device__ __forceinline__ BackRow(const moelora_back_launch &g, int64_t position, bool valid_)
       : valid(valid_) {
-    const moelora_through_activation &to = g.through;
+    const moelora_dact_epilogue &to = g.dact;
     const int64_t row = valid ? g.schedule.blocks.sorted_ids[position] : 0;
     gate_up = (const uint16_t *)to.gate_up + row * to.gate_up_stride;
     h = (uint16_t *)to.h + row * g.weights.n_out;
@@ -201,13 +201,13 @@ __device__ __forceinline__ void store_through(const float *d, const moelora_back
     weight.y = weights[position + mine + 1];
   BackTile<T, VECTORS> tile;
   tile.load(row, form, output, inter);
-  const float2 dt = tile.finish(d, g.through.activation, row, form, output, inter, weight,
-                                g.through.h != nullptr);
-  float *to = g.through.dt + position * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
+  const float2 dt =
+      tile.finish(d, g.dact.activation, row, form, output, inter, weight, g.dact.h != nullptr);
+  float *to = g.dact.dt + position * g.dact.dt_parts + output / MOELORA_DT_OUTPUTS;
   if (lane < 4 && mine < count)
-    to[mine * g.through.dt_parts] = dt.x;
+    to[mine * g.dact.dt_parts] = dt.x;
   if (lane < 4 && mine + 1 < count)
-    to[(mine + 1) * g.through.dt_parts] = dt.y;
+    to[(mine + 1) * g.dact.dt_parts] = dt.y;
 }
 
 #endif

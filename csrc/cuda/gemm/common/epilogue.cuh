@@ -61,7 +61,7 @@ enum class EpilogueMode {
   GATED,   // bias, gated activation
   SILU,    // silu without a limit, the most common gated activation
   PLAIN,   // bias, relu^2 or nothing
-  THROUGH, // backward: gradient of the activation
+  DACT,    // backward: gradient of the activation
 };
 
 /* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */

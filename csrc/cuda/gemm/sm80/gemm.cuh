@@ -190,7 +190,7 @@ template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
                                           const Tile &tile, int count) {
   using S = WarpTile<E>;
-  if (!g.through.dgu)
+  if (!g.dact.dgu)
     return store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
 #pragma unroll 1
   for (int j = 0; j < S::N8_TILES; j++) {

@@ -41,17 +41,17 @@ struct LaunchBack {
 
   template <bool ZEROS>
   static moelora_status run_with(const moelora_back_launch *g, const moelora_exec *exec) {
-    return g->through.dgu ? run_as<ZEROS, true, EpilogueMode::THROUGH>(g, exec)
-                          : run_as<ZEROS, false, EpilogueMode::PLAIN>(g, exec);
+    return g->dact.dgu ? run_as<ZEROS, true, EpilogueMode::DACT>(g, exec)
+                       : run_as<ZEROS, false, EpilogueMode::PLAIN>(g, exec);
   }
 
-  template <bool ZEROS, bool THROUGH, EpilogueMode MODE>
+  template <bool ZEROS, bool DACT, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
     // Where two CTAs share an SM, the buffers of the epilogue replace a pipeline stage.
-    constexpr int KEPT = THROUGH && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
-    using S = std::conditional_t<
-        NATIVE, TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, THROUGH>,
-        TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, ZEROS, THROUGH>>;
+    constexpr int KEPT = DACT && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
+    using S =
+        std::conditional_t<NATIVE, TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, DACT>,
+                           TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, ZEROS, DACT>>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
     GemmMaps maps = {};

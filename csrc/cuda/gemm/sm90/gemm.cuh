@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
       if (g.epilogue.weighted && i * 32 + lane < header.count)
         prefetch(&g.schedule.blocks.weights[position]);
     }
-    if constexpr (MODE == EpilogueMode::THROUGH)
+    if constexpr (MODE == EpilogueMode::DACT)
       Mainloop::template Epilogue<MODE>::prefetch_rows(g, header, warp);
 
     // Main loop and adapter stages.
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
       FixupPass<S>(warp.smem).request();
 
     // Epilogue.
-    if constexpr (MODE == EpilogueMode::THROUGH)
+    if constexpr (MODE == EpilogueMode::DACT)
       Mainloop::template Epilogue<MODE>::store(rAcc, g, header, warp);
     else if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, warp);

@@ -14,24 +14,24 @@
 
 #include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/native.cuh"
-#include "cuda/gemm/sm90/through_epilogue.cuh"
+#include "cuda/gemm/sm90/dact_epilogue.cuh"
 #include "cuda/ptx/opaque.cuh"
 
 template <class S, class T> struct TransposedMainloop;
 
-/* THROUGH_: the epilogue applies the gradient of the activation, in buffers of its own. */
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, bool THROUGH_>
+/* DACT_: the epilogue applies the gradient of the activation, in buffers of its own. */
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, bool DACT_>
 struct TransposedShape : NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER> {
   using Native = NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
-  static constexpr bool ALIASES = Native::ALIASES && !THROUGH_;
+  static constexpr bool ALIASES = Native::ALIASES && !DACT_;
   // The gradient of the activation needs registers beside the accumulators.
-  static constexpr bool NARROW = THROUGH_ && CONSUMERS == 2;
+  static constexpr bool NARROW = DACT_ && CONSUMERS == 2;
   static constexpr int PRODUCER_REGISTERS = NARROW ? 104 : Native::PRODUCER_REGISTERS;
   static constexpr int CONSUMER_REGISTERS = NARROW ? 200 : Native::CONSUMER_REGISTERS;
-  static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Native::OUT_ROWS;
+  static constexpr int OUT_ROWS = DACT_ ? kDactRows : Native::OUT_ROWS;
   static constexpr int OWN_BUFFERS =
-      THROUGH_ ? buffers_for_through(TOKENS > 128 ? 2 : 3) : Native::OWN_BUFFERS;
+      DACT_ ? own_buffers_of_dact(TOKENS > 128 ? 2 : 3) : Native::OWN_BUFFERS;
   template <class S, class T> using Mainloop = TransposedMainloop<S, T>;
 };
 
@@ -99,7 +99,7 @@ template <class S, class T> struct TransposedMainloop {
   using Scales = NoTokenScales<S>;
   using Adapters = TransposedAdapters<S, T>;
   template <EpilogueMode MODE>
-  using Epilogue = std::conditional_t<MODE == EpilogueMode::THROUGH, ThroughEpilogue<S, T>,
+  using Epilogue = std::conditional_t<MODE == EpilogueMode::DACT, DactEpilogue<S, T>,
                                       WeightMajorEpilogue<S, T, MODE>>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 

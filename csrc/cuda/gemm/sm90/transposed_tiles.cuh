@@ -27,7 +27,7 @@ template <class S, class T> struct TransposedTilesMainloop;
 
 /* ZEROS_: formats with zero points. */
 template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_,
-          bool THROUGH_>
+          bool DACT_>
 struct TransposedTilesShape
     : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
       RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
@@ -35,9 +35,9 @@ struct TransposedTilesShape
   using Format = FormatTraits<FORMAT_>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ZEROS = ZEROS_;
-  static constexpr bool ALIASES = Base::ALIASES && !THROUGH_;
-  static constexpr int OUT_ROWS = THROUGH_ ? kThroughRows : Base::OUT_ROWS;
-  static constexpr int OWN_BUFFERS = THROUGH_ ? buffers_for_through(2) : Base::OWN_BUFFERS;
+  static constexpr bool ALIASES = Base::ALIASES && !DACT_;
+  static constexpr int OUT_ROWS = DACT_ ? kDactRows : Base::OUT_ROWS;
+  static constexpr int OWN_BUFFERS = DACT_ ? own_buffers_of_dact(2) : Base::OWN_BUFFERS;
   static constexpr int SPANS = 2, GATHER_LANES = 4;
   // With more sizes of N there are too few registers for wgmmas in flight.
   static constexpr int STEP = 32, LEAST = 96;

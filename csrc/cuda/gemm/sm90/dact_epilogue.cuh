@@ -15,27 +15,28 @@
  * A thread loads and stores the same chunks of every eight tokens, so no barrier is needed between
  * the store from a buffer and the next load to it. The first loads are issued before the main loop.
  */
-#ifndef MOELORA_CUDA_SM90_THROUGH_EPILOGUE_CUH
-#define MOELORA_CUDA_SM90_THROUGH_EPILOGUE_CUH
+#ifndef MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
+#define MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
 
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 
 /* Rows of an epilogue buffer of the kernel shape, which are 2 KB. */
-constexpr int kThroughRows = 16;
-/* Number of such buffers of a consumer that hold `through` buffers of gate_up and one of h, and its
- * inverse. */
-constexpr int buffers_for_through(int through) {
-  return 2 * through + 1;
+constexpr int kDactRows = 16;
+/* Number of such buffers of a consumer that hold `buffers` of gate_up and one of h, and its
+ * inverse.
+ */
+constexpr int own_buffers_of_dact(int buffers) {
+  return 2 * buffers + 1;
 }
-constexpr int through_buffers(int buffers) {
+constexpr int dact_buffers(int buffers) {
   return (buffers - 1) / 2;
 }
 
-template <class S, class T> struct ThroughEpilogue {
+template <class S, class T> struct DactEpilogue {
   static constexpr int BLOCK_BYTES = 8 * kRowBytes;
   static constexpr int GU_BYTES = 4 * BLOCK_BYTES, H_BYTES = 2 * BLOCK_BYTES;
-  static constexpr int BUFFERS = through_buffers(S::OWN_BUFFERS);
+  static constexpr int BUFFERS = dact_buffers(S::OWN_BUFFERS);
   static_assert(BUFFERS > 1 &&
                     BUFFERS * GU_BYTES + H_BYTES <= (int)sizeof(SharedStorage<S>::sOut[0]),
                 "a consumer's epilogue buffers");
@@ -92,7 +93,7 @@ template <class S, class T> struct ThroughEpilogue {
                                               int32_t row, bool valid, const Share &share,
                                               uint32_t buffer) {
     if (valid) {
-      const char *from = address_of(g.through.gate_up, row, g.through.gate_up_stride);
+      const char *from = address_of(g.dact.gate_up, row, g.dact.gate_up_stride);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int column = column_of(form, first, g.weights.n_out, share, i);
@@ -116,8 +117,7 @@ template <class S, class T> struct ThroughEpilogue {
     const int line = threadIdx.x & 1, columns = form == GateUp::INTERLEAVED ? 2 : 1;
     for (int t = 8 * BUFFERS + (threadIdx.x & 127) / 2; t < header.count; t += 64) {
       const int64_t row = block_row<S>(g, header.tile.block, t);
-      const uint16_t *gate_up =
-          (const uint16_t *)g.through.gate_up + row * g.through.gate_up_stride;
+      const uint16_t *gate_up = (const uint16_t *)g.dact.gate_up + row * g.dact.gate_up_stride;
       for (int half = 0; half < (form == GateUp::ONE ? 1 : 2); half++) {
         const int column = first + line * 64 + (columns == 2 ? half * 32 : 0);
         if (column < inter)
@@ -195,7 +195,7 @@ template <class S, class T> struct ThroughEpilogue {
                                                     int first, const Share &share, uint32_t buffer,
                                                     int32_t row) {
     const int inter = g.weights.n_out;
-    char *const dgu = address_of(g.through.dgu, row, g.through.dgu_stride);
+    char *const dgu = address_of(g.dact.dgu, row, g.dact.dgu_stride);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = column_of(form, first, inter, share, i);
@@ -204,8 +204,8 @@ template <class S, class T> struct ThroughEpilogue {
                         load_shared_16(share.sGu + buffer + i * 2 * BLOCK_BYTES));
     }
     const int column = first + share.block * 64 + share.chunk * 8;
-    if (g.through.h && column < inter)
-      store_global_16(address_of(g.through.h, row, inter) + 2 * (uint32_t)column,
+    if (g.dact.h && column < inter)
+      store_global_16(address_of(g.dact.h, row, inter) + 2 * (uint32_t)column,
                       load_shared_16(share.sH));
   }
 
@@ -229,7 +229,7 @@ template <class S, class T> struct ThroughEpilogue {
     const int output = first + t_of_dt * 64 + (threadIdx.x >> 5 & 3) * 16;
     const bool stores_dt = lane < 16 && output < inter;
     float *dt =
-        g.through.dt + (position + token_of_dt) * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
+        g.dact.dt + (position + token_of_dt) * g.dact.dt_parts + output / MOELORA_DT_OUTPUTS;
     uint32_t buffer = 0;
 #pragma unroll 1
     for (int pass = 0; 8 * PASS * pass < header.count; pass++) {
@@ -257,14 +257,14 @@ template <class S, class T> struct ThroughEpilogue {
           for (int q = 0; q < 4; q++)
             v[t][q] = rAcc[t][4 * p + q];
         }
-        apply_back<KIND>(outputs, v, g.through.activation, weight);
+        apply_back<KIND>(outputs, v, g.dact.activation, weight);
 #pragma unroll
         for (int t = 0; t < 2; t++)
           write(outputs[t], form, base + buffer, sH, t);
         const float sum_of_dt = sum(outputs);
         if (stores_dt && 8 * j + token_of_dt < header.count)
           *dt = sum_of_dt;
-        dt += 8 * g.through.dt_parts;
+        dt += 8 * g.dact.dt_parts;
 
         // Store the rows, and load the next ones to the same buffer.
         const int32_t row = row_of(g, header, share, j); // in L1 since its load was issued
@@ -286,7 +286,7 @@ template <class S, class T> struct ThroughEpilogue {
                                                const moelora_back_launch &g,
                                                const TileHeader &header,
                                                const WarpContext<S> &warp) {
-    switch (back_kind(g.through.activation)) {
+    switch (back_kind(g.dact.activation)) {
     case BackKind::SILU:
       return store_as<BackKind::SILU>(rAcc, g, header, warp);
     case BackKind::GATED:
