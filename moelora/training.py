@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.checks import check_count
 from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
 from moelora.ops import Weights, fused_experts_lora, layer_arguments
 from moelora.projection_training import (
@@ -271,7 +272,7 @@ def _check_ids(
 ) -> None:
     """ValueError for arguments of `touched_pairs` that would broadcast, or be no indices."""
     given = {"topk_ids": ids, "token_lora_mapping": mapping, "expert_map": expert_map}
-    shapes = {"topk_ids": "(M, top_k)", "token_lora_mapping": f"({len(ids)},)"}
+    shapes = {"topk_ids": "(M, top_k)", "token_lora_mapping": f"{tuple(ids.shape[:1])}"}
     for name, right in (
         ("topk_ids", ids.dim() == 2),
         ("token_lora_mapping", mapping.shape == ids.shape[:1]),
@@ -287,9 +288,10 @@ def _check_ids(
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             dtype = str(value.dtype).removeprefix("torch.")
             raise ValueError(f"{name} has dtype {dtype}, expected an integer one")
+        if value.device != ids.device:
+            raise ValueError(f"{name} is on {value.device}, expected {ids.device} as topk_ids")
     for name, number in (("max_loras", max_loras), ("num_experts", num_experts)):
-        if number < 0:
-            raise ValueError(f"{name} is {number}, expected at least 0")
+        check_count(name, number, 0)
     if max_loras * num_experts > torch.iinfo(torch.int32).max:
         raise ValueError(
             f"max_loras is {max_loras} and num_experts is {num_experts}, expected at most 2^31 - 1 "

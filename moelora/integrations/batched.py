@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora.call import typed
 from moelora.ops import Weights, fused_experts_lora
+from moelora.storage import check_held
 
 
+@typed
 def batched_experts_lora(
     hidden_states: Tensor,
     w13: Weights,
@@ -50,9 +53,22 @@ def batched_experts_lora(
 
     Raises
     ------
-    ValueError, NotImplementedError
+    ValueError, TypeError, NotImplementedError
         As `fused_experts_lora` does, and for shapes other than these, before anything is written.
     """
+    for name, tensor in (
+        ("hidden_states", hidden_states),
+        ("expert_num_tokens", expert_num_tokens),
+        ("token_lora_mapping", token_lora_mapping),
+        ("out", out),
+    ):
+        if tensor is None:
+            continue
+        check_held(name, tensor)
+        if tensor.device != hidden_states.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, expected {hidden_states.device} as hidden_states"
+            )
     if hidden_states.dim() != 3:
         raise ValueError(
             f"hidden_states has {hidden_states.dim()} dimensions, expected 3: experts, rows of "
@@ -74,8 +90,11 @@ def batched_experts_lora(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
     if out is not None and not out.is_contiguous():
         raise ValueError("out is not contiguous")
-    if w13.shape[0] != experts:
-        raise ValueError(f"hidden_states has {experts} blocks, w13 has {w13.shape[0]} experts")
+    if not len(w13.shape) or w13.shape[0] != experts:
+        raise ValueError(
+            f"w13 has shape {tuple(w13.shape)}, expected {experts} experts, as many as "
+            "hidden_states has blocks"
+        )
     mapping = None if token_lora_mapping is None else token_lora_mapping.reshape(-1)
     ids = expert_ids(expert_num_tokens, rows)
     done = fused_experts_lora(

@@ -90,7 +90,7 @@ def test_arguments_are_refused_by_name():
     refused(r"token_lora_mapping has shape \(4, 3\)", token_lora_mapping=mapping[:, :3])
     refused(r"out has shape \(4, 3, 64\)", out=x[:, :3])
     refused("out is not contiguous", out=x.transpose(1, 2).contiguous().transpose(1, 2))
-    refused("hidden_states has 4 blocks, w13 has 2 experts", w13=p.w13[:2])
+    refused("expected 4 experts, as many as hidden_states has blocks", w13=p.w13[:2])
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,26 @@ def test_sequences_become_tokens(device):
         moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=[1, 2])
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seq_lens": [3, -1]}, "seq_lens has the length -1, expected none below 0"),
+        ({"seq_lens": [3, 4], "num_tokens": 6}, "num_tokens is 6, seq_lens has 7 together"),
+        ({"seq_lens": [1.5, 4.5]}, "seq_lens has dtype float32, expected integers"),
+        ({"num_tokens": -1}, "num_tokens is -1, wanted an integer >= 0"),
+        ({"num_tokens": True}, "num_tokens is True, wanted an integer >= 0"),
+        ({"weight_indices": torch.zeros(2)}, "weight_indices has dtype float32, expected int32 or"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "seq_lens is on meta"),
+    ],
+)
+def test_lengths_that_are_of_no_batch(changes, why):
+    given = {"weight_indices": torch.tensor([0, -1]), "seq_lens": [3, 3], "num_tokens": 8}
+    tables = {"lora_ranks": torch.tensor([4, 4]), "scalings": torch.ones(2)}
+    assert moelora.prepare_moe_lora_batch(**given, **tables).weight_indices.numel() == 8
+    with pytest.raises(ValueError, match=why):
+        moelora.prepare_moe_lora_batch(**{**given, **changes}, **tables)
+
+
 def test_a_pool_has_the_buffers(device_and_dtype):
     device, dtype = device_and_dtype
     layer = moelora.MoELayer("layer", num_experts=4, hidden_size=64, intermediate_size=32)
