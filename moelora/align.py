@@ -203,7 +203,7 @@ def _per_adapter(name: str, lists: Tensor, max_loras: int, width: int | None) ->
     """Lists of `width` for each adapter slot, as a matrix; vLLM allocates them flat."""
     if lists.dim() == 1 and width is not None and lists.numel() == max_loras * width:
         return lists.view(max_loras, width)
-    if lists.dim() == 1 or (width is not None and lists.size(-1) != width):
+    if lists.dim() < 2 or (width is not None and lists.size(-1) != width):
         raise ValueError(
             f"{name} has shape {tuple(lists.shape)}, expected ({max_loras}, {width}), or flat"
         )

@@ -67,14 +67,30 @@ def _mistyped(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     except TypeError as error:  # specific already, but for options
         return str(error) if hasattr(function, "__signature__") else ""
     for name, wanted in typing.get_type_hints(function).items():
-        if name in given and not _fits(given[name], wanted):
-            value = given[name]
+        if name not in given:
+            continue
+        value = given[name]
+        if found := _not_strided(value):
+            return f"{name} is {found}, expected a strided tensor"
+        if not _fits(value, wanted):
             kind = type(value).__name__
             got = value if value is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
             if isinstance(value, list | tuple):
                 inside = ", ".join(sorted({type(item).__name__ for item in value}))
                 got = f"{got} of {inside or 'nothing'}"
             return f"{name} is {got}, expected {_in_words(wanted)}"
+    return ""
+
+
+def _not_strided(value: Any) -> str:
+    """Describe a tensor, or one of a sequence, that has no strides or no plain numbers."""
+    for tensor in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_nested or tensor.is_quantized:
+            return "a nested tensor" if tensor.is_nested else f"a tensor of {tensor.dtype}"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of layout {tensor.layout}"
     return ""
 
 
@@ -91,7 +107,7 @@ def _fits(value: Any, wanted: Any) -> bool:
     if origin is typing.Literal:  # the operator checks the values
         return isinstance(value, tuple({type(option) for option in typing.get_args(wanted)}))
     if wanted in (int, bool, float):  # torch accepts numbers of any library
-        return hasattr(value, "__float__") and not isinstance(value, Tensor)
+        return hasattr(value, "__float__") and not hasattr(value, "__len__")
     if wanted is Any:
         return True
     # tuple[int, int] is an instance of `type` on Python 3.10
@@ -124,14 +140,14 @@ def or_absent(tensor: Tensor | None, absent: Tensor) -> Tensor:
     return absent if tensor is None else tensor
 
 
-def _is_freed(tensor: Tensor) -> bool:
+def is_freed(tensor: Tensor) -> bool:
     """Whether its storage is freed; the compiled operator then rejects it, by name."""
     return not is_compiling() and type(tensor) in _PLAIN and not holds(tensor)
 
 
 def weights_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
     """Routing weights or scalings, as float32."""
-    if tensor is None or tensor.dtype is torch.float32 or _is_freed(tensor):
+    if tensor is None or tensor.dtype is torch.float32 or is_freed(tensor):
         return or_absent(tensor, absent)
     if tensor.is_complex():
         raise TypeError(f"{name} has dtype {_name(tensor)}, expected real numbers")
@@ -140,7 +156,7 @@ def weights_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tenso
 
 def ids_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
     """A table of ids or ranks as int32; values beyond int32 remain out of range."""
-    if tensor is None or tensor.dtype is torch.int32 or _is_freed(tensor):
+    if tensor is None or tensor.dtype is torch.int32 or is_freed(tensor):
         return or_absent(tensor, absent)
     if tensor.dtype is torch.bool:
         raise TypeError(f"{name} has dtype bool, expected int32")
@@ -152,10 +168,16 @@ def ids_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
 def enabled_or_absent(adapter_enabled: Tensor | None, absent: Tensor) -> Tensor:
     if adapter_enabled is None or adapter_enabled.dtype in (torch.bool, torch.int32):
         return or_absent(adapter_enabled, absent)
-    if _is_freed(adapter_enabled):
+    if is_freed(adapter_enabled):
         return adapter_enabled
     _check_integers("adapter_enabled", adapter_enabled, "bool or int32")
     return adapter_enabled != 0
+
+
+def check_dimensions(name: str, tensor: Tensor, wanted: int) -> None:
+    """Raise ValueError, as the compiled operators do, before a dimension is read in Python."""
+    if tensor.dim() != wanted:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, expected {wanted}")
 
 
 def _check_integers(name: str, tensor: Tensor, wanted: str) -> None:

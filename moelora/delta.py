@@ -16,19 +16,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moelora.call import (
     Factors,
     absent_tensor,
+    check_dimensions,
     enabled_or_absent,
     factor_list,
     ids_or_absent,
+    is_freed,
     operators,
     run,
     typed,
     weights_or_absent,
 )
+from moelora.storage import check_held
 
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
@@ -45,6 +49,9 @@ def one_expert(
     """Map every id from 0 on to one expert, if an unknown number of experts share factors."""
     if num_experts is not None:
         return topk_ids, expert_map, num_experts
+    clamped = topk_ids if expert_map is None else expert_map
+    if is_freed(clamped) or clamped.is_complex() or clamped.dtype == torch.bool:
+        return topk_ids, expert_map, 1  # which is refused later, by name
     if expert_map is not None:
         return topk_ids, expert_map.clamp_max(0), 1
     return topk_ids.clamp_max(0), None, 1
@@ -63,6 +70,7 @@ def delta_arguments(*arguments: Any) -> tuple[Any, ...]:
     absent = absent_tensor(x)
     experts = known_experts((*a, *b), num_experts)
     topk_ids, expert_map, experts = one_expert(topk_ids, expert_map, experts)
+    check_held("x", x)
     return (
         x.flatten(0, 1) if x.dim() == 3 else x,
         a,
@@ -84,6 +92,8 @@ def _delta(op: Any, add_inputs: bool, out: Tensor | None, *arguments: Any) -> Te
     if out is None:
         add_inputs = False
         x, b, topk_ids = args[0], args[2], args[4]
+        for at, factor in enumerate(b):
+            check_dimensions(f"lora_b[{at}]", factor, 4)
         out = x.new_empty((*topk_ids.shape, sum(f.size(-2) for f in b)))
     run(op, out, *args, add_inputs)
     return out

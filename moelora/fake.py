@@ -50,16 +50,25 @@ def _example(value: Any) -> Any:
 
 def _check_devices(op: Any, args: tuple[Any, ...], on_host: set[str]) -> None:
     """Check what meta tensors cannot express: all tensors of the call are on one device."""
-    first = next(value for value in args if isinstance(value, Tensor))
-    for argument, value in zip(op._schema.arguments, args, strict=False):
+    given = list(zip(op._schema.arguments, args, strict=False))
+    first = next(value for _, value in given if isinstance(value, Tensor))
+    for argument, value in given:
         for tensor in value if isinstance(value, list) else [value]:
             if not isinstance(tensor, Tensor) or _is_absent(tensor):
                 continue
             is_read = argument.name in on_host and first.device.type != "meta"
             want = torch.device("cpu") if is_read else first.device
             if tensor.device != want:
-                why = "it is read there" if is_read else "as the first tensor"
+                why = "it is read there" if is_read else f"as {_first_on(want, given)}"
                 raise ValueError(f"{argument.name} is on {tensor.device}, expected {want}: {why}")
+
+
+def _first_on(device: torch.device, given: list[tuple[Any, Any]]) -> str:
+    """Name of the first tensor there, if there is one of those that are only read: others may be
+    new, beside it."""
+    there = [a for a, value in given if isinstance(value, Tensor) and value.device == device]
+    name: str = next((a.name for a in there if a.alias_info is None), there[0].name)
+    return name
 
 
 def _is_absent(tensor: Tensor) -> bool:

@@ -202,7 +202,7 @@ def test_compile_refuses(changes, message, dynamic):
 
 def test_devices():
     given = {**inputs(), "w2": meta(inputs()["w2"])}
-    with pytest.raises(ValueError, match="w2 is on meta, expected cpu: as the first tensor"):
+    with pytest.raises(ValueError, match="w2 is on meta, expected cpu: as hidden_states"):
         moelora.fused_experts_lora(**given)
 
 

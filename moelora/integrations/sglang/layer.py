@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora.call import typed, weights_or_absent
 from moelora.integrations.sglang.quantized import (
     Tiles,
     device_of,
@@ -16,8 +17,18 @@ from moelora.integrations.sglang.quantized import (
 )
 from moelora.ops import Activation, fused_experts_lora
 from moelora.quantized import QuantizedWeights
+from moelora.storage import check_held
+
+BATCH = (
+    "token_lora_mapping",
+    "gate_up_lora_a",
+    "gate_up_lora_b",
+    "down_lora_a",
+    "down_lora_b",
+)
 
 
+@typed
 def experts_with_lora(
     hidden_states: Tensor,
     w13_weight: Tensor | QuantizedWeights,
@@ -66,13 +77,20 @@ def experts_with_lora(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature, or a tensor of `batch` is missing.
     NotImplementedError
         This build or this device has no kernel for it.
     """
     if routed_scaling_factor not in (None, 1.0):
-        topk_weights = topk_weights.float() * routed_scaling_factor
+        topk_weights = weights_or_absent("topk_weights", topk_weights, topk_weights)
+        check_held("topk_weights", topk_weights)
+        topk_weights = topk_weights * routed_scaling_factor
     adapters: dict[str, Any] = {}
     if batch is not None:
+        for name in BATCH:
+            if not isinstance(getattr(batch, name, None), Tensor):
+                raise TypeError(f"batch.{name} is {getattr(batch, name, None)!r}, expected Tensor")
         slices = 1 if activation == "relu2" else 2
         adapters = {
             "token_lora_mapping": batch.token_lora_mapping,

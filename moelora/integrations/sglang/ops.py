@@ -34,6 +34,7 @@ from torch import Tensor
 
 from moelora.call import (
     absent_tensor,
+    check_dimensions,
     enabled_or_absent,
     ids_or_absent,
     operators,
@@ -43,6 +44,7 @@ from moelora.call import (
 )
 from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
+from moelora.storage import check_held
 
 
 def _routes(
@@ -105,10 +107,12 @@ def moe_lora_a(
     ------
     {errors}
     """
+    check_dimensions("lora_a", lora_a, 4)
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
     routes = _routes([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_a.default
+    check_held("out", out)
     run(op, out.unsqueeze(0), x, [lora_a], *routes)
     return out
 
@@ -148,6 +152,8 @@ def moe_lora_gate_up_b(
     ------
     {errors}
     """
+    check_held("intermediate_a", intermediate_a)
+    check_dimensions("gate_up_b", gate_up_b, 4)
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
     routes = _routes(
@@ -219,6 +225,7 @@ def moe_lora_down_combine(
         routing_weights,
         scalings,
     )
+    check_held("activated", activated)
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     op = operators.moe_lora_down_combine.default
     run(op, output, x, [down_a], [down_b], *routes)

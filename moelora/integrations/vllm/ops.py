@@ -39,6 +39,12 @@ def _check_equal(name: str, got: Any, source: str, want: Any) -> None:
         raise ValueError(f"{name} is {got}, {source} is {want}")
 
 
+def _check_size(name: str, got: int, source: str, tensor: Tensor, dim: int) -> None:
+    if tensor.dim() <= dim:
+        raise ValueError(f"{source} has {tensor.dim()} dimensions, expected at least {dim + 1}")
+    _check_equal(name, got, f"{source}.size({dim})", tensor.size(dim))
+
+
 def _lists(
     factors: Sequence[Tensor],
     topk_weights: Tensor,
@@ -54,7 +60,7 @@ def _lists(
     block_size: int,
 ) -> tuple[Any, ...]:
     """Convert vLLM's description of rows and adapters to arguments of the compiled operators."""
-    _check_equal("top_k_num", top_k_num, "topk_weights.size(1)", topk_weights.size(-1))
+    _check_size("top_k_num", top_k_num, "topk_weights", topk_weights, 1)
     absent = absent_tensor(topk_weights)
     experts = known_experts(factors, num_experts)
     if sorted_token_ids is None:
@@ -228,7 +234,7 @@ def fused_moe_lora(
             f"lora_a_stacked has {len(a)} slices, lora_b_stacked has {len(b)}, expected as many, "
             "at least 1"
         )
-    _check_equal("max_lora_rank", max_lora_rank, "lora_a_stacked[0].size(2)", a[0].size(-2))
+    _check_size("max_lora_rank", max_lora_rank, "lora_a_stacked[0]", a[0], 2)
     rows = _lists(
         (*a, *b),
         topk_weights,
@@ -332,9 +338,9 @@ def fused_moe_lora_shrink(
         split_k=split_k,
     )
     _check_equal("num_slices", num_slices, "the number of lora_a_stacked", len(a))
-    _check_equal("N", N, "a_intermediate_cache1.size(3)", a_intermediate_cache1.size(-1))
-    _check_equal("M", M, "topk_weights.size(0)", topk_weights.size(0))
-    _check_equal("K", K, "qcurr_hidden_states.size(1)", qcurr_hidden_states.size(-1))
+    _check_size("N", N, "a_intermediate_cache1", a_intermediate_cache1, 3)
+    _check_size("M", M, "topk_weights", topk_weights, 0)
+    _check_size("K", K, "qcurr_hidden_states", qcurr_hidden_states, 1)
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
     rows = _lists(
         a,
@@ -436,13 +442,11 @@ def fused_moe_lora_expand(
         split_k=split_k,
     )
     _check_equal("num_slices", num_slices, "the number of lora_b_stacked", len(b))
-    _check_equal("M", M, "topk_weights.size(0)", topk_weights.size(0))
+    _check_size("M", M, "topk_weights", topk_weights, 0)
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
     if b:
-        _check_equal("max_lora_rank", max_lora_rank, "lora_b_stacked[0].size(3)", b[0].size(-1))
-        _check_equal(
-            "w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0].size(2)", b[0].size(-2)
-        )
+        _check_size("max_lora_rank", max_lora_rank, "lora_b_stacked[0]", b[0], 3)
+        _check_size("w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0]", b[0], 2)
     rows = _lists(
         b,
         topk_weights,
