@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 import torch
 
@@ -14,14 +15,21 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name} is {value!r}, wanted an integer >= {least}")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether float32 holds it; not for NaN, infinities and bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number: Any = value  # an integer may be too large for float(value)
+    return bool(-LARGEST <= number <= LARGEST)
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, wanted True or False")
+
+
 def check_number(name: str, value: object, positive: bool = False) -> None:
-    if (
-        not isinstance(value, Real)
-        or isinstance(value, bool)
-        or not value <= LARGEST  # also NaN; an integer may be too large for float(value)
-        or value < 0
-        or (positive and value == 0)
-    ):
+    if not is_number(value) or value < 0 or (positive and value == 0):
         raise ValueError(
             f"{name} is {value!r}, wanted a finite number {'>' if positive else '>='} 0"
         )

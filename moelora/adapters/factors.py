@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moelora.storage import check_held
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,6 +87,15 @@ def check_dtype(key: str, dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"{key}: dtype is {dtype}, wanted float32, bfloat16 or float16")
     return dtype
+
+
+def check_plain(key: str, tensor: object) -> None:
+    """Raise ValueError for what is no tensor with elements in memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        raise ValueError(f"{key} is a sparse, nested or meta tensor, wanted a plain one")
+    check_held(key, tensor)
 
 
 def check_rank(what: str, rank: int, max_rank: int, name: str = "max_rank") -> None:

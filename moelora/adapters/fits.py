@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from moelora.adapters.factors import check_dtype, check_rank, check_shape
-from moelora.adapters.layers import LinearLayer, LinearPair, MoELayer, Pair, Projection
+from moelora.adapters.factors import check_dtype, check_plain, check_rank, check_shape
+from moelora.adapters.layers import Adapter, LinearLayer, LinearPair, MoELayer, Pair, Projection
+from moelora.checks import is_number
+
+
+def check_parts(adapter: Adapter) -> None:
+    """ValueError unless both parts are mappings."""
+    _check_mapping("experts", adapter.experts)
+    _check_mapping("linears", adapter.linears)
 
 
 def check_experts(
@@ -19,15 +26,19 @@ def check_experts(
     for name, pairs in adapter.items():
         if name not in layers:
             raise ValueError(f"factors of {name}, which is none of the pool's layers of experts")
+        _check_mapping(f"experts[{name!r}]", pairs)
         layer = layers[name]
         _check_projections(layer, pairs)
         for projection, pair in pairs.items():
             where, experts = f"{name}.{projection}", (layer.num_experts, 1)
+            _check_pair(where, pair, Pair)
             wide, tall = layer.shape(projection)
-            rank = pair.a.size(1) if pair.a.dim() == 3 else None
+            rank = pair.rank if pair.a.dim() == 3 else None
             _check(f"lora_A of {where}", pair.a, [(e, rank, wide) for e in experts])
             _check(f"lora_B of {where}", pair.b, [(e, tall, rank) for e in experts])
             check_rank(where, pair.rank, max_rank)
+            for scaling in pair.scalings:
+                _check_scaling(where, scaling)
             if len(pair.scalings) not in experts:
                 raise ValueError(
                     f"{where}: there are {len(pair.scalings)} scalings, wanted one or one for each "
@@ -43,10 +54,32 @@ def check_linears(
         if name not in layers:
             raise ValueError(f"factors of {name}, which is none of the pool's linear layers")
         layer = layers[name]
-        rank = pair.a.size(0) if pair.a.dim() == 2 else None
+        _check_pair(name, pair, LinearPair)
+        _check_scaling(name, pair.scaling)
+        rank = pair.rank if pair.a.dim() == 2 else None
         _check(f"lora_A of {name}", pair.a, [(rank, layer.in_features)])
         _check(f"lora_B of {name}", pair.b, [(layer.out_features, rank)])
         check_rank(name, pair.rank, max_rank, "max_linear_rank")
+
+
+def _check_mapping(what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what} of the Adapter is a {type(given).__name__}, wanted a mapping")
+
+
+def _check_pair(where: str, pair: object, kind: type[Pair] | type[LinearPair]) -> None:
+    """ValueError unless it is a pair of tensors with elements in memory."""
+    if not isinstance(pair, kind):
+        raise ValueError(f"{where} is a {type(pair).__name__}, wanted a {kind.__name__}")
+    check_plain(f"lora_A of {where}", pair.a)
+    check_plain(f"lora_B of {where}", pair.b)
+    if isinstance(pair, Pair) and not isinstance(pair.scalings, list | tuple):
+        raise ValueError(f"scalings of {where} are {pair.scalings!r}, wanted a list of numbers")
+
+
+def _check_scaling(where: str, scaling: object) -> None:
+    if not is_number(scaling):
+        raise ValueError(f"a scaling of {where} is {scaling!r}, wanted a finite number")
 
 
 def _check_projections(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> None:

@@ -13,6 +13,7 @@ from moelora.adapters import checkpoint
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
 from moelora.adapters.factors import check_rank
+from moelora.adapters.fits import check_parts
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.slots import Slots, Staged
 
@@ -92,6 +93,7 @@ class Reader:
         if not isinstance(source, Adapter):
             source = self.read(name, source, config, layout)
         with _errors_of(name, source):
+            check_parts(source)
             self._check_served(*source.experts, *source.linears)
             return slots.stage(source)
 

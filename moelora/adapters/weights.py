@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from moelora.adapters.factors import first_not_finite
+from moelora.adapters.factors import check_plain, first_not_finite
 from moelora.files import file_in, read_json
-from moelora.storage import check_held
 
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
@@ -51,13 +50,7 @@ class State:
         for key, tensor in state.items():
             if not isinstance(key, str):
                 raise ValueError(f"key {key!r:.80} of the state dict is a {type(key).__name__}")
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{key:.200} is a {type(tensor).__name__}, wanted a tensor")
-            if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-                raise ValueError(
-                    f"{key:.200} is a sparse, nested or meta tensor, wanted a plain one"
-                )
-            check_held(f"{key:.200}", tensor)
+            check_plain(f"{key:.200}", tensor)
         self._state = state
         devices = {tensor.device for tensor in state.values()}
         self._stays = len(devices) == 1 and devices.pop().type == "cuda"

@@ -1,12 +1,21 @@
 """An `Adapter` made in memory is checked against the pool before anything leaves its slot."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from linear_cases import EXPERTS, LINEARS, E, I, K, Q
 
 from moelora.adapters import Adapter, AdapterPool, LinearPair, MoELayer, Pair
+
+
+def freed(tensor):
+    """A tensor like it whose storage holds nothing any more."""
+    result = tensor.clone()
+    result.untyped_storage().resize_(0)
+    return result
+
 
 NAME, RANK = EXPERTS[0].name, 4
 DOWN = Pair(torch.randn(E, RANK, I), torch.randn(E, K, RANK), [2.0])
@@ -48,6 +57,21 @@ REFUSED = {
         linear(a=torch.ones(12, K), b=torch.ones(10, 12)),
         f"{Q} has rank 12, but max_linear_rank of the pool is 8",
     ),
+    "freed factors": (down(a=freed(DOWN.a)), "lora_A of .*down has elements up to byte"),
+    "freed factors of a linear layer": (
+        linear(b=freed(LINEAR.b)),
+        f"lora_B of {Q} has elements up to byte",
+    ),
+    "factors on meta": (down(b=DOWN.b.to("meta")), "lora_B of .*down is a sparse, nested or meta"),
+    "no tensor": (down(a=[1.0]), "lora_A of .*down is a list, wanted a tensor"),
+    "no pair": (Adapter({NAME: {"down": DOWN.a}}, {}), "down is a Tensor, wanted a Pair"),
+    "no pair of a linear layer": (Adapter({}, {Q: DOWN}), f"{Q} is a Pair, wanted a LinearPair"),
+    "no projections": (Adapter({NAME: DOWN}, {}), "experts.* is a Pair, wanted a mapping"),
+    "no linears": (Adapter({NAME: {"down": DOWN}}, None), "linears .* is a NoneType, wanted a map"),
+    "scaling NaN": (down(scalings=[math.nan]), "a scaling of .*down is nan, wanted a finite"),
+    "scaling of text": (down(scalings=["2"]), "a scaling of .*down is '2', wanted a finite"),
+    "scalings without list": (down(scalings=2.0), "scalings of .*down are 2.0, wanted a list"),
+    "scaling of a linear layer": (linear(scaling=math.inf), f"a scaling of {Q} is inf, wanted"),
     "unknown linear layer": (Adapter({}, {"x": LINEAR}), "factors of x, which is none of"),
 }
 
