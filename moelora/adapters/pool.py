@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from moelora.adapters import arguments
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
 from moelora.adapters.held import Held, Loaded
@@ -30,9 +31,8 @@ from moelora.adapters.linears import LinearFactors
 from moelora.adapters.names import check_name, distinct, listed
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
-from moelora.adapters.stacks import Place, places_of
 from moelora.adapters.versions import Versions
-from moelora.checks import check_count
+from moelora.checks import check_count, check_flag
 
 
 class AdapterPool:
@@ -107,6 +107,8 @@ class AdapterPool:
         others: Mapping[MoELayer | LinearLayer, str] | None = None,
         own: Own | None = None,
     ):
+        layers = arguments.layers_of("layers", layers, MoELayer)
+        linears = arguments.layers_of("linears", linears, LinearLayer)
         every: list[MoELayer | LinearLayer] = [*layers, *linears]
         names = [layer.name for layer in every]
         if not names or len(set(names)) != len(names):
@@ -116,8 +118,12 @@ class AdapterPool:
         check_count("max_rank", max_rank)
         check_count("max_linear_rank", linear_rank)
         check_count("host", host, 0)
-        self.places = places_of(names, Place(torch.device(device), dtype), places or {})
-        if w13_slices not in (1, 2):
+        check_flag("shared_outer", shared_outer)
+        arguments.check_mapping("others", others)
+        arguments.check_function("own", own)
+        self.device = arguments.device_of("device", device)
+        self.places = arguments.places(names, self.device, dtype, places)
+        if isinstance(w13_slices, bool) or w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
         self.layers = {layer.name: layer for layer in layers}
         self.linears = {layer.name: layer for layer in linears}
@@ -126,7 +132,6 @@ class AdapterPool:
         self.max_rank = max_rank
         self.max_linear_rank = linear_rank
         self.dtype = dtype
-        self.device = torch.device(device)
         self.devices = tuple(
             dict.fromkeys([self.device, *(place.device for place in self.places.values())])
         )
@@ -200,6 +205,8 @@ class AdapterPool:
             There is no place in host memory.
         """
         check_name(name)
+        check_flag("pin", pin)
+        check_flag("replace", replace)
         with self._lock:
             self._versions.check_new(name, replace)
         staged = self._reader.stage(self._slots, name, source, config, layout)
@@ -271,6 +278,7 @@ class AdapterPool:
         """
         if not isinstance(within, (int, float)) or not within >= 0:
             raise ValueError(f"within is {within!r}, wanted seconds, 0 if all copies are complete")
+        check_name(name)
         return self._versions.ready(name, within)
 
     def read(
@@ -333,6 +341,7 @@ class AdapterPool:
         """
         if in_flight not in ("finish", "switch"):
             raise ValueError(f"in_flight is {in_flight!r}, wanted 'finish' or 'switch'")
+        check_name(name)
         switch = in_flight == "switch"
         with self._lock:
             lineage = self._versions.lineage(name)
@@ -342,6 +351,7 @@ class AdapterPool:
 
     def version(self, name: str) -> int:
         """How often an adapter has been loaded under this name since it was added, from 1."""
+        check_name(name)
         with self._lock:
             if self._host is not None:
                 return self._host.source(name).version
@@ -349,18 +359,23 @@ class AdapterPool:
 
     def remove(self, name: str) -> None:
         """Forget an adapter, and free its slot. RuntimeError while a batch holds a version."""
+        check_name(name)
         self._versions.remove(name)
 
     def enable(self, name: str) -> None:
         """Undo `disable`."""
+        check_name(name)
         self._versions.enable(name, True)
 
     def disable(self, name: str) -> None:
         """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
+        check_name(name)
         self._versions.enable(name, False)
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Protect an adapter in a slot from eviction, or stop protecting it."""
+        check_name(name)
+        check_flag("pinned", pinned)
         with self._lock:
             self._entry(name).pinned = pinned
 
@@ -390,12 +405,8 @@ class AdapterPool:
         does not wait for the device.
         """
         names = listed(names)
-        if out is not None and (
-            out.dtype != torch.int32 or out.dim() != 1 or out.numel() < len(names)
-        ):
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)}, wanted int32 ({len(names)},) or longer"
-            )
+        if out is not None:
+            arguments.check_out(out, len(names), self.device)
         slots = {None: -1, **self._slots_of(names, held)}
         numbers = [slots[name] for name in names]
         ids = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=self._pinned)
@@ -450,6 +461,7 @@ class AdapterPool:
         """As `hold`, for as long as the object that it returns is referred to."""
         if not isinstance(timeout, (int, float)) or math.isnan(timeout):
             raise ValueError(f"timeout is {timeout!r}, wanted seconds, 0 not to wait")
+        check_flag("layerwise", layerwise)
         held = self._versions.take(distinct(names), timeout)
         self._slots.streams.note()
         if not layerwise:
@@ -514,6 +526,8 @@ class AdapterPool:
     def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
         """The slots of names, which counts as a use of them."""
         wanted = distinct(names)
+        if held is not None and not isinstance(held, Held):
+            raise ValueError(f"held is {held!r}, wanted what hold or keep returned")
         own = self._versions.take(wanted, 0.0, passing=True) if held is None else held
         self._slots.streams.note()
         if held is None:
