@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -84,6 +84,9 @@ class AdapterPool:
     Every method may be called from any thread. An adapter in use by `hold` or `keep` is neither
     evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only valid as
     long as the adapter is held or pinned, or no other adapter is brought to a slot.
+
+    A forked process has a copy of the pool, which it may use unless another thread was using the
+    pool as it forked. A pool is not copied or pickled.
 
     On a GPU, launch what reads slots on a stream on which `hold`, `keep`, `mapping`, `lookup` or
     `note_stream` was called: a slot is overwritten after what such streams have been given. No
@@ -490,6 +493,12 @@ class AdapterPool:
     def registered(self) -> list[str]:
         """All adapters that are known, in slots or not."""
         return self.names() if self._host is None else self._host.names()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an AdapterPool is neither copied nor pickled: graphs and modules have its slots; make "
+            "one for each model and process, and add the adapters to it"
+        )
 
     def __contains__(self, name: object) -> bool:
         with self._lock:

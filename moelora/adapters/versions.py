@@ -10,6 +10,7 @@ Under `lock`, for which all batches wait, a slot is written that an adapter keep
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -40,6 +41,7 @@ class Versions:
         self._here = threading.local()
         self._coming: set[str] = set()  # names that threads bring
         self._readers: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
     def entry(self, name: str) -> Loaded:
         """KeyError if the adapter is in no slot."""
@@ -231,6 +233,9 @@ class Versions:
         would wait for those of the thread that runs the model. All else is left to threads.
         """
         with self.lock:
+            if self._process != os.getpid():  # forked: without the threads of its parent
+                self._process, self._readers = os.getpid(), None
+                self._coming.clear()
             sources = {name: self._known().source(name) for name in names}
             readable = [name for name, source in sources.items() if source.failure is None]
             absent = [

@@ -1,0 +1,57 @@
+"""A pool in other processes: a fork has its own copy, and nothing else copies one."""
+
+import copy
+import io
+import multiprocessing
+import time
+
+import pytest
+import torch
+from adapter_cases import CONFIG, check, make_pool, wrapped, write
+
+DEADLINE_S = 60
+
+
+def serve_from_a_fork(pool, delta):
+    """In the child: prefetch needs threads, which a fork does not inherit."""
+    torch.set_num_threads(1)
+    pool.prefetch(["b"])
+    end = time.monotonic() + DEADLINE_S
+    while not pool.ready("b") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert pool.ready("b")
+    with pool.hold(["b"]):
+        check(pool, "b", delta, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_prefetches_as_its_parent_did(tmp_path):
+    states = {name: wrapped(seed=seed) for seed, name in enumerate("ab")}
+    pool = make_pool(max_loras=2, host=2)
+    for name, (state, _) in states.items():
+        pool.register(name, write(tmp_path / name, state, CONFIG))
+    pool.prefetch(["a"])
+    end = time.monotonic() + DEADLINE_S
+    while not pool.ready("a") and time.monotonic() < end:
+        time.sleep(0.01)
+    child = multiprocessing.get_context("fork").Process(
+        target=serve_from_a_fork, args=(pool, states["b"][1])
+    )
+    child.start()
+    child.join(2 * DEADLINE_S)
+    assert child.exitcode == 0
+    assert pool.names() == ["a"], "the child's pool is its own"
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda p: torch.save(p, io.BytesIO())])
+def test_a_pool_is_not_copied(make):
+    pool = make_pool()
+    with pytest.raises(TypeError, match="an AdapterPool is neither copied nor pickled"):
+        make(pool)
+
+
+def test_a_model_is_not_copied_with_its_pool():
+    model = torch.nn.Linear(1, 1)
+    model.pool = make_pool()
+    with pytest.raises(TypeError, match="make one for each model and process"):
+        copy.deepcopy(model)
