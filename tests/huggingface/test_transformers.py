@@ -341,12 +341,28 @@ def test_misuse(tmp_path):
     for wrong in (0, "8", True):
         with pytest.raises(ValueError, match=f"max_loras is {wrong!r}, wanted an integer >= 1"):
             moelora_hf.load_adapters(model, {"a": folder}, max_loras=wrong)
+    for wrong, why in (
+        ({"adapters": None}, "adapters is 'None', wanted a mapping or a list of folders"),
+        ({"adapters": [None]}, "adapters has None, wanted folders, or ids of the Hub"),
+        ({"adapters": {"a": 3}}, "adapters has 3, wanted folders, or ids of the Hub"),
+        ({"targets": []}, r'targets is \[\], wanted "all" or a list of names'),
+        ({"targets": 3}, 'targets is 3, wanted "all" or a list of names'),
+        ({"layout": 3}, "layout is 3, wanted one of"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            moelora_hf.load_adapters(**{"model": model, "adapters": {"a": folder}, **wrong})
     moelora_hf.load_adapters(model, {"a": folder})
     with pytest.raises(RuntimeError, match="the model has a pool already"):
         moelora_hf.load_adapters(model, {"a": folder})
     with pytest.raises(ValueError, match="names is the string 'a'"):
         with moelora_hf.use_adapters(model, "a"):
             pass
+    for wrong in (0, "2", True, 1.5):
+        with pytest.raises(ValueError, match=f"expand is {wrong!r}, wanted an integer >= 1"):
+            with moelora_hf.use_adapters(model, ["a"], expand=wrong):
+                pass
+    with pytest.raises(ValueError, match="names is 3, wanted a list of names"):
+        model(tokens(rows=1), adapter_names=3)
     with pytest.raises(ValueError, match="names 1 rows, the model was called with 2"):
         with moelora_hf.use_adapters(model, ["a"]):
             model(tokens(rows=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
 from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
+from moelora.adapters.columns import check as check_layout
 from moelora.adapters.names import check_name
 from moelora.checks import check_count
 from moelora.integrations.transformers.calls import (
@@ -259,7 +261,8 @@ def _layouts(
     """The layouts that the caller has given, by adapter."""
     if layout is None:
         return {}
-    if isinstance(layout, str):
+    if not isinstance(layout, Mapping):
+        check_layout(layout)
         return dict.fromkeys(names, layout)
     unknown = sorted(layout.keys() - set(names))
     if unknown:
@@ -317,7 +320,7 @@ def _served(
     if targets is None:
         needed = any(info.max_rank for info in infos)
         return dict(experts) if needed else {}, {n: possible[n] for n in possible if n in touched}
-    if isinstance(targets, str):
+    if isinstance(targets, str) or not isinstance(targets, Iterable) or not list(targets):
         raise ValueError(f'targets is {targets!r}, wanted "all" or a list of names')
 
     def chosen(name: str) -> bool:
@@ -350,11 +353,14 @@ def _others(
 
 
 def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[str, str | Path]:
+    if isinstance(adapters, (str, Path)) or not isinstance(adapters, Iterable):
+        raise ValueError(f"adapters is {str(adapters)!r}, wanted a mapping or a list of folders")
+    folders = list(adapters.values() if isinstance(adapters, Mapping) else adapters)
+    for folder in folders:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"adapters has {folder!r:.80}, wanted folders, or ids of the Hub")
     if isinstance(adapters, Mapping):
         return dict(adapters)
-    if isinstance(adapters, (str, Path)):
-        raise ValueError(f"adapters is {str(adapters)!r}, wanted a mapping or a list of folders")
-    folders = list(adapters)
     names = [Path(folder).name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"the folders are called {names}, two the same; pass a mapping")
@@ -412,6 +418,7 @@ def use_adapters(
     enters it: other threads, including those started within it, may call the model concurrently
     with other adapters. Tasks of one event loop share a thread: do not await inside.
     """
+    check_count("expand", expand)
     serving = _serving(model)
     with serving.hold(names, expand) as rows:
         outer = serving.now.rows

@@ -13,7 +13,7 @@ from torch import nn
 from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
 from moelora.adapters.linears import LinearFactors
-from moelora.adapters.names import BASE
+from moelora.adapters.names import BASE, listed
 from moelora.adapters.slots import LayerFactors
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens
@@ -243,12 +243,8 @@ class Serving:
         A pool with host memory brings them, and waits for slots that are in use.
         """
         pool = self.loaded()
-        if isinstance(names, str):
-            raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
-        if expand < 1:
-            raise ValueError(f"expand is {expand}, wanted >= 1")
+        plain = [None if name == BASE else name for name in listed(names) for _ in range(expand)]
         self.check()
-        plain = [None if name == BASE else name for name in names for _ in range(expand)]
         timeout = WAIT_S if pool.host else 0.0
         with pool.hold(plain, timeout=timeout, layerwise=layerwise) as held:
             slots = pool.mapping(plain, held=held)
