@@ -234,7 +234,7 @@ def sglang(monkeypatch, hook_registry):
                 monkeypatch.setitem(sys.modules, name, module)
         vars(sys.modules[path]).update(contents[path])
     moelora_sglang._say.cache_clear()
-    moelora_sglang._announce.cache_clear()
+    moelora_sglang._tell.cache_clear()
     monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     moelora_sglang.register()
@@ -704,6 +704,45 @@ def test_a_batch_that_the_operator_refuses(name, sglang, monkeypatch, caplog):
     assert caplog.messages == [
         "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
     ]
+
+
+def test_sglangs_own_runner_is_made_with_the_layer(sglang):
+    """A refusal may come while a graph is captured. Weights in tiles it cannot read."""
+    p, made = Spec(scalings=False).build(), []
+    own = moelora_sglang.MoeLoraRunner
+
+    def make(original, cls, *args, **kwargs):
+        def of_sglang(*args, **kwargs):
+            made.append(args)
+            return original(*args, **kwargs)
+
+        return moelora_sglang.from_layer(of_sglang, cls, *args, **kwargs)
+
+    sizes = {"is_shared_outer": False, "physical_rank": 16}
+    plain = make(lambda *args, **kwargs: "runner", object, make_base_layer(p), **sizes)
+    assert isinstance(plain, own) and len(made) == 1
+    q = Fp8Problem.of(Spec(dtype=torch.bfloat16, scalings=False))
+    packed = make(None, object, in_fp8(make_base_layer(q.dense), q), **sizes)
+    assert isinstance(packed, own) and len(made) == 1
+
+
+def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
+    """Its runner of adapters needs compute capability 9.0; what moelora refuses then raises."""
+    p = Spec(scalings=False).build()
+
+    def refuses(*args, **kwargs):
+        raise NotImplementedError("SM90 and SM100 only")
+
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
+        for _ in range(2):
+            runner = moelora_sglang.from_layer(refuses, object, make_base_layer(p))
+    line = "SGLang has no runner of its own for a MoE layer: NotImplementedError: SM90 and SM100"
+    assert [line in message for message in caplog.messages].count(True) == 1
+    got = runner.run(dispatched(p), make_batch(p)).hidden_states
+    assert torch.equal(got, moelora.fused_experts_lora(**p.kwargs()))
+    monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
+    with pytest.raises(NotImplementedError, match="SM90 and SM100 only"):
+        runner.run(dispatched(p), make_batch(p))
 
 
 @pytest.mark.parametrize(

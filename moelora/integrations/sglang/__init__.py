@@ -63,11 +63,13 @@ def _say(reason: str) -> None:
 
 
 @functools.cache
+def _tell(what: str) -> None:
+    log.info("moelora: %s", what)
+
+
 def _announce() -> None:
-    """Called by the first layer: SGLang has no log yet when it loads plugins."""
-    log.info(
-        "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
-    )
+    """Called by layers: SGLang has no log yet when it loads plugins."""
+    _tell(f"version {_C.version()} runs MoE layers with LoRA; {SWITCH}=0 leaves them")
 
 
 def _runner(
@@ -101,17 +103,32 @@ def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps SGLang's `MoeLoraRunner.from_layer`: returns moelora's runner for supported layers."""
-    make = functools.cache(functools.partial(original, cls, base_layer, *args, **kwargs))
+    make = functools.partial(original, cls, base_layer, *args, **kwargs)
     runner = _runner(interface.TRITON_V2, reason_against, MoeLoraRunner, base_layer)
     if runner is None:
         return make()
+    if runner.tiles is None:
+        runner.run_own = _own_path(make)
+    return runner
+
+
+def _own_path(make: Callable[[], Any]) -> Callable[[str, Any, Any], Any] | None:
+    """Runs a batch that moelora refuses in SGLang's own runner; None if SGLang refuses the layer.
+
+    The runner is made with the layer: the first refusal may come while a CUDA graph is captured, in
+    which nothing can be compiled.
+    """
+    try:
+        own = make()
+    except Exception as error:
+        _tell(f"SGLang has no runner of its own for a MoE layer: {shown(error)}")
+        return None
 
     def run_own(reason: str, dispatch_output: Any, batch: Any) -> Any:
         _say(f"a batch is not supported: {reason}")
-        return make().run(dispatch_output, batch)
+        return own.run(dispatch_output, batch)
 
-    runner.run_own = run_own
-    return runner
+    return run_own
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
