@@ -191,8 +191,16 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         args.baselines = defaults if args.baselines == "auto" else []
     else:
         args.baselines = _words("--baselines", args.baselines, known)
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads is {args.threads}, wanted at least 1")
+    for name in ("threads", "mm_size"):
+        if (number := getattr(args, name, None)) is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted at least 1")
+    for name in ("budget_ms", "patience_s", "deadline_s"):
+        if not (number := getattr(args, name, 0)) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted 0 or more")
+    if math.isinf(args.budget_ms):
+        raise ValueError("--budget-ms is inf, wanted a finite time")
+    if getattr(args, "out", None):
+        results.check_writable("--out", args.out)
     if args.mix not in cases.MIXES and not _is_share(args.mix):
         raise ValueError(f"--mix is {args.mix!r}, wanted {', '.join(cases.MIXES)} or a share")
     if args.routing not in cases.ROUTINGS:

@@ -53,6 +53,8 @@ def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        if not Path(args.out).suffix:
+            raise ValueError(f"--out is {args.out!r}, wanted a file that ends in .png or .svg")
         if args.picture != "roofline" and len(args.files) > 1:
             raise ValueError(f"--picture {args.picture} draws one file, not {len(args.files)}")
         if args.picture == "engine":

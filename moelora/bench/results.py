@@ -66,6 +66,23 @@ def meta() -> dict[str, Any]:
     }
 
 
+def check_writable(option: str, path: str | pathlib.Path) -> None:
+    """ValueError, before anything is measured, if no file can be written there.
+
+    Its folder is made; a file that is there stays as it is.
+    """
+    path = pathlib.Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror or error}") from None
+
+
 def write(path: str | pathlib.Path, cases: list[Case], **more: Any) -> None:
     """Write a file, one line per case to keep diffs readable."""
     path = pathlib.Path(path)

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moelora import _C, tuned
-from moelora.bench import cases, command, shapes
+from moelora.bench import cases, command, results, shapes
 from moelora.bench import console as wide_console
 from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
@@ -239,6 +239,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--models: plans are tuned for weights that are not quantized")
         if len(args.adapters) > 1:
             raise ValueError(f"--adapters is {args.adapters}, wanted one number")
+        results.check_writable("--dir", Path(args.dir) / "plans.json")
         if args.device == "cuda" and os.environ.get("MOELORA_MAX_CC"):
             raise ValueError("plans are for the GPU as it is: unset MOELORA_MAX_CC")
     except ValueError as error:

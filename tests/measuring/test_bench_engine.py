@@ -139,6 +139,7 @@ def test_an_engine_that_fails_is_named_with_its_log(tmp_path, vllm, adapters, mo
         (["--lora", "nowhere"], "--lora nowhere: nowhere has no adapter_config.json"),
         (["--prefill", "16"], "--prefill is '16', wanted prompts x tokens"),
         (["--reps", "0"], "--reps is 0, wanted at least 1"),
+        (["--out", "tests"], "--out tests: Is a directory"),
         (["--option", "swap"], "--option is 'swap', wanted NAME=VALUE"),
     ],
 )

@@ -224,6 +224,13 @@ def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
         (["--adapters", "1,some"], "--adapters is '1,some'"),
         (["--max-cc", "8"], "compute_capability is 8, expected 80 or more"),
         (["--threads", "0"], "--threads is 0"),
+        (["--mm-size", "0"], "--mm-size is 0, wanted at least 1"),
+        (["--budget-ms", "nan"], "--budget-ms is nan, wanted 0 or more"),
+        (["--budget-ms", "inf"], "--budget-ms is inf, wanted a finite time"),
+        (["--patience-s", "-1"], "--patience-s is -1.0, wanted 0 or more"),
+        (["--deadline-s", "nan"], "--deadline-s is nan, wanted 0 or more"),
+        (["--out", "tests"], "--out tests: Is a directory"),
+        (["--out", "pyproject.toml/now.json"], "--out pyproject.toml/now.json: "),
         (["--models", ""], "name no layer"),
         (["--shape", "4,2,72,40,selu"], "is none of silu, gelu, swigluoai, relu2"),
         (["--shape", SHAPE, "--routing", "pyproject.toml"], "is not a list of counts"),
@@ -233,6 +240,24 @@ def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
 def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
     assert main(["bench", "--device", "cpu", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_where_results_go_is_tried_at_once(tmp_path, capsys):
+    """And no file is left, or lost, if something else stops the command."""
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    for out in (kept, tmp_path / "runs" / "now.json"):
+        assert main(["bench", "--device", "cpu", "--variant", "typo", "--out", str(out)]) == 2
+    assert kept.read_text() == "{}" and not list((tmp_path / "runs").iterdir())
+    assert main(["tune", "--device", "cpu", "--shape", SHAPE, "--dir", "pyproject.toml"]) == 2
+    assert "--dir pyproject.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["now", "/", "tests"])
+def test_a_picture_has_a_format(out, capsys):
+    """matplotlib would write now.png, and the command would name a file that is not there."""
+    assert main(["plot", "nowhere.json", "--out", out]) == 2
+    assert f"--out is {out!r}, wanted a file that ends in .png or .svg" in capsys.readouterr().err
 
 
 def test_models_and_baselines_are_listed(capsys):

@@ -130,6 +130,7 @@ def settle(args: argparse.Namespace) -> dict[str, Any]:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {getattr(args, name)}, wanted at least 1")
     options = dict(map(option_of, args.option))
+    results.check_writable("--out", args.out)
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed here: pip install vllm")
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
