@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from c_programs import ROOT, compile_program, run
+from conftest import needs_gpu
 
 import moelora
 from moelora import _C, tuned
@@ -340,6 +341,7 @@ def test_a_limited_gpu_is_not_tuned_for(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_the_command_on_a_gpu(no_plans, tmp_path):
     words = ["--shape", "8,2,512,256", "--tokens", "1,256", "--dtypes", "bf16", "--device", "cuda"]
     assert main(["tune", *words, "--budget-ms", "5", "--dir", str(tmp_path)]) == 0
