@@ -137,12 +137,18 @@ class QuantizedWeights(FromFP8):
             `layout` is invalid, or does not match `data`.
         KeyError
             One of the tensors is missing.
+        TypeError
+            One of them is no tensor.
         """
         data, layout = state[f"{prefix}data"], state[f"{prefix}layout"]
-        check_held(f"{prefix}data", data)
-        check_held(f"{prefix}layout", layout)
-        if layout.dtype != torch.int64 or layout.dim() != 1:
-            got = f"has dtype {layout.dtype} and shape {tuple(layout.shape)}"
+        for name, tensor in (("data", data), ("layout", layout)):
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(f"{prefix}{name} is a {kind}, expected Tensor")
+            check_held(f"{prefix}{name}", tensor)
+        if layout.dtype != torch.int64 or layout.dim() != 1 or layout.is_meta:
+            where = " on meta" if layout.is_meta else ""
+            got = f"has dtype {layout.dtype} and shape {tuple(layout.shape)}{where}"
             raise ValueError(f"{prefix}layout {got}, expected int64 and {len(FIELDS)} numbers")
         if data.dim() == 0:
             raise ValueError(f"{prefix}data has no dimensions, expected [E, ...]")

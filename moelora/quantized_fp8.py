@@ -103,7 +103,7 @@ class FromFP8:
         -----
         DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 3.3.
         """
-        found = read_block(weight, weight_scale_inv, tuple(block), gate_up)
+        found = read_block(weight, weight_scale_inv, block, gate_up)
         return cls._pack_fp8(found, activations, "group", 0.0, gate_up, dtype)
 
     @classmethod
@@ -204,7 +204,8 @@ def read_block(
 ) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale_inv", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
-    if len(block) != 2 or not all(type(side) is int and 0 < side < 2**31 for side in block):
+    are_two = isinstance(block, tuple | list) and len(block) == 2
+    if not are_two or not all(type(side) is int and 0 < side < 2**31 for side in block):
         raise ValueError(f"block is {block!r:.80}, expected two sizes: rows and columns")
     high, wide = block
     found = scales.matrix("[N/rows, K/columns] for each expert")[0]

@@ -212,6 +212,8 @@ def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
     found = []
     for expert in range(len(scales)):
         scale = scales[expert]
+        if scale.is_meta:
+            scales.fail(expert, "is on meta", "a device with memory")
         if scale.numel() not in (1, halves) or scale.dtype != torch.float32:
             got = f"has shape {tuple(scale.shape)} and dtype {str(scale.dtype)[6:]}"
             wanted = "a float32" + (", or two of gate and up" if halves == 2 else "")

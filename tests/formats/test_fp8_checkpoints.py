@@ -126,6 +126,7 @@ BAD = [
     ("from_fp8_block", {"weight_scale_inv": torch.full((2, 1, 1), NAN)}, "inv has a scale that"),
     ("from_fp8_block", {"weight_scale_inv": torch.full((2, 1, 1), INF)}, "NaN, infinite or"),
     ("from_fp8_block", {"weight_scale_inv": torch.full((2, 1, 1), 256.0)}, "beyond 255"),
+    ("from_fp8_block", {"block": 128}, "block is 128, expected two sizes: rows and columns"),
     ("from_fp8_block", {"block": (128, 0)}, r"block is \(128, 0\), expected two sizes"),
     (
         "from_fp8_block",

@@ -448,6 +448,12 @@ def test_state_dicts_that_are_none():
     for layout in (state["layout"].float(), state["layout"][None]):
         with pytest.raises(ValueError, match="layout has dtype .*, expected int64"):
             QuantizedWeights.from_state_dict({**state, "layout": layout})
+    for name in ("data", "layout"):
+        with pytest.raises(TypeError, match=f"w13.{name} is a list, expected Tensor"):
+            given = {f"w13.{key}": value for key, value in state.items()}
+            QuantizedWeights.from_state_dict({**given, f"w13.{name}": [1]}, prefix="w13.")
+    with pytest.raises(ValueError, match=r"layout has dtype torch.int64 and shape \(8,\) on meta"):
+        QuantizedWeights.from_state_dict({**state, "layout": state["layout"].to("meta")})
     with pytest.raises(ValueError, match="data has no dimensions"):
         QuantizedWeights.from_state_dict({**state, "data": state["data"].sum()})
 
@@ -524,6 +530,7 @@ BAD = [
     ("from_nvfp4", {"weight_scale": some_bytes(2, N, 4, value=130)}, "e4m3 byte 130, negative"),
     ("from_nvfp4", {"weight_scale_2": None}, "neither is there, expected one of weight_scale_2"),
     ("from_nvfp4", {"weight_global_scale": torch.ones(2)}, "both are there, expected one of"),
+    ("from_nvfp4", {"weight_scale_2": torch.ones(2, device="meta")}, "weight_scale_2 is on meta, "),
     ("from_nvfp4", {"weight_scale_2": torch.ones(3)}, "weight_scale_2 has 3 experts, expected 2"),
     ("from_nvfp4", {"weight_scale_2": torch.ones(2, 2)}, "weight_scale_2 has shape"),
     ("from_nvfp4", {"weight_scale_2": torch.tensor([1, INF])}, r"weight_scale_2 is \[inf\], exp"),
