@@ -93,6 +93,8 @@ class Tenants:
     """
 
     def __init__(self, pool: AdapterPool) -> None:
+        if not isinstance(pool, AdapterPool):
+            raise ValueError(f"pool is a {type(pool).__name__}, wanted an AdapterPool")
         if pool.shared_outer:
             raise ValueError("the pool has shared_outer=True: factors that experts share are tied")
         for name in pool.layers:

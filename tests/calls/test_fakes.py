@@ -248,3 +248,20 @@ def test_sizes_without_an_example_are_checked_when_the_call_runs():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(keep, *args), layer(keep, *args))
+
+
+def test_deltas_are_traced_with_symbolic_sizes():
+    """Whether a storage was freed is not asked of tensors that have none."""
+    given = inputs()
+    factors = {"lora_a": given["w13_lora_a"], "lora_b": given["w13_lora_b"]}
+
+    def delta(x, topk_weights, topk_ids, mapping):
+        return moelora.moe_lora_gate_up_delta(
+            x, topk_weights, topk_ids, token_lora_mapping=mapping, **factors
+        )
+
+    names = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
+    args = [given[name] for name in names]
+    traced = make_fx(delta, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*args)
+    fewer = [arg[:4] for arg in args]
+    assert torch.equal(traced(*fewer), delta(*fewer))

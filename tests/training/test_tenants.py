@@ -328,6 +328,12 @@ def test_sparse_updates_leave_other_experts(place):
 # ---- refusals ----
 
 
+def test_what_is_no_pool():
+    for pool in (None, {}, "law"):
+        with pytest.raises(ValueError, match="pool is a .*, wanted an AdapterPool"):
+            Tenants(pool)
+
+
 def test_pools_of_other_layouts():
     for options, why in (
         ({"w13_slices": 2}, "two slices of w13 of layers.0.experts, wanted one"),
