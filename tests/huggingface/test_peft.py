@@ -225,6 +225,15 @@ def test_misuse(tmp_path):
     with pytest.raises(ValueError, match="no adapter of this model targets its experts"):
         moelora_peft.attach(plain)
     model = load(model, {"a": folders["a"], "b": folders["b"]})
+    for wrong, error, why in (
+        ({"max_loras": 0}, ValueError, "max_loras is 0, wanted an integer >= 1"),
+        ({"folders": "a"}, ValueError, "folders is a str, wanted a mapping"),
+        ({"folders": {"c": folders["a"]}}, ValueError, "names 'c', which is none of the model's"),
+        ({"folders": {"a": None}}, ValueError, "folders has None for 'a', wanted a folder"),
+        ({"folders": {"a": tmp_path}}, FileNotFoundError, "of adapter 'a' has no adapter_config"),
+    ):
+        with pytest.raises(error, match=why):
+            moelora_peft.attach(model, **wrong)
     moelora_peft.attach(model)
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(ids, adapter_names=["d"] * 5)

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.checks import check_count
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
@@ -85,6 +86,8 @@ def attach(
     ValueError
         No experts are targeted, an adapter uses an option that moelora does not support, or PEFT
         has not loaded all of its factors, or in another column order; the message names them.
+    FileNotFoundError
+        One of `folders` is no adapter's.
     NotImplementedError
         moelora cannot run these experts.
 
@@ -105,6 +108,9 @@ def attach(
         raise ValueError("no adapter of this model targets its experts (target_parameters)")
     if not isinstance(getattr(base, "_moelora", None), (AttachedExperts, type(None))):
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
+    sources.check_folders(folders, model.peft_config)
+    if max_loras is not None:
+        check_count("max_loras", max_loras)
     for name, folder in (folders or {}).items():
         sources.remember(model, name, sources.Load(str(folder)))
     names = list(model.peft_config)
@@ -119,7 +125,8 @@ def attach(
     if max_rank is None:
         every = [w for chain in chains.values() for w in chain]
         max_rank = max((rank_of(w, name) for w in every for name in w.lora_A), default=1)
-    pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
+    slots = len(names) if max_loras is None else max_loras
+    pool = new_pool(wrapped, slots, max_rank, dtype=dtype, w13_slices=1)
     serving = AttachedExperts(model, chains, pool)
     for name in names:
         sources.check(model, name)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -68,6 +69,22 @@ class Load:
 def remember(model: nn.Module, name: str, load: Load) -> None:
     """Record the source of an adapter of `model`, also for copies of the model."""
     model.__dict__.setdefault("_moelora_loads", {})[name] = load
+
+
+def check_folders(folders: object, adapters: Container[str]) -> None:
+    """Raise for an argument `folders` of `attach` that names other adapters, or no folders."""
+    if folders is None:
+        return
+    if not isinstance(folders, Mapping):
+        raise ValueError(f"folders is a {type(folders).__name__}, wanted a mapping")
+    for name, folder in folders.items():
+        if name not in adapters:
+            raise ValueError(f"folders names {name!r}, which is none of the model's adapters")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folders has {folder!r:.80} for {name!r}, wanted a folder")
+        found = local_folder(os.fspath(folder), ["adapter_*"], local_files_only=True)
+        if not (found / CONFIG_FILE).is_file():
+            raise FileNotFoundError(f"folders: {folder} of adapter {name!r} has no {CONFIG_FILE}")
 
 
 def wrapped_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
