@@ -141,7 +141,7 @@ def test_results_go_to_a_file_as_soon_as_they_are_there(bench, monkeypatch, tmp_
         return right(self, tokens, generator)
 
     monkeypatch.setattr(Bench, "measure", measure)
-    bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop")
+    bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop", "--patience-s", "60")
     begin, look, first = said
     assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", begin)
     line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
