@@ -84,9 +84,9 @@ def _sharded(
     mapping: Tensor,
     adapter_enabled: Tensor,
     experts: int,
-    mul_routed_weight: bool = False,
-    offset: int = 0,
-    add_inputs: bool = True,
+    mul_routed_weight: bool,
+    offset: int,
+    add_inputs: bool,
 ) -> None:
     """`fully_sharded_loras`: ranks exchange data between shrink and expand."""
     fused_moe_lora(
@@ -112,6 +112,49 @@ def _sharded(
         add_inputs,
         num_experts=experts,
         gather=_gathered(b[0].size(-1)),
+    )
+
+
+def _add(
+    delta: Callable[..., Tensor],
+    self: Any,
+    out: Tensor,
+    x: Tensor,
+    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
+    routes: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    adapter_enabled: Tensor,
+    experts: int,
+    offset: int | None,
+    mul_routed_weight: bool,
+    add_inputs: bool,
+) -> None:
+    """Adds the adapters of one projection by the operator `delta`.
+
+    routes: (topk_weights, topk_ids, expert_map, token_lora_mapping)
+    offset: with `fully_sharded_loras` the first of this rank's columns of `out`, otherwise None
+    """
+    a, b = map(_factors, stacks)
+    weights, ids, expert_map, mapping = routes
+    if offset is not None:
+        rows = weights, _local_ids(ids, expert_map), mapping
+        _sharded(
+            out, x, a, b, *rows, adapter_enabled, experts, mul_routed_weight, offset, add_inputs
+        )
+        return
+    delta(
+        x,
+        weights if mul_routed_weight else None,
+        ids,
+        token_lora_mapping=mapping,
+        lora_a=a,
+        lora_b=b,
+        lora_ranks=_ranks(self, a),
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+        num_experts=experts,
+        mul_routed_weight=mul_routed_weight,
+        add_inputs=add_inputs,
+        out=out,
     )
 
 
@@ -158,67 +201,20 @@ def _add_gate_up(
     mapping = _mapping(self, num_tokens, token_lora_mapping)
     if mapping is None:
         return None, None, None, None
-    out = y.view(-1, top_k_num, y.size(-1))
-    a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
-    if fully_sharded:
-        ids = _local_ids(topk_ids, expert_map)
-        rows = topk_weights, ids, mapping
-        _sharded(out, x, a, b, *rows, adapter_enabled, local_num_experts, add_inputs=add_inputs)
-    else:
-        moe_lora_gate_up_delta(
-            x,
-            None,
-            topk_ids,
-            token_lora_mapping=mapping,
-            lora_a=a,
-            lora_b=b,
-            lora_ranks=_ranks(self, a),
-            adapter_enabled=adapter_enabled,
-            expert_map=expert_map,
-            num_experts=local_num_experts,
-            add_inputs=add_inputs,
-            out=out,
-        )
-    return None, topk_ids, expert_map, mapping
-
-
-def _add_down(
-    self: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    lora_b_stacked: Sequence[Tensor],
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    adapter_enabled: Tensor,
-    token_lora_mapping: Tensor,
-    sharded_rank: int | None,
-    add_inputs: bool,
-) -> None:
-    """`sharded_rank`: the rank with `fully_sharded_loras`, otherwise None."""
-    a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
-    experts = lora_a_stacked[0].size(1)
-    if sharded_rank is not None:
-        rows = topk_weights, _local_ids(topk_ids, expert_map), token_lora_mapping
-        offset = sharded_rank * b[0].size(-2)
-        _sharded(y, x, a, b, *rows, adapter_enabled, experts, True, offset, add_inputs)
-        return
-    moe_lora_down_delta(
+    _add(
+        moe_lora_gate_up_delta,
+        self,
+        y.view(-1, top_k_num, y.size(-1)),
         x,
-        topk_weights,
-        topk_ids,
-        token_lora_mapping=token_lora_mapping,
-        lora_a=a,
-        lora_b=b,
-        lora_ranks=_ranks(self, a),
-        adapter_enabled=adapter_enabled,
-        expert_map=expert_map,
-        num_experts=experts,
-        mul_routed_weight=True,
-        add_inputs=add_inputs,
-        out=y,
+        (lora_a_stacked, lora_b_stacked),
+        (topk_weights, topk_ids, expert_map, mapping),
+        adapter_enabled,
+        local_num_experts,
+        0 if fully_sharded else None,
+        False,
+        add_inputs,
     )
+    return None, topk_ids, expert_map, mapping
 
 
 def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,18 +247,17 @@ def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
         topk_ids, expert_map = lists[1:]
         if sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
             try:
-                _add_down(
+                _add(
+                    moe_lora_down_delta,
                     self,
                     y,
                     x,
-                    lora_a_stacked,
-                    lora_b_stacked,
-                    topk_ids,
-                    topk_weights,
-                    expert_map,
+                    (lora_a_stacked, lora_b_stacked),
+                    (topk_weights, topk_ids, expert_map, token_lora_mapping),
                     adapter_enabled,
-                    token_lora_mapping,
-                    tp_rank if fully_sharded else None,
+                    lora_a_stacked[0].size(1),
+                    tp_rank * lora_b_stacked[0].size(-2) if fully_sharded else None,
+                    True,
                     add_inputs,
                 )
                 return
