@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from moelora import _C, autograd, trace
 from moelora._C import error_number
+from moelora.checks import dtype_name
 from moelora.docstrings import expand
 from moelora.storage import holds
 
@@ -150,7 +151,7 @@ def weights_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tenso
     if tensor is None or tensor.dtype is torch.float32 or is_freed(tensor):
         return or_absent(tensor, absent)
     if tensor.is_complex():
-        raise TypeError(f"{name} has dtype {_name(tensor)}, expected real numbers")
+        raise TypeError(f"{name} has dtype {dtype_name(tensor.dtype)}, expected real numbers")
     return tensor.to(torch.float32)
 
 
@@ -182,11 +183,7 @@ def check_dimensions(name: str, tensor: Tensor, wanted: int) -> None:
 
 def _check_integers(name: str, tensor: Tensor, wanted: str) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{name} has dtype {_name(tensor)}, expected {wanted}")
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{name} has dtype {dtype_name(tensor.dtype)}, expected {wanted}")
 
 
 def factor_list(factors: Factors | None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -21,6 +22,16 @@ def is_number(value: object) -> TypeGuard[float]:
         return False
     number: Any = value  # an integer may be too large for float(value)
     return bool(-LARGEST <= number <= LARGEST)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without torch's name, as messages have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is a {type(value).__name__}, wanted a mapping")
 
 
 def check_flag(name: str, value: object) -> None:

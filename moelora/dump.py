@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moelora import _C
+from moelora.checks import dtype_name
 from moelora.storage import holds, reach
 
 KEY = "moelora_dump"
@@ -141,7 +142,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     tensors.append(value)
     return {
         "tensor": str(len(tensors) - 1),
-        "dtype": str(value.dtype).removeprefix("torch."),
+        "dtype": dtype_name(value.dtype),
         "shape": list(value.shape),
         "strides": list(value.stride()),
     }

@@ -28,6 +28,7 @@ from moelora.call import (
     typed,
     weights_or_absent,
 )
+from moelora.checks import dtype_name
 from moelora.fake import PACK
 from moelora.quantized import QuantizedWeights
 
@@ -108,7 +109,7 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
     if not isinstance(weights, QuantizedWeights):
         return 0, 0, 0, 0, 0.0
     if weights.dtype != x.dtype:
-        made, got = (str(d).removeprefix("torch.") for d in (weights.dtype, x.dtype))
+        made, got = (dtype_name(d) for d in (weights.dtype, x.dtype))
         raise ValueError(f"{name} was quantized for {made}, expected {got} as of the activations")
     if columns is not None and weights.shape[2] != columns:
         raise ValueError(f"{name}.shape[2] is {weights.shape[2]}, expected {columns} columns")

@@ -13,6 +13,7 @@ from typing import Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from moelora.checks import dtype_name
 from moelora.storage import check_held
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
@@ -78,8 +79,8 @@ class Stack:
             if tuple(tensor.shape) != shape:
                 self.fail(expert, f"has shape {self._shape(tensor)}", self._text(shape))
             if tensor.dtype not in dtypes:
-                wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-                got = str(tensor.dtype).removeprefix("torch.")
+                wanted = " or ".join(dtype_name(d) for d in dtypes)
+                got = dtype_name(tensor.dtype)
                 self.fail(expert, f"has dtype {got}", wanted)
             if tensor.device != like[0].device:
                 self.fail(expert, f"is on {tensor.device}", f"{like[0].device} as {like.name}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moelora import _C, dump
+from moelora.checks import dtype_name
 
 MAX_DUMPS = 8  # per process: a repeating error should not fill the disk
 DUMP_MIB = 4096  # per process: one call of a layer of a large model
@@ -80,7 +81,7 @@ def _text(value: Any) -> str:
         return "" if isinstance(value, float) and value == 0 else str(value)
     if value.dim() == 1 and value.numel() == 0:
         return ""
-    dtype = SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    dtype = SHORT.get(value.dtype, dtype_name(value.dtype))
     strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
     return f"{dtype}{list(value.shape)}{strides}@{value.device}".replace(" ", "")
 

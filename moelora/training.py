@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
-from moelora.checks import check_count
+from moelora.checks import check_count, dtype_name
 from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
 from moelora.ops import Weights, fused_experts_lora, layer_arguments
 from moelora.projection_training import (
@@ -286,8 +286,7 @@ def _check_ids(
             expected = shapes.get(name, "1 dimension")
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise ValueError(f"{name} has dtype {dtype}, expected an integer one")
+            raise ValueError(f"{name} has dtype {dtype_name(value.dtype)}, expected an integer one")
         if value.device != ids.device:
             raise ValueError(f"{name} is on {value.device}, expected {ids.device} as topk_ids")
     for name, number in (("max_loras", max_loras), ("num_experts", num_experts)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 
 from moelora.adapters.layers import LinearLayer, MoELayer
 from moelora.adapters.stacks import Place, places_of
-from moelora.checks import check_count
+from moelora.checks import check_count, check_mapping
 from moelora.storage import check_held
 
 Layer = TypeVar("Layer", MoELayer, LinearLayer)
@@ -49,18 +49,14 @@ def places(
     names: list[str], device: torch.device, dtype: torch.dtype, others: Any
 ) -> dict[str, Place]:
     """Device and dtype of each layer; `others` is the argument `places` of the pool."""
+    others = {} if others is None else others
     check_mapping("places", others)
     own = {}
-    for name, place in (others or {}).items():
+    for name, place in others.items():
         if not isinstance(place, tuple | list) or len(place) != 2:
             raise ValueError(f"places[{name!r}] is {place!r}, wanted (device, dtype)")
         own[name] = device_of(f"places[{name!r}]", place[0]), place[1]
     return places_of(names, Place(device, dtype), own)
-
-
-def check_mapping(argument: str, given: object) -> None:
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"{argument} is a {type(given).__name__}, wanted a mapping")
 
 
 def check_function(argument: str, given: object) -> None:

@@ -8,13 +8,13 @@ import torch
 
 from moelora.adapters.factors import check_dtype, check_plain, check_rank, check_shape
 from moelora.adapters.layers import Adapter, LinearLayer, LinearPair, MoELayer, Pair, Projection
-from moelora.checks import is_number
+from moelora.checks import check_mapping, is_number
 
 
 def check_parts(adapter: Adapter) -> None:
     """ValueError unless both parts are mappings."""
-    _check_mapping("experts", adapter.experts)
-    _check_mapping("linears", adapter.linears)
+    check_mapping("experts of the Adapter", adapter.experts)
+    check_mapping("linears of the Adapter", adapter.linears)
 
 
 def check_experts(
@@ -26,7 +26,7 @@ def check_experts(
     for name, pairs in adapter.items():
         if name not in layers:
             raise ValueError(f"factors of {name}, which is none of the pool's layers of experts")
-        _check_mapping(f"experts[{name!r}]", pairs)
+        check_mapping(f"experts[{name!r}] of the Adapter", pairs)
         layer = layers[name]
         _check_projections(layer, pairs)
         for projection, pair in pairs.items():
@@ -60,11 +60,6 @@ def check_linears(
         _check(f"lora_A of {name}", pair.a, [(rank, layer.in_features)])
         _check(f"lora_B of {name}", pair.b, [(layer.out_features, rank)])
         check_rank(name, pair.rank, max_rank, "max_linear_rank")
-
-
-def _check_mapping(what: str, given: object) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{what} of the Adapter is a {type(given).__name__}, wanted a mapping")
 
 
 def _check_pair(where: str, pair: object, kind: type[Pair] | type[LinearPair]) -> None:

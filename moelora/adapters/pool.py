@@ -32,7 +32,7 @@ from moelora.adapters.names import check_name, distinct, listed
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.versions import Versions
-from moelora.checks import check_count, check_flag
+from moelora.checks import check_count, check_flag, check_mapping
 
 
 class AdapterPool:
@@ -122,7 +122,8 @@ class AdapterPool:
         check_count("max_linear_rank", linear_rank)
         check_count("host", host, 0)
         check_flag("shared_outer", shared_outer)
-        arguments.check_mapping("others", others)
+        others = {} if others is None else others
+        check_mapping("others", others)
         arguments.check_function("own", own)
         self.device = arguments.device_of("device", device)
         self.places = arguments.places(names, self.device, dtype, places)
@@ -139,7 +140,7 @@ class AdapterPool:
             dict.fromkeys([self.device, *(place.device for place in self.places.values())])
         )
         self.shared_outer = shared_outer
-        self._reader = Reader(self.layers, self.linears, max_rank, linear_rank, others or {}, own)
+        self._reader = Reader(self.layers, self.linears, max_rank, linear_rank, others, own)
         self._slots = Slots(
             self.layers,
             self.linears,

@@ -27,6 +27,7 @@ from moelora.adapters.config import CONFIG_FILE, LoraConfig
 from moelora.adapters.keys import parse
 from moelora.adapters.places import ExpertPlace, Modules
 from moelora.adapters.weights import open_weights
+from moelora.checks import check_mapping
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.linears import linear_layers, plain_name
@@ -71,12 +72,11 @@ def remember(model: nn.Module, name: str, load: Load) -> None:
     model.__dict__.setdefault("_moelora_loads", {})[name] = load
 
 
-def check_folders(folders: object, adapters: Container[str]) -> None:
+def check_folders(folders: Mapping[str, Any] | None, adapters: Container[str]) -> None:
     """Raise for an argument `folders` of `attach` that names other adapters, or no folders."""
     if folders is None:
         return
-    if not isinstance(folders, Mapping):
-        raise ValueError(f"folders is a {type(folders).__name__}, wanted a mapping")
+    check_mapping("folders", folders)
     for name, folder in folders.items():
         if name not in adapters:
             raise ValueError(f"folders names {name!r}, which is none of the model's adapters")

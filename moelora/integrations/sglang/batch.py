@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from moelora.adapters import AdapterPool
 from moelora.call import typed
-from moelora.checks import check_count
+from moelora.checks import check_count, dtype_name
 from moelora.storage import check_held
 
 
@@ -79,8 +79,9 @@ def prepare_moe_lora_batch(
     """
     check_held("weight_indices", weight_indices)
     if weight_indices.dtype not in (torch.int32, torch.int64):
-        dtype = str(weight_indices.dtype).removeprefix("torch.")
-        raise ValueError(f"weight_indices has dtype {dtype}, expected int32 or int64")
+        raise ValueError(
+            f"weight_indices has dtype {dtype_name(weight_indices.dtype)}, expected int32 or int64"
+        )
     if seq_lens is not None:
         lengths = _lengths(seq_lens)
         if lengths.shape != weight_indices.shape or lengths.dim() != 1:
@@ -111,8 +112,7 @@ def _lengths(seq_lens: Tensor | Sequence[int]) -> Tensor:
     lengths = torch.as_tensor(seq_lens, device=None if isinstance(seq_lens, Tensor) else "cpu")
     is_other = lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool
     if lengths.numel() and is_other:
-        dtype = str(lengths.dtype).removeprefix("torch.")
-        raise ValueError(f"seq_lens has dtype {dtype}, expected integers")
+        raise ValueError(f"seq_lens has dtype {dtype_name(lengths.dtype)}, expected integers")
     return lengths
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
+from moelora.checks import dtype_name
 from moelora.files import file_in, read_json
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.names import OF_ONE
@@ -227,7 +228,7 @@ class Folder:
             stored, made = stored + size, made + weight.nbytes
         if others:
             names = dict.fromkeys(self.scheme_of(linear).name for linear in others)
-            kind = str(dtype).removeprefix("torch.")
+            kind = dtype_name(dtype)
             log.warning(
                 f"{self.path}: {len(others)} linear layers beside the experts ({', '.join(names)}) "
                 f"are dequantized to {kind}, {made / 2**30:.2f} GiB from {stored / 2**30:.2f} GiB"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moelora import QuantizedWeights
+from moelora.checks import dtype_name
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
@@ -127,7 +128,7 @@ def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
         return
     weights = [w for module in modules for w in expert_weights(module)]
     made = sum(w.numel() * w.itemsize for w in weights if isinstance(w, Tensor))
-    kind = str(modules[0].down_proj.dtype).removeprefix("torch.")
+    kind = dtype_name(modules[0].down_proj.dtype)
     log.warning(
         f"{folder.path}: the experts of {len(modules)} layers ({', '.join(names)}) are dequantized "
         f"to {kind}, {made / 2**30:.2f} GiB"
