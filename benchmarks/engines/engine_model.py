@@ -98,6 +98,11 @@ class Maker:
         return (t * std).bfloat16()
 
 
+def device():
+    """Where numbers are drawn."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def ones(size):
     return torch.ones(size, dtype=torch.bfloat16)
 
@@ -210,12 +215,12 @@ def describe(out, config, index, adapters, shape):
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, vocab=VOCAB):
     """A word for each token, for engines that look for a tokenizer though they are given ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCAB)}, unk_token="<0>"))
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocab)}, unk_token="<0>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"bos_token": "<0>", "pad_token": "<1>", "eos_token": "<2>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
@@ -232,7 +237,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     shape, family = PRESETS[args.preset], FAMILIES[args.family]
     shape = replace(shape, layers=args.layers or shape.layers)
-    make = Maker("cuda" if torch.cuda.is_available() else "cpu")
+    make = Maker(device())
     shutil.rmtree(args.out, ignore_errors=True)
     base = args.out / "base"
     ends = {

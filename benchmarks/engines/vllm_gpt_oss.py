@@ -131,8 +131,9 @@ def main(argv=None):
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--ranks", default="16,16,64,64")
     p.add_argument("--only-quantized", action="store_true", help="no OUT-dense")
+    p.add_argument("--vocab", type=int, default=VOCAB, help="tokens")
     args = p.parse_args(argv)
-    make = Maker("cuda" if torch.cuda.is_available() else "cpu")
+    make = Maker(engine_model.device())
     folders = [args.out, args.out.with_name(f"{args.out.name}-dense")]
     folders = folders[:1] if args.only_quantized else folders
     indices = [{} for _ in folders]
@@ -144,9 +145,9 @@ def main(argv=None):
             index.update(save(out / "base", f"{name}.safetensors", tensors))
 
     ends = {
-        "model.embed_tokens.weight": make.normal(VOCAB, HIDDEN, std=1.0),
+        "model.embed_tokens.weight": make.normal(args.vocab, HIDDEN, std=1.0),
         "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-        "lm_head.weight": make.normal(VOCAB, HIDDEN, std=3 / math.sqrt(HIDDEN)),
+        "lm_head.weight": make.normal(args.vocab, HIDDEN, std=3 / math.sqrt(HIDDEN)),
     }
     put("ends", ends, ends)
     for i in range(args.layers):
@@ -158,7 +159,7 @@ def main(argv=None):
         adapters.append(args.out / f"lora{i + 1}-r{rank}")
         make.adapter(adapters[-1], rank, args.layers)
 
-    config = settings(args.layers)
+    config = settings(args.layers) | {"vocab_size": args.vocab}
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
     shape = {"hidden": HIDDEN, "inter": INTER, "experts": EXPERTS, "layers": args.layers}
     for out, index, more in zip(

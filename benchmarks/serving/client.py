@@ -1,0 +1,72 @@
+"""Runs loads on one server by `vllm bench serve`, in one process: importing it takes seconds.
+
+    python -m benchmarks.serving.client JOB.json OUT.jsonl
+
+Writes a line of JSON for each load as soon as it is measured.
+"""
+
+import argparse
+import asyncio
+import json
+import pathlib
+import sys
+
+from vllm.benchmarks import serve
+
+GOODPUT = ("ttft:500", "tpot:50")  # milliseconds
+METRICS = ("ttft", "tpot", "itl")
+KEPT = (
+    *("completed", "failed", "duration", "request_throughput", "request_goodput"),
+    *("output_throughput", "total_token_throughput"),
+    *(f"{which}_{metric}_ms" for metric in METRICS for which in ("median", "p99")),
+)
+
+
+def words(job, load, adapters, seed):
+    """Arguments of `vllm bench serve`."""
+    arguments = {
+        "base-url": job["url"],
+        "model": job["model"],
+        "tokenizer": job["tokenizer"],
+        "dataset-name": "random",
+        "random-input-len": load["input"],
+        "random-output-len": load["output"],
+        "num-prompts": load["prompts"],
+        "temperature": 1,  # one after another, the tokens of the random model would be the same
+        "seed": seed,  # a load whose prompts were sent before would find them in the prefix cache
+        "percentile-metrics": ",".join(METRICS),
+        "metric-percentiles": "99",
+        "ready-check-timeout-sec": 0,
+    }
+    arguments |= {name: load[key] for key, name in OPTIONS.items() if key in load}
+    flat = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    flat += ["--disable-tqdm", "--goodput", *GOODPUT]
+    return flat + (
+        ["--lora-modules", *adapters, "--lora-assignment", "round-robin"] if adapters else []
+    )
+
+
+OPTIONS = {"rate": "request-rate", "concurrency": "max-concurrency"}
+
+
+def measure(job, name, load, adapters, seed):
+    parser = argparse.ArgumentParser()
+    serve.add_cli_args(parser)
+    result = asyncio.run(serve.main_async(parser.parse_args(words(job, load, adapters, seed))))
+    kept = {key: result[key] for key in KEPT if result.get(key) is not None}
+    kept = {
+        key: round(value, 3) if isinstance(value, float) else value for key, value in kept.items()
+    }
+    return {"workload": name, "adapters": len(adapters)} | load | kept
+
+
+def main():
+    job, out = json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2])
+    with out.open("a") as file:
+        for seed, (name, adapters) in enumerate(job["runs"]):
+            row = measure(job, name, job["workloads"][name], adapters, seed)
+            print(json.dumps(row), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
