@@ -1,6 +1,7 @@
 """transformers' continuous batching: every request with its own adapter, in all kinds of batch."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -19,6 +20,7 @@ PLACE = [PLACES[0], PLACES[2]]
 NAMES = ["all", None, "attention", "mlp"]
 LENGTHS = [7, 4, 7, 2]
 NEW = 6
+WAIT_S = 240  # of what a slow machine takes seconds for
 
 
 @pytest.fixture(params=PLACE)
@@ -53,9 +55,9 @@ def options(**more):
     }
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition):
     """Until it holds; a RuntimeError of an adapter that is in use says that it does not yet."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         try:
             if condition():
@@ -141,39 +143,62 @@ def test_a_manager(served):
 def test_a_cancelled_request_lets_go_of_its_adapter(served):
     model, prompts, _ = served
     pool = model._moelora.pool
-    endless = {"max_new_tokens": 400, "eos_token_id": -1}
+    running, cancelled = threading.Event(), threading.Event()
+
+    def first_batch(*_):
+        running.set()
+        assert cancelled.wait(WAIT_S)
+
     with model.continuous_batching_context_manager(**options()) as manager:
-        request = manager.add_request(prompts[0], adapter_name="all", **endless)
-        wait_for(lambda: manager.batch_processor.scheduler.active_requests)
-        with pytest.raises(RuntimeError, match="in use by 1 batches"):
-            pool.remove("all")
-        manager.cancel_request(request)
+        hook = model.register_forward_pre_hook(first_batch)
+        request = manager.add_request(prompts[0], adapter_name="all", max_new_tokens=400)
+        try:
+            assert running.wait(WAIT_S)
+            with pytest.raises(RuntimeError, match="in use by 1 batches"):
+                pool.remove("all")
+            manager.cancel_request(request)
+        finally:
+            cancelled.set()
+            hook.remove()
         wait_for(lambda: "all" not in pool or not pool.remove("all"))
         assert "all" not in pool
 
 
-def test_requests_that_the_cache_has_no_room_for(served):
+def test_requests_that_the_cache_has_no_room_for(served, monkeypatch):
     """They are put aside and go on later, with their adapters all the while."""
+    from transformers.generation.continuous_batching import Scheduler
+
     model, prompts, _ = served
-    pool, seen = model._moelora.pool, []
+    pool, queued = model._moelora.pool, []
+    put_in_queue = Scheduler.add_waiting_request
+
+    def add_waiting_request(scheduler, state):
+        try:
+            refusal = pool.remove("all")
+        except RuntimeError as error:
+            refusal = str(error)
+        queued.append((state.request_id, refusal))
+        put_in_queue(scheduler, state)
+
+    monkeypatch.setattr(Scheduler, "add_waiting_request", add_waiting_request)
     long = {"max_new_tokens": 40, "eos_token_id": -1}
-    few = options(num_blocks=3, max_batch_tokens=32)
     with torch.no_grad():
         ids = torch.tensor([prompts[0]], device=model.device)
         alone = model.generate(ids, adapter_names=["all"], do_sample=False, **long)
-    with model.continuous_batching_context_manager(**few) as manager:
-        requests = [manager.add_request(prompts[0], adapter_name="all", **long) for _ in range(3)]
+    manager = model.init_continuous_batching(**options(num_blocks=3, max_batch_tokens=32))
+    requests = [manager.add_request(prompts[0], adapter_name="all", **long) for _ in range(3)]
+    manager.start()  # all three are in its first batch
+    try:
         found = {}
         while len(found) < len(requests):
             result = manager.get_result(timeout=1)
-            waiting = manager.batch_processor.scheduler.waiting_requests
-            seen.append(len(waiting))
-            if len(found) + (result is not None) < len(requests):
-                with pytest.raises(RuntimeError, match="in use by"):
-                    pool.remove("all")
             if result is not None:
                 found[result.request_id] = result
-    assert max(seen) > 0
+    finally:
+        manager.stop()
+    assert len(queued) > len(requests), "none was put aside"
+    assert {name for name, _ in queued} == {*requests}
+    assert all("in use by" in str(refusal) for _, refusal in queued), queued
     want = [alone[0, len(prompts[0]) :].tolist()] * 3
     check(model, [found[i].generated_tokens for i in requests], want)
 
