@@ -201,7 +201,7 @@ def test_a_pattern_cannot_stop_the_process(tmp_path):
             folders.append(str(write(tmp_path / f"{option}-{number}", state, config)))
     env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", LOAD_ALL, *folders]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,6 +1,5 @@
 """AdapterPool with host memory: more adapters than slots, which come when they are needed."""
 
-import re
 import threading
 import time
 
@@ -428,18 +427,11 @@ def test_slots_in_use_are_waited_for(tmp_path):
             pass
         assert time.monotonic() - start >= 0.05
     found = []
-
-    def wait():
-        with pool.hold(["b"], timeout=60):
-            found.append(pool.names())
-
     with pool.hold(["a"]):
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join(0.1)
+        thread = waiting(pool, ["b"], found)
         assert found == []
-    thread.join(30)
-    assert found == [["b"]]
+    thread.join()
+    assert found == ["b"] == pool.names()
     kept = pool.keep(["b"])  # dropped without release
     thread = threading.Thread(target=lambda: found.append(pool.keep(["a"], timeout=60)))
     thread.start()
@@ -474,7 +466,7 @@ def test_batches_that_wait_get_slots_in_their_order(tmp_path):
         with pytest.raises(NoSlot, match="no slot for adapter 'd': 2 batches have waited longer"):
             pool.keep(["d"])
         pool.prefetch(["d"])
-        time.sleep(0.05)
+        wait_until(lambda: not pool._versions._coming)
         assert "d" not in pool, "nor is it brought ahead"
         assert found == []
     for thread in threads:
@@ -484,31 +476,32 @@ def test_batches_that_wait_get_slots_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("names", [["c"], ["c", "d"], ["a", "c"]], ids="".join)
 def test_a_batch_is_not_overtaken_forever(tmp_path, names):
-    """By batches of adapters in slots, of which some are always in use."""
+    """By batches of adapters in slots, which are always in use until one is refused."""
     pool, found = make_pool(max_loras=2, host=4), []
     for name, (path, _) in zip("abcd", folders(tmp_path, 4), strict=True):
         pool.register(name, path)
-    running = [pool.keep(["a"]), pool.keep(["b"])]
+    running = {name: pool.keep([name]) for name in "ab"}
     thread = waiting(pool, names, found)
-    begun = refused = 0
-    for turn in range(4 * OVERTAKEN):
+    begun, leaving = 0, set()
+    for turn in range(2 * OVERTAKEN):
+        name = "ab"[turn % 2]
         try:
-            running.append(pool.keep(["ab"[turn % 2]]))  # the one that runs longest ends then
+            running[name], before = pool.keep([name]), running[name]
+            before.release()
             begun += 1
         except NoSlot as error:
-            refused += 1
-            assert re.search("it leaves for a batch that waits|1 batches have waited", str(error))
-            assert not pool.ready("ab"[turn % 2])
-        if running:
-            running.pop(0).release()
-        time.sleep(0.001)
-        if found:
+            assert "it leaves for a batch that waits" in str(error)
+            assert not pool.ready(name)
+            leaving.add(name)
+        if len(leaving) == len({*names} - {*"ab"}):
             break
-    assert refused and OVERTAKEN <= begun <= OVERTAKEN + 2 * len(names)
-    for held in running:
-        held.release()
-    thread.join(30)
+    assert OVERTAKEN <= begun <= OVERTAKEN + 1 and not found
+    for name in leaving:
+        running.pop(name).release()
+    thread.join()
     assert found == ["".join(names)]
+    for held in running.values():
+        held.release()
     pool.lookup("a")
     pool.lookup("b")
 
@@ -591,7 +584,7 @@ def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
     pool.prefetch(["a", "b", "c", "a", "d"])  # the first two fit
     wait_until(lambda: pool.ready("a") and pool.ready("b"))
     pool.prefetch(["b", "a", "c", "d"])
-    time.sleep(0.05)
+    wait_until(lambda: not pool._versions._coming)
     assert set(pool.names()) == {"a", "b"}
     with pool.hold(["a"]):
         pool.prefetch(["c", "b"])  # one slot, beside that of a batch
@@ -600,7 +593,7 @@ def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
         with pool.hold(["d"]):
             assert set(pool.names()) == {"a", "d"}, "a batch evicts what is only wanted"
             pool.prefetch(["c"])
-            time.sleep(0.05)
+            wait_until(lambda: not pool._versions._coming)
             assert set(pool.names()) == {"a", "d"}
     pool.prefetch([])
     pool.lookup("b")

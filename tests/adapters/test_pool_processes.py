@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapter_cases import CONFIG, check, make_pool, wrapped, write
 
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 def serve_from_a_fork(pool, delta):

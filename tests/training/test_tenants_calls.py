@@ -76,11 +76,11 @@ def test_threads_wait_for_a_step(tmp_path):
 
     def save():
         saving.start()
-        saving.join(0.2)
+        saving.join(0.05)
         assert saving.is_alive()
 
     house.tenants.step({"law": calls_in_backward(losses["law"], save)})
-    saving.join(10)
+    saving.join()
     other = House(FLOAT32)
     assert other.add("law", tmp_path / "law", resume=True).updates == 1
     assert same(other.factors("law"), house.factors("law"))
