@@ -6,7 +6,7 @@ Environment:
                         the wheels: "80;90a;100;120"
   TORCH_CUDA_ARCH_LIST  as for torch's own extensions, where MOELORA_CUDA_ARCH is not set
   MOELORA_CUDA_FAST=1   CUDA without optimization, in a fifth of the time: a check that it compiles,
-                        which reports no register spills; nvcc 12.9 and later
+                        which reports no register spills; nvcc before 12.9 optimizes all the same
   MOELORA_WERROR=1      warnings and CUDA register spills of more than 16 bytes are errors
   MOELORA_SANITIZE=1    address and undefined-behavior sanitizers (build_core, for the C tests)
   CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers
@@ -35,6 +35,7 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -53,10 +54,21 @@ from compiling import (  # noqa: E402
     sources,
 )
 
+SETUPTOOLS = 77  # as in pyproject.toml
+
 
 def version():
     header = (ROOT / "csrc/moelora.h").read_text()
     return re.search(r'#define MOELORA_VERSION "([^"]+)"', header).group(1)
+
+
+def check_setuptools():
+    """Before setuptools reads pyproject.toml, of which old releases say "2 matches found"."""
+    if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
+        raise SystemExit(
+            f"setuptools is {setuptools.__version__}, wanted {SETUPTOOLS} or later: "
+            f'{sys.executable} -m pip install "setuptools>={SETUPTOOLS}"'
+        )
 
 
 def repository():
@@ -242,6 +254,7 @@ class BuildCore(Command):
 
 
 if __name__ == "__main__":
+    check_setuptools()
     setup(
         version=version(),
         **package_page(),

@@ -82,11 +82,16 @@ def cuda_library_dirs(nvcc):
     return [flag for flag in shlex.split(line) if flag.startswith("-L")]
 
 
+def nvcc_release(nvcc):
+    """(13, 0) of "Cuda compilation tools, release 13.0, V13.0.88"; (0, 0) of another compiler."""
+    release = re.search(r"release (\d+)\.(\d+)", identity((nvcc,)))
+    return tuple(map(int, release.groups())) if release else (0, 0)
+
+
 def compression_flags(nvcc):
     """Flags for the smallest machine code. zstd, from nvcc 12.8 on, needs the driver 550.54 with
     CUDA 12, and none beyond what CUDA 13 needs anyway; older compilers have LZ4."""
-    release = re.search(r"release (\d+)\.(\d+)", identity((nvcc,)))
-    if release and tuple(map(int, release.groups())) >= (12, 8):
+    if nvcc_release(nvcc) >= (12, 8):
         return ["--compress-mode=size"]
     return ["-Xfatbin", "-compress-all"]
 
@@ -290,7 +295,7 @@ class Compiler:
         if is_cuda:
             flags = ["-std=c++17"]
             if FAST:
-                flags.append("-Ofc=max")
+                flags.append("-Ofc=max" if nvcc_release(self.nvcc) >= (12, 9) else "-O3")
             else:
                 flags += ["-O3", "-Xptxas", "-v", *compression_flags(self.nvcc)]
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]

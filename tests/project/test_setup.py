@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,8 @@ def test_a_fast_build_only_compiles(project):
         assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words}
     with pytest.raises(AssertionError, match="warnings are errors"):
         project.build(**environment, MOELORA_WERROR="1")
+    nvcc.write_text(nvcc.read_text().replace("13.0", "12.8"))
+    project.build(**environment, MOELORA_CUDA_FAST="1")
     assert all("-Ofc=max" not in words for words in project.nvcc_commands().values())
 
 
@@ -354,6 +357,12 @@ THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\
         ("demo", "", {}, FIRST),
         ("demo", "", {"MOELORA_CUDA": "1"}, f"{FIRST}{THEN}cuda=1 arch=\n"),
         ("build", "", {}, "cuda= arch=\n"),
+        ("test", "9.0", {}, "cuda= arch=\n"),
+        ("test", "9.0", {"FEW_KERNELS": "1"}, "cuda= arch=80 few\n"),
+        ("test", "", {}, "cuda= arch=80 few\n"),
+        ("test", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a few\n"),
+        ("test", "", {"MOELORA_VARIANTS": "", "MOELORA_CUDA_FAST": "0"}, "cuda= arch=80\n"),
+        ("nightly", "", {}, "cuda= arch=release\n"),
         ("wheel", "", {}, "cuda= arch=release\n"),
         ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
         ("wheel", "", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "cuda= arch=\n"),
@@ -366,8 +375,10 @@ THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\
     ],
 )
 def test_what_make_builds(tmp_path, target, gpu, given, wanted):
-    """The demo before CUDA kernels, and those only for a GPU; a wheel code of all architectures."""
-    settings = 'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH"'
+    """The demo before CUDA kernels, and those only for a GPU; a wheel code of all architectures.
+    Tests without a GPU a few kernels, as CI."""
+    few = "${MOELORA_VARIANTS:+ few}"
+    settings = f'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH{few}"'
     for name, text in {
         "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
         "python": 'case "$*" in *demo.py) echo demo;; '
@@ -377,10 +388,11 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
         (tmp_path / name).chmod(0o755)
     for name in (".ready", ".editable"):
         (tmp_path / name).write_text("")
-    drop = ("MOELORA_CUDA", "MOELORA_CUDA_ARCH", "TORCH_CUDA_ARCH_LIST", "MAKEFLAGS", "MAKELEVEL")
-    environment = {k: v for k, v in os.environ.items() if k not in drop}
+    drop = ("MOELORA_", "TORCH_CUDA_ARCH_LIST", "FEW_KERNELS", "MAKE")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
+    words += ["MAKE=true"] if target in ("test", "nightly") else []  # only what is built first
     assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
 
 
@@ -417,6 +429,16 @@ def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
     wanted = (ROOT / "requirements-torch.txt").read_text().split()
     assert torch.split() == ["-m", "pip", "install", "--quiet", "--no-compile", *index, *wanted]
     assert others.endswith("-r requirements.txt")
+
+
+def test_the_setuptools_that_it_needs_is_named():
+    old = "setuptools.__version__ = '76.1.0'; sys.argv = ['setup.py', '--version']"
+    code = f"import runpy, setuptools, sys; {old}; runpy.run_path('setup.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    wanted = f'{sys.executable} -m pip install "setuptools>=77"'
+    assert '"setuptools >= 77"' in (ROOT / "pyproject.toml").read_text()
+    assert done.stderr == f"setuptools is 76.1.0, wanted 77 or later: {wanted}\n"
 
 
 def test_a_python_that_does_not_start_is_named(tmp_path):
