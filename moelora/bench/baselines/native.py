@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moelora.bench.baselines import Options, require, require_no_biases
 from moelora.bench.cases import Batch, Factors
@@ -55,15 +56,19 @@ class GroupedMM:
 
 def grouped_factors(factors: Factors) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
     """A13 [pairs, K, slices R], B13 slices x [pairs, R, I], A2 [pairs, I, R], B2 [pairs, R, K] for
-    grouped GEMMs; the first of an expert's pairs is the one without an adapter, all zero.
+    grouped GEMMs; the first of an expert's pairs is the one without an adapter, all zero. R is the
+    rank and zeros up to a multiple of 16 bytes, as torch wants of strides.
     """
+    alignment = 16 // factors.a2.element_size()
+    more = -factors.a2.size(2) % alignment
 
     def by_expert(stack: Tensor) -> Tensor:
         zeros = torch.zeros_like(stack[:1])
         return torch.cat([zeros, stack]).transpose(0, 1).flatten(0, 1).transpose(1, 2)
 
-    a13 = by_expert(torch.cat(factors.a13, dim=2))
-    return a13, [by_expert(b) for b in factors.b13], by_expert(factors.a2), [by_expert(factors.b2)]
+    a13, a2 = ([pad(a, (0, 0, 0, more)) for a in some] for some in (factors.a13, [factors.a2]))
+    b13, b2 = ([by_expert(pad(b, (0, more))) for b in some] for some in (factors.b13, [factors.b2]))
+    return by_expert(torch.cat(a13, dim=2)), b13, by_expert(*a2), b2
 
 
 def delta(x: Tensor, a: Tensor, b: list[Tensor], ends: Tensor) -> Tensor:
