@@ -119,7 +119,7 @@ def main(argv=None):
         __doc__, models=["qwen3", "mixtral", "dsv2lite"], tokens=TOKENS, adapters=8, budget_ms=20.0
     )
     parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
-    parser.add_argument("--baselines", "--rivals", default="vllm", choices=["vllm", "none"])
+    parser.add_argument("--baselines", default="vllm", choices=["vllm", "none"])
     args = parser.parse_args(argv)
 
     started = time.monotonic()

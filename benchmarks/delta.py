@@ -352,7 +352,7 @@ def main(argv=None):
     )
     about = "of default, best; or none"
     default = "default,best"
-    parser.add_argument("--baselines", "--rivals", default=default, type=options.words, help=about)
+    parser.add_argument("--baselines", default=default, type=options.words, help=about)
     args = parser.parse_args(argv)
 
     deadline = time.monotonic() + args.deadline_s

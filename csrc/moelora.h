@@ -18,7 +18,8 @@
  *
  * Expert and adapter ids out of range are never used as an address: a row whose expert is out of
  * range (or on another rank) is skipped, and a row whose adapter is out of range or disabled is a
- * base row. The result of a base row is bit-identical whatever adapters other rows carry.
+ * base row. Every call is batch invariant: the bits of a row do not depend on the other rows, their
+ * number or their adapters.
  *
  * Routing, adapters and lists may be written while a call reads them. For the whole call, each
  * element then has either its old or its new value. On CUDA this holds for ids, maps, enable
@@ -90,9 +91,6 @@ typedef struct moelora_exec {
    * it is done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* number of threads that parallel_for uses; 0 counts as 1 */
-  /* Ignored, and removed in the next release: every call is batch invariant, that is, the result
-   * of a row does not depend on the other rows of the batch or their number, bit for bit. */
-  bool batch_invariant;
 } moelora_exec;
 
 /* A validated and planned call of an operator: moelora_prepare_* fill it, moelora_run runs it. It
@@ -541,11 +539,6 @@ moelora_status moelora_force_variant(const char *names);
  * run on GPUs of this one; 0 removes the limit. The environment variable MOELORA_MAX_CC sets the
  * initial limit; if it is not a valid number, every gemm and layer fails. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
-/* Every call is batch invariant (see moelora_exec): the first function does nothing, the second
- * returns true. Both are removed in the next release. The environment variable
- * MOELORA_BATCH_INVARIANT is not read. */
-void moelora_set_batch_invariant(bool on);
-bool moelora_is_batch_invariant(void);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs
  * `variant`, unless a plan with fewer tokens suffices; the plan with most tokens also serves
  * larger batches. If the variant cannot run, the built-in table decides. Variants of different

@@ -33,7 +33,6 @@ from moelora.integrations.vllm.ops import (
     fused_moe_lora_expand,
     fused_moe_lora_shrink,
 )
-from moelora.invariance import is_batch_invariant, set_batch_invariant
 from moelora.ops import (
     PackedWeights,
     QuantizedWeights,
@@ -76,7 +75,6 @@ __all__ = [
     "fused_moe_lora_gemm",
     "fused_moe_lora_gemm_backward",
     "fused_moe_lora_shrink",
-    "is_batch_invariant",
     "moe_align_block_size",
     "moe_lora_a",
     "moe_lora_align_block_size",
@@ -92,5 +90,4 @@ __all__ = [
     "prepare_moe_lora_batch",
     "prepare_moe_lora_batch_of_pool",
     "run_moe_lora",
-    "set_batch_invariant",
 ]

@@ -115,7 +115,6 @@ def moe_lora_gate_up_delta(
     num_experts: int | None = None,
     mul_routed_weight: bool = False,
     add_inputs: bool = True,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute what adapters add to the gate and up projections, before the activation.
@@ -147,7 +146,6 @@ def moe_lora_gate_up_delta(
     add_inputs : bool
         Add to `out`, where rows without an adapter keep their bits. False: `out` becomes the delta,
         0 in those rows.
-    {batch_invariant}
     out : Tensor, shape (M, top_k, 2 I), optional
         The base product. None: the delta in a new tensor.
 
@@ -188,7 +186,6 @@ def moe_lora_down_delta(
     num_experts: int | None = None,
     mul_routed_weight: bool = False,
     add_inputs: bool = True,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute what adapters add to the down projection, before the sum over `top_k`.
@@ -212,7 +209,6 @@ def moe_lora_down_delta(
     {mul_routed_weight} For a base product that includes the weight.
     add_inputs : bool
         As in `moe_lora_gate_up_delta`.
-    {batch_invariant}
     out : Tensor, shape (M, top_k, K), optional
         The base product. None: the delta in a new tensor.
 

@@ -55,10 +55,6 @@ ENTRIES = {
         "mul_routed_weight : bool",
         "Multiply row (m, j) by `topk_weights[m, j]`.",
     ),
-    "batch_invariant": (
-        "batch_invariant : bool",
-        "Ignored: each row has the bits that it has in any other batch. To be removed.",
-    ),
     "sorted_rows": (
         "sorted_token_ids : Tensor, shape (blocks * block_size,), int32",
         "Flat row indices; padding is `M * top_k`.",
@@ -91,7 +87,7 @@ ENTRIES = {
     ),
     "options": (
         "**options",
-        "The forward's other arguments, token_lora_mapping, ..., batch_invariant.",
+        "The forward's other arguments, token_lora_mapping, ..., mul_routed_weight.",
     ),
     "ValueError": (
         "ValueError",

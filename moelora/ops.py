@@ -139,7 +139,7 @@ def _last_of_layer(
 def projection_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """The arguments of `fused_moe_lora_gemm` except `out`, as `layer_arguments` has a layer's."""
     x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, *options = arguments
-    lora_ranks, lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight, _ = options
+    lora_ranks, lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight = options
     absent = absent_tensor(x)
     args = (
         x,
@@ -175,7 +175,6 @@ def fused_moe_lora_gemm(
     bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     mul_routed_weight: bool = False,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """One projection of all routed rows, base product and adapters in one pass.
@@ -209,7 +208,6 @@ def fused_moe_lora_gemm(
         Added to each row of an expert.
     {expert_map?} Their rows become 0.
     {mul_routed_weight}
-    {batch_invariant}
     out : Tensor, shape (M, top_k, N), optional
         Where to write the result.
 
@@ -230,7 +228,7 @@ def fused_moe_lora_gemm(
     """
     args, last = projection_arguments(
         *(x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, lora_ranks),
-        *(lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight, batch_invariant),
+        *(lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight),
     )
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
@@ -249,7 +247,7 @@ def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]
     lora_ranks, lora_scalings, adapter_enabled, w13_one_a, *options = options
     w13_bias, w2_bias, *options = options
     activation, activation_alpha, activation_limit, expert_map, *options = options
-    apply_router_weight_on_input, _ = options
+    (apply_router_weight_on_input,) = options
     absent = absent_tensor(hidden_states)
     args = (
         hidden_states,
@@ -301,7 +299,6 @@ def fused_experts_lora(
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """A whole mixture-of-experts layer, with every token's own adapter inside both projections.
@@ -367,7 +364,6 @@ def fused_experts_lora(
     {expert_map?} They contribute nothing.
     apply_router_weight_on_input : bool
         Multiply the input instead of the output by the routing weight; needs `top_k == 1`.
-    {batch_invariant}
     out : Tensor, shape (M, K), optional
         Where to write the result; `hidden_states` itself is allowed.
 
@@ -407,7 +403,7 @@ def fused_experts_lora(
         *(w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b),
         *(lora_ranks, lora_scalings, adapter_enabled, w13_one_a, w13_bias, w2_bias),
         *(activation, activation_alpha, activation_limit, expert_map),
-        *(apply_router_weight_on_input, batch_invariant),
+        apply_router_weight_on_input,
     )
     if out is None:
         return run(operators.fused_experts_lora.default, *args, *last)

@@ -143,7 +143,7 @@ def moe_lora_delta_backward(
     ------
     {backward_errors}
     """
-    *arguments, _ = DELTA_OPTIONS.values(options)
+    arguments = DELTA_OPTIONS.values(options)
     x_rows, a, b, weights, ids, mapping, *tables, expert_map, experts, weighted = delta_arguments(
         x, topk_weights, topk_ids, *arguments
     )

@@ -99,7 +99,7 @@ def fused_experts_lora_saving(
     hidden_states, w13, w2, topk_weights, topk_ids
         Those of `fused_experts_lora`.
     **options
-        Its other arguments, token_lora_mapping, ..., batch_invariant, without `out`.
+        Its other arguments, token_lora_mapping, ..., apply_router_weight_on_input.
 
     Returns
     -------
@@ -175,7 +175,8 @@ def fused_experts_lora_backward(
         instance, instead of (max_loras, E, R, K). No two pairs may have the same index. Pairs whose
         index is not in 0 to S - 1 get no gradient, and matrices without a pair are not written.
         Factors that experts share are not sparse.
-    {options}
+    **options
+        The forward's other arguments, token_lora_mapping, ..., apply_router_weight_on_input.
 
     Returns
     -------

@@ -57,14 +57,6 @@ moelora_status moelora_force_variant(const char *names) {
   return MOELORA_OK;
 }
 
-void moelora_set_batch_invariant(bool on) {
-  (void)on;
-}
-
-bool moelora_is_batch_invariant(void) {
-  return true;
-}
-
 moelora_status moelora_check_environment(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;

@@ -61,21 +61,6 @@ static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyObject *py_set_batch_invariant(PyObject *self, PyObject *args) {
-  (void)self;
-  int on;
-  if (!PyArg_ParseTuple(args, "p", &on)) {
-    return NULL;
-  }
-  moelora_set_batch_invariant(on != 0);
-  Py_RETURN_NONE;
-}
-
-static PyObject *py_is_batch_invariant(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyBool_FromLong(moelora_is_batch_invariant());
-}
-
 /* Arguments in the order of moelora_tuned_plan. */
 static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   (void)self;
@@ -197,10 +182,6 @@ static PyMethodDef methods[] = {
      "Prefer the kernel variant of this name in every plan that can use it; None undoes it."},
     {"limit_capability", py_limit_capability, METH_VARARGS,
      "Plan for GPUs as if they had at most this compute capability (80, 90, ...); 0 undoes it."},
-    {"set_batch_invariant", py_set_batch_invariant, METH_VARARGS,
-     "Nothing: every call is batch invariant."},
-    {"is_batch_invariant", py_is_batch_invariant, METH_NOARGS,
-     "True: every call is batch invariant."},
     {"add_tuned_plan", py_add_tuned_plan, METH_VARARGS,
      "Prefer a variant for layers of one shape: (device, compute_capability, num_units, dtype, "
      "num_experts, top_k, hidden, intermediate, tokens, variant)."},

@@ -32,7 +32,6 @@ static const char *const arguments[NUM_OPS] = {
 #define FLOAT(NAME, ...) ", float " #NAME
 #define FLOAT_OR_ZERO(NAME, ...) ", float " #NAME "=0.0"
 #define FLAG(NAME, ...) ", bool " #NAME
-#define INVARIANT ", bool batch_invariant=False"
 #define END ,
 #include "glue/ops.inc"
 };
@@ -77,7 +76,6 @@ static void write_schema(int op, char *to, size_t bytes) {
 #define FLOAT(NAME, FIELD) args->FIELD = op_float(*stack++);
 #define FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
 #define FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
-#define INVARIANT ctx->exec.batch_invariant = *stack++ != 0;
 #define MAPPED(AT, FIELD, NAME)                                                                    \
   op_need_mapping(ctx, &args->AT routing.topk_ids, &args->AT adapters.token_lora_mapping,          \
                   &args->AT FIELD, #NAME);

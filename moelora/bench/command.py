@@ -113,7 +113,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help=about)
     add(
         "--baselines",
-        "--rivals",
         help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)",
     )
     add("--all-modes", action="store_true", help="every path of a baseline, not only its default")

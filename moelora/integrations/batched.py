@@ -44,7 +44,7 @@ def batched_experts_lora(
     out : Tensor, shape (E, T, K), optional
         Where the result is written. Rows without tokens become 0.
     **options
-        Factors, ranks, biases, activation and `batch_invariant` of `fused_experts_lora`.
+        Factors, ranks, biases and activation of `fused_experts_lora`.
 
     Returns
     -------

@@ -28,7 +28,6 @@ ADDED = {
     "touched_pairs": touched_pairs,
 }
 NO_TENSORS = {
-    *("is_batch_invariant", "set_batch_invariant"),
     *("moe_lora_buffers", "prepare_moe_lora_batch_of_pool"),
     "run_moe_lora",  # calls moe_lora_fused, whose names its errors have
 }

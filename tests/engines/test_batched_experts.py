@@ -49,12 +49,9 @@ def test_a_row_is_what_its_choice_contributes(device_and_dtype, spec):
             ones,
             p.topk_ids[token : token + 1, choice : choice + 1].contiguous(),
             token_lora_mapping=None if mapping is None else p.token_lora_mapping[token : token + 1],
-            batch_invariant=True,
             **more,
         )
-        together = batched_experts_lora(
-            x, p.w13, p.w2, counts, mapping, batch_invariant=True, **more
-        )
+        together = batched_experts_lora(x, p.w13, p.w2, counts, mapping, **more)
         assert same_bits(together[expert, row], alone[0])
     there, here = p.kwargs(), p.to("cpu").kwargs()
     ref, naive = fused_experts_lora_ref(**here), naive_fused_experts_lora(**there)

@@ -481,12 +481,6 @@ def test_files_that_are_none(tmp_path, capsys):
     assert "there is no layer in these files" in said
 
 
-def test_rivals_is_another_name_of_the_option():
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    assert parser.parse_args(["--rivals", "loop"]) == parser.parse_args(["--baselines", "loop"])
-
-
 def test_baselines_say_what_they_need():
     fp32 = Layer(TOY, "fp32", [4], 2, torch.Generator().manual_seed(0))
     found, absent = baselines_of(fp32, ["separate", "vllm", "transformers"], Options())

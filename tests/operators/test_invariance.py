@@ -1,14 +1,9 @@
 """Batch invariance: a row has the bits that it has in any other batch."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import needs_gpu, on_gpu
-from covering import extent
 
 import moelora
 from benchmarks import invariance
@@ -120,33 +115,3 @@ def test_nonfinite_factors_stay_with_their_adapter(device):
     assert not carry.all()
     assert not y[carry].isfinite().any()
     assert same_bits(y[~carry], clean[~carry])
-
-
-def test_what_asked_for_it_is_taken_and_changes_nothing(device):
-    p = Spec(tokens=5, hidden=128, inter=64, mix="half_base", dtype=torch.bfloat16).build()
-    p = p.to(device)
-    plain = moelora.fused_experts_lora(**p.kwargs())
-    assert moelora.is_batch_invariant()
-    for on in (False, True):
-        assert same_bits(moelora.fused_experts_lora(**p.kwargs(), batch_invariant=on), plain)
-        with pytest.warns(DeprecationWarning, match="every call is batch invariant"):
-            moelora.set_batch_invariant(on)
-        assert moelora.is_batch_invariant()
-        assert _C.is_batch_invariant()
-    with pytest.raises(TypeError, match="on is 1, expected True or False"):
-        moelora.set_batch_invariant(1)
-
-
-@pytest.mark.parametrize("value", extent(nightly=["1", "0", "", "yes"], ci=["0"]))
-def test_nobody_reads_the_environment_variable(value):
-    code = """
-import torch, moelora
-ids = torch.zeros(1, 1, dtype=torch.int32)
-moelora.fused_moe_lora_gemm(torch.ones(1, 8), torch.ones(1, 8, 8), ids.float(), ids)
-print(moelora.is_batch_invariant())
-"""
-    env = os.environ | {"MOELORA_BATCH_INVARIANT": value}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, text=True, check=True, capture_output=True
-    )
-    assert done.stdout == "True\n"

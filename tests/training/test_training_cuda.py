@@ -88,7 +88,7 @@ def test_a_step_does_not_wait_for_the_gpu():
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 600])
 def test_the_forward_has_the_bits_of_serving_as_planned(tokens):
-    """Of few tokens, too, which one launch serves; without batch invariance."""
+    """Of few tokens, too, which one launch serves."""
     for dtype in CUDA_DTYPES:
         p = replace(SPEC, tokens=tokens, dtype=dtype).build().to("cuda")
         saving, _ = moelora.fused_experts_lora_saving(**p.kwargs())
@@ -139,8 +139,8 @@ def test_a_large_batch_has_the_bits_of_smaller_ones(name):
     arguments = p.kwargs()
     grad_out = grad_like(arguments["hidden_states"].shape, spec.dtype, "cuda")
     whole = step(arguments, grad_out)
-    served = moelora.fused_experts_lora(**arguments, batch_invariant=True)
-    saving, _ = moelora.fused_experts_lora_saving(**arguments, batch_invariant=True)
+    served = moelora.fused_experts_lora(**arguments)
+    saving, _ = moelora.fused_experts_lora_saving(**arguments)
     assert same_bits(saving, served)
     factors = {}
     for half in (slice(0, 1100), slice(1100, 2200)):

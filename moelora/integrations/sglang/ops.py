@@ -76,7 +76,6 @@ def moe_lora_a(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """The first stage: `out[m, j] = lora_a[l, e] x[m]`, up to the true rank and 0 beyond it.
@@ -94,7 +93,6 @@ def moe_lora_a(
     {lora_ranks?}
     {adapter_enabled?}
     {num_experts?}
-    {batch_invariant}
     out : Tensor, shape (M, top_k, R), optional
         Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
 
@@ -127,7 +125,6 @@ def moe_lora_gate_up_b(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
-    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """The second stage: gate and up from `moe_lora_a`'s result, then `silu(gate) * up`.
@@ -136,7 +133,7 @@ def moe_lora_gate_up_b(
     ----------
     intermediate_a : Tensor, shape (M, top_k, R)
         What `moe_lora_a` returned.
-    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts, batch_invariant
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
         As in `moe_lora_a`.
     gate_up_b : Tensor, shape (max_loras, E or 1, 2 I, R)
         Expand factors: gate rows, then up rows.
@@ -184,7 +181,6 @@ def moe_lora_down_combine(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """The third stage: the down factors, and their weighted sum over `top_k` added to `output`.
 
@@ -194,7 +190,7 @@ def moe_lora_down_combine(
     ----------
     activated : Tensor, shape (M, top_k, I)
         What `moe_lora_gate_up_b` returned.
-    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts, batch_invariant
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
         As in `moe_lora_a`.
     routing_weights : Tensor, shape (M, top_k)
         Cast to float32 if they are not.
@@ -248,7 +244,6 @@ def moe_lora_fused(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """All three stages in one operator: rows are sorted once, without intermediate tensors.
 
@@ -262,7 +257,7 @@ def moe_lora_fused(
         Gate and up factors, gate rows of `gate_up_b` first.
     down_a, down_b : Tensor, shapes (max_loras, E or 1, R, I) and (max_loras, E or 1, K, R)
         Down factors; their R may differ.
-    weight_indices, lora_ranks, scalings, adapter_enabled, num_experts, batch_invariant
+    weight_indices, lora_ranks, scalings, adapter_enabled, num_experts
         As in the stages.
     output : Tensor, shape (M, K)
         Added to in place; tokens without an adapter keep their bits.
@@ -314,8 +309,6 @@ def run_moe_lora(
     down_a_buffer: Tensor,
     down_b_buffer: Tensor,
     output: Tensor,
-    *,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """Add SGLang's adapter MLP to the output of a base MoE layer, in place.
 
@@ -340,7 +333,6 @@ def run_moe_lora(
         Expand factors of down.
     output : Tensor, shape (M, K)
         The base layer's output. Tokens without an adapter keep their bits.
-    {batch_invariant}
 
     Returns
     -------

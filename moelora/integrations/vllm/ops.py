@@ -142,7 +142,6 @@ def fused_moe_lora(
     *,
     num_experts: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
-    batch_invariant: bool = False,
 ) -> None:
     """vLLM's `fused_moe_lora`: adds the adapters' part of one projection to `output`, in place.
 
@@ -194,7 +193,6 @@ def fused_moe_lora(
     gather : function from Tensor to Tensor, optional
         For `fully_sharded`: takes (slices, M, top_k, R) and returns all ranks of the adapter, for
         instance vLLM's `tensor_model_parallel_all_gather`.
-    {batch_invariant}
 
     Raises
     ------
@@ -293,8 +291,6 @@ def fused_moe_lora_shrink(
     mul_routed_weight: bool = False,
     use_gdc: bool = False,
     use_tma: bool = False,
-    *,
-    batch_invariant: bool = False,
 ) -> None:
     """The first half of `fused_moe_lora`: `a_intermediate_cache1[slice, m, j] = x A[slice]^T`.
 
@@ -319,8 +315,6 @@ def fused_moe_lora_shrink(
         As in `fused_moe_lora`.
     device, EM, block_size_n, ..., split_k, mul_routed_weight, use_gdc, use_tma
         Of vLLM's kernels; no effect here.
-    batch_invariant : bool
-        As in `fused_moe_lora`.
 
     Raises
     ------
@@ -403,7 +397,6 @@ def fused_moe_lora_expand(
     use_tma: bool = False,
     *,
     add_inputs: bool = True,
-    batch_invariant: bool = False,
 ) -> None:
     """The second half of `fused_moe_lora`: adds `a_intermediate_cache1[slice] B[slice]^T`.
 
@@ -421,7 +414,7 @@ def fused_moe_lora_expand(
         `M`, `M * top_k`, the number of slices, `R` and `N` of one slice; checked.
     num_experts, block_size_m, num_active_loras
         As in `fused_moe_lora_shrink`.
-    mul_routed_weight, offset, add_inputs, batch_invariant
+    mul_routed_weight, offset, add_inputs
         As in `fused_moe_lora`.
     device, N, EM, K, block_size_n, ..., split_k, use_gdc, use_tma
         Of vLLM's kernels; no effect here.
