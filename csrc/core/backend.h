@@ -27,6 +27,20 @@ typedef struct moelora_device_info {
   bool overlaps;               /* CUDA: the loaded code supports programmatic dependent launch */
 } moelora_device_info;
 
+/* Types of a backend's functions for each operator, moelora_<backend>_<NAME> and
+ * moelora_<backend>_<NAME>_workspace, and for each conversion. */
+#define OPERATOR(NAME, PLAN, ...)                                                                  \
+  typedef size_t moelora_##NAME##_size_function(const moelora_##NAME##_problem *problem,           \
+                                                const moelora_##PLAN##_plan *plan,                 \
+                                                const moelora_exec *exec);                         \
+  typedef moelora_status moelora_##NAME##_function(const moelora_##NAME##_problem *problem,        \
+                                                   const moelora_##PLAN##_plan *plan,              \
+                                                   const moelora_exec *exec);
+#define CONVERSION(NAME, PROBLEM)                                                                  \
+  typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM##_problem *problem,     \
+                                                   const moelora_exec *exec);
+#include "core/operators.inc"
+
 /* A backend executes plans. A NULL slot means that the operator is not supported.
  *
  * Each operator lays out its workspace in one function of (problem, plan, exec), used by two
@@ -41,44 +55,11 @@ typedef struct moelora_backend {
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
-  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan,
-                            const moelora_exec *exec);
-  moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
-                          const moelora_exec *exec);
-  size_t (*gemm_workspace)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                           const moelora_exec *exec);
-  moelora_status (*gemm)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                         const moelora_exec *exec);
-  size_t (*gemm_backward_workspace)(const moelora_gemm_backward_problem *problem,
-                                    const moelora_gemm_backward_plan *plan,
-                                    const moelora_exec *exec);
-  moelora_status (*gemm_backward)(const moelora_gemm_backward_problem *problem,
-                                  const moelora_gemm_backward_plan *plan, const moelora_exec *exec);
-  size_t (*experts_workspace)(const moelora_experts_problem *problem,
-                              const moelora_experts_plan *plan, const moelora_exec *exec);
-  moelora_status (*experts)(const moelora_experts_problem *problem,
-                            const moelora_experts_plan *plan, const moelora_exec *exec);
-  size_t (*experts_backward_workspace)(const moelora_experts_backward_problem *problem,
-                                       const moelora_backward_plan *plan, const moelora_exec *exec);
-  moelora_status (*experts_backward)(const moelora_experts_backward_problem *problem,
-                                     const moelora_backward_plan *plan, const moelora_exec *exec);
-  moelora_status (*pack)(const moelora_pack_problem *problem, const moelora_exec *exec);
-  moelora_status (*pack_quantized)(const moelora_quantized_problem *problem,
-                                   const moelora_exec *exec);
-  moelora_status (*unpack_quantized)(const moelora_quantized_problem *problem,
-                                     const moelora_exec *exec);
-  size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem,
-                                  const moelora_align_plan *plan, const moelora_exec *exec);
-  moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
-                                const moelora_align_plan *plan, const moelora_exec *exec);
-  size_t (*delta_workspace)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
-                            const moelora_exec *exec);
-  moelora_status (*delta)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
-                          const moelora_exec *exec);
-  size_t (*mlp_delta_workspace)(const moelora_mlp_delta_problem *problem,
-                                const moelora_delta_plan *plan, const moelora_exec *exec);
-  moelora_status (*mlp_delta)(const moelora_mlp_delta_problem *problem,
-                              const moelora_delta_plan *plan, const moelora_exec *exec);
+#define OPERATOR(NAME, ...)                                                                        \
+  moelora_##NAME##_size_function *NAME##_workspace;                                                \
+  moelora_##NAME##_function *NAME;
+#define CONVERSION(NAME, ...) moelora_##NAME##_function *NAME;
+#include "core/operators.inc"
   bool (*is_built)(const moelora_variant *variant); /* NULL: all variants of its table are built */
 } moelora_backend;
 
@@ -87,45 +68,22 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan_gemm.c, plan_sort.c, plan_delta.c, plan_backward.c: pure functions of their arguments and
- * of the forced and tuned variants. */
-moelora_status moelora_plan_align(const moelora_align_problem *problem,
-                                  const moelora_device_info *device, moelora_align_plan *plan);
-moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
-                                        const moelora_device_info *device,
-                                        moelora_align_plan *plan);
-moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
-                                 const moelora_device_info *device, moelora_gemm_plan *plan);
-moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
-                                    const moelora_device_info *device, moelora_experts_plan *plan);
-moelora_status moelora_plan_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                          const moelora_device_info *device,
-                                          moelora_gemm_backward_plan *plan);
-moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,
-                                             const moelora_device_info *device,
-                                             moelora_backward_plan *plan);
-moelora_status moelora_plan_delta(const moelora_delta_problem *problem,
-                                  const moelora_device_info *device, moelora_delta_plan *plan);
-moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *problem,
-                                      const moelora_device_info *device, moelora_delta_plan *plan);
+/* validate*.c: moelora_check_<NAME> checks the arguments and fills the problem.
+ * plan_*.c: moelora_plan_<NAME> is a pure function of its arguments and of the forced and tuned
+ * variants. */
+#define OPERATOR(NAME, PLAN, ...)                                                                  \
+  moelora_status moelora_check_##NAME(const moelora_##NAME##_args *args,                           \
+                                      moelora_##NAME##_problem *problem);                          \
+  moelora_status moelora_plan_##NAME(const moelora_##NAME##_problem *problem,                      \
+                                     const moelora_device_info *device,                            \
+                                     moelora_##PLAN##_plan *plan);
+#include "core/operators.inc"
 
 /* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`
  * blocks belong to one expert. */
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
 /* Number of adapters that an alignment distinguishes, including none; 1: it does not. */
 int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
-
-/* validate.c */
-moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem);
-moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem);
-moelora_status moelora_check_experts(const moelora_experts_args *args,
-                                     moelora_experts_problem *problem);
-
-/* validate_backward.c */
-moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *args,
-                                           moelora_gemm_backward_problem *problem);
-moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
-                                              moelora_experts_backward_problem *problem);
 
 /* validate_weights.c */
 moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
@@ -138,13 +96,6 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
                                               const moelora_layout *layout,
                                               const moelora_tensor *out,
                                               moelora_quantized_problem *problem);
-
-/* validate_delta.c */
-moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
-                                         moelora_align_lists_problem *problem);
-moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta_problem *problem);
-moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
-                                       moelora_mlp_delta_problem *problem);
 
 /* device.c: number of threads that a CPU call may use, each with its own scratch memory; 1
  * for a GPU. */

@@ -161,20 +161,10 @@ moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_
 void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
 /* plan_log.c: record an executed plan for moelora_last_plan, and log it under MOELORA_LOG=plan. */
-void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
-                        const moelora_align_plan *plan);
-void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
-                       const moelora_gemm_plan *plan);
-void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
-                          const moelora_experts_plan *plan);
-void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                const moelora_device_info *device,
-                                const moelora_gemm_backward_plan *plan);
-void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
-                                   const moelora_device_info *device,
-                                   const moelora_backward_plan *plan);
-void moelora_note_delta(const char *operator, const moelora_routes * routes, moelora_dtype dtype,
-                        const moelora_device_info *device, const moelora_delta_plan *plan);
+#define OPERATOR(NAME, PLAN, ...)                                                                  \
+  void moelora_note_##NAME(const moelora_##NAME##_problem *problem,                                \
+                           const moelora_device_info *device, const moelora_##PLAN##_plan *plan);
+#include "core/operators.inc"
 
 /* device.c: finds the backend and the device of `exec`; `num_units` is the number of its CPU
  * threads. */

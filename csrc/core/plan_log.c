@@ -166,8 +166,8 @@ static void log_projection(const char *what, const moelora_variant *variant,
            (long long)plan->num_counters, plan->l2_elements, plan->weights_again, plan->run);
 }
 
-void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
-                        const moelora_align_plan *plan) {
+static void note_align(const moelora_routes *routes, const moelora_device_info *device,
+                       const moelora_align_plan *plan) {
   if (!plan->rows.variant)
     return;
   last.count = 0;
@@ -179,6 +179,16 @@ void moelora_note_align(const moelora_routes *routes, const moelora_device_info 
   log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
   log_resolve(plan->resolves, routes);
   log_align(plan);
+}
+
+void moelora_note_align(const moelora_align_problem *problem, const moelora_device_info *device,
+                        const moelora_align_plan *plan) {
+  note_align(&problem->routes, device, plan);
+}
+
+void moelora_note_align_lists(const moelora_align_lists_problem *problem,
+                              const moelora_device_info *device, const moelora_align_plan *plan) {
+  note_align(&problem->routes, device, plan);
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -300,8 +310,8 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   log_part("sum", "%s", plan->sum->name);
 }
 
-void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
-                        const moelora_device_info *device, const moelora_delta_plan *plan) {
+static void note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
+                       const moelora_device_info *device, const moelora_delta_plan *plan) {
   static const char *const shrinks[] = {"shrink", "shrink2"}, *const expands[] = {"expand",
                                                                                   "expand2"};
   const char *kernels = plan->variant                  ? plan->variant->name
@@ -336,4 +346,14 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
   }
   if (plan->sum)
     log_part("sum", "%s", plan->sum->name);
+}
+
+void moelora_note_delta(const moelora_delta_problem *problem, const moelora_device_info *device,
+                        const moelora_delta_plan *plan) {
+  note_delta("delta", &problem->routes, problem->dtype, device, plan);
+}
+
+void moelora_note_mlp_delta(const moelora_mlp_delta_problem *problem,
+                            const moelora_device_info *device, const moelora_delta_plan *plan) {
+  note_delta("mlp_delta", &problem->routes, problem->dtype, device, plan);
 }

@@ -236,6 +236,14 @@ typedef struct moelora_delta_problem {
   int64_t out_stride[2];
 } moelora_delta_problem;
 
+/* Whether no row has an adapter. */
+static inline bool moelora_is_idle_delta(const moelora_delta_problem *problem) {
+  const bool any = problem->lists.sorted_token_ids
+                       ? problem->lists.num_active > 0
+                       : problem->routes.token_lora_mapping.data != NULL;
+  return !any || problem->routes.num_rows == 0;
+}
+
 typedef struct moelora_mlp_delta_problem {
   moelora_routes routes;
   moelora_dtype dtype;

@@ -1,42 +1,9 @@
-/* Public operators: validate, plan, run. */
+/* Public operators: check, plan, run. operators.inc says what each one needs. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
 
 #include <stdio.h>
-
-/* Sizes that determine a workspace, with their names in moelora.h; 0: not used. */
-typedef struct named_size {
-  const char *name;
-  int64_t value;
-} named_size;
-
-enum { MAX_SIZES = 8 };
-
-/* Refuses workspaces that exceed any memory, instead of returning a meaningless size. */
-static moelora_status check_addressable(size_t workspace, const moelora_routes *routes,
-                                        const named_size *more, int32_t count) {
-  if (workspace <= (size_t)MOELORA_MAX_BYTES)
-    return MOELORA_OK;
-  named_size sizes[MAX_SIZES] = {
-      {"M", routes->num_tokens},
-      {"top_k", routes->top_k},
-      {"E", routes->num_experts},
-      {"max_loras", routes->max_loras},
-  };
-  for (int32_t i = 0; i < count; i++)
-    sizes[4 + i] = more[i];
-  char text[256] = "";
-  size_t used = 0;
-  for (int32_t i = 0; i < MAX_SIZES && used < sizeof text; i++)
-    if (sizes[i].value)
-      used += (size_t)snprintf(text + used, sizeof text - used, "%s%s is %lld", used ? ", " : "",
-                               sizes[i].name, (long long)sizes[i].value);
-  return moelora_fail(MOELORA_INVALID_ARGUMENT,
-                      "%s: too large, the workspace would take more than 2^56 bytes", text);
-}
-
-/* ---- operators: validate, plan, query the size of the workspace ---- */
 
 /* State of a prepared call. Uninitialized memory is unlikely to hold the last two values. */
 typedef enum call_state {
@@ -53,40 +20,13 @@ typedef struct prepared {
   moelora_exec sized_for; /* its workspace is NULL: returns the required size */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
-    struct {
-      moelora_align_problem problem;
-      moelora_align_plan plan;
-    } align;
-    struct {
-      moelora_gemm_problem problem;
-      moelora_gemm_plan plan;
-    } gemm;
-    struct {
-      moelora_gemm_backward_problem problem;
-      moelora_gemm_backward_plan plan;
-    } gemm_backward;
-    struct {
-      moelora_experts_problem problem;
-      moelora_experts_plan plan;
-    } experts;
-    struct {
-      moelora_experts_backward_problem problem;
-      moelora_backward_plan plan;
-    } experts_backward;
-    struct {
-      moelora_align_lists_problem problem;
-      moelora_align_plan plan;
-    } align_lists;
-    struct {
-      moelora_delta_problem problem;
-      moelora_delta_plan plan;
-    } delta;
-    struct {
-      moelora_mlp_delta_problem problem;
-      moelora_delta_plan plan;
-    } mlp_delta;
-    moelora_pack_problem pack;
-    moelora_quantized_problem quantized;
+#define OPERATOR(NAME, PLAN, ...)                                                                  \
+  struct {                                                                                         \
+    moelora_##NAME##_problem problem;                                                              \
+    moelora_##PLAN##_plan plan;                                                                    \
+  } NAME;
+#define CONVERSION(NAME, PROBLEM) moelora_##PROBLEM##_problem NAME;
+#include "core/operators.inc"
   } of;
 } prepared;
 
@@ -111,58 +51,10 @@ static moelora_status begin(const void *args, const moelora_exec *exec, moelora_
   return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
 }
 
-static moelora_status unsupported(const prepared *call, const char *name) {
-  return moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name, call->backend->name);
-}
-
-static moelora_status nothing_to_do(prepared *p) {
-  p->state = CALL_EMPTY;
-  return MOELORA_OK;
-}
-
-/* Completes a prepared call with its workspace size and launcher. */
-static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
-                             moelora_status (*launch)(const prepared *, const moelora_exec *),
-                             const moelora_routes *routes, const named_size *sizes, int32_t count) {
-  MOELORA_TRY(check_addressable(workspace, routes, sizes, count));
-  call->workspace_bytes = workspace;
-  p->launch = launch;
-  p->state = CALL_READY;
-  return MOELORA_OK;
-}
-
-/* finish() for a layer, forward or backward. */
-static moelora_status finish_layer(moelora_call *call, prepared *p, size_t workspace,
-                                   moelora_status (*launch)(const prepared *, const moelora_exec *),
-                                   const moelora_experts_problem *forward) {
-  const named_size sizes[] = {
-      {"K", forward->hidden},
-      {"I", forward->intermediate},
-      {"R of w13", forward->w13_lora.max_rank},
-      {"R of w2", forward->w2_lora.max_rank},
-  };
-  return finish(call, p, workspace, launch, &forward->routes, sizes, 4);
-}
-
-/* Alignment runs for an empty batch too, as its outputs must be filled. */
-
-static moelora_status launch_align(const prepared *call, const moelora_exec *exec) {
-  moelora_note_align(&call->of.align.problem.routes, &call->device, &call->of.align.plan);
-  return call->backend->align(&call->of.align.problem, &call->of.align.plan, exec);
-}
-
-moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
-                                     moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_align_problem *problem = &p->of.align.problem;
-  MOELORA_TRY(moelora_check_align(args, problem));
-  if (!p->backend->align)
-    return unsupported(p, "moelora_align");
-  moelora_align_plan *plan = &p->of.align.plan;
-  MOELORA_TRY(moelora_plan_align(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_workspace(problem, plan, &p->sized_for), launch_align,
-                &problem->routes, NULL, 0);
+static moelora_status check_supported(const prepared *call, bool supported, const char *name) {
+  return supported ? MOELORA_OK
+                   : moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name,
+                                  call->backend->name);
 }
 
 static moelora_status check_built(const moelora_variant *variant) {
@@ -174,178 +66,85 @@ static moelora_status check_built(const moelora_variant *variant) {
                       variant->name);
 }
 
-static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
-  moelora_note_gemm(&call->of.gemm.problem, &call->device, &call->of.gemm.plan);
-  return call->backend->gemm(&call->of.gemm.problem, &call->of.gemm.plan, exec);
+/* A size that determines the workspace, with its name in moelora.h; 0: not used. */
+typedef struct named_size {
+  const char *name;
+  int64_t value;
+} named_size;
+
+enum { MAX_SIZES = 8 };
+
+/* Completes a prepared call. Refuses a workspace that exceeds any memory, instead of returning a
+ * meaningless size. */
+static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
+                             moelora_status (*launch)(const prepared *, const moelora_exec *),
+                             const named_size *sizes, size_t count) {
+  char text[256] = "";
+  size_t used = 0;
+  if (workspace > (size_t)MOELORA_MAX_BYTES) {
+    for (size_t i = 0; i < count && used < sizeof text; i++)
+      if (sizes[i].value)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s%s is %lld", used ? ", " : "",
+                                 sizes[i].name, (long long)sizes[i].value);
+    return moelora_fail(MOELORA_INVALID_ARGUMENT,
+                        "%s: too large, the workspace would take more than 2^56 bytes", text);
+  }
+  call->workspace_bytes = workspace;
+  p->launch = launch;
+  p->state = CALL_READY;
+  return MOELORA_OK;
 }
 
-moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
-                                    moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_gemm_problem *problem = &p->of.gemm.problem;
-  moelora_gemm_plan *plan = &p->of.gemm.plan;
-  MOELORA_TRY(moelora_check_gemm(args, problem));
-  if (problem->routes.num_rows == 0)
-    return nothing_to_do(p);
-  if (!p->backend->gemm)
-    return unsupported(p, "moelora_gemm");
-  MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
-  MOELORA_TRY(check_built(plan->variant));
-  const named_size sizes[] = {
-      {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->gemm_workspace(problem, plan, &p->sized_for), launch_gemm,
-                &problem->routes, sizes, 3);
+static moelora_status launch_on_device(const prepared *p, const moelora_exec *exec) {
+  int32_t outer = 0;
+  MOELORA_TRY(p->backend->enter(exec->device_index, &outer));
+  const moelora_status launched = p->launch(p, exec);
+  const moelora_status left = p->backend->leave(exec->device_index, outer);
+  return launched != MOELORA_OK ? launched : left;
 }
 
-static moelora_status launch_experts(const prepared *call, const moelora_exec *exec) {
-  moelora_note_experts(&call->of.experts.problem, &call->device, &call->of.experts.plan);
-  return call->backend->experts(&call->of.experts.problem, &call->of.experts.plan, exec);
-}
+/* ---- moelora_prepare_<NAME> for each operator, run_<NAME> for each conversion ---- */
 
-moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
-                                       moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_experts_problem *problem = &p->of.experts.problem;
-  moelora_experts_plan *plan = &p->of.experts.plan;
-  MOELORA_TRY(moelora_check_experts(args, problem));
-  if (problem->routes.num_rows == 0)
-    return nothing_to_do(p);
-  if (!p->backend->experts)
-    return unsupported(p, "moelora_experts");
-  MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
-  const moelora_variant *const needed[] = {plan->variant, plan->w2, plan->staged};
-  for (int32_t i = 0; i < 3; i++)
-    MOELORA_TRY(check_built(needed[i]));
-  return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
-                      launch_experts, problem);
-}
-
-static moelora_status launch_experts_backward(const prepared *call, const moelora_exec *exec) {
-  const moelora_experts_backward_problem *problem = &call->of.experts_backward.problem;
-  moelora_note_experts_backward(problem, &call->device, &call->of.experts_backward.plan);
-  return call->backend->experts_backward(problem, &call->of.experts_backward.plan, exec);
-}
-
-/* An empty batch runs too: gradients of factors are zero. */
-moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
-                                                const moelora_exec *exec, moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_experts_backward_problem *problem = &p->of.experts_backward.problem;
-  moelora_backward_plan *plan = &p->of.experts_backward.plan;
-  MOELORA_TRY(moelora_check_experts_backward(args, problem));
-  if (!p->backend->experts_backward)
-    return unsupported(p, "moelora_experts_backward");
-  MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
-  for (int32_t i = 0; i < 2; i++)
-    MOELORA_TRY(check_built(plan->product[i].variant));
-  return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
-                      launch_experts_backward, &problem->forward);
-}
-
-static moelora_status launch_gemm_backward(const prepared *call, const moelora_exec *exec) {
-  const moelora_gemm_backward_problem *problem = &call->of.gemm_backward.problem;
-  moelora_note_gemm_backward(problem, &call->device, &call->of.gemm_backward.plan);
-  return call->backend->gemm_backward(problem, &call->of.gemm_backward.plan, exec);
-}
-
-moelora_status moelora_prepare_gemm_backward(const moelora_gemm_backward_args *args,
-                                             const moelora_exec *exec, moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_gemm_backward_problem *problem = &p->of.gemm_backward.problem;
-  moelora_gemm_backward_plan *plan = &p->of.gemm_backward.plan;
-  MOELORA_TRY(moelora_check_gemm_backward(args, problem));
-  if (!p->backend->gemm_backward)
-    return unsupported(p, "moelora_gemm_backward");
-  MOELORA_TRY(moelora_plan_gemm_backward(problem, &p->device, plan));
-  MOELORA_TRY(check_built(plan->variant));
-  const named_size sizes[] = {{"N", problem->forward.w.n},
-                              {"K", problem->forward.w.k},
-                              {"R", problem->forward.lora.max_rank}};
-  return finish(call, p, p->backend->gemm_backward_workspace(problem, plan, &p->sized_for),
-                launch_gemm_backward, &problem->forward.routes, sizes, 3);
-}
-
-static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
-  moelora_note_align(&call->of.align_lists.problem.routes, &call->device,
-                     &call->of.align_lists.plan);
-  return call->backend->align_lists(&call->of.align_lists.problem, &call->of.align_lists.plan,
-                                    exec);
-}
-
-moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
-                                           const moelora_exec *exec, moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_align_lists_problem *problem = &p->of.align_lists.problem;
-  MOELORA_TRY(moelora_check_align_lists(args, problem));
-  if (!p->backend->align_lists)
-    return unsupported(p, "moelora_align_lists");
-  moelora_align_plan *plan = &p->of.align_lists.plan;
-  MOELORA_TRY(moelora_plan_align_lists(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_lists_workspace(problem, plan, &p->sized_for),
-                launch_align_lists, &problem->routes, NULL, 0);
-}
-
-static moelora_status launch_delta(const prepared *call, const moelora_exec *exec) {
-  const moelora_delta_problem *problem = &call->of.delta.problem;
-  moelora_note_delta("delta", &problem->routes, problem->dtype, &call->device,
-                     &call->of.delta.plan);
-  return call->backend->delta(problem, &call->of.delta.plan, exec);
-}
-
-moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelora_exec *exec,
-                                     moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_delta_problem *problem = &p->of.delta.problem;
-  moelora_delta_plan *plan = &p->of.delta.plan;
-  MOELORA_TRY(moelora_check_delta(args, problem));
-  const bool any = problem->lists.sorted_token_ids
-                       ? problem->lists.num_active > 0
-                       : problem->routes.token_lora_mapping.data != NULL;
-  if (!any || problem->routes.num_rows == 0)
-    return nothing_to_do(p);
-  if (!p->backend->delta)
-    return unsupported(p, "moelora_delta");
-  MOELORA_TRY(moelora_plan_delta(problem, &p->device, plan));
-  const named_size sizes[] = {
-      {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->delta_workspace(problem, plan, &p->sized_for), launch_delta,
-                &problem->routes, sizes, 3);
-}
-
-static moelora_status launch_mlp_delta(const prepared *call, const moelora_exec *exec) {
-  const moelora_mlp_delta_problem *problem = &call->of.mlp_delta.problem;
-  moelora_note_delta("mlp_delta", &problem->routes, problem->dtype, &call->device,
-                     &call->of.mlp_delta.plan);
-  return call->backend->mlp_delta(problem, &call->of.mlp_delta.plan, exec);
-}
-
-moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
-                                         const moelora_exec *exec, moelora_call *call) {
-  prepared *p = NULL;
-  MOELORA_TRY(begin(args, exec, call, &p));
-  moelora_mlp_delta_problem *problem = &p->of.mlp_delta.problem;
-  moelora_delta_plan *plan = &p->of.mlp_delta.plan;
-  MOELORA_TRY(moelora_check_mlp_delta(args, problem));
-  if (!problem->routes.token_lora_mapping.data || problem->routes.num_rows == 0)
-    return nothing_to_do(p);
-  if (!p->backend->mlp_delta)
-    return unsupported(p, "moelora_mlp_delta");
-  MOELORA_TRY(moelora_plan_mlp_delta(problem, &p->device, plan));
-  const named_size sizes[] = {
-      {"K", problem->hidden},
-      {"I", problem->intermediate},
-      {"R of gate_up", problem->gate_up.max_rank},
-      {"R of down", problem->down.max_rank},
-  };
-  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, &p->sized_for),
-                launch_mlp_delta, &problem->routes, sizes, 4);
-}
+#define OPERATOR(NAME, PLAN, ROUTES, IDLE)                                                         \
+  static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \
+    moelora_note_##NAME(&p->of.NAME.problem, &p->device, &p->of.NAME.plan);                        \
+    return p->backend->NAME(&p->of.NAME.problem, &p->of.NAME.plan, exec);                          \
+  }                                                                                                \
+  moelora_status moelora_prepare_##NAME(const moelora_##NAME##_args *args,                         \
+                                        const moelora_exec *exec, moelora_call *call) {            \
+    prepared *p = NULL;                                                                            \
+    MOELORA_TRY(begin(args, exec, call, &p));                                                      \
+    moelora_##NAME##_problem *problem = &p->of.NAME.problem;                                       \
+    moelora_##PLAN##_plan *plan = &p->of.NAME.plan;                                                \
+    const moelora_routes *routes = &problem->ROUTES;                                               \
+    MOELORA_TRY(moelora_check_##NAME(args, problem));                                              \
+    if (IDLE) {                                                                                    \
+      p->state = CALL_EMPTY;                                                                       \
+      return MOELORA_OK;                                                                           \
+    }                                                                                              \
+    MOELORA_TRY(check_supported(p, p->backend->NAME, "moelora_" #NAME));                           \
+    MOELORA_TRY(moelora_plan_##NAME(problem, &p->device, plan));                                   \
+    named_size sizes[MAX_SIZES] = {{"M", routes->num_tokens},                                      \
+                                   {"top_k", routes->top_k},                                       \
+                                   {"E", routes->num_experts},                                     \
+                                   {"max_loras", routes->max_loras}};                              \
+    size_t count = 4;
+#define VARIANT(ROW) MOELORA_TRY(check_built(ROW));
+#define SIZE(TEXT, VALUE) sizes[count++] = (named_size){TEXT, VALUE};
+#define END(NAME)                                                                                  \
+  return finish(call, p, p->backend->NAME##_workspace(problem, plan, &p->sized_for),               \
+                launch_##NAME, sizes, count);                                                      \
+  }
+#define CONVERSION(NAME, ...)                                                                      \
+  static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \
+    return p->backend->NAME(&p->of.NAME, exec);                                                    \
+  }                                                                                                \
+  static moelora_status run_##NAME(prepared *p, const moelora_exec *exec) {                        \
+    MOELORA_TRY(check_supported(p, p->backend->NAME, "moelora_" #NAME));                           \
+    p->launch = launch_##NAME;                                                                     \
+    return launch_on_device(p, exec);                                                              \
+  }
+#include "core/operators.inc"
 
 /* ---- running ---- */
 
@@ -372,14 +171,6 @@ static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
   return MOELORA_OK;
 }
 
-static moelora_status launch_on_device(const prepared *p, const moelora_exec *exec) {
-  int32_t outer = 0;
-  MOELORA_TRY(p->backend->enter(exec->device_index, &outer));
-  const moelora_status launched = p->launch(p, exec);
-  const moelora_status left = p->backend->leave(exec->device_index, outer);
-  return launched != MOELORA_OK ? launched : left;
-}
-
 moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
   moelora_clear_error();
   MOELORA_REQUIRE(call && exec, "call or exec is NULL");
@@ -395,29 +186,18 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
 
 /* ---- packing: prepared and run in one call, without a workspace ---- */
 
-static moelora_status launch_pack(const prepared *call, const moelora_exec *exec) {
-  return call->backend->pack(&call->of.pack, exec);
-}
-
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
   moelora_call call;
   prepared *p = NULL;
   MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_pack(w, out, &p->of.pack));
-  if (!p->backend->pack)
-    return unsupported(p, "moelora_pack_weights");
-  p->launch = launch_pack;
-  return launch_on_device(p, exec);
+  MOELORA_TRY(moelora_check_pack(w, out, &p->of.pack_weights));
+  return run_pack_weights(p, exec);
 }
 
 int32_t moelora_tile_bytes(moelora_format format) {
   return moelora_is_format(format) ? moelora_tile_size(format) : 0;
-}
-
-static moelora_status launch_pack_quantized(const prepared *call, const moelora_exec *exec) {
-  return call->backend->pack_quantized(&call->of.quantized, exec);
 }
 
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
@@ -427,15 +207,8 @@ moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_
   prepared *p = NULL;
   MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(tiles, "tiles is NULL");
-  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &p->of.quantized));
-  if (!p->backend->pack_quantized)
-    return unsupported(p, "moelora_pack_quantized");
-  p->launch = launch_pack_quantized;
-  return launch_on_device(p, exec);
-}
-
-static moelora_status launch_unpack_quantized(const prepared *call, const moelora_exec *exec) {
-  return call->backend->unpack_quantized(&call->of.quantized, exec);
+  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &p->of.pack_quantized));
+  return run_pack_quantized(p, exec);
 }
 
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
@@ -444,9 +217,6 @@ moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelo
   prepared *p = NULL;
   MOELORA_TRY(begin(tiles, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &p->of.quantized));
-  if (!p->backend->unpack_quantized)
-    return unsupported(p, "moelora_unpack_quantized");
-  p->launch = launch_unpack_quantized;
-  return launch_on_device(p, exec);
+  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &p->of.unpack_quantized));
+  return run_unpack_quantized(p, exec);
 }

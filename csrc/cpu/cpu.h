@@ -226,47 +226,11 @@ void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_rou
                                int64_t depth, const moelora_rounded *rounded, moelora_factors *lora,
                                const moelora_exec *exec);
 
-/* Operators. */
-size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
-                                   const moelora_align_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_align(const moelora_align_problem *problem,
-                                 const moelora_align_plan *plan, const moelora_exec *exec);
-size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
-                                  const moelora_gemm_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                                const moelora_exec *exec);
-size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
-                                     const moelora_experts_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
-                                   const moelora_experts_plan *plan, const moelora_exec *exec);
-size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                           const moelora_gemm_backward_plan *plan,
-                                           const moelora_exec *exec);
-moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                         const moelora_gemm_backward_plan *plan,
-                                         const moelora_exec *exec);
-size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
-                                              const moelora_backward_plan *plan,
-                                              const moelora_exec *exec);
-moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
-                                            const moelora_backward_plan *plan,
-                                            const moelora_exec *exec);
-size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                         const moelora_align_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
-                                       const moelora_align_plan *plan, const moelora_exec *exec);
-size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
-                                   const moelora_delta_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
-                                 const moelora_delta_plan *plan, const moelora_exec *exec);
-size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
-                                       const moelora_delta_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
-                                     const moelora_delta_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
-moelora_status moelora_cpu_pack_quantized(const moelora_quantized_problem *problem,
-                                          const moelora_exec *exec);
-moelora_status moelora_cpu_unpack_quantized(const moelora_quantized_problem *problem,
-                                            const moelora_exec *exec);
+/* Functions of the backend's table. */
+#define OPERATOR(NAME, ...)                                                                        \
+  moelora_##NAME##_size_function moelora_cpu_##NAME##_workspace;                                   \
+  moelora_##NAME##_function moelora_cpu_##NAME;
+#define CONVERSION(NAME, ...) moelora_##NAME##_function moelora_cpu_##NAME;
+#include "core/operators.inc"
 
 #endif

@@ -18,7 +18,8 @@ static void pack_rows(void *context, int64_t index, int32_t worker) {
       memcpy(to, from + (size_t)(n * w->stride_n + kt * MOELORA_PACK) * bytes, line);
 }
 
-moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec) {
+moelora_status moelora_cpu_pack_weights(const moelora_pack_problem *problem,
+                                        const moelora_exec *exec) {
   moelora_pack_problem copy = *problem;
   int64_t row_tiles = problem->w.n / MOELORA_PACK;
   moelora_cpu_parallel(exec, problem->num_experts * row_tiles,

@@ -8,22 +8,6 @@
 extern "C" {
 #endif
 
-/* backward.cu: functions of the backend's table */
-size_t moelora_cuda_experts_backward_workspace(const moelora_experts_backward_problem *problem,
-                                               const moelora_backward_plan *plan,
-                                               const moelora_exec *exec);
-moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_problem *problem,
-                                             const moelora_backward_plan *plan,
-                                             const moelora_exec *exec);
-
-/* gemm_backward.cu: likewise */
-size_t moelora_cuda_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                            const moelora_gemm_backward_plan *plan,
-                                            const moelora_exec *exec);
-moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward_problem *problem,
-                                          const moelora_gemm_backward_plan *plan,
-                                          const moelora_exec *exec);
-
 /* routing_weights.cu: products of rows. Row p / divisor belongs to flat row p. */
 typedef struct moelora_divided_rows {
   const void *data;

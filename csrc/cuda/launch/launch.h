@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "core/backend.h"
+#include "cuda/backend.h"
 #include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
 
@@ -279,16 +279,6 @@ size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
-
-/* layer/experts.cu: functions of the backend's table */
-size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
-                                   const moelora_gemm_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                                 const moelora_exec *exec);
-size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
-                                      const moelora_experts_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
-                                    const moelora_experts_plan *plan, const moelora_exec *exec);
 
 /* backend.cu: returns MOELORA_OK, or the failure of a CUDA call with its name. Clears the error,
  * so that the next call works. */
