@@ -58,6 +58,15 @@ def test_rows_that_do_not_match_are_left_out():
             rows.rows(TABLE, wrong)
 
 
+def test_every_format_of_a_whole_layer_has_one_source():
+    formats = {row[2] for row in rows_of("csrc/cuda/variants.inc", "DECODE")}
+    texts = rows.decode_sources(TABLE)
+    assert texts.keys() == {f"cuda/decode/decode_{name.lower()}.cu" for name in formats}
+    for path, text in texts.items():
+        (name,) = re.findall(r"decode::launch_(\w+)\(", text)
+        assert f"launch_tiles<MOELORA_KERNEL_{name}>" in text and name.lower() in path
+
+
 def test_files_that_stay_equal_keep_their_time(tmp_path):
     first = rows.write(tmp_path)
     times = {path: path.stat().st_mtime_ns for path in first}

@@ -27,7 +27,7 @@ struct DecodeParams {
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
-/* launch_<FORMAT>, defined in a file per kernel format: launches the kernel on at most `work`
+/* launch_<FORMAT>, in a generated source per kernel format, launches the kernel on at most `work`
  * CTAs. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   moelora_status launch_##FORMAT(const DecodeParams &params, int64_t work,                         \

@@ -1,10 +1,11 @@
-"""Generates the sources of the grouped GEMM kernels from the rows of csrc/cuda/variants.inc.
+"""Generates the sources of kernels of weight formats from the rows of csrc/cuda/variants.inc.
 
     python csrc/cuda/gemm/rows.py OUT [VARIANTS] [TABLE]
 
 A source defines the launchers of a few rows of one kind, family, dtype and weight format, or of
-many rows of all formats; launchers.c has tables of all of them. VARIANTS: a regular expression;
-rows whose name does not match are not built. Unchanged files keep their modification time.
+many rows of all formats; launchers.c has tables of all of them. Each format of a whole layer in one
+launch (DECODE) has a source, too. VARIANTS: a regular expression; rows of GEMMs whose name does not
+match are not built. Unchanged files keep their modification time.
 """
 
 import re
@@ -17,6 +18,7 @@ ROW = re.compile(
     r" (?P<family>SM\d+), (?P<m>\d+), (?P<n>\d+), \d+, (?P<stages>\d+), (?P<cluster>\d+)\)$",
     re.M,
 )
+DECODE = re.compile(r"^MOELORA_CUDA_DECODE\(\w+, \w+, (\w+), \w+\)$", re.M)
 SAVING = re.compile(r"^MOELORA_CUDA_SAVING\((\w+)\)$", re.M)
 TYPES = {"BF16": "__nv_bfloat16", "F16": "__half"}
 # By kind: the template of a launcher; "gemm" has one per family.
@@ -40,6 +42,14 @@ LAUNCHER = """
 extern "C" moelora_status {function}(
     const {launch} *g, const {plan} *plan, const moelora_exec *exec) {{
   return {template}::run(g, plan, exec);
+}}
+"""
+
+DECODE_SOURCE = """#include "cuda/decode/tiles.cuh"
+
+moelora_status decode::launch_{format}(const DecodeParams &params, int64_t work,
+                                       const moelora_exec *exec, bool *fits) {{
+  return launch_tiles<MOELORA_KERNEL_{format}>(params, work, exec, fits);
 }}
 """
 
@@ -116,9 +126,18 @@ def sources(found: list[dict[str, str]], together: bool = False) -> dict[str, st
     return texts
 
 
+def decode_sources(table: str) -> dict[str, str]:
+    """Texts by path: of each format that has a whole layer in one launch."""
+    return {
+        f"cuda/decode/decode_{name.lower()}.cu": MADE + DECODE_SOURCE.format(format=name)
+        for name in dict.fromkeys(DECODE.findall(table))
+    }
+
+
 def write(out: Path, variants: str = "", inc: Path = TABLE, together: bool = False) -> list[Path]:
-    """The sources in `out`, and no others there; their paths in the order of `sources`."""
-    made = sources(rows(inc.read_text(), variants), together)
+    """The sources in `out`, and no others there; those that compile longest first."""
+    table = inc.read_text()
+    made = sources(rows(table, variants), together) | decode_sources(table)
     texts = {out / path: text for path, text in made.items()}
     for old in [*out.rglob("*.cu"), *out.rglob("*.c")]:
         if old not in texts:
