@@ -21,9 +21,10 @@ extern "C" {
 /* Type of a weight's values. */
 typedef enum moelora_values {
   MOELORA_VALUES_NATIVE, /* the dtype of x */
-  MOELORA_VALUES_E2M1,
-  MOELORA_VALUES_U4,
   MOELORA_VALUES_E4M3,
+  MOELORA_VALUES_EIGHT_BITS = MOELORA_VALUES_E4M3, /* four-bit types follow */
+#define MOELORA_CODES(VALUES, ...) MOELORA_VALUES_##VALUES,
+#include "formats.inc"
 } moelora_values;
 
 /* Representation of a scale in a tile. */
@@ -32,7 +33,7 @@ typedef enum moelora_scale {
   MOELORA_SCALE_E8M0,    /* one byte, an exponent */
   MOELORA_SCALE_E4M3,    /* one byte; the tile also has a float32 scale */
   MOELORA_SCALE_X_DTYPE, /* two bytes, the dtype of x */
-  MOELORA_SCALE_F32,
+  MOELORA_SCALE_F32,     /* four bytes */
 } moelora_scale;
 
 /* Weight format of CUDA kernels: one moelora_format, or several that differ only in the layout of
@@ -50,31 +51,27 @@ enum {
 #include "formats.inc"
 };
 
+static MOELORA_CONSTEXPR moelora_values moelora_values_of(moelora_format format) {
+  return
+#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ...)                                         \
+  format == MOELORA_##NAME ? MOELORA_VALUES_##VALUES:
+#include "formats.inc"
+      MOELORA_VALUES_NATIVE;
+}
+
 /* True for formats in rows for which CONDITION holds; the other rows generate no code. */
 #define MOELORA_WHERE(CONDITION, NAME) || ((CONDITION) && format == MOELORA_##NAME)
 
-static MOELORA_CONSTEXPR bool moelora_is_e2m1(moelora_format format) {
-  return false
-#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ...)                                         \
-  MOELORA_WHERE(MOELORA_VALUES_##VALUES == MOELORA_VALUES_E2M1, NAME)
-#include "formats.inc"
-      ;
-}
-
 static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {
-  return false
-#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ...)                                         \
-  MOELORA_WHERE(MOELORA_VALUES_##VALUES == MOELORA_VALUES_U4, NAME)
-#include "formats.inc"
-      ;
+  return moelora_values_of(format) == MOELORA_VALUES_U4;
 }
 
 static MOELORA_CONSTEXPR bool moelora_is_fp8(moelora_format format) {
-  return false
-#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ...)                                         \
-  MOELORA_WHERE(MOELORA_VALUES_##VALUES == MOELORA_VALUES_E4M3, NAME)
-#include "formats.inc"
-      ;
+  return moelora_values_of(format) == MOELORA_VALUES_E4M3;
+}
+
+static MOELORA_CONSTEXPR bool moelora_is_four_bits(moelora_format format) {
+  return moelora_values_of(format) > MOELORA_VALUES_EIGHT_BITS;
 }
 
 /* Whether scales are one-byte exponents. */
@@ -91,6 +88,17 @@ static MOELORA_CONSTEXPR bool moelora_has_tile_scale(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ...)                   \
   MOELORA_WHERE(MOELORA_SCALE_##SCALE == MOELORA_SCALE_E4M3, NAME)
+#include "formats.inc"
+      ;
+}
+
+/* 4-bit formats: whether scales are float32. */
+static MOELORA_CONSTEXPR bool moelora_has_f32_scales(moelora_format format) {
+  return false
+#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ...)                   \
+  MOELORA_WHERE(MOELORA_SCALE_##SCALE == MOELORA_SCALE_F32 &&                                      \
+                    MOELORA_VALUES_##VALUES != MOELORA_VALUES_E4M3,                                \
+                NAME)
 #include "formats.inc"
       ;
 }
@@ -144,10 +152,6 @@ static MOELORA_CONSTEXPR bool moelora_is_format(int64_t number) {
 
 static MOELORA_CONSTEXPR bool moelora_is_quantized(moelora_format format) {
   return format != MOELORA_NATIVE;
-}
-
-static MOELORA_CONSTEXPR bool moelora_is_four_bits(moelora_format format) {
-  return moelora_is_e2m1(format) || moelora_is_int4(format);
 }
 
 /* ---- kernel formats ---- */
@@ -255,7 +259,9 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_groups(moelora_format format) {
 
 /* Bytes per scale. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
-  return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1 : 2;
+  return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1
+         : moelora_has_f32_scales(format)                                  ? 4
+                                                                           : 2;
 }
 
 /* Offset of a 4-bit tile's own scale, if it has one: the bytes of values, scales and zeros. */
@@ -316,15 +322,19 @@ static MOELORA_CONSTEXPR uint8_t moelora_e5m3_of_e4m3(uint8_t scale) {
                                 : 0);
 }
 
-/* Reorders four e2m1 nibbles in each half of a word to the bit order of tiles (moelora.h). */
-static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
-  return (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
-         (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |
-         (nibbles >> 2 & 0x22002200u) | (nibbles >> 8 & 0x00070007u) |
-         (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
+/* Reorders the four nibbles in each half of a word to the bit order of tiles (moelora.h). */
+static MOELORA_CONSTEXPR uint32_t moelora_spread(moelora_values values, uint32_t nibbles) {
+  return values != MOELORA_VALUES_E2M1
+             ? nibbles
+             : (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
+                   (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |
+                   (nibbles >> 2 & 0x22002200u) | (nibbles >> 8 & 0x00070007u) |
+                   (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
 }
 
 /* The inverse, for a word or a vector of words. */
+#define MOELORA_GATHER(format, word)                                                               \
+  (moelora_values_of(format) != MOELORA_VALUES_E2M1 ? (word) : MOELORA_GATHER_E2M1(word))
 #define MOELORA_GATHER_E2M1(word)                                                                  \
   (((word) >> 12 & 0x00080008u) | ((word) >> 6 & 0x00070007u) | ((word) >> 5 & 0x00800080u) |      \
    ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \

@@ -290,7 +290,7 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
   return MOELORA_OK;
 }
 
-/* NVFP4: [E, 1], or [E, 2] for gate and up. */
+/* Scales of tensors, in formats that have them: [E, 1], or [E, 2] for gate and up. */
 static moelora_status check_tensor_scales(const moelora_quantized *w, const moelora_layout *layout,
                                           moelora_arg values, moelora_quantized_problem *problem) {
   const moelora_arg scales = MOELORA_ARG("tensor_scales", &w->tensor_scales);

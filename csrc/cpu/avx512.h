@@ -55,9 +55,8 @@ static inline __m512i by_columns(moelora_format format, const void *words) {
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i columns =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-  __m512i bits = _mm512_loadu_si512(words);
-  if (moelora_is_e2m1(format))
-    bits = (__m512i)MOELORA_GATHER_E2M1((lanes)bits);
+  const lanes stored = (lanes)_mm512_loadu_si512(words);
+  const __m512i bits = (__m512i)MOELORA_GATHER(format, stored);
   return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(slabs, bits), columns);
 }
 

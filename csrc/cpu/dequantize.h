@@ -25,10 +25,10 @@
 #include "core/format.h"
 #include "cpu/convert.h"
 
-/* Values of nibbles: e2m1, and integers. */
-static const float nibble_values[2][16] = {
-    {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+/* Numbers of a 4-bit type's codes. */
+static const float code_values[][16] = {
+#define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
+#include "formats.inc"
 };
 
 /* A tile's e8m0 scale as the exponent of a float32, times this unit, is the scale's value. */
@@ -53,6 +53,11 @@ static inline __attribute__((always_inline)) float OF_TYPE(scale)(const moelora_
     return moelora_float((uint32_t)*scale << 23) * OF_TYPE(E8M0_UNIT);
   if (moelora_has_tile_scale(format)) /* e5m3 */
     return *scale ? moelora_float(((uint32_t)*scale + (127 - 22) * 8) << 20) : 0;
+  if (moelora_has_f32_scales(format)) {
+    float number;
+    memcpy(&number, scale, sizeof number);
+    return number;
+  }
   uint16_t bits;
   memcpy(&bits, scale, sizeof bits);
   return TO_F32(bits);
@@ -67,7 +72,7 @@ static inline __attribute__((always_inline)) table OF_TYPE(group)(const moelora_
   float tile_scale = 1;
   if (moelora_has_tile_scale(format))
     memcpy(&tile_scale, tile + moelora_tile_scale_offset(format), sizeof tile_scale);
-  return OF_TYPE(table)(nibble_values[moelora_is_int4(format)], from, OF_TYPE(scale)(format, scale),
+  return OF_TYPE(table)(code_values[moelora_values_of(format)], from, OF_TYPE(scale)(format, scale),
                         tile_scale, moelora_has_e8m0_scales(format) && OF_TYPE(E8M0_EXACT));
 }
 

@@ -115,8 +115,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   typedef uint32_t lanes __attribute__((vector_size(32)));
   __m256i bits[2] = {_mm256_loadu_si256((const __m256i *)words),
                      _mm256_loadu_si256((const __m256i *)words + 1)};
-  for (int i = 0; i < 2 && moelora_is_e2m1(format); i++)
-    bits[i] = (__m256i)MOELORA_GATHER_E2M1((lanes)bits[i]);
+  for (int i = 0; i < 2; i++)
+    bits[i] = (__m256i)MOELORA_GATHER(format, (lanes)bits[i]);
   const __m128i columns = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
   const __m128i q0 = _mm256_castsi256_si128(bits[0]), q1 = _mm256_extracti128_si256(bits[0], 1);
   const __m128i q2 = _mm256_castsi256_si128(bits[1]), q3 = _mm256_extracti128_si256(bits[1], 1);

@@ -55,8 +55,7 @@ static inline void look_up_word(moelora_format format, const uint8_t *bytes, con
   static const int columns[] = {0, 8, 1, 9};
   uint32_t word;
   memcpy(&word, bytes, sizeof word);
-  if (moelora_is_e2m1(format))
-    word = MOELORA_GATHER_E2M1(word);
+  word = MOELORA_GATHER(format, word);
   for (int b = 0; b < 4; b++, word >>= 8) {
     to_low[columns[b]] = low[word & 15];
     to_high[columns[b]] = high[word >> 4 & 15];

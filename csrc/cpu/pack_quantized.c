@@ -51,6 +51,10 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
     return;
   }
   const float scale = read_scale(p, at);
+  if (moelora_has_f32_scales(p->tiles.format)) {
+    memcpy(to, &scale, sizeof scale);
+    return;
+  }
   const uint16_t bits = bf16 ? moelora_f32_to_bf16(scale) : moelora_f32_to_f16(scale);
   memcpy(to, &bits, sizeof bits);
 }
@@ -89,8 +93,8 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
     uint8_t both[2][32];
     load_rows(rows, bytes, w->format, tile, r, both);
     pack_words(both, (uint8_t *)words);
-    for (int i = 0; i < 16 && moelora_is_e2m1(w->format); i++)
-      words[i] = moelora_spread_e2m1(words[i]);
+    for (int i = 0; i < 16; i++)
+      words[i] = moelora_spread(moelora_values_of(w->format), words[i]);
     memcpy(tile + moelora_words_offset(r), words, sizeof words);
   }
 }

@@ -53,27 +53,29 @@ __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &
 
 /* A lane's word of a k16 slab, given the addresses of its first byte in row r (`a`) and r + 8
  * (`b`). */
-__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_e2m1) {
+__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b,
+                                                moelora_values values) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: one byte each, the even column
   // low.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
-  const uint32_t nibbles = even | odd << 16;
-  return is_e2m1 ? moelora_spread_e2m1(nibbles) : nibbles;
+  return moelora_spread(values, even | odd << 16);
 }
 
-/* Scale in the representation of a tile. */
-__device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
+/* Scale in the representation of a tile, in the low bytes. */
+__device__ __forceinline__ uint32_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
   if (moelora_has_tile_scale(p.tiles.format))
     return moelora_e5m3_of_e4m3(((const uint8_t *)p.scales)[at]);
   if (moelora_has_e8m0_scales(p.tiles.format))
-    return (uint16_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
+    return (uint32_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
   const float scale = p.scale_dtype == MOELORA_F32 ? ((const float *)p.scales)[at]
                       : p.scale_dtype == MOELORA_BF16
                           ? __bfloat162float(((const __nv_bfloat16 *)p.scales)[at])
                           : __half2float(((const __half *)p.scales)[at]);
+  if (moelora_has_f32_scales(p.tiles.format))
+    return __float_as_uint(scale);
   return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(scale))
               : __half_as_ushort(__float2half_rn(scale));
 }
@@ -94,13 +96,15 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
     const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
     const bool valid = n >= 0 && k < w.k;
     const int64_t group = k / p.group;
-    uint16_t scale = 0;
+    uint32_t scale = 0;
     if (valid)
       scale = packed_scale(p, expert * p.scales_stride[0] + n * p.scales_stride[1] + group);
     if (bytes == 1)
       scales[place] = (uint8_t)scale;
+    else if (bytes == 2)
+      ((uint16_t *)scales)[place] = (uint16_t)scale;
     else
-      ((uint16_t *)scales)[place] = scale;
+      ((uint32_t *)scales)[place] = scale;
     if (p.zeros)
       zeros[place] =
           valid ? p.zeros[expert * p.zeros_stride[0] + n * p.zeros_stride[1] + group] : 0;
@@ -115,7 +119,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
                 depth_tiles = moelora_depth_tiles(w.format, w.k);
   const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
-  const bool is_e2m1 = moelora_is_e2m1(w.format);
+  const moelora_values values = moelora_values_of(w.format);
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
     const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
@@ -143,7 +147,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
       uint32_t words[4];
 #pragma unroll
       for (int slab = 0; slab < 4; slab++)
-        words[slab] = gather_word(low + 8 * slab, high + 8 * slab, is_e2m1);
+        words[slab] = gather_word(low + 8 * slab, high + 8 * slab, values);
       *(uint4 *)(packed + tile * w.stride_kt + v % 128 * 16) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }

@@ -1,5 +1,5 @@
-/* Compile-time traits of weight formats, derived from formats.inc. Each format_<name>.cuh defines
- * how to dequantize a format. */
+/* Compile-time traits of weight formats, derived from formats.inc. Each format_<values>.cuh defines
+ * how to dequantize the formats of one type of values. */
 #ifndef MOELORA_CUDA_FORMAT_CUH
 #define MOELORA_CUDA_FORMAT_CUH
 
@@ -95,10 +95,9 @@ __device__ __forceinline__ constexpr uint32_t power_of_two() {
   return (BITS | (NEGATIVE ? 0x8000u : 0u)) * 0x10001u;
 }
 
+#include "cuda/gemm/common/format_e2m1.cuh"
 #include "cuda/gemm/common/format_fp8.cuh"
 #include "cuda/gemm/common/format_int4.cuh"
-#include "cuda/gemm/common/format_mxfp4.cuh"
-#include "cuda/gemm/common/format_nvfp4.cuh"
 
 /* Offsets, within a tile, of a lane's words and of its rows' scales and zero points. `warp` (0 to
  * 3) is the warp's index among the four that share the tile's rows. */

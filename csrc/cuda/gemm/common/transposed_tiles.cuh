@@ -28,7 +28,7 @@ template <class T> struct SlabPair {
    * reads the one of lane / 4 % 2.
    *
    *   pair         index, in the tile, of the first pair of rows r, r + 8 that this lane reads
-   *   tile_scale   address of the scale of its rows (NVFP4)
+   *   tile_scale   address of the scale of its rows, if HAS_TILE_SCALE
    *
    * ZEROS: as in GroupScales. */
   template <moelora_kernel_format KERNEL, bool ZEROS = true>

@@ -154,8 +154,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
 
 /* Quantized weights of a backward: a stage holds 64 rows of tiles, the first tile's rows of each
  * m64 tile as above. If gate and up rows alternate in K, it holds 32 rows of a gate tile, then the
- * same 32 rows of an up tile. The up tile's own scale follows that of the gate tile: in NVFP4
- * directly, in FP8 without row scales 128 bytes later. */
+ * same 32 rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit
+ * formats, 128 bytes later in FP8 without row scales. */
 template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, true, false> {
   using W = WeightLoader<E, T, true, false>;
   using typename W::Place;
