@@ -54,7 +54,7 @@ def test_the_interface_is_as_recorded(vllm):
     parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTIZED")
     problems = {part: vllm.interface.problem(getattr(vllm.interface, part)) for part in parts}
     assert problems == dict.fromkeys(parts)
-    methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
+    methods = {n: vllm.interface.problem(m) for n, m in vllm.methods.items()}
     absent = {name for name, problem in methods.items() if problem}
     assert absent in (set(), {"compressed_tensors"}, {"compressed_tensors_marlin"})
 

@@ -136,7 +136,7 @@ def own(vllm):
         assert self.experts_cls.__name__ != OURS
         self.moe_kernel = SimpleNamespace(fused_experts=OWN)
 
-    for needed in vllm.interface.METHODS.values():
+    for needed in vllm.methods.values():
         for place, names in needed.replaced.items():
             cls = next(iter(names)).partition(".")[0]
             try:

@@ -7,6 +7,7 @@ import pytest
 from vllm_sources import RELEASES, Sources, needs_sources
 
 from moelora.integrations.vllm import interface
+from moelora.integrations.vllm.formats import FORMATS
 
 pytestmark = needs_sources
 
@@ -21,10 +22,10 @@ def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 
 
-@pytest.mark.parametrize("name", interface.METHODS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_methods_are_known_or_not_there(sources, name):
     """Marlin's class of compressed-tensors went into the other one in 0.27."""
-    problem = interface.problem(interface.METHODS[name], sources.parameters)
+    problem = interface.problem(FORMATS[name].needed, sources.parameters)
     if problem is not None:
         assert name == "compressed_tensors_marlin"
         assert problem.startswith("there is no vllm.")
@@ -64,7 +65,7 @@ READ["compressed_tensors_marlin"] = READ["compressed_tensors"]
 
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_of_a_method_is_there(sources, name):
-    module = next(iter(interface.METHODS[name].replaced))
+    module = next(iter(FORMATS[name].needed.replaced))
     try:
         text = sources.text(module)
     except ModuleNotFoundError:

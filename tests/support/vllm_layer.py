@@ -50,13 +50,14 @@ class VLLM:
         self.interface = load(f"{HERE}.interface")
         self.own_calls = 0
         parts = self.interface.LAYERS, self.interface.BATCHED, self.interface.DELTAS
-        parts += (*self.interface.METHODS.values(),)
+        self.methods = {n: f.needed for n, f in load(f"{HERE}.formats").FORMATS.items()}
+        parts += (*self.methods.values(),)
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
         for place, names in self.interface.CONFIGS.called.items():
             self._put_back(place, names)
-        for needed in self.interface.METHODS.values():
+        for needed in self.methods.values():
             for place, names in needed.called.items():
                 self._put_back(place, [name for name in names if name.startswith("select_")])
 

@@ -136,7 +136,7 @@ class QuantizedLayer(Layer):
     def make_method(self):
         vllm = self.vllm
         for name in self.kind.methods:
-            needed = vllm.interface.METHODS[name]
+            needed = vllm.methods[name]
             place = next(iter(needed.replaced))
             try:
                 module = load(place)

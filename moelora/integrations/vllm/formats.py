@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from moelora import QuantizedWeights
+from moelora.integrations.interface import Interface
 from moelora.quantized_readers import PerExpert
+
+_QUANT = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 Read = Callable[[Any, Any, str, dict[str, Any]], QuantizedWeights]
 
@@ -25,6 +29,8 @@ Read = Callable[[Any, Any, str, dict[str, Any]], QuantizedWeights]
 class Format:
     """A quantization method of vLLM.
 
+    about: of its checkpoints, in reports.
+    needed: its class and the API of vLLM that the hooks of it use.
     read(method, layer, name, options): weights of one projection; options are the
         format-independent ones of `QuantizedWeights`.
     reason(method): why weights of this method are unsupported, as far as its configuration tells.
@@ -34,12 +40,19 @@ class Format:
     loaded_biases: whether biases exist even if the checkpoint has none.
     """
 
+    about: str
+    needed: Interface
     read: Read
     reason: Callable[[Any], str | None] = lambda method: None
     interleaved: bool = False
     rounds: bool = False
     chooses: str = ""
     loaded_biases: bool = False
+
+
+def _method(module: str, name: str, init: str) -> Interface:
+    functions = {f"{name}.__init__": init, f"{name}.process_weights_after_loading": "self layer"}
+    return Interface(replaced={module: functions})
 
 
 def _get(layer: Any, name: str) -> Tensor:
@@ -196,18 +209,89 @@ def _fp8_compressed(
     return QuantizedWeights.from_fp8_tensor(weight, scales, inputs, **options)
 
 
+_SCHEME = "self weight_quant input_quant moe layer_name"  # of compressed-tensors
 FORMATS = {
-    "gpt_oss": Format(_gpt_oss, interleaved=True, rounds=True, chooses="select_mxfp4_moe_backend"),
-    "mxfp4": Format(_mxfp4, rounds=True, chooses="select_deepseek_v4_mxfp4_moe_backend"),
-    "mxfp4_compressed_tensors": Format(_mxfp4_compressed, _mxfp4_compressed_reason),
-    "nvfp4_modelopt": Format(_nvfp4_modelopt, _nvfp4_reason),
-    "nvfp4_compressed_tensors": Format(_nvfp4_compressed, _nvfp4_reason),
-    "gptq": Format(_gptq, _gptq_reason, loaded_biases=True),
-    "awq": Format(_awq, _awq_reason),
-    "compressed_tensors": Format(_compressed, _compressed_reason),
-    "compressed_tensors_marlin": Format(_compressed, _compressed_reason),
-    "fp8": Format(_fp8),
-    "fp8_compressed_tensors": Format(_fp8_compressed),
+    "gpt_oss": Format(
+        "MXFP4 of gpt-oss",
+        Interface(
+            replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,
+            called={f"{_QUANT}.mxfp4": {"select_mxfp4_moe_backend": "config"}},
+        ),
+        _gpt_oss,
+        interleaved=True,
+        rounds=True,
+        chooses="select_mxfp4_moe_backend",
+    ),
+    "mxfp4": Format(
+        "MXFP4",
+        Interface(
+            replaced={
+                f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.process_weights_after_loading": "self layer"}
+            },
+            called={
+                f"{_QUANT}.mxfp4": {
+                    "Mxfp4MoEMethod.__init__": "self moe",
+                    "select_deepseek_v4_mxfp4_moe_backend": "config",
+                }
+            },
+        ),
+        _mxfp4,
+        rounds=True,
+        chooses="select_deepseek_v4_mxfp4_moe_backend",
+    ),
+    "mxfp4_compressed_tensors": Format(
+        "MXFP4, compressed-tensors",
+        _method(f"{_COMPRESSED}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", "self moe"),
+        _mxfp4_compressed,
+        _mxfp4_compressed_reason,
+    ),
+    "nvfp4_modelopt": Format(
+        "NVFP4 with 16-bit activations, ModelOpt",
+        _method(f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "self quant_config moe_config"),
+        _nvfp4_modelopt,
+        _nvfp4_reason,
+    ),
+    "nvfp4_compressed_tensors": Format(
+        "NVFP4 with 16-bit activations, compressed-tensors",
+        _method(
+            f"{_COMPRESSED}_w4a4_nvfp4",
+            "CompressedTensorsW4A4Nvfp4MoEMethod",
+            "self moe layer_name use_a16",
+        ),
+        _nvfp4_compressed,
+        _nvfp4_reason,
+    ),
+    "gptq": Format(
+        "INT4, GPTQ",
+        _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
+        _gptq,
+        _gptq_reason,
+        loaded_biases=True,
+    ),
+    "awq": Format(
+        "INT4, AWQ",
+        _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
+        _awq,
+        _awq_reason,
+    ),
+    "compressed_tensors": Format(
+        "INT4, compressed-tensors",
+        _method(f"{_COMPRESSED}_wna16", "CompressedTensorsWNA16MoEMethod", _SCHEME),
+        _compressed,
+        _compressed_reason,
+    ),
+    "compressed_tensors_marlin": Format(
+        "INT4, compressed-tensors with Marlin",
+        _method(f"{_COMPRESSED}_wna16_marlin", "CompressedTensorsWNA16MarlinMoEMethod", _SCHEME),
+        _compressed,
+        _compressed_reason,
+    ),
+    "fp8": Format("FP8", _method(f"{_QUANT}.fp8", "Fp8MoEMethod", "self quant_config layer"), _fp8),
+    "fp8_compressed_tensors": Format(
+        "FP8, compressed-tensors",
+        _method(f"{_COMPRESSED}_w8a8_fp8", "CompressedTensorsW8A8Fp8MoEMethod", _SCHEME),
+        _fp8_compressed,
+    ),
 }
 
 

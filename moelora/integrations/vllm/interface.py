@@ -9,7 +9,6 @@ __all__ = [
     "CONFIGS",
     "DELTAS",
     "LAYERS",
-    "METHODS",
     "QUANTIZED",
     "Interface",
     "is_absent",
@@ -17,8 +16,6 @@ __all__ = [
 ]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
-_QUANT = "vllm.model_executor.layers.quantization"
-_COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 LAYERS = Interface(
     replaced={
@@ -136,57 +133,3 @@ QUANTIZED = Interface(
         },
     },
 )
-
-
-def _method(module: str, name: str, init: str) -> Interface:
-    functions = {f"{name}.__init__": init, f"{name}.process_weights_after_loading": "self layer"}
-    return Interface(replaced={module: functions})
-
-
-# Methods of quantized layers, by their names in moelora.integrations.vllm.methods.
-METHODS = {
-    "gpt_oss": Interface(
-        replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,
-        called={f"{_QUANT}.mxfp4": {"select_mxfp4_moe_backend": "config"}},
-    ),
-    "mxfp4": Interface(
-        replaced={
-            f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.process_weights_after_loading": "self layer"}
-        },
-        called={
-            f"{_QUANT}.mxfp4": {
-                "Mxfp4MoEMethod.__init__": "self moe",
-                "select_deepseek_v4_mxfp4_moe_backend": "config",
-            }
-        },
-    ),
-    "mxfp4_compressed_tensors": _method(
-        f"{_COMPRESSED}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", "self moe"
-    ),
-    "nvfp4_modelopt": _method(
-        f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "self quant_config moe_config"
-    ),
-    "nvfp4_compressed_tensors": _method(
-        f"{_COMPRESSED}_w4a4_nvfp4",
-        "CompressedTensorsW4A4Nvfp4MoEMethod",
-        "self moe layer_name use_a16",
-    ),
-    "gptq": _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
-    "awq": _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
-    "compressed_tensors": _method(
-        f"{_COMPRESSED}_wna16",
-        "CompressedTensorsWNA16MoEMethod",
-        "self weight_quant input_quant moe layer_name",
-    ),
-    "compressed_tensors_marlin": _method(
-        f"{_COMPRESSED}_wna16_marlin",
-        "CompressedTensorsWNA16MarlinMoEMethod",
-        "self weight_quant input_quant moe layer_name",
-    ),
-    "fp8": _method(f"{_QUANT}.fp8", "Fp8MoEMethod", "self quant_config layer"),
-    "fp8_compressed_tensors": _method(
-        f"{_COMPRESSED}_w8a8_fp8",
-        "CompressedTensorsW8A8Fp8MoEMethod",
-        "self weight_quant input_quant moe layer_name",
-    ),
-}

@@ -36,8 +36,8 @@ from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
 
 def install() -> None:
     """Hook the methods that this vLLM has with the expected API; report how others differ."""
-    for name, format in FORMATS.items():
-        needed = interface.METHODS[name]
+    for format in FORMATS.values():
+        needed = format.needed
         module = next(iter(needed.replaced))
         cls = next(iter(needed.replaced[module])).partition(".")[0]
         try:

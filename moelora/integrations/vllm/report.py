@@ -6,20 +6,7 @@ from dataclasses import replace
 
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.vllm import SWITCH, interface, problem_here
-
-FORMATS = {  # of interface.METHODS
-    "gpt_oss": "MXFP4 of gpt-oss",
-    "mxfp4": "MXFP4",
-    "mxfp4_compressed_tensors": "MXFP4, compressed-tensors",
-    "nvfp4_modelopt": "NVFP4 with 16-bit activations, ModelOpt",
-    "nvfp4_compressed_tensors": "NVFP4 with 16-bit activations, compressed-tensors",
-    "gptq": "INT4, GPTQ",
-    "awq": "INT4, AWQ",
-    "compressed_tensors": "INT4, compressed-tensors",
-    "compressed_tensors_marlin": "INT4, compressed-tensors with Marlin",
-    "fp8": "FP8",
-    "fp8_compressed_tensors": "FP8, compressed-tensors",
-}
+from moelora.integrations.vllm.formats import FORMATS
 
 
 def parts() -> list[Part]:
@@ -28,10 +15,10 @@ def parts() -> list[Part]:
         part("unquantized, batched by expert", "BatchedTritonExperts", interface.BATCHED),
     ]
     quantized = interface.problem(interface.QUANTIZED)
-    for name, needed in interface.METHODS.items():
-        functions = next(iter(needed.replaced.values()))
+    for method in FORMATS.values():
+        functions = next(iter(method.needed.replaced.values()))
         cls = next(iter(functions)).partition(".")[0]
-        one = part(FORMATS[name], cls, needed)
+        one = part(method.about, cls, method.needed)
         if one.runs == "moelora" and quantized:
             one = replace(one, runs="own", why=quantized)
         found.append(one)
