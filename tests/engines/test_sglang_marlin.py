@@ -130,7 +130,7 @@ def test_nvfp4_without_a_gate_is_padded_by_marlin(sglang):  # noqa: F811
 def test_every_scale_of_nvfp4_comes_back():
     every = torch.arange(127, dtype=torch.uint8).repeat(64)[: 64 * 16 * 4].reshape(64, -1)
     marlins = marlin_cases.nvfp4_scales(every.view(torch.float8_e4m3fn))
-    assert torch.equal(marlin.nvfp4_scales(marlins).view(torch.uint8), every)
+    assert torch.equal(marlin.e4m3_scales(marlins).view(torch.uint8), every)
 
 
 def set_scheme(**values):
@@ -241,4 +241,4 @@ def test_scales_are_permuted_as_sglang_does(release):
         assert torch.equal(marlin.scales(theirs, group == -1), plain)
     for dtype in (BF16, torch.float16):
         given = torch.tensor([0.001, 0.75], dtype=dtype)
-        assert torch.equal(marlin.nvfp4_tensor_scale(whole(given)), given.float())
+        assert torch.equal(marlin.tensor_scale(whole(given)), given.float())

@@ -12,8 +12,8 @@ graphs, and the log says so. `MOELORA_SGLANG=0` in the environment disables it.
 
 If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unchanged, and the log,
 `sglang.moelora`, says so. Unsupported layers (clamped activations, biases, quantized weights other
-than FP8 of blocks, NVFP4 and symmetric INT4 of compressed-tensors under `triton_v2`; see
-`reason_against`) run SGLang's own path, and the log states each reason once.
+than `quantized.KINDS` under `triton_v2`; see `reason_against`) run SGLang's own path, and the log
+states each reason once.
 
 `experts_with_lora` is just the layer, for other engines with such buffers; `MoELoRABackend` is the
 interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.

@@ -4,8 +4,7 @@ Marlin stores words in tiles of 16 columns by 64 rows, in the order in which lan
 them, and permutes scales within 64 rows. Both are inverted here without loss. Results are values
 (N, K / 2) uint8, even columns in the low nibbles, and scales (N, K / group).
 
-Source of the layout: `gptq_marlin_repack`, `marlin_permute_scales` and
-`nvfp4_marlin_process_scales` of vLLM and SGLang.
+Source of the layout: `gptq_marlin_repack` and `marlin_permute_scales` of vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # order of a lane's eight values in a word
 GROUPED = tuple(i + 8 * j for i in range(8) for j in range(8))
 # With one scale per row: in the order of a lane's accumulators.
 SINGLE = tuple(2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25))
-TENSOR_EXPONENT = {torch.float16: 14 - 7, torch.bfloat16: 126 - 7}  # of the NVFP4 tensor's scale
+TENSOR_EXPONENT = {torch.float16: 14 - 7, torch.bfloat16: 126 - 7}  # of a tensor's scale
 
 
 @functools.cache
@@ -53,7 +52,7 @@ def scales(permuted: Tensor, single: bool = False) -> Tensor:
     return permuted.reshape(-1, len(order))[:, inverse].reshape(permuted.shape).t().contiguous()
 
 
-def nvfp4_scales(permuted: Tensor) -> Tensor:
+def e4m3_scales(permuted: Tensor) -> Tensor:
     """Converts (K / 16, N) bytes to (N, K / 16) e4m3.
 
     Marlin stores the upper byte of 2 x, with x the bits of 128 times the scale as float16: five
@@ -67,6 +66,6 @@ def nvfp4_scales(permuted: Tensor) -> Tensor:
     )
 
 
-def nvfp4_tensor_scale(scale: Tensor) -> Tensor:
+def tensor_scale(scale: Tensor) -> Tensor:
     """Tensor scales of experts, in float32; SGLang has rounded them to the activations' dtype."""
     return scale.float() * 2.0 ** -TENSOR_EXPONENT[scale.dtype]

@@ -26,12 +26,16 @@ PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 class Kind(NamedTuple):
     """How a layer stores one format.
 
+    about: the format, in reports.
+    holds(layer): whether a layer has it.
     read(layer, name, gate_up): `name` is "w13" or "w2".
     reason(layer): why weights of this kind are not read, or None.
     weight: parameter that the tiles replace, without its prefix "w13_" or "w2_".
     others: parameters that are unused after that.
     """
 
+    about: str
+    holds: Callable[[Any], bool]
     read: Callable[[Any, str, GateUp | None], QuantizedWeights]
     reason: Callable[[Any], str | None]
     weight: str = "weight"
@@ -87,7 +91,10 @@ def _int4_reason(layer: Any) -> str | None:
 
 
 def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
-    """Same values as in Marlin: one 16-bit tensor scale, that of gate, for both gate and up."""
+    """Same values as in Marlin: one 16-bit tensor scale, that of gate, for both gate and up.
+
+    Inverts `nvfp4_marlin_process_scales` of SGLang.
+    """
     inter = layer.intermediate_size_per_partition
     rows, columns = layer.hidden_size, inter
     if name == "w13":
@@ -95,10 +102,8 @@ def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
     words, scales = (getattr(layer, f"{name}_{own}").data for own in ("weight", "weight_scale"))
     return QuantizedWeights.from_nvfp4(  # drop padding of ungated weights
         [marlin.values(expert)[:rows, : columns // 2].contiguous() for expert in words],
-        [marlin.nvfp4_scales(expert)[:rows, : columns // 16].contiguous() for expert in scales],
-        weight_scale_2=marlin.nvfp4_tensor_scale(
-            getattr(layer, f"{name}_weight_scale_2").data.flatten()
-        ),
+        [marlin.e4m3_scales(expert)[:rows, : columns // 16].contiguous() for expert in scales],
+        weight_scale_2=marlin.tensor_scale(getattr(layer, f"{name}_weight_scale_2").data.flatten()),
         gate_up=gate_up,
         dtype=layer.params_dtype,
     )
@@ -108,31 +113,47 @@ def _nvfp4_reason(layer: Any) -> str | None:
     return _dtype_reason(layer.params_dtype)
 
 
-FP8 = Kind(_fp8, _fp8_reason)
-INT4 = Kind(_int4, _int4_reason, "weight_packed", ("weight_scale",))
-NVFP4 = Kind(_nvfp4, _nvfp4_reason, others=("weight_scale",))
+def _is_fp8(layer: Any) -> bool:
+    method = getattr(layer, "quant_method", None)
+    is_block = getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False)
+    return bool(is_block) and _dtype(layer) == torch.float8_e4m3fn
+
+
+def _is_int4(layer: Any) -> bool:
+    return _dtype(layer) is None and getattr(layer, "is_marlin_converted", False)
+
+
+def _is_nvfp4(layer: Any) -> bool:
+    return _dtype(layer) == torch.int32 and hasattr(layer, "w13_weight_scale_2")
+
+
+def _dtype(layer: Any) -> torch.dtype | None:
+    weight = getattr(layer, "w13_weight", None)
+    return None if weight is None else weight.dtype
+
+
+KINDS = (
+    Kind("FP8", _is_fp8, _fp8, _fp8_reason),
+    Kind("NVFP4", _is_nvfp4, _nvfp4, _nvfp4_reason, others=("weight_scale",)),
+    Kind("INT4", _is_int4, _int4, _int4_reason, "weight_packed", ("weight_scale",)),
+)
 
 
 def kind_of(base_layer: Any) -> Kind | None:
     """Kind of a layer's quantized weights; None if they have 16 or 32 bits. Raises
     NotImplementedError if the kind is not supported.
     """
-    method = getattr(base_layer, "quant_method", None)
-    if not hasattr(base_layer, "w13_weight"):
-        if getattr(base_layer, "is_marlin_converted", False):
-            return INT4
-        names = [n for n in vars(base_layer).get("_parameters", ()) if n.startswith("w13_")]
-        what = f", of {type(method).__name__}"
-        raise NotImplementedError(f"its weights are {', '.join(names) or 'unknown'}{what}")
-    dtype = base_layer.w13_weight.dtype
+    dtype: Any = _dtype(base_layer)
     if dtype in PLAIN:
         return None
-    is_block = getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False)
-    if dtype == torch.float8_e4m3fn and is_block:
-        return FP8
-    if dtype == torch.int32 and hasattr(base_layer, "w13_weight_scale_2"):
-        return NVFP4
-    raise NotImplementedError(f"its weights are {dtype}, of {type(method).__name__}")
+    for kind in KINDS:
+        if kind.holds(base_layer):
+            return kind
+    if dtype is None:
+        names = [n for n in vars(base_layer).get("_parameters", ()) if n.startswith("w13_")]
+        dtype = ", ".join(names) or "unknown"
+    method = type(getattr(base_layer, "quant_method", None)).__name__
+    raise NotImplementedError(f"its weights are {dtype}, of {method}")
 
 
 def device_of(base_layer: Any) -> torch.device:

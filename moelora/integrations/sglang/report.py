@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.sglang import SWITCH, interface, problem_here
+from moelora.integrations.sglang.quantized import KINDS
 
 LAYERS = {
     "unquantized, --lora-backend triton or csgmv": ("FusedMoEWithLoRA", interface.LEGACY),
-    "unquantized, FP8, NVFP4, INT4; --lora-backend triton_v2": (
+    f"unquantized, {', '.join(kind.about for kind in KINDS)}; --lora-backend triton_v2": (
         "MoeLoraRunner",
         interface.TRITON_V2,
     ),
