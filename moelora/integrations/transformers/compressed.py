@@ -34,8 +34,7 @@ def compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collection
             return floats.mxfp8(name)
         return _float_quantized(weights, inputs, strategy)
     if kind == "float" and bits == 4 and strategy == "tensor_group":
-        tensors = ("weight_packed", "weight_scale", "weight_global_scale"), ("input_global_scale",)
-        return floats.nvfp4(name, *tensors, dense.nvfp4, bool(inputs))
+        return floats.tensor_group(name, bool(inputs))
     if kind == "float" and bits == 4 and size == 32:
         tensors = ("weight_packed", "weight_scale"), ()
         taken = f"{inputs.get('num_bits', 4)} bits" if inputs else ""
@@ -88,13 +87,14 @@ def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         weights, inputs = (settings_in(group, key) for key in ("weights", "input_activations"))
         is_int = weights.get("type", "int") == "int"
         return weights.get("num_bits") == 4 or (is_int and not inputs)
-    if form not in (*PACKED, *UNPACKED):
-        known = " or ".join(map(repr, (*PACKED, *UNPACKED)))
+    is_packed = str(form).endswith(PACKED)
+    if not is_packed and form not in UNPACKED:
+        known = " or ".join(map(repr, (PACKED, *UNPACKED)))
         raise NotImplementedError(f"compressed-tensors: format is {form!r:.80}, wanted {known}")
-    return form in PACKED
+    return is_packed
 
 
-PACKED = ("pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+PACKED = "pack-quantized"  # by itself, or after the name of a format
 UNPACKED = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
 
 

@@ -7,7 +7,6 @@ is exact in float32.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 def plain(weight: Tensor) -> Tensor:
     """Of a layer that is not quantized."""
-    _matrix("weight", weight, *SCALES)
+    matrix("weight", weight, *SCALES)
     return weight.float()
 
 
@@ -44,14 +43,14 @@ def gptq(
     `g_idx` maps each column to its group, in any order (`desc_act`). `offset` is added to stored
     zero points.
     """
-    _matrix("qweight", qweight, torch.int32)
+    matrix("qweight", qweight, torch.int32)
     q = unpack(qweight.t(), bits)
     rows, columns = q.shape
     zeros = None
     if qzeros is not None:
-        _matrix("qzeros", qzeros, torch.int32)
+        matrix("qzeros", qzeros, torch.int32)
         zeros = unpack(qzeros, bits)[:, :rows].t() + offset
-    _matrix("scales", scales, *SCALES)
+    matrix("scales", scales, *SCALES)
     return _grouped(q, scales.t(), zeros, g_idx, 1 << bits - 1, group_size)
 
 
@@ -64,10 +63,10 @@ def awq(
     def by_rows(packed: Tensor) -> Tensor:
         return unpack(packed, 4).unflatten(-1, (-1, 8))[..., inverse].flatten(-2).t()
 
-    _matrix("qweight", qweight, torch.int32)
-    _matrix("scales", scales, *SCALES)
+    matrix("qweight", qweight, torch.int32)
+    matrix("scales", scales, *SCALES)
     if qzeros is not None:
-        _matrix("qzeros", qzeros, torch.int32)
+        matrix("qzeros", qzeros, torch.int32)
     zeros = None if qzeros is None else by_rows(qzeros)
     return _grouped(by_rows(qweight), scales.t(), zeros, None, 8, group_size)
 
@@ -87,7 +86,7 @@ def packed(
     Zero points are packed along N. `weight_shape` holds N and K without the padding of packed
     words.
     """
-    _matrix("weight_packed", weight_packed, torch.int32)
+    matrix("weight_packed", weight_packed, torch.int32)
     q = unpack(weight_packed, bits)
     if weight_shape is not None:
         shape = tuple(map(int, weight_shape.reshape(-1)))
@@ -98,19 +97,19 @@ def packed(
         q = q[:, : shape[1]]
     zeros = None
     if weight_zero_point is not None:
-        _matrix("weight_zero_point", weight_zero_point, torch.int32)
+        matrix("weight_zero_point", weight_zero_point, torch.int32)
         zeros = unpack(weight_zero_point.t(), bits)[:, : q.size(0)].t()
     scales = weight_scale.expand(q.size(0), 1) if weight_scale.numel() == 1 else weight_scale
-    _matrix("weight_scale", scales, *SCALES)
+    matrix("weight_scale", scales, *SCALES)
     return _grouped(q, scales, zeros, weight_g_idx, 1 << bits - 1, group_size)
 
 
 def int8(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None = None) -> Tensor:
     """`(q - zero) scale` of int8 weights (N, K), with scales per row, per group or per tensor."""
-    _matrix("weight", weight, torch.int8)
+    matrix("weight", weight, torch.int8)
     rows = weight.size(0)
     scales = weight_scale.expand(rows, 1) if weight_scale.numel() == 1 else weight_scale
-    _matrix("weight_scale", scales, *SCALES)
+    matrix("weight_scale", scales, *SCALES)
     zeros = None
     if weight_zero_point is not None:
         zeros = weight_zero_point.expand(scales.shape).int()
@@ -129,7 +128,7 @@ def fp8(
 
     `input_scale` is unused: it scales FP8 activations, and a dequantized layer has none.
     """
-    _matrix("weight", weight, torch.float8_e4m3fn)
+    matrix("weight", weight, torch.float8_e4m3fn)
     own = "weight_scale" if weight_scale_inv is None else "weight_scale_inv"
     scale = weight_scale if weight_scale_inv is None else weight_scale_inv
     if scale is None:
@@ -157,65 +156,27 @@ def fp8(
 
 def mxfp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
     """e4m3 (N, K) with an e8m0 scale per 32 columns."""
-    _matrix("weight", weight, torch.float8_e4m3fn)
-    return weight.float() * _spread(_powers(weight_scale), weight.shape)
+    matrix("weight", weight, torch.float8_e4m3fn)
+    return weight.float() * spread(_powers(weight_scale), weight.shape)
 
 
 def mxfp4(weight_packed: Tensor, weight_scale: Tensor) -> Tensor:
     """e2m1 (N, K / 2), even columns in the low bits, with an e8m0 scale per 32 columns."""
-    numbers = _e2m1(weight_packed)
-    return numbers * _spread(_powers(weight_scale), numbers.shape)
+    numbers = e2m1(weight_packed)
+    return numbers * spread(_powers(weight_scale), numbers.shape)
 
 
-def nvfp4(
-    weight_packed: Tensor,
-    weight_scale: Tensor,
-    weight_global_scale: Tensor,
-) -> Tensor:
-    """e2m1 (N, K / 2) times an e4m3 scale for 16 columns over the tensor's (compressed-tensors)."""
-    _tensor_scale("weight_global_scale", weight_global_scale, 1 / weight_global_scale.float())
-    return _nvfp4(_e2m1(weight_packed), weight_scale, 1 / weight_global_scale)
-
-
-def modelopt_nvfp4(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> Tensor:
-    """As `nvfp4`, as ModelOpt names it, whose tensor's scale multiplies."""
-    _tensor_scale("weight_scale_2", weight_scale_2, weight_scale_2)
-    return _nvfp4(_e2m1(weight, "weight"), weight_scale, weight_scale_2)
-
-
-def _tensor_scale(name: str, stored: Tensor, factor: Tensor) -> None:
-    """Refuses what `QuantizedWeights.from_nvfp4` refuses of the scale of a tensor."""
-    if stored.numel() != 1 or stored.dtype != torch.float32:
-        got = f"has shape {tuple(stored.shape)} and dtype {stored.dtype}"
-        raise ValueError(f"{name} {got}, wanted one number of torch.float32")
-    if not (0 < float(stored) < math.inf and float(factor) < math.inf):
-        also = "" if factor is stored else " with a finite reciprocal"
-        raise ValueError(f"{name} is {float(stored):g}, wanted a finite number above 0{also}")
-
-
-def _nvfp4(numbers: Tensor, scales: Tensor, of_tensor: Tensor) -> Tensor:
-    """In the order of `QuantizedWeights.unpack`: e2m1 times e4m3, exact, then the tensor's."""
-    _matrix("weight_scale", scales, torch.float8_e4m3fn, torch.uint8)
-    bits = scales.view(torch.uint8)
-    if (bits >= 0x7F).any():
-        largest = int(bits.max())
-        what = "NaN" if largest & 0x7F == 0x7F else "negative"
-        raise ValueError(f"weight_scale has the e4m3 byte {largest}, {what}, wanted 0 to 448")
-    factors = scales.view(torch.float8_e4m3fn).float()
-    return numbers * _spread(factors, numbers.shape) * of_tensor.reshape(1, 1)
-
-
-def _e2m1(blocks: Tensor, name: str = "weight_packed") -> Tensor:
-    _matrix(name, blocks, torch.uint8)
+def e2m1(blocks: Tensor, name: str = "weight_packed") -> Tensor:
+    matrix(name, blocks, torch.uint8)
     return torch.tensor(E2M1, device=blocks.device)[nibbles(blocks).long()]
 
 
 def _powers(scale: Tensor) -> Tensor:
-    _matrix("weight_scale", scale, torch.uint8, torch.float8_e8m0fnu)
+    matrix("weight_scale", scale, torch.uint8, torch.float8_e8m0fnu)
     return torch.exp2(scale.view(torch.uint8).float() - 127)
 
 
-def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
+def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     if scales.size(0) != shape[0] or shape[1] % scales.size(1):
         raise ValueError(f"weight_scale has shape {tuple(scales.shape)} for {tuple(shape)} numbers")
     return scales.repeat_interleave(shape[1] // scales.size(1), 1)
@@ -254,7 +215,7 @@ def _grouped(
     return (q - shift).float().mul_(scales.float()[:, groups])
 
 
-def _matrix(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+def matrix(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, wanted a matrix")
     if tensor.dtype not in dtypes:

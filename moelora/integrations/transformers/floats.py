@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -91,18 +92,13 @@ def modelopt(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> 
         algorithm = settings_in(layers, linear).get("quant_algo")
         if algorithm is None:
             algorithm = "NVFP4" if "weight_scale_2" in parts else "FP8"
-    if algorithm == "FP8":
-        return fp8_tensor("input_scale" in parts)
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        tensors = ("weight", "weight_scale", "weight_scale_2"), ("input_scale",)
-        is_w4a4 = algorithm == "NVFP4" and "input_scale" in parts
-        return nvfp4("ModelOpt", *tensors, dense.modelopt_nvfp4, is_w4a4)
-    if algorithm == "MXFP8":
-        return mxfp8("ModelOpt")
-    known = "'FP8', 'NVFP4', 'W4A16_NVFP4', 'MXFP8' or 'MIXED_PRECISION' of these"
+    if isinstance(algorithm, str) and algorithm in ALGORITHMS:
+        return ALGORITHMS[algorithm](algorithm, "input_scale" in parts)
+    known = ", ".join(map(repr, ALGORITHMS))
     raise NotImplementedError(
-        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known}; quantize the "
-        f"experts with one of these, or to {KEPT} with another tool"
+        f"modelopt: quant_algo of {linear} is {algorithm!r:.80}, wanted {known} or "
+        "'MIXED_PRECISION' of these; quantize the experts with one of these, or to "
+        f"{KEPT} with another tool"
     )
 
 
@@ -112,7 +108,20 @@ def mxfp8(method: str) -> Scheme:
     return Scheme(f"MXFP8 of {method}", *tensors, dense.mxfp8, {}, refusal=refusal)
 
 
-def nvfp4(
+def _nvfp4_scheme_of_modelopt(algorithm: str, has_inputs: bool) -> Scheme:
+    tensors = ("weight", "weight_scale", "weight_scale_2"), ("input_scale",)
+    return _nvfp4_scheme(
+        "ModelOpt", *tensors, _nvfp4_of_modelopt, algorithm == "NVFP4" and has_inputs
+    )
+
+
+def tensor_group(method: str, has_inputs: bool) -> Scheme:
+    """compressed-tensors' strategy of four-bit floats with scales of groups and of the tensor."""
+    tensors = ("weight_packed", "weight_scale", "weight_global_scale"), ("input_global_scale",)
+    return _nvfp4_scheme(method, *tensors, _nvfp4_of_compressed, has_inputs)
+
+
+def _nvfp4_scheme(
     method: str,
     required: tuple[str, ...],
     unused: tuple[str, ...],
@@ -129,3 +138,49 @@ def _nvfp4_experts(
 ) -> QuantizedWeights:
     """Accepts the tensor names of ModelOpt (`weight`) and compressed-tensors (`weight_packed`)."""
     return QuantizedWeights.from_nvfp4(weight_packed if weight is None else weight, **scales)
+
+
+def _nvfp4_of_compressed(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_global_scale: Tensor,
+) -> Tensor:
+    """e2m1 (N, K / 2) times an e4m3 scale for 16 columns over the tensor's (compressed-tensors)."""
+    _tensor_scale("weight_global_scale", weight_global_scale, 1 / weight_global_scale.float())
+    return _nvfp4(dense.e2m1(weight_packed), weight_scale, 1 / weight_global_scale)
+
+
+def _nvfp4_of_modelopt(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> Tensor:
+    """As `_nvfp4_of_compressed`, as ModelOpt names it, whose tensor's scale multiplies."""
+    _tensor_scale("weight_scale_2", weight_scale_2, weight_scale_2)
+    return _nvfp4(dense.e2m1(weight, "weight"), weight_scale, weight_scale_2)
+
+
+def _tensor_scale(name: str, stored: Tensor, factor: Tensor) -> None:
+    """Refuses what `QuantizedWeights.from_nvfp4` refuses of the scale of a tensor."""
+    if stored.numel() != 1 or stored.dtype != torch.float32:
+        got = f"has shape {tuple(stored.shape)} and dtype {stored.dtype}"
+        raise ValueError(f"{name} {got}, wanted one number of torch.float32")
+    if not (0 < float(stored) < math.inf and float(factor) < math.inf):
+        also = "" if factor is stored else " with a finite reciprocal"
+        raise ValueError(f"{name} is {float(stored):g}, wanted a finite number above 0{also}")
+
+
+def _nvfp4(numbers: Tensor, scales: Tensor, of_tensor: Tensor) -> Tensor:
+    """In the order of `QuantizedWeights.unpack`: e2m1 times e4m3, exact, then the tensor's."""
+    dense.matrix("weight_scale", scales, torch.float8_e4m3fn, torch.uint8)
+    bits = scales.view(torch.uint8)
+    if (bits >= 0x7F).any():
+        largest = int(bits.max())
+        what = "NaN" if largest & 0x7F == 0x7F else "negative"
+        raise ValueError(f"weight_scale has the e4m3 byte {largest}, {what}, wanted 0 to 448")
+    factors = scales.view(torch.float8_e4m3fn).float()
+    return numbers * dense.spread(factors, numbers.shape) * of_tensor.reshape(1, 1)
+
+
+ALGORITHMS: dict[str, Callable[[str, bool], Scheme]] = {  # of ModelOpt
+    "FP8": lambda algorithm, has_inputs: fp8_tensor(has_inputs),
+    "NVFP4": _nvfp4_scheme_of_modelopt,
+    "W4A16_NVFP4": _nvfp4_scheme_of_modelopt,
+    "MXFP8": lambda algorithm, has_inputs: mxfp8("ModelOpt"),
+}

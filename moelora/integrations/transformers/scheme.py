@@ -14,9 +14,11 @@ from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.adapters.patterns import Patterns
+from moelora.formats import FORMATS
 from moelora.quantized_fp8 import Activations, GateUp
 
-KEPT = "INT4 (W4A16), MXFP4, NVFP4 or FP8"
+*_FIRST, _LAST = (f.name for f in FORMATS[1:] if f.name.lower() == f.kernel)
+KEPT = f"{', '.join(_FIRST)} or {_LAST}"  # as `QuantizedWeights` has them
 # Refusal of groups whose columns are ordered by the sizes of activations.
 OUT_OF_ORDER = (
     "each expert has its columns in an order of its own (activation order), and no kernel reads x "
