@@ -94,9 +94,8 @@ class QuantizedWeights(FromFP8):
         if self.format == "fp8":
             narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
             return 64 if narrow and not self.row_scales else 128
-        if self.format == "nvfp4":
-            return readers.NVFP4_BLOCK
-        return 32 if self.group_size == 32 else 64
+        columns = {f.group_columns for f in FORMATS if f.kernel == self.format}
+        return self.group_size if self.group_size in columns else 64
 
     def to(self, device: torch.device | str) -> QuantizedWeights:
         """These weights on another device."""
@@ -174,9 +173,7 @@ class QuantizedWeights(FromFP8):
             x_format=X_FORMATS[x_format],
             x_scale=struct.unpack("<f", struct.pack("<i", bits))[0],
         )
-        if weights.layout[0] != code or (
-            weights.format == "nvfp4" and group_size != readers.NVFP4_BLOCK
-        ):
+        if weights.layout[0] != code:
             raise ValueError(f"{prefix}layout has format {code} and group_size {group_size}")
         if (weights.x_format == "static") != (weights.x_scale > 0):
             raise ValueError(f"{prefix}layout has x_format {x_format}, x_scale {weights.x_scale}")
