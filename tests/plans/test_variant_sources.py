@@ -46,6 +46,24 @@ def test_sources_are_few_where_kernels_compile_fast():
     }
 
 
+def test_hopper_sources_include_one_main_loop():
+    texts = rows.sources(rows.rows(TABLE))
+    hopper = {path: text for path, text in texts.items() if "/sm90/" in path}
+    include = re.compile(r'#include "cuda/gemm/sm90/(\w+).cuh"')
+    folder = ROOT / "csrc/cuda/gemm/sm90"
+    loops = {p.stem for p in folder.glob("*.cuh") if "main_loop(float" in p.read_text()}
+    assert {name for text in hopper.values() for name in include.findall(text)} > loops
+
+    def closure(text, known=()):
+        for name in include.findall(text):
+            if name not in known:
+                known = closure((folder / f"{name}.cuh").read_text(), (*known, name))
+        return known
+
+    for path, text in hopper.items():
+        assert len(loops.intersection(closure(text))) == 1, path
+
+
 def test_rows_that_do_not_match_are_left_out():
     texts = rows.sources(rows.rows(TABLE, "gemm_bf16_96x128x64_sm90"))
     assert set(texts) == {

@@ -2,10 +2,10 @@
 
     python csrc/cuda/gemm/rows.py OUT [VARIANTS] [TABLE]
 
-A source defines the launchers of a few rows of one kind, family, dtype and weight format, or of
-many rows of all formats; launchers.c has tables of all of them. Each format of a whole layer in one
-launch (DECODE) has a source, too. VARIANTS: a regular expression; rows of GEMMs whose name does not
-match are not built. Unchanged files keep their modification time.
+A source defines the launchers of a few rows of one kind, family, dtype, weight format and main
+loop, or of many rows of all formats; launchers.c has tables of all of them. Each format of a whole
+layer in one launch (DECODE) has a source, too. VARIANTS: a regular expression; rows of GEMMs whose
+name does not match are not built. Unchanged files keep their modification time.
 """
 
 import re
@@ -27,7 +27,10 @@ LAUNCHERS = {
     "saving": "LaunchSaving<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
     "back": "LaunchBack<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
 }
-HEADERS = {("gemm", "sm80"): "gemm", ("gemm", "sm90"): "launch"}
+HEADERS = {  # below the folder of the family
+    "sm80": {"gemm": "gemm", "saving": "saving", "back": "back"},
+    "sm90": {"gemm": "launch", "saving": "launch", "back": "back"},
+}
 ARGUMENTS = {
     "gemm": ("moelora_gemm_launch", "moelora_projection_plan"),
     "saving": ("moelora_gemm_launch", "moelora_projection_plan"),
@@ -79,6 +82,20 @@ def kinds(row: dict[str, str]) -> list[str]:
     return ["gemm", "saving"] if row["saves"] else ["gemm"]
 
 
+def main_loop(kind: str, row: dict[str, str]) -> str:
+    """The header of a Hopper kernel's main loop, "" for other GPUs: sm90/launch.cuh selects it."""
+    if row["family"] != "SM90":
+        return ""
+    if row["format"] == "NATIVE":
+        return "native"
+    if kind == "back":
+        return "transposed_tiles"
+    tokens = int(row["m"])
+    if row["format"] == "W8A8":
+        return "fp8_token_major" if tokens == 128 else "fp8_weight_major"
+    return "few_rows" if tokens <= 16 else "dequantize"
+
+
 def function(kind: str, row: dict[str, str]) -> str:
     return f"moelora_cuda_{'saving_' if kind == 'saving' else ''}{row['name']}"
 
@@ -108,18 +125,17 @@ def sources(found: list[dict[str, str]], together: bool = False) -> dict[str, st
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in found:
         for kind in kinds(row):
-            key = (row["family"], kind, row["dtype"], "" if together else f"{row['format']}_")
-            groups.setdefault(key, []).append(row)
+            loop = main_loop(kind, row)
+            named = "" if loop in ("", "native", "transposed_tiles") else f"{loop}_"
+            of = ("", "") if together else (named, f"{row['format']}_")
+            groups.setdefault((row["family"], kind, of[0], row["dtype"], of[1]), []).append(row)
     texts = {}
-    for (family, kind, dtype, kernel_format), members in sorted(groups.items(), reverse=True):
+    for (family, kind, loop, dtype, kernel_format), members in sorted(groups.items(), reverse=True):
         folder = f"cuda/gemm/{family.lower()}"
-        header = HEADERS.get((kind, family.lower()), kind)
         parts = -(-len(members) // (MAX_ROWS[family] * (FAST_FACTOR if together else 1)))
         for part in range(parts):
-            name = f"{kind}_{dtype}_{kernel_format}{part + 1}".lower()
-            texts[f"{folder}/{name}.cu"] = f'{MADE}#include "{folder}/{header}.cuh"\n' + "".join(
-                launcher(kind, row) for row in members[part::parts]
-            )
+            name = f"{kind}_{loop}{dtype}_{kernel_format}{part + 1}".lower()
+            texts[f"{folder}/{name}.cu"] = source(folder, kind, members[part::parts])
     texts["cuda/gemm/launchers.c"] = f'{MADE}#include "cuda/gemm/launchers.h"\n' + "".join(
         table(kind, found) for kind in LAUNCHERS
     )
@@ -132,6 +148,14 @@ def decode_sources(table: str) -> dict[str, str]:
         f"cuda/decode/decode_{name.lower()}.cu": MADE + DECODE_SOURCE.format(format=name)
         for name in dict.fromkeys(DECODE.findall(table))
     }
+
+
+def source(folder: str, kind: str, members: list[dict[str, str]]) -> str:
+    """Launchers of rows of one kind and family, after the headers that they instantiate."""
+    headers = {HEADERS[Path(folder).name][kind]: None}
+    headers |= {loop: None for row in members if (loop := main_loop(kind, row))}
+    included = "".join(f'#include "{folder}/{header}.cuh"\n' for header in headers)
+    return MADE + included + "".join(launcher(kind, row) for row in members)
 
 
 def write(out: Path, variants: str = "", inc: Path = TABLE, together: bool = False) -> list[Path]:

@@ -18,7 +18,7 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/shrink/segments.cuh"
-#include "cuda/gemm/sm90/gather.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/variant_ids.h"

@@ -1,10 +1,73 @@
-/* Lists the segments of a block and iterates over the k16 slabs of a GEMM tile. A slab is 16 ranks
- * of a segment's adapter. If gate and up have a slice each, a slab covers both; otherwise there is
- * one slab per slice that the tile overlaps. */
+/* Finds and lists the segments of a block and iterates over the k16 slabs of a GEMM tile. A slab is
+ * 16 ranks of a segment's adapter. If gate and up have a slice each, a slab covers both; otherwise
+ * there is one slab per slice that the tile overlaps. */
 #ifndef MOELORA_CUDA_SEGMENTS_CUH
 #define MOELORA_CUDA_SEGMENTS_CUH
 
 #include "cuda/gemm/common/tile.cuh"
+
+/* Segments: maximal runs of tokens in a block with the same adapter. Lane t of a warp holds tokens
+ * t, t + 32, .... Every warp computes them redundantly. */
+template <int LANES> struct Segments {
+  int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
+  uint32_t starts[LANES];
+
+  __device__ __forceinline__ void load(const moelora_blocks &blocks, int max_rank, int64_t position,
+                                       int tokens) {
+    read(blocks.packed_ranks, position, tokens);
+    find(max_rank);
+  }
+
+  /* Loads packed ranks only; call `find` next. */
+  __device__ __forceinline__ void read(const int32_t *packed_ranks, int64_t position, int tokens) {
+#pragma unroll
+    for (int i = 0; i < LANES; i++) {
+      const int t = i * 32 + (threadIdx.x & 31);
+      packed[i] = t < tokens ? packed_ranks[position + t] : -1;
+    }
+  }
+
+  __device__ __forceinline__ void find(int max_rank) {
+#pragma unroll
+    for (int i = 0; i < LANES; i++)
+      if (packed[i] >= 0 && packed[i] % kRanks > max_rank)
+        packed[i] += max_rank - packed[i] % kRanks;
+    int before = -2;
+#pragma unroll
+    for (int i = 0; i < LANES; i++) {
+      int previous = __shfl_up_sync(0xffffffffu, packed[i], 1);
+      if ((threadIdx.x & 31) == 0)
+        previous = before;
+      starts[i] = __ballot_sync(0xffffffffu, packed[i] != previous);
+      before = __shfl_sync(0xffffffffu, packed[i], 31);
+    }
+  }
+
+  /* First segment start at or after token t; `tokens` if there is none. */
+  __device__ __forceinline__ int next(int t, int tokens) const {
+    int found = tokens;
+#pragma unroll
+    for (int i = LANES - 1; i >= 0; i--) {
+      uint32_t mask = starts[i];
+      if (t > i * 32)
+        mask = t - i * 32 < 32 ? mask & (0xffffffffu << (t - i * 32)) : 0;
+      if (mask)
+        found = i * 32 + __ffs(mask) - 1;
+    }
+    return min(found, tokens);
+  }
+};
+
+template <class E>
+__device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, const Tile &tile,
+                                                   int m64, int slice) {
+  const int output = first_output<E>(g, tile, m64);
+  if (output >= g.weights.n_out)
+    return false;
+  const int64_t begin = weight_row(g, m64, output);
+  const int64_t end = weight_row(g, m64, min(output + 63, g.weights.n_out - 1));
+  return end >= slice * g.adapters.lora.slice_n && begin < (slice + 1) * g.adapters.lora.slice_n;
+}
 
 /* 16 ranks of a segment; warp-uniform. */
 struct Slab {

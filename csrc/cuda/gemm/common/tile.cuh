@@ -1,6 +1,5 @@
-/* Tile of the grouped GEMM kernels: its extents, the rows and outputs that belong to it, and the
- * adapter segments among its tokens. See tile_order.cuh for the order of tiles and epilogue.cuh
- * for the epilogue.
+/* Tile of the grouped GEMM kernels: its extents, the order of the tiles, and the rows and outputs
+ * that belong to a tile. segments.cuh has the adapters of its tokens, epilogue.cuh the epilogue.
  *
  * All kernels except sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
  * dimension of an MMA, tokens its N dimension. A CTA tile is TOKENS tokens (one block) by TILES
@@ -15,15 +14,21 @@
  *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
  *   X  [TOKENS]      token rows, or rows of the shrink output xa
  *
+ * The backward multiplies by the same weights without transposing them in memory: rows of W are K,
+ * its columns are outputs. An m64 tile of W is then 64 elements of K, each a row of 64 outputs:
+ * ldmatrix transposes it, wgmma reads it as an MN-major operand.
+ *
  * For quantized weights, W is TILES contiguous tiles in the layout of moelora.h. They take less
  * space, so that a stage then holds fewer k16 slabs of B. */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
-#include "cuda/launch/factors.cuh"
 #include "cuda/gemm/common/format.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
+
+#include <type_traits>
 
 constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
@@ -41,8 +46,8 @@ template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
-/* Extents of a CTA's tile. If w is TRANSPOSED, an m64 tile of a stage is 64 elements of K, in rows
- * of 64 outputs, and rows of a LoRA factor A extend K, too. */
+/* Extents of a CTA's tile. If w is TRANSPOSED, rows of a LoRA factor A extend K, instead of rows of
+ * B. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_ = MOELORA_KERNEL_NATIVE>
 struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
@@ -56,6 +61,11 @@ struct Extent {
   static constexpr bool SAVES = false;      // whether it also stores values before the activation
   static constexpr bool HALF_TILES = false; // whether some tiles have half as many rows
 };
+
+/* Arguments of the kernel: those of a backward also describe the gradient of the activation. */
+struct moelora_back_launch;
+template <class E>
+using LaunchOf = std::conditional_t<E::TRANSPOSED, moelora_back_launch, moelora_gemm_launch>;
 
 /* A half tile (`half` 1 or 2) has the first or second half of a column's m64 tiles, numbered from
  * 0; a whole tile has half 0. */
@@ -120,76 +130,88 @@ __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
     at[n] = divide(at[n], tokens.divisor);
 }
 
-/* Segments: maximal runs of tokens in a block with the same adapter. Lane t of a warp holds tokens
- * t, t + 32, .... Every warp computes them redundantly. */
-template <int LANES> struct Segments {
-  int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
-  uint32_t starts[LANES];
-
-  __device__ __forceinline__ void load(const moelora_blocks &blocks, int max_rank, int64_t position,
-                                       int tokens) {
-    read(blocks.packed_ranks, position, tokens);
-    find(max_rank);
-  }
-
-  /* Loads packed ranks only; call `find` next. */
-  __device__ __forceinline__ void read(const int32_t *packed_ranks, int64_t position, int tokens) {
-#pragma unroll
-    for (int i = 0; i < LANES; i++) {
-      const int t = i * 32 + (threadIdx.x & 31);
-      packed[i] = t < tokens ? packed_ranks[position + t] : -1;
-    }
-  }
-
-  __device__ __forceinline__ void find(int max_rank) {
-#pragma unroll
-    for (int i = 0; i < LANES; i++)
-      if (packed[i] >= 0 && packed[i] % kRanks > max_rank)
-        packed[i] += max_rank - packed[i] % kRanks;
-    int before = -2;
-#pragma unroll
-    for (int i = 0; i < LANES; i++) {
-      int previous = __shfl_up_sync(0xffffffffu, packed[i], 1);
-      if ((threadIdx.x & 31) == 0)
-        previous = before;
-      starts[i] = __ballot_sync(0xffffffffu, packed[i] != previous);
-      before = __shfl_sync(0xffffffffu, packed[i], 31);
-    }
-  }
-
-  /* First segment start at or after token t; `tokens` if there is none. */
-  __device__ __forceinline__ int next(int t, int tokens) const {
-    int found = tokens;
-#pragma unroll
-    for (int i = LANES - 1; i >= 0; i--) {
-      uint32_t mask = starts[i];
-      if (t > i * 32)
-        mask = t - i * 32 < 32 ? mask & (0xffffffffu << (t - i * 32)) : 0;
-      if (mask)
-        found = i * 32 + __ffs(mask) - 1;
-    }
-    return min(found, tokens);
-  }
-};
-
-template <class E>
-__device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, const Tile &tile,
-                                                   int m64, int slice) {
-  const int output = first_output<E>(g, tile, m64);
-  if (output >= g.weights.n_out)
-    return false;
-  const int64_t begin = weight_row(g, m64, output);
-  const int64_t end = weight_row(g, m64, min(output + 63, g.weights.n_out - 1));
-  return end >= slice * g.adapters.lora.slice_n && begin < (slice + 1) * g.adapters.lora.slice_n;
-}
-
 /* Ranks per k16 slab, the K of one MMA. */
 constexpr int kSlabDepth = 16;
+
+/* Bytes of a k16 slab of an m64 tile. */
+constexpr int kSlabBytes = 64 * kSlabDepth * 2;
 
 /* Whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows use
  * slice 0, those of up rows slice 1. */
 __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_launch &g) {
   return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
+}
+
+/* Offset at which this lane reads the first k16 slab of a transposed m64 tile, as operand A of
+ * mma.m16n8k16. */
+__device__ __forceinline__ uint32_t transposed_offset() {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);
+  return row * kRowBytes + ((chunk ^ lane & 7) << 4);
+}
+
+/* ---- order of tiles: CTAs that run concurrently share operands in L2 ---- */
+
+/* Number of tile columns that cover the outputs. */
+template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
+  const int outputs = g.weights.gated ? E::ROWS / 2 : E::ROWS;
+  return (g.weights.n_out + outputs - 1) / outputs;
+}
+
+/* Tile `index` in an order over `clusters` clusters of CLUSTER blocks, of which block `from` is the
+ * first; `block` is the cluster's first block. */
+template <class E, int CLUSTER = 1>
+__device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
+                                        int clusters, int from = 0) {
+  // Groups of eight blocks by all columns: concurrent CTAs share weights (blocks of one expert)
+  // and token rows (columns of one block) in L2.
+  constexpr int GROUP = 8 / CLUSTER;
+  const int first = index / (GROUP * columns) * GROUP;
+  const int height = min(GROUP, clusters - first);
+  const int rest = index % (GROUP * columns);
+  const bool full = height == GROUP; // common case, without a division by a variable
+  Tile t = {};
+  t.column = full ? rest / GROUP : rest / height;
+  t.block = from + (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
+  t.expert = g.schedule.blocks.expert_ids[t.block];
+  return t;
+}
+
+/* Number of consecutive blocks that belong to the expert of block `from`, including it, forwards
+ * (STEP 1) or backwards (STEP -1). Called by a warp. */
+template <int STEP>
+__device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, int from,
+                                                int blocks) {
+  const int lane = threadIdx.x & 31;
+  const int32_t expert = g.schedule.blocks.expert_ids[from];
+  for (int n = 0;; n += 32) {
+    const int at = from + STEP * (n + lane);
+    const bool alike = at >= 0 && at < blocks && g.schedule.blocks.expert_ids[at] == expert;
+    const uint32_t others = ~__ballot_sync(0xffffffffu, alike);
+    if (others)
+      return n + __ffs(others) - 1;
+  }
+}
+
+/* Tile `index` in an order over all columns of a group of blocks of one expert, then of the next
+ * group: concurrent CTAs share weights (blocks) and token rows (columns) in L2. Needs a warp, and
+ * takes time that only large tiles can hide. */
+template <class E>
+__device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
+                                               int blocks) {
+  // Each column reads the tokens of the group again, so the group is sized for its tokens to stay
+  // in L2 (a quarter of it) while weights stream through. Weights are read once per group.
+  const int most = max(1, g.schedule.l2_elements / (E::TOKENS * g.tokens.k));
+  const int block =
+      index /
+      columns; // some block of the tile's group, since each block has as many tiles as columns
+  const int before = blocks_of_expert<-1>(g, block, blocks) - 1;
+  const int count = before + blocks_of_expert<1>(g, block, blocks);
+  const int groups = (count + most - 1) / most;
+  const int share = (count + groups - 1) / groups; // blocks of each group but the last
+  const int skipped = before / share * share, first = block - before + skipped;
+  const int height = min(share, count - skipped), rest = index - first * columns;
+  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block], 0};
 }
 
 #endif

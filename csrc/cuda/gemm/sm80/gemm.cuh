@@ -18,7 +18,7 @@
 #include "cuda/gemm/sm80/operands.cuh"
 #include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/back_epilogue.cuh"
-#include "cuda/gemm/common/tile_order.cuh"
+#include "cuda/gemm/common/tile.cuh"
 
 namespace {
 

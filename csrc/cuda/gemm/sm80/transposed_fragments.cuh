@@ -2,7 +2,7 @@
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 
-#include "cuda/gemm/common/transposed.cuh"
+#include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/common/transposed_tiles.cuh"
 
 /* Native weights: ldmatrix transposes outputs to rows. */

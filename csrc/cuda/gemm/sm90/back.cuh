@@ -1,12 +1,29 @@
-/* Hopper: products of the backward, with transposed weights. */
+/* Launches the backward's products y W on Hopper. A source also includes native.cuh or
+ * transposed_tiles.cuh. */
 #ifndef MOELORA_CUDA_SM90_BACK_CUH
 #define MOELORA_CUDA_SM90_BACK_CUH
 
+#include "cuda/gemm/sm90/dact_epilogue.cuh"
 #include "cuda/gemm/sm90/launch.cuh"
-#include "cuda/gemm/sm90/transposed.cuh"
-#include "cuda/gemm/sm90/transposed_tiles.cuh"
+
+#include <type_traits>
+
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT, bool ZEROS>
+struct TransposedTilesShape; // transposed_tiles.cuh
 
 namespace {
+
+/* Shape whose epilogue applies the gradient of the activation, in buffers of its own. */
+template <class S> struct WithDact : S {
+  static constexpr bool ALIASES = false;
+  // The gradient of the activation needs registers beside the accumulators.
+  static constexpr bool NARROW = S::Format::IS_NATIVE && S::CONSUMERS == 2;
+  static constexpr int PRODUCER_REGISTERS = NARROW ? 104 : S::PRODUCER_REGISTERS;
+  static constexpr int CONSUMER_REGISTERS = NARROW ? 200 : S::CONSUMER_REGISTERS;
+  static constexpr int OUT_ROWS = kDactRows;
+  static constexpr int OWN_BUFFERS =
+      own_buffers_of_dact(S::Format::IS_NATIVE && S::TOKENS <= 128 ? 3 : 2);
+};
 
 /* Boxes of 64 outputs by 64 elements of K. Row-major weights are [E, 1, K, outputs]; packed ones
  * [E * K / 64, outputs / 64, 64, 64]. Out-of-bounds elements read as zero. */
@@ -49,9 +66,10 @@ struct LaunchBack {
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
     // Where two CTAs share an SM, the buffers of the epilogue replace a pipeline stage.
     constexpr int KEPT = DACT && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
-    using S =
-        std::conditional_t<NATIVE, TransposedShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, DACT>,
-                           TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, ZEROS, DACT>>;
+    using Product =
+        std::conditional_t<NATIVE, NativeShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, Major::MN>,
+                           TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, ZEROS>>;
+    using S = std::conditional_t<DACT, WithDact<Product>, Product>;
     static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
     GemmMaps maps = {};

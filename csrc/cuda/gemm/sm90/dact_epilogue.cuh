@@ -19,7 +19,7 @@
 #define MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
 
 #include "cuda/gemm/common/back_epilogue.cuh"
-#include "cuda/gemm/sm90/warp_context.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
 
 /* Rows of an epilogue buffer of the kernel shape, which are 2 KB. */
 constexpr int kDactRows = 16;

@@ -13,9 +13,9 @@
 #ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
 #define MOELORA_CUDA_SM90_FEW_ROWS_CUH
 
-#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/quantized_stage.cuh"
+#include "cuda/gemm/sm90/weight_tiles.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/mma.cuh"
 

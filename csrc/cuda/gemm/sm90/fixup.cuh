@@ -14,8 +14,7 @@
 
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/gemm/sm90/adapter_layout.cuh"
-#include "cuda/gemm/sm90/warp_context.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
 
 /* State of the fix-up pass of a CTA. */
 template <class S> struct FixupPass {
@@ -100,7 +99,7 @@ template <class S, class T> struct NonFinite {
   /* Address of this thread's part of chunk i of a consumer's rows of B. The rows belong to two m64
    * tiles that are `next` bytes apart. */
   static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
-    return sB + i / 2 * (width == 1 ? S::TILES * kSlabM64Bytes : kSlabM64Bytes) + (i & 1) * next +
+    return sB + i / 2 * (width == 1 ? S::TILES * kSlabBytes : kSlabBytes) + (i & 1) * next +
            (threadIdx.x & 127) * 16;
   }
 

@@ -12,6 +12,7 @@
 
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
 #include "cuda/ptx/opaque.cuh"
 #include "cuda/ptx/wgmma.cuh"

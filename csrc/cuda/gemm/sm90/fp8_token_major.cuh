@@ -23,8 +23,8 @@
 #define MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
 
 #include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/gemm/sm90/adapter_stage.cuh"
-#include "cuda/gemm/sm90/epilogue_e4m3.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/fp8.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 

@@ -12,7 +12,7 @@
 #ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 
-#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/fp8.cuh"
 #include "cuda/gemm/sm90/producer.cuh"

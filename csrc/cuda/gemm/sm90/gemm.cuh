@@ -9,56 +9,38 @@
  *   producers   | k step | k step | ... | adapter stage | k step of the next tile | ...
  *   consumers            | wgmma  | wgmma | ...  | B xa | epilogue | wgmma | ...
  *
- * This file contains the kernel, which is common to all formats, and selects the main loop:
+ * This file contains the kernel, which is common to all formats. A main loop is a file, which the
+ * generated sources include beside launch.cuh:
  *
- *   native.cuh             weights of the dtype of x
+ *   native.cuh             weights of the dtype of x, forward and backward
  *   few_rows.cuh           quantized weights, up to 16 tokens
  *   dequantize.cuh         quantized weights, more than 16 tokens
+ *   transposed_tiles.cuh   quantized weights, backward
  *   fp8_weight_major.cuh   FP8 weights and tokens, weights as operand A
  *   fp8_token_major.cuh    FP8 weights and tokens, tokens as operand A
  *
- * They share the types in tile_scheduler.cuh, pipeline.cuh, shared_storage.cuh, warp_context.cuh,
- * producer.cuh, adapter_stage.cuh, epilogue.cuh and fixup.cuh. A main loop defines
+ * They share the types in tile_scheduler.cuh, pipeline.cuh, producer.cuh, adapters.cuh,
+ * epilogue.cuh and fixup.cuh. A main loop defines
  *
  *   WeightLoads    producer, TMA warp: begin(tile), bytes(), load(k step) of weights
  *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x
  *   main_loop<N>   consumer: the K loop of a tile
  *   Adapters       consumer: add_stage<N>(), and are_finite() of the accumulators
  *   Epilogue<MODE> consumer: store()
- *   RELEASES_ALIASED_STAGE  main_loop calls release_aliased_stage(); see warp_context.cuh */
+ *   RELEASES_ALIASED_STAGE  main_loop calls release_aliased_stage(); see pipeline.cuh
+ *
+ * The epilogue of a backward that applies the gradient of the activation is DactEpilogue. */
 #ifndef MOELORA_CUDA_SM90_GEMM_CUH
 #define MOELORA_CUDA_SM90_GEMM_CUH
 
-#include "cuda/gemm/common/transposed.cuh"
-#include "cuda/gemm/sm90/dequantize.cuh"
-#include "cuda/gemm/sm90/few_rows.cuh"
-#include "cuda/gemm/sm90/fp8_token_major.cuh"
-#include "cuda/gemm/sm90/fp8_weight_major.cuh"
-#include "cuda/gemm/sm90/native.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/fixup.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
 
-#include <type_traits>
+template <class S, class T> struct DactEpilogue; // dact_epilogue.cuh
 
 namespace {
-
-/* Selects the shape, and with it the main loop, from weight format, tile and cluster size. */
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
-          bool ZEROS>
-constexpr auto select_shape() {
-  using Format = FormatTraits<FORMAT>;
-  if constexpr (Format::IS_NATIVE)
-    return NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (moelora_is_token_major(FORMAT, TOKENS))
-    return Fp8TokenMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (Format::IS_W8A8)
-    return Fp8WeightMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (TOKENS <= 16)
-    return FewRowsShape<TOKENS, STAGES, FORMAT, ZEROS>();
-  else
-    return DequantizeShape<TOKENS, CONSUMERS, STAGES, FORMAT, ZEROS>();
-}
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
-          bool ZEROS>
-using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
 /* Main loop and adapter stages of a tile, for N tokens. Accumulators past N belong to padding. */
 template <class Mainloop, int N, class S>
@@ -124,7 +106,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
         prefetch(&g.schedule.blocks.weights[position]);
     }
     if constexpr (MODE == EpilogueMode::DACT)
-      Mainloop::template Epilogue<MODE>::prefetch_rows(g, header, warp);
+      DactEpilogue<S, T>::prefetch_rows(g, header, warp);
 
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
@@ -136,7 +118,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
 
     // Epilogue.
     if constexpr (MODE == EpilogueMode::DACT)
-      Mainloop::template Epilogue<MODE>::store(rAcc, g, header, warp);
+      DactEpilogue<S, T>::store(rAcc, g, header, warp);
     else if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, warp);
     else

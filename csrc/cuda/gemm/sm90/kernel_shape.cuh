@@ -8,7 +8,6 @@
 #define MOELORA_CUDA_SM90_KERNEL_SHAPE_CUH
 
 #include "cuda/gemm/common/tile.cuh"
-#include "cuda/gemm/sm90/gather.cuh"
 
 constexpr int kEpilogueTokens = 32;                         // tokens per epilogue tile
 constexpr int kEpilogueBytes = kEpilogueTokens * kRowBytes; // 64 outputs per token

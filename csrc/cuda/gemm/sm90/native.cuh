@@ -8,14 +8,20 @@
  *
  * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the smallest size that
  * holds the tile's tokens. A k step covers 64 elements of K. Accumulators rAcc[2][TOKENS / 2], see
- * tile.cuh. */
+ * tile.cuh.
+ *
+ * The backward's y W reads the same weights without transposing them in memory: rows of W are K,
+ * its columns outputs. Operand A is then MN-major: a box of an m64 tile has 64 elements of K, in
+ * rows of 64 outputs. */
 #ifndef MOELORA_CUDA_SM90_NATIVE_CUH
 #define MOELORA_CUDA_SM90_NATIVE_CUH
 
-#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/wgmma.cuh"
+
+#include <type_traits>
 
 template <class S, class T> struct NativeMainloop;
 
@@ -25,9 +31,12 @@ constexpr int native_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 136 : tokens > 32 ? 96 : 128;
 }
 
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
+/* W_MAJOR_: major dimension of the weights as operand A, MN in a backward. */
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, Major W_MAJOR_>
 struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_NATIVE>,
                      RegisterBudget<native_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+  static constexpr Major W_MAJOR = W_MAJOR_;
+  static constexpr bool TRANSPOSED = W_MAJOR == Major::MN;
   static constexpr int GATHER_LANES = 8;          // threads per row of x
   static constexpr bool GENERAL_EPILOGUE = false; // see ByRow
 
@@ -42,7 +51,8 @@ struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KER
 template <class S, class T> struct NativeMainloop {
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
-  using Adapters = WeightMajorAdapters<S, T>;
+  using Adapters =
+      std::conditional_t<S::TRANSPOSED, TransposedAdapters<S, T>, WeightMajorAdapters<S, T>>;
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = true;
 
@@ -62,24 +72,45 @@ template <class S, class T> struct NativeMainloop {
       for (int i = 0; i < SHARE; i++) {
         const int m64 = rank * SHARE + i, output = first_output<S>(g, tile, m64);
         const uint32_t sW = smem.sW(pipeline.stage) + m64 * kM64Bytes;
-        int c[4] = {step * kDepth, output, g.weights.gated ? m64 & 1 : 0, tile.expert};
-        if (g.weights.w.packed) {
-          c[0] = c[1] = 0, c[2] = step;
-          c[3] = (int)((tile.expert * g.weights.w.n + weight_row(g, m64, output)) / 64);
-        }
+        int c[4];
+        coordinates(c, g, tile, m64, output, step);
         if (S::CLUSTER > 1)
           tma_load_4d_multicast(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
         else
           tma_load_4d(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
       }
     }
+
+  private:
+    /* Coordinates of the box of an m64 tile, see map_weights and map_transposed_weights. */
+    static __device__ __forceinline__ void coordinates(int (&c)[4], const moelora_gemm_launch &g,
+                                                       const Tile &tile, int m64, int output,
+                                                       int step) {
+      if constexpr (S::TRANSPOSED) {
+        c[0] = output, c[1] = step * kDepth, c[2] = 0, c[3] = tile.expert;
+        if (g.weights.w.packed) {
+          c[0] = c[1] = 0, c[2] = output / 64;
+          c[3] = tile.expert * (g.tokens.k / 64) + step;
+        }
+      } else {
+        c[0] = step * kDepth, c[1] = output, c[2] = g.weights.gated ? m64 & 1 : 0;
+        c[3] = tile.expert;
+        if (g.weights.w.packed) {
+          c[0] = c[1] = 0, c[2] = step;
+          c[3] = (int)((tile.expert * g.weights.w.n + weight_row(g, m64, output)) / 64);
+        }
+      }
+    }
   };
+
+  /* Distance between k16 slabs of operand A, in units of 16 bytes: columns of a row, or rows. */
+  static constexpr int A_STEP = S::TRANSPOSED ? kSlabBytes / 16 : 2;
 
   /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
-  static __device__ __forceinline__ int
-  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
-            const TileHeader &, int k_steps) {
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &, WarpContext<S> &warp,
+                                                  const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
 #pragma unroll 1
@@ -95,8 +126,9 @@ template <class S, class T> struct NativeMainloop {
       const uint64_t b = wgmma_descriptor(warp.smem.sX(pipeline.stage));
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[0], a + 2 * k, b + 2 * k);
-        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[1], a + kM64Bytes / 16 + 2 * k, b + 2 * k);
+        Wgmma<N>::template mma<Element<T>::is_bf16, S::W_MAJOR>(rAcc[0], a + k * A_STEP, b + 2 * k);
+        Wgmma<N>::template mma<Element<T>::is_bf16, S::W_MAJOR>(
+            rAcc[1], a + kM64Bytes / 16 + k * A_STEP, b + 2 * k);
       }
       wgmma_commit();
 

@@ -17,7 +17,7 @@
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
-#include "cuda/gemm/common/tile_order.cuh"
+#include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/sm90/kernel_shape.cuh"
 #include "cuda/ptx/hopper.cuh"
 

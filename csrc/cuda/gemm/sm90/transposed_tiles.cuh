@@ -13,31 +13,30 @@
  *   sX [2][TOKENS]                   rows of y, 64 elements of K each
  *
  * Each of a consumer's two m64 tiles has a register buffer for operand A: while wgmma reads one,
- * the other is filled. See common/transposed_tiles.cuh for the transpose; adapter stages are those
- * of transposed.cuh. */
+ * the other is filled. See common/transposed_tiles.cuh for the transpose. */
 #ifndef MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
 #define MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
 
 #include "cuda/gemm/common/transposed_tiles.cuh"
-#include "cuda/gemm/sm90/dequantize.cuh"
-#include "cuda/gemm/sm90/transposed.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/opaque.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+#include <type_traits>
 
 template <class S, class T> struct TransposedTilesMainloop;
 
-/* ZEROS_: formats with zero points. */
-template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_,
-          bool DACT_>
-struct TransposedTilesShape
-    : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
-      RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+/* Dequantization needs registers besides the accumulators, as in dequantize.cuh. ZEROS_: formats
+ * with zero points. */
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
+struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
+                              RegisterBudget<CONSUMERS == 1 ? 96 : 88, CONSUMERS> {
   using Base = KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>;
   using Format = FormatTraits<FORMAT_>;
   static constexpr bool TRANSPOSED = true, GENERAL_EPILOGUE = false;
   static constexpr bool ZEROS = ZEROS_;
-  static constexpr bool ALIASES = Base::ALIASES && !DACT_;
-  static constexpr int OUT_ROWS = DACT_ ? kDactRows : Base::OUT_ROWS;
-  static constexpr int OWN_BUFFERS = DACT_ ? own_buffers_of_dact(2) : Base::OWN_BUFFERS;
   static constexpr int SPANS = 2, GATHER_LANES = 4;
   // With more sizes of N there are too few registers for wgmmas in flight.
   static constexpr int STEP = 32, LEAST = 96;
@@ -54,7 +53,13 @@ struct TransposedTilesShape
   template <class S, class T> using Mainloop = TransposedTilesMainloop<S, T>;
 };
 
-template <class S, class T> struct TransposedTilesMainloop : TransposedMainloop<S, T> {
+template <class S, class T> struct TransposedTilesMainloop {
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  using Adapters = TransposedAdapters<S, T>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = true;
+
   /* Producer of the weights of a k step: a bulk copy for each of its two rows of tiles. Tiles of
    * columns past the last one are left as they are; their outputs are not stored. In a row of tiles
    * past the end of K, y is zero and weights may be anything: load the last one again. */

@@ -1,16 +1,19 @@
-/* Producer's iterator over quantized weights: the global address of this CTA's share of a tile's
- * m64 tiles at the next k step. One lane must issue copies of 2 to 8 KB as fast as memory delivers
- * them, so the state per step is minimal. */
+/* Quantized weights of a Hopper GEMM: loads of their tiles by bulk copies, and the pipeline stage
+ * of those that are multiplied with 16-bit tokens. */
 #ifndef MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 #define MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 
-#include "cuda/gemm/sm90/shared_storage.cuh"
+#include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
 /* Tiles of an m64 tile that a stage holds along K. */
 template <class S>
 constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_DEPTH;
 
+/* Producer's iterator over quantized weights: the global address of this CTA's share of a tile's
+ * m64 tiles at the next k step. One lane must issue copies of 2 to 8 KB as fast as memory delivers
+ * them, so the state per step is minimal. */
 template <class S> struct WeightTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER,
                        MAX_SHARE = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
@@ -42,6 +45,60 @@ __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch 
                                                       const Tile &tile) {
   const uint32_t bytes = kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
   return bytes >> is_half<S>(tile);
+}
+
+/* Quantized weights beside 16-bit tokens: a stage covers 128 elements of K, i.e. two 4-bit tiles or
+ * one FP8 tile. With 64 elements, barriers would take much of the consumers' time. */
+constexpr int kQuantizedSpans = 2;
+
+/* sW: m64 tile i begins at i * SLOT_BYTES; its quantized tiles along K are contiguous. */
+template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedStage {
+  using Format = FormatTraits<FORMAT>;
+  static constexpr int SLOT_BYTES =
+      kQuantizedSpans * kDepth / Format::TILE_DEPTH * Format::MAX_TILE_BYTES;
+  static_assert(!Format::IS_FP8 || SLOT_BYTES % 128 == 0, "TileFragment swizzles addresses by xor");
+
+  uint8_t sW[(TILES * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
+  SwizzledRow sX[kQuantizedSpans][TOKENS];               // token rows
+};
+
+/* Producer of the weights of a k step. One bulk copy covers both spans of an m64 tile: a single
+ * lane issues all copies and cannot saturate memory with small ones. If the second 4-bit tile is
+ * past the end of K, x is zero there and weights may be anything: load the first one again. */
+template <class S> struct QuantizedLoads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
+    return weight_tile_bytes<S>(g, tile);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int step, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
+    const bool whole = kDepthTiles<S> == 1 || (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
+#pragma unroll
+    for (int m64 = 0; m64 < S::TILES; m64++) {
+      const uint32_t sW = smem.sW(pipeline.stage) + m64 * S::Stage::SLOT_BYTES;
+      bulk_load(sW, this->gW[m64], whole ? kDepthTiles<S> * bytes : bytes, pipeline.full(), policy);
+      if (!whole)
+        bulk_load(sW + bytes, this->gW[m64], bytes, pipeline.full(), policy);
+    }
+    this->advance(g, kDepthTiles<S>);
+  }
+};
+
+/* After the K loop: multiplies accumulators by the scale of the tensor, read from the tile in
+ * stage `stage`; every tile stores it. */
+template <class S, class T, int N>
+__device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
+                                                   const WarpContext<S> &warp, int stage) {
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const int m64 = 2 * warp.consumer + t;
+    const float scale =
+        S::Format::template tile_scale<T>(warp.smem.sW(stage) + m64 * S::Stage::SLOT_BYTES);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      multiply_in_place(rAcc[t][i], scale);
+  }
 }
 
 #endif
