@@ -403,8 +403,25 @@ def test_activations_are_quantized_as_the_folder_says(folders):
         assert not torch.equal(got, want)
         error = (got - want).abs().mean(-1).median() / want.abs().mean()
         assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
-    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
-        moelora_hf.load_quantized(folders["gptq", 64], activations="fp8")
+    for other in (("gptq", 64), ("mxfp4", 32)):
+        with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are"):
+            moelora_hf.load_quantized(folders[other], activations="fp8")
+
+
+@torch.no_grad()
+def test_activations_are_for_the_layers_of_fp8(folders, tmp_path):
+    """Another layer's experts may not be quantized, or have another scheme."""
+
+    def one_layer_plain(tensors):
+        for name in [name for name in tensors if name.startswith(LAYER) and "_scale" not in name]:
+            scale = tensors.pop(f"{name}_scale")
+            tensors[name] = (tensors[name].float() * scale).bfloat16()
+
+    folder = changed(folders["float-quantized", 0], tmp_path, tensors=one_layer_plain)
+    model = moelora_hf.load_quantized(folder, activations="native")
+    plain, packed = (module for module, _ in moelora_hf.moe_layers(model).values())
+    assert plain.down_proj.dtype == torch.bfloat16
+    assert packed.down_proj.weights.x_format == "native"
 
 
 @torch.no_grad()

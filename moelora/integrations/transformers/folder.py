@@ -27,6 +27,7 @@ from moelora.integrations.transformers.schemes import (
     refuse_method,
     scheme_of,
 )
+from moelora.quantized_fp8 import Activations
 
 SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
@@ -172,17 +173,18 @@ class Folder:
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{self.path}: {error}") from None
 
-    def check(self, dequantize: bool = False) -> None:
+    def check(self, dequantize: bool = False, activations: Activations | None = None) -> None:
         """Refuses what cannot be loaded, by the names and dtypes of tensors, before any is read.
 
-        With `dequantize` experts of schemes that no kernel reads are not refused.
+        With `dequantize` experts of schemes that no kernel reads are not refused. `activations` are
+        those of FP8 experts: some layers must have such, others may have other schemes.
 
         Raises
         ------
         NotImplementedError
             The folder's method, experts of a scheme without a kernel, or rotations.
         ValueError
-            Settings are damaged.
+            Settings are damaged, or `activations` is given without FP8 experts.
         """
         try:
             method = self.quantization.get("quant_method")
@@ -199,12 +201,19 @@ class Folder:
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.path}: {error}") from None
         aside: dict[str, str] = {}
+        is_fp8 = False
         for linear in self.linears:
             scheme = self.scheme_of(linear)
             if OF_EXPERTS.search(f"{linear}."):
                 scheme.check(f"{self.path}: {linear}", dequantize)
+                is_fp8 |= scheme.is_fp8
                 if scheme.inputs:
                     aside[scheme.name] = scheme.inputs
+        if activations is not None and not is_fp8:
+            raise ValueError(
+                f"{self.path}: activations is {activations!r}, wanted None: the weights are not "
+                "FP8 in any layer of experts"
+            )
         for name, inputs in aside.items():
             log.warning(
                 f"{self.path}: experts are {name}; activations, which the folder quantizes to "

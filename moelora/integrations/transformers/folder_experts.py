@@ -74,8 +74,6 @@ def _read_experts(
     method = folder.quantization.get("quant_method")
     found: tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
     if method == "mxfp4":
-        if activations is not None:
-            raise ValueError(f"activations is {activations!r}, wanted None: weights are MXFP4")
         gate_up: GateUp = "interleaved" if interleaved else "concatenated"
         found = (
             _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
@@ -88,8 +86,6 @@ def _read_experts(
         schemes = [_scheme(folder, names) for names in (of_up, of_down)]
         plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes)
         if plain or (dequantize and any(scheme.make is None for scheme in schemes)):
-            for scheme in schemes:
-                scheme.taking(activations)
             found = (
                 _dequantized(folder, of_up, up, interleaved, dtype),
                 _dequantized(folder, of_down, down, False, dtype),

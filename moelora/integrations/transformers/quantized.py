@@ -63,8 +63,9 @@ def load_quantized(
     dtype : torch.dtype
         bfloat16 or float16, of the model and of its experts' activations.
     activations : {"fp8", "native", "bf16"}, optional
-        Format of FP8 experts' activations (`QuantizedWeights.from_fp8_block`). By default FP8 if
-        the folder says that activations are quantized, as most do.
+        Format of FP8 experts' activations (`QuantizedWeights.from_fp8_block`), of all layers that
+        have such; others may have other schemes. By default FP8 if the folder says that activations
+        are quantized, as most do.
     dequantize : bool
         What happens to experts of a scheme that no kernel reads, INT8 or MXFP8 for instance: True
         dequantizes them once, to `dtype`, and the log says how much memory they take; False raises
@@ -98,7 +99,7 @@ def load_quantized(
             got = f"{name} is {options[name]!r:.80}"
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
-    checkpoint.check(dequantize)
+    checkpoint.check(dequantize, activations)
     config = _config(checkpoint.path)
     if model_class is None:
         model_class = _model_class(config.architectures)
@@ -173,7 +174,7 @@ def load_quantized_experts(
         `folder` is no folder, and not on the Hub.
     """
     checkpoint = _checkpoint(folder)
-    checkpoint.check(dequantize)
+    checkpoint.check(dequantize, activations)
     _load_experts(model, checkpoint, dtype, activations, dequantize, with_biases=True)
 
 

@@ -46,14 +46,14 @@ class Scheme(NamedTuple):
     def parts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.required, *self.optional)))
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.name.startswith("FP8")
+
     def taking(self, activations: Activations | None) -> Scheme:
-        """The same with other activations (None: unchanged); ValueError if weights are not FP8."""
-        if activations is None:
+        """The same with other activations (None: unchanged), if weights are FP8."""
+        if activations is None or not self.is_fp8:
             return self
-        if not self.name.startswith("FP8"):
-            raise ValueError(
-                f"activations is {activations!r}, wanted None: the weights are not FP8"
-            )
         return self._replace(options=self.options | {"activations": activations})
 
     def pack(
