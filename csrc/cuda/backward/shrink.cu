@@ -17,6 +17,7 @@
  * Warps share 16 rows each, and, if there are fewer rows, their ranks. K is accumulated in k16
  * steps in order: the result of a row does not depend on other rows. */
 #include "cuda/backward/products.h"
+#include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/launch/kernel_launch.cuh"

@@ -11,6 +11,7 @@
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 
+#include "cuda/gemm/common/segments.cuh"
 #include "cuda/shrink/segments.cuh"
 
 constexpr int kLaneTokens = 8;   // tokens of a block per lane
