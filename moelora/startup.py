@@ -26,9 +26,12 @@ def explain(error: ImportError, folder: Path = Path(__file__).parents[1]) -> Imp
                 f"moelora's extension, _C.abi3.so, is not in {folder / 'moelora'}: the wheel was "
                 f"for another platform than {platform.system()} {platform.machine()}"
             )
-        build = "run make build there, or python setup.py build_ext --inplace"
+        build = "run pip install --no-build-isolation -e . there, or make build"
         if _is_installed():
-            build = f"leave this folder, for the moelora that is installed, or {build}"
+            build = (
+                f"{build}, for its notebooks and examples; or leave this folder, for the moelora "
+                "that is installed"
+            )
         return ImportError(f"{folder} is a source tree of moelora that is not built: {build}")
     return ImportError(
         f"moelora's extension does not load with torch {torch.__version__}: {error}. It calls "

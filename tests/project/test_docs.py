@@ -8,8 +8,13 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,7 @@ from moelora.bench import shapes
 from moelora.docstrings import ENTRIES, GROUPS, expand
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FUNCTIONS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
 OPERATORS = [name for name in FUNCTIONS if inspect.signature(getattr(moelora, name)).parameters]
@@ -198,24 +204,57 @@ def test_examples_run_when_pasted(page, monkeypatch):
         exec(compile(code, str(page), "exec"), names)
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Runs code in a folder of a checkout that was installed as README says, and returns it."""
+    where = tmp_path_factory.mktemp("installed")
+    tree, python = where / "moelora", where / "env/bin/python"
+    # out: what earlier builds and runs left here
+    out = shutil.ignore_patterns(*(".?*", "build", "dist", "out", "_C.abi3.so", "*.egg-info"))
+    shutil.copytree(ROOT, tree, ignore=out)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MOELORA_CUDA": "0"}
+
+    def run(*words, cwd=tree):
+        done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run(sys.executable, "-m", "venv", "--without-pip", where / "env")
+    (site,) = (where / "env").glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(str(Path(torch.__file__).parents[1]))
+    (options, _) = re.findall(r"pip install (--no-build-isolation .*?\])", README.read_text())
+    run(python, "-m", "pip", "install", "--no-deps", *shlex.split(options.replace('"', "")))
+    return lambda code, folder: run(python, "-c", code, cwd=tree / folder)
+
+
+@needs_checkout
+@pytest.mark.timeout(900)  # most of it is pip and the imports of torch
+def test_pages_and_notebooks_begin_where_moelora_was_installed(installed):
+    """In the checkout, README's block and the first cells of each notebook import moelora."""
+    installed("\n".join(runnable(README)), ".")
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        start, first = cells_of(path)[:2]
+        assert "import moelora" in first
+        installed(f"{start}\nimport moelora", "examples")
+
+
 @needs_checkout
 def test_notebooks_are_pages_and_run(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "examples")
     import make_notebook
 
-    found = {}
     for page, path in make_notebook.NOTEBOOKS.items():
-        text = path.read_text()
-        assert text == make_notebook.notebook(page), "python examples/make_notebook.py"
-        code = ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
-        assert code[1:] == [block.strip() for block in runnable(page)]
-        found[path.name] = code
-    code = found["quick_start.ipynb"]  # the other's cells run as the page
+        assert path.read_text() == make_notebook.notebook(page), "python examples/make_notebook.py"
+        assert cells_of(path)[1:] == [block.strip() for block in runnable(page)]
     monkeypatch.chdir(ROOT / "examples")
     names = {"__name__": "notebook"}
-    for cell in code:
+    for cell in cells_of(ROOT / "examples/quick_start.ipynb"):  # the other's run as the page
         exec(compile(cell, "quick_start.ipynb", "exec"), names)
+
+
+def cells_of(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
 def test_the_first_example_is_short():

@@ -236,7 +236,7 @@ def test_what_to_do_about_a_source_tree_that_is_not_built(tmp_path, monkeypatch)
     (tree / "csrc").mkdir(parents=True)
     (tree / "moelora.egg-info").mkdir()
     (tree / "moelora.egg-info" / "PKG-INFO").write_text("Name: moelora\nVersion: 0.1.0\n")
-    build = "run make build there, or python setup.py build_ext --inplace"
+    build = "run pip install --no-build-isolation -e . there, or make build"
     begin = f"{tree} is a source tree of moelora that is not built: "
     assert str(startup.explain(absent, tree)) == begin + build
 
@@ -247,8 +247,9 @@ def test_what_to_do_about_a_source_tree_that_is_not_built(tmp_path, monkeypatch)
     }.items():
         (site / name).parent.mkdir(parents=True)
         (site / name).write_text(text)
-    leave = "leave this folder, for the moelora that is installed, or "
-    assert str(startup.explain(absent, tree)) == begin + leave + build
+    leave = "; or leave this folder, for the moelora that is installed"
+    said = f"{begin}{build}, for its notebooks and examples{leave}"
+    assert str(startup.explain(absent, tree)) == said
     assert "the wheel was for another platform than" in str(startup.explain(absent, site))
 
 
