@@ -68,10 +68,15 @@ def test_the_entry_point_is_declared():
     assert entry.load().__name__ == "register"
 
 
-def test_the_log_says_once_that_it_is_on(vllm, lines, caplog):
+def test_the_log_says_once_that_it_serves_layers(vllm, lines, caplog):
+    """When the first one runs: in process, vLLM loads plugins before it configures its log."""
+    vllm.register()
     with caplog.at_level(logging.INFO, "vllm.moelora"):
         vllm.register()
-        vllm.register()
+        layer = Layer(vllm, Spec(mix="absent").build())
+        assert lines == []
+        layer()
+        layer()
     assert lines == [
         f"moelora: version {moelora.__version__} runs MoE layers; MOELORA_VLLM=0 leaves them"
     ]

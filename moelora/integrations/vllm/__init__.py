@@ -4,7 +4,8 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 `vllm.general_plugins` and calls it in every process. From then on these MoE layers run
 `moelora.fused_experts_lora`, with adapters and without: unquantized ones that vLLM gives to its
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
-converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process.
+converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
+when the first layer runs.
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
@@ -42,6 +43,12 @@ def say_once(message: str, level: int = logging.WARNING) -> None:
         log.log(level, "moelora: %s", message)
 
 
+def say_served() -> None:
+    """Log that moelora runs layers, when it runs the first one: in process, vLLM loads plugins
+    before its log has a level and handlers."""
+    say_once(f"version {_C.version()} runs MoE layers; {SWITCH}=0 leaves them", logging.INFO)
+
+
 def unexpected(error: Exception) -> str:
     """The reason if an object of another release lacks what is read."""
     return f"the layer is not as expected ({shown(error)})"
@@ -77,9 +84,6 @@ def register() -> None:
             say_once(f"{problem}; {OWN_PATH}")
         else:
             _install()
-            say_once(
-                f"version {_C.version()} runs MoE layers; {SWITCH}=0 leaves them", logging.INFO
-            )
     except Exception as error:
         _unwrap(wrapped)  # all or nothing
         say_once(f"could not register: {shown(error)}; {OWN_PATH}", logging.ERROR)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import OWN_PATH, UNEXPECTED, say_once, unexpected
+from moelora.integrations.vllm import OWN_PATH, UNEXPECTED, say_once, say_served, unexpected
 
 # Maps MoEActivation to moelora's names. vLLM's "gelu" is exact, moelora's is the tanh
 # approximation.
@@ -165,6 +165,7 @@ class Served(_Base):  # type: ignore[misc]
             return str(refusal)
         except UNEXPECTED as error:  # nothing is launched yet
             return unexpected(error)
+        say_served()
         return None
 
     def _step_aside(self, reason: str) -> None:
