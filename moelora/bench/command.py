@@ -69,6 +69,7 @@ DEFAULTS = {
 }
 # What --quick takes instead, where nothing else is given: the baselines that start at once.
 QUICK_SECONDS = 60.0
+QUICK_REPEATS = 2  # of a case whose differences are within noise
 QUICK = {
     "cuda": {
         "models": "qwen3",
@@ -313,6 +314,13 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
                 if tokens != args.tokens[0]:
                     progress.begin(f"{what} M={tokens}")
                 measured = bench.measure(tokens, generator)
+                for _ in range(QUICK_REPEATS if getattr(args, "quick", False) else 0):
+                    unclear = [result(row) for row in measured if not is_clear(row)]
+                    if not unclear or time.monotonic() - started > args.deadline_s:
+                        break
+                    for line in unclear:
+                        progress.say(f"within noise, measured again: {line}")
+                    measured = bench.measure(tokens, generator)
                 rows += measured
                 done += 1
                 progress.end(*map(result, measured))
@@ -357,6 +365,12 @@ def result(row: Case) -> str:
     return f"{what}: " + ", ".join(f"{name} {us / scale:,.1f} {unit}" for name, us in times.items())
 
 
+def is_clear(row: Case) -> bool:
+    """Whether the cost of adapters and the speedup exceed what turns of the same call differ by."""
+    others = ["ours_base", *filter(None, [row["best_rival"]])]
+    return not any(compare.within_noise(row, other) for other in others)
+
+
 def headlines(rows: list[Case]) -> list[str]:
     """Cost of adapters for each model, format and rank."""
     groups: dict[str, list[Case]] = {}
@@ -365,14 +379,22 @@ def headlines(rows: list[Case]) -> list[str]:
         groups.setdefault(what, []).append(row)
     lines = []
     for what, some in groups.items():
-        kept = {row["tokens"]: row["ours_base_us"] / row["ours_us"] for row in some}
-        line = (
-            f"{what}: {statistics.geometric_mean(kept.values()):.2f} of the speed without adapters"
-        )
+        unclear = [str(row["tokens"]) for row in some if compare.within_noise(row, "ours_base")]
+        kept = {
+            row["tokens"]: row["ours_base_us"] / row["ours_us"]
+            for row in some
+            if str(row["tokens"]) not in unclear
+        }
+        said = []
+        if kept:
+            mean = statistics.geometric_mean(kept.values())
+            said = [f"{mean:.2f} of the speed without adapters"]
         if len(kept) > 1:
             ends = (f"{kept[tokens]:.2f} at {tokens}" for tokens in (min(kept), max(kept)))
-            line += f" ({', '.join(ends)} tokens)"
-        lines.append(line)
+            said[0] += f" ({', '.join(ends)} tokens)"
+        if unclear:
+            said.append(f"the cost of adapters is within noise at {', '.join(unclear)} tokens")
+        lines.append(f"{what}: {'; '.join(said)}")
     return lines
 
 
@@ -380,7 +402,8 @@ CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops 
 moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
 bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
 baseline with adapters / time of moelora with them; then the baselines, with adapters unless they
-say without; -: not measured, or longer than --patience-s"""
+say without; within noise: the two times differ by no more than their +-; -: not measured, or longer
+than --patience-s"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
@@ -411,6 +434,9 @@ def table_of(rows: list[Case]) -> Table:
     def cell(us: float | None) -> str:
         return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
 
+    def unless_noise(row: Case, name: str, text: str) -> str:
+        return "within noise" if compare.within_noise(row, name) else text
+
     last = None
     for i, row in enumerate(rows):
         if last not in (None, (model_of(row), row["format"])):
@@ -423,8 +449,8 @@ def table_of(rows: list[Case]) -> Table:
             f"{50 * (high - low) / row['ours_us']:.0f} %",
             *(f"{row['share']:.2f}", *(cell(times[i]) for times in beside.values())),
             *(cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
-            f"{100 * row['overhead']:+.0f} %",
-            f"{row['ratio']:.2f}" if row["ratio"] else "-",
+            unless_noise(row, "ours_base", f"{100 * row['overhead']:+.0f} %"),
+            unless_noise(row, row["best_rival"], f"{row['ratio']:.2f}") if row["ratio"] else "-",
             *(cell(row["rivals"].get(name)) for name in who),
         )
     return table

@@ -55,7 +55,18 @@ def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
 def half_spread(case: Case, name: str) -> float:
     """Half of the middle 80 % of the turns, relative to the time; 0 if the file lacks them."""
     low, high = case.get("spread_us", {}).get(name, (0.0, 0.0))
-    return (high - low) / 2 / case[f"{name}_us"]
+    return (high - low) / 2 / time_of(case, name)
+
+
+def time_of(case: Case, name: str) -> float:
+    """Microseconds of one of our times, or of a baseline."""
+    return float(case[f"{name}_us"] if name.startswith("ours") else case["rivals"][name])
+
+
+def within_noise(case: Case, name: str, other: str = "ours") -> bool:
+    """Whether two times of a case differ by no more than their spreads."""
+    change = time_of(case, other) / time_of(case, name) - 1
+    return abs(change) <= half_spread(case, name) + half_spread(case, other)
 
 
 def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:

@@ -68,7 +68,7 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
     out = capsys.readouterr().out
-    assert out.index("of the speed without adapters ") < out.index("us per layer")
+    assert out.index("3 adapters of rank 4: ") < out.index(" per layer")
     text = " ".join(out.split())
     assert "M: tokens of the batch; bound: " in text
     for word in ("+-", "of bound", "cost", "speedup", "without"):
@@ -166,6 +166,35 @@ def test_quick_measures_one_layer_of_few_tokens(monkeypatch):
     args = settled("--shape", SHAPE, "--tokens", "7", "--deadline-s", "5", "--baselines", "none")
     assert ([key for key, _ in args.models], args.tokens) == (["4x2x72x40"], [7])
     assert (args.deadline_s, args.baselines) == (5, [])
+
+
+@pytest.mark.parametrize(
+    ("base_us", "headline", "cost", "runs"),
+    [
+        (90.0, "the cost of adapters is within noise at 1 tokens", "within noise", 3),
+        (141.0, "the cost of adapters is within noise at 1 tokens", "within noise", 3),
+        (50.0, "0.50 of the speed without adapters", "+100 %", 1),
+    ],
+)
+def test_quick_draws_no_conclusion_within_noise(
+    bench, monkeypatch, capsys, base_us, headline, cost, runs
+):
+    """It measures again what differs by less than its turns do."""
+    times, counted = {"ours": (100.0, 80.0, 120.0), "loop": (300.0, 290.0, 310.0)}, []
+
+    def compare(timer, runs, *_):
+        counted.append(len(runs))
+        found = times | {"base": (base_us, 0.8 * base_us, 1.2 * base_us)}
+        return {
+            (who, rank): timing.Times(*found[who if rank else "base"], 9) for who, rank in runs
+        }, machine.Peaks(1e10, None)
+
+    monkeypatch.setattr(timing.TurnTimer, "compare", compare)
+    bench("--quick", "--baselines", "loop", "--ranks", "4", tokens="1")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"of rank 4: {headline} " in out and cost.split()[0] in out.partition("per layer")[2]
+    assert len(counted) - 1 == runs  # after a first look
+    assert out.count("within noise, measured again: ") == runs - 1
 
 
 def test_who_is_absent_from_one_layer_only_is_named(bench, monkeypatch, capsys):
