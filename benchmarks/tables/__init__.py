@@ -27,13 +27,11 @@ from benchmarks.tables.engines import (
     sglang_ranges,
     suite_ratios,
 )
-from benchmarks.tables.files import source
+from benchmarks.tables.files import AWAITED, source, used_by
 from benchmarks.tables.layers import (
     cpu_amx_ranges,
     cpu_format_ranges,
     cpu_ranges,
-    decode_parts,
-    delta_ranges,
     format_ranges,
     invariance_found,
     layer_ranges,
@@ -68,7 +66,6 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
 }
 # {name: (topic of a file, its table)}
 MADE = {
-    "decode_parts": ("kernels-decode", decode_parts),
     "format_ranges": ("formats", format_ranges),
     "quantized_layers": ("formats", quantized_layers),
     "layers_on_others": ("layer", layers_on_other_cards),
@@ -98,22 +95,31 @@ COMPUTED = {"training-memory": training_memory.table}  # not measured
 SENTENCES = {
     f.__name__: f
     for f in (
-        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
+        *(layer_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
         *(sglang_ranges, sglang_answers, claim, training_alternatives),
     )
 }
 
 
 def section(name):
+    """A table is followed by commits and dates of the files that it is of."""
     if name.startswith("from "):
         return source(name.removeprefix("from "))
-    if name in TABLES:
-        return table(name)
-    if name in MADE:
-        return MADE[name][1]()
+    if name in TABLES or name in MADE:
+        text, metas = used_by(MADE[name][1] if name in MADE else lambda: table(name))
+        return f"{text}{measured_at(metas, text)}"
     if name in COMPUTED:
         return COMPUTED[name]()
     return wrapped(SENTENCES[name]())
+
+
+def measured_at(metas, text):
+    """A sentence of commits and days, unless the text has them, or nothing is measured."""
+    commits = sorted({meta["commit"][:8] for meta in metas})
+    if text == AWAITED or all(commit in text for commit in commits):
+        return ""
+    days = sorted({meta["date"] for meta in metas})
+    return f"\n\nMeasured at {', '.join(commits)}, {' to '.join(sorted({days[0], days[-1]}))}."
 
 
 def filled(text):

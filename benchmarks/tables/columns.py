@@ -10,17 +10,6 @@ FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio
     triton_kernels without: rivals.tk_base, error: max_err_ratio"""
 NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
     without: ours_base_us, share without: share_base"""
-ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
-    vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,
-    moe_sorting: ours_sorting_us"""
-DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us,
-    vLLM default: rivals.vllm_default, vLLM best: rivals.vllm_best"""
-MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
-KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
-    L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent,
-    tensor %: tensor_percent, issued %: issue_percent"""
-POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros: zeros_working_us,
-    MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
     decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
@@ -81,18 +70,8 @@ def is_quiet(row):
 # {name: (topic of a file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
-    "adapters": ("adapters", lambda r: True, "adapters: adapters, " + LAYER),
     "formats_all": ("formats", lambda r: True, FORMATS),
     "nvfp4": ("nvfp4", lambda r: True, NVFP4),
-    "portable": ("sm80-layer", lambda r: True, LAYER),
-    "kernels": ("kernels", lambda r: True, KERNELS),
-    "kernels_formats": ("kernels-formats", lambda r: r["us"] > 8, KERNELS),
-    "one_launch": ("kernels-one-launch", lambda r: True, KERNELS),
-    "power": ("power", lambda r: True, POWER),
-    "align_all": ("align", lambda r: True, ALIGN),
-    "delta": ("delta", lambda r: r["part"] == "grid", DELTA),
-    "slots": ("delta", lambda r: r["part"] == "slots", DELTA),
-    "mlp": ("delta", lambda r: r["part"] == "sglang", MLP),
     "engines_12_layers": ("e2e-12-layers", is_speed, ENGINES),
     "engines_fp8": ("e2e-fp8", is_speed, ENGINES),
     "engines_mxfp4": ("e2e-mxfp4", is_speed, ENGINES),

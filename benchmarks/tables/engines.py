@@ -66,6 +66,10 @@ def gpu(topic):
     return card(topic).removeprefix("NVIDIA ")
 
 
+# After tables of vLLM's speed: what benchmarks.engines.vllm_engine sets.
+HOW = "vLLM ran with its compilation off (`mode` 0), with moelora and without."
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, over all measurements."""
     said = []
@@ -89,7 +93,8 @@ def engine_ranges():
                 ours, own, base = found
                 theirs = max(own.values(), default=None)  # SGLang's faster way
                 row(topic, "SGLang", what, phase, base, theirs, ours)
-    return markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
+    made = markdown([*titles, "engine, 4 adapters", "moelora, 4 adapters", "speedup"], said)
+    return f"{made}\n\n{HOW}"
 
 
 def engine_speeds():
@@ -112,9 +117,10 @@ def claim():
     return f"""With moelora, {release("vLLM", "e2e-12-layers")} serves four adapters on all experts
         of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the
         decode throughput of vLLM's own LoRA kernels; relative to vLLM without adapters that is
-        {kept_prefill:.2f} and {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16, with
-        twelve layers of the model and adapters of ranks 16 and 64 mixed in each batch. A training
-        step of one MoE layer, with an adapter of rank 16 and {MANY_TOKENS} tokens or more, is
+        {kept_prefill:.2f} and {kept_decode:.2f}. Measured on {card("e2e-12-layers")} in bf16 with
+        vLLM's compilation off (`mode` 0), twelve layers of the model and adapters of ranks 16 and
+        64 mixed in each batch. A training step of one MoE layer, with an adapter of rank 16 and
+        {MANY_TOKENS} tokens or more, is
         {" and ".join(training)}, on {card("training")}."""
 
 
@@ -152,7 +158,8 @@ def alternatives():
         ours, own, base = zip(*found, strict=True)
         row(f"{of}: its own LoRA kernels", ours, [max(each.values()) for each in own])
         row(f"{of}: without adapters", ours, base)
-    return markdown(["moelora with adapters, relative to", *phases, "decode, GPU alone"], said)
+    made = markdown(["moelora with adapters, relative to", *phases, "decode, GPU alone"], said)
+    return f"{made}\n\n{HOW}"
 
 
 SEQUENCES = {1: "_1", 16: "_16", 64: "", 256: "_256"}  # how the fields of so many end
@@ -176,7 +183,10 @@ def by_sequences(field, *engines):
             ]
             if any(ratios):
                 said.append([f"{what}, {gpu(TABLES[name][0])}", state, *ratios])
-    return markdown(["experts", "requests", *map(str, SEQUENCES)], said) if said else AWAITED
+    if not said:
+        return AWAITED
+    made = markdown(["experts", "requests", *map(str, SEQUENCES)], said)
+    return f"{made}\n\n{HOW}"
 
 
 def decode_ratios():
@@ -210,7 +220,7 @@ def engines_parallel(topic="e2e-parallel"):
         return AWAITED
     made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
     count = {2: "Two", 4: "Four"}[speeds[0].get("gpus", 2)]
-    return f"{count} {card(topic)}, vLLM {load(topic)[0].get('vllm', '0.26')}:\n\n{made}"
+    return f"{count} {card(topic)}, vLLM {load(topic)[0].get('vllm', '0.26')}:\n\n{made}\n\n{HOW}"
 
 
 def sglang_ranges():
@@ -289,4 +299,4 @@ def suite_ratios():
             said.append([what, *ratios])
     if not said:
         return AWAITED
-    return markdown(["model, experts", "prefill", "decode"], said)
+    return f"{markdown(['model, experts', 'prefill', 'decode'], said)}\n\n{HOW}"

@@ -41,8 +41,19 @@ def read(path):
     return content["meta"], content["cases"]
 
 
+used = {}  # {path: meta} of the files that were loaded
+
+
 def load(topic, device=None):
-    return read(path_of(topic, device))
+    path = path_of(topic, device)
+    used[path], rows = read(path)
+    return used[path], rows
+
+
+def used_by(make):
+    """What `make` returns, and the meta of the files that it loaded."""
+    used.clear()
+    return make(), list(used.values())
 
 
 def card(topic):

@@ -5,7 +5,7 @@ from operator import itemgetter
 
 from benchmarks.tables.columns import WEIGHTS, is_quiet
 from benchmarks.tables.files import AWAITED, card, load, other_devices, path_of, source
-from benchmarks.tables.text import cases, cell, markdown, span, wrapped
+from benchmarks.tables.text import cases, markdown, span, wrapped
 
 
 def layer_ranges(device=None):
@@ -30,22 +30,6 @@ def layer_ranges(device=None):
     return f"""On {device or card("layer")} that is, over all numbers of tokens, {", ".join(times)}.
         *With* adapters it is faster than vLLM's layer *without* any {"; ".join(ahead)}.
         Of the bound {"; ".join(shares)}."""
-
-
-def delta_ranges():
-    said = []
-    for at in ("w13", "w2"):
-        grid = [r for r in load("delta")[1] if r["part"] == "grid" and r["projection"] == at]
-        usual, best = (
-            [r["rivals"][who] / r["ours_us"] for r in grid if who in r["rivals"]]
-            for who in ("vllm_default", "vllm_best")
-        )
-        said.append(f"""{at}'s is {span(usual)} times as fast as vLLM's default (median
-            {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
-            modes for the case, which is faster than moelora in {sum(b < 1 for b in best)} of
-            {len(best)} cases""")
-    where = card("delta")
-    return f"The adapters' part alone, added to an existing output on {where}: {'; '.join(said)}."
 
 
 SHARES = ("share", "share_base")
@@ -189,28 +173,3 @@ def cpu_amx_ranges():
     return f"""On {meta["threads"]} threads of an {meta["device"]} ({meta["cpu_features"][-1]}) a
         layer takes so much of the time of AVX-512 BF16, with adapters and without:
         {times} tokens."""
-
-
-def decode_parts():
-    """Time of each kind of kernel of a decode step / time to move its bytes at memory bandwidth."""
-    _, same_card = load("layer", card("kernels-decode"))
-    layers = {(r["model"], r["tokens"], r["rank"]): r for r in same_card}
-    parts, rows = {}, []
-    for row in load("kernels-decode")[1]:
-        kind = next((k for k in ("gemm", "shrink", "decode") if k in row["kernel"]), "rest")
-        kinds = parts.setdefault((row["model"], row["tokens"], row["rank"]), {})
-        us, mb = kinds.get(kind, (0.0, 0.0))
-        kinds[kind] = us + row["us"], mb + row["dram_read_mb"] + row["dram_write_mb"]
-    for case, kinds in parts.items():
-        layer = layers[case]
-        if "decode" in kinds or "decode" in layer["plan"]:
-            continue
-        spent = [
-            f"{us:.0f} / {1e3 * mb / layer['streaming_gb_s']:.0f}"
-            for us, mb in (kinds[kind] for kind in ("gemm", "shrink", "rest"))
-        ]
-        spent.append(f"{sum(us for us, _ in kinds.values()):.0f}")
-        named = (cell(layer, field) for field in ("model", "tokens", "rank"))
-        rows.append([*named, *spent, cell(layer, "ours_us"), cell(layer, "bound_us")])
-    titles = "model, tokens, rank, products, shrinks, sort and sum, all, in a graph, bound"
-    return f"{card('kernels-decode')}:\n\n{markdown(titles.split(', '), rows)}"

@@ -504,7 +504,7 @@ def test_files_that_are_none(tmp_path, capsys):
     wrong.write_text("[]")
     assert main(["bench", "compare", str(wrong), str(wrong)]) == 2
     assert main(["bench", "plot", str(wrong)]) == 2
-    assert main(["bench", "plot", "benchmarks/results/h200-align.json"]) == 2
+    assert main(["bench", "plot", "benchmarks/results/h200-churn.json"]) == 2
     said = capsys.readouterr().err
     assert "is not a result file" in said
     assert "there is no layer in these files" in said

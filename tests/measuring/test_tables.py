@@ -1,11 +1,15 @@
 """Tables of engines, before their files are there, while rows are missing, and when all are."""
 
 import importlib.util
+import re
 
 import pytest
+from checkout import needs_checkout
 
 from benchmarks import ROOT, tables
 from benchmarks.compare.__main__ import COMMANDS
+from benchmarks.tables.columns import TABLES
+from moelora import _C
 from moelora.bench import results
 
 
@@ -75,6 +79,65 @@ def test_commands_of_result_files_are_there():
         assert flag == "-m" and importlib.util.find_spec(module), path.name
         if module == "benchmarks.compare":
             assert words[0] in COMMANDS, path.name
+
+
+SOURCES = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".inc")]
+WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
+# In an engine's trace, those of others are in namespaces or have no arguments.
+OURS = re.compile(r"(?:void )?(?:\(anonymous namespace\)::)?\w+[<(]")
+
+
+def gone(case):
+    """Variants of a case's plan, and words of its kernels, that this tree does not have."""
+    found = set()
+    for variant in re.findall(r"(?:\w+=)(\w+)", case.get("plan", "")):
+        try:
+            _C.force_variant(variant)
+        except ValueError:
+            found.add(variant)
+        finally:
+            _C.force_variant(None)
+    kernels = [case["kernel"]] if "kernel" in case else []
+    if case.get("engine", "").startswith("moelora"):
+        traces = [value["top"] for value in case.values() if isinstance(value, dict)]
+        names = [name for top in traces for row in top for name in row if isinstance(name, str)]
+        kernels += filter(OURS.match, names)
+    for kernel in kernels:
+        cut = re.search(r"[<(].*\w$", kernel)
+        words = re.findall(r"[A-Za-z_]\w*", kernel.replace("(anonymous namespace)", ""))
+        found |= {*words[: -1 if cut else None]} - WORDS
+    return found
+
+
+@needs_checkout
+def test_files_name_variants_and_kernels_of_this_tree():
+    """What was measured of code that is gone is measured again, or taken out."""
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        assert set().union(*map(gone, tables.files.read(path)[1])) == set(), path.name
+
+
+@pytest.mark.parametrize(
+    ("case", "want"),
+    [
+        ({"plan": "w13=gemm_bf16_80x128x64_sm90 sum=sum_bf16_8_sm80"}, "gemm_bf16_80x128x64_sm90"),
+        ({"kernel": "decode_layer<bf16>"}, "decode_layer"),
+        ({"kernel": "gemm_sm90<GoneShape<96, 1>, __nv_bfl"}, "GoneShape"),
+        (
+            {"engine": "moelora", "decode_gpu_ms": {"top": [["void gone_sm90<8>(x_para", 1.0]]}},
+            "gone_sm90",
+        ),
+    ],
+)
+def test_what_is_gone_is_found(case, want):
+    assert gone(case) == {want}
+
+
+@needs_checkout
+@pytest.mark.parametrize("name", [*TABLES, *tables.MADE])
+def test_a_table_has_its_commits_and_dates(name):
+    text = tables.section(name)
+    said = re.search(r"\b[0-9a-f]{7,12}, 20\d\d-\d\d-\d\d", text)
+    assert said or tables.files.AWAITED in text
 
 
 def test_formats_without_speeds_are_left_out(write):
@@ -214,12 +277,12 @@ def test_steps_beside_peers_and_beside_quantized_weights(write):
     for name in ("training_peers_64", "from training-64", "training_quantized"):
         assert tables.section(name) == tables.files.AWAITED
     write("h100-training-64", step("bf16", 2000.0, yard=3000.0, unsloth=4000.0))
-    head, _, titles, _, row = tables.section("training_peers_64").splitlines()
+    head, _, titles, _, row, *_ = tables.section("training_peers_64").splitlines()
     assert head == "NVIDIA H200:"
     assert titles == "| layer | tokens | moelora | torch._grouped_mm | Unsloth |"
     assert row == "| Qwen3-30B-A3B | 4096 | **2,000** | 3,000 | 4,000 |"
     alone = step("bf16", 9.0, "mixtral")  # of no other format
     write("h200-training", step("bf16", 2000.0), step("int4", 2200.0), step("fp8", 1900.0), alone)
-    _, _, titles, _, row = tables.section("training_quantized").splitlines()
+    _, _, titles, _, row, *_ = tables.section("training_quantized").splitlines()
     assert titles == "| layer | tokens | INT4 | FP8 |"
     assert row == "| Qwen3-30B-A3B | 4096 | 1.10 | 0.95 |"
