@@ -58,7 +58,7 @@ def used_by(make):
 
 def card(topic):
     """The GPU or CPU that a file was measured on."""
-    return load(topic)[0]["device"]
+    return read(path_of(topic))[0]["device"]
 
 
 def rows_of(topic, device=None):
