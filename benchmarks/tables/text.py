@@ -38,8 +38,6 @@ def cell(row, field):
         name, experts = MODELS[value]
         cut = row.get("experts", experts) < experts
         return f"{name} ({row['experts']} experts)" if cut else name
-    if field == "kernel":
-        return f"`{value.rstrip(', ')}`"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, float):
