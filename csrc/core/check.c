@@ -170,6 +170,13 @@ moelora_status moelora_check_id_dtype(moelora_arg arg) {
   return MOELORA_OK;
 }
 
+moelora_status moelora_check_at_least_one(moelora_arg arg) {
+  for (int32_t i = 0; i < arg.tensor->ndim; i++)
+    MOELORA_REQUIRE(arg.tensor->size[i] >= 1, "%s.size(%d) is 0, expected at least 1",
+                    moelora_label_of(arg).text, i);
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_rows(moelora_arg arg) {
   const moelora_tensor *t = arg.tensor;
   int32_t last = t->ndim - 1;
@@ -194,10 +201,12 @@ moelora_status moelora_check_contiguous(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, const char *layout) {
+moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, int64_t want,
+                                    moelora_source source, const char *layout) {
   MOELORA_TRY(moelora_check_view(arg, 1, layout));
   MOELORA_TRY(moelora_check_dtype(arg, dtype, NULL));
-  return moelora_check_contiguous(arg);
+  MOELORA_TRY(moelora_check_contiguous(arg));
+  return moelora_check_size(arg, 0, want, source);
 }
 
 moelora_status moelora_check_distinct(moelora_arg arg) {
@@ -249,43 +258,6 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other) {
   bool apart = a_begin == a_end || b_begin == b_end || a_end <= b_begin || b_end <= a_begin;
   MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s",
                   moelora_label_of(out).text, moelora_label_of(other).text);
-  return MOELORA_OK;
-}
-
-moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
-                                    int64_t num_experts, moelora_source experts_source,
-                                    const char *layout, moelora_factor *factor) {
-  const moelora_tensor *t = arg.tensor;
-  MOELORA_TRY(moelora_check_view(arg, 4, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, dtype, dtype_source));
-  for (int32_t i = 0; i < 4; i++)
-    MOELORA_REQUIRE(t->size[i] >= 1, "%s.size(%d) is 0, expected at least 1",
-                    moelora_label_of(arg).text, i);
-  MOELORA_REQUIRE(t->size[1] == 1 || t->size[1] == num_experts,
-                  "%s.size(1) is %lld, %s is %lld: expected as many experts, or 1 factor shared by "
-                  "all",
-                  moelora_label_of(arg).text, (long long)t->size[1],
-                  moelora_label_source(experts_source).text, (long long)num_experts);
-  MOELORA_TRY(moelora_check_rows(arg));
-  *factor = (moelora_factor){
-      .data = t->data,
-      .stride_l = moelora_stride(t, 0),
-      .stride_e = t->size[1] == 1 ? 0 : t->stride[1],
-      .stride_i = moelora_stride(t, 2),
-  };
-  return MOELORA_OK;
-}
-
-bool moelora_are_wide(const moelora_lora *lora, moelora_dtype dtype) {
-  return dtype != MOELORA_F32 && !moelora_is_absent(&lora->a[0]) && lora->a[0].dtype == MOELORA_F32;
-}
-
-moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
-                                           const char *name_a, const char *name_b) {
-  for (int32_t i = 0; i < lora->num_slices; i++) {
-    MOELORA_TRY(moelora_check_disjoint(out, moelora_entry(name_a, i, &lora->a[i])));
-    MOELORA_TRY(moelora_check_disjoint(out, moelora_entry(name_b, i, &lora->b[i])));
-  }
   return MOELORA_OK;
 }
 

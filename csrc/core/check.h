@@ -95,12 +95,15 @@ moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const ch
 moelora_status moelora_check_compute_dtype(moelora_arg arg);
 /* dtype int32 or int64 */
 moelora_status moelora_check_id_dtype(moelora_arg arg);
+/* Requires that every dimension has elements. */
+moelora_status moelora_check_at_least_one(moelora_arg arg);
 /* Requires stride 1 in the last dimension. */
 moelora_status moelora_check_rows(moelora_arg arg);
 /* Requires contiguous elements in memory order. */
 moelora_status moelora_check_contiguous(moelora_arg arg);
-/* Requires a contiguous vector of a fixed dtype. */
-moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, const char *layout);
+/* Requires a contiguous vector of a fixed dtype and size; `source` is the origin of `want`. */
+moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, int64_t want,
+                                    moelora_source source, const char *layout);
 /* Requires that no two indices of an output share memory. */
 moelora_status moelora_check_distinct(moelora_arg arg);
 /* Requires that an output shares no memory with another argument. Disjoint columns of a common
@@ -111,17 +114,6 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other);
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
 /* Same memory and same layout. */
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
-
-/* Checks a LoRA factor [max_loras, E or 1, *, *] against `dtype` (of `dtype_source`) and
- * `num_experts` (of `experts_source`). */
-moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
-                                    int64_t num_experts, moelora_source experts_source,
-                                    const char *layout, moelora_factor *factor);
-/* Whether factors are float32 beside a 16-bit `dtype`, to which they are rounded first. */
-bool moelora_are_wide(const moelora_lora *lora, moelora_dtype dtype);
-/* Requires that `out` shares no memory with the factors. */
-moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
-                                           const char *name_a, const char *name_b);
 
 /* Expert weights as an argument for activations `x`, and the names of N and K in messages.
  * Quantized weights are tiles: N is given by the layout, K is `depth`, whose origin is `k`. */
@@ -134,19 +126,97 @@ typedef struct moelora_weights_arg {
   moelora_source n, k; /* for native weights the check fills in both */
 } moelora_weights_arg;
 
-/* validate.c: checks all arguments of a layer except `out` and `saved`. */
-moelora_status moelora_check_layer(const moelora_experts_args *args,
+/* ---- rows of operators.inc: arguments.c ---- */
+
+/* What a dtype column allows. */
+typedef enum moelora_class {
+  MOELORA_CLASS_compute,
+  MOELORA_CLASS_ids,
+  MOELORA_CLASS_weights,
+  MOELORA_CLASS_i32,
+  MOELORA_CLASS_f32,
+  MOELORA_CLASS_flags,
+  MOELORA_CLASS_special,
+} moelora_class;
+
+typedef enum moelora_use {
+  MOELORA_READ,
+  MOELORA_MAY_READ,
+  MOELORA_WRITTEN,
+  MOELORA_MAY_WRITE,
+} moelora_use;
+
+typedef struct moelora_row {
+  const char *name, *name_b; /* name_b: of the second factors of a moelora_lora; NULL: a tensor */
+  const char *shape;
+  size_t at; /* offset in the arguments */
+  moelora_class dtype;
+  moelora_use use;
+} moelora_row;
+
+/* The size that shapes call `name`, which ends at a comma or a bracket. */
+typedef struct moelora_named_size {
+  const char *name;
+  size_t length;
+  int64_t value; /* MOELORA_ANY_SIZE: not known, and not compared */
+  moelora_source source;
+} moelora_named_size;
+
+enum { MOELORA_MAX_NAMED = 24, MOELORA_ANY_SIZE = -1 };
+
+/* The arguments of a call, and what is known of them so far. */
+typedef struct moelora_arguments {
+  const void *args;
+  const moelora_row *rows;
+  int32_t count;
+  moelora_arg compute;           /* defines the dtype of its class; tensor NULL: not known */
+  const moelora_tensor *written; /* an input that is overwritten; NULL: none */
+  const moelora_tensor *aliased; /* an input that shares the memory of an output; NULL: none */
+  int32_t num_sizes;
+  moelora_named_size sizes[MOELORA_MAX_NAMED];
+} moelora_arguments;
+
+/* moelora_arguments_of_<NAME>: those of a call whose sizes are not known. */
+#define OPERATOR(NAME, ...)                                                                        \
+  void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all);
+#include "core/operators.inc"
+
+/* Checks dimensions, dtypes and strides of all rows that are not special. */
+moelora_status moelora_check_views(moelora_arguments *all);
+/* Defines a size before moelora_check_sizes() does, for instance one that weights have. */
+void moelora_name_size(moelora_arguments *all, const char *name, int64_t value,
+                       moelora_source source);
+/* Compares sizes of the same name. The first row that has a name defines its size. */
+moelora_status moelora_check_sizes(moelora_arguments *all);
+/* Requires that no output shares memory with itself or with any other tensor. */
+moelora_status moelora_check_apart(const moelora_arguments *all);
+
+/* ---- factors, layers, weights, routing ---- */
+
+/* The factors of a projection as an argument, and the sizes that they must have. */
+typedef struct moelora_factors_arg {
+  const moelora_lora *lora;
+  const char *name_a, *name_b;
+  bool shrink, expand; /* whether a[] and b[] are read */
+  moelora_arg like;    /* defines the dtype, unless the factors are wide */
+  bool may_be_wide;    /* float32 beside a 16-bit dtype, to which they are rounded first */
+  int64_t num_experts, k;
+  int64_t n; /* all columns; MOELORA_ANY_SIZE: those of the first slice, for each slice */
+  moelora_source experts_source, k_source, n_source;
+} moelora_factors_arg;
+
+/* validate_factors.c: checks 0 to MOELORA_MAX_SLICES slices. If *max_loras is MOELORA_ANY_SIZE, the
+ * first factor defines it. `source` is its origin. */
+moelora_status moelora_check_factors(const moelora_factors_arg *arg, int64_t *max_loras,
+                                     moelora_source source, moelora_factors *factors);
+
+/* validate.c: checks the arguments of a layer, forward or backward, except `out` and `saved`. `all`
+ * has the rows of the operator; the caller checks their sizes and their memory. */
+moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
-/* validate.c: requires that `out` shares no memory with the inputs of a layer, except
- * hidden_states. */
-moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args);
-/* validate.c: the tensors that a layer saves for its backward, as arguments: gate_up, and the
- * shrink outputs of w13 and w2. */
-enum { MOELORA_SAVED = 3 };
-void moelora_saved_args(const moelora_saved *saved, moelora_arg args[MOELORA_SAVED]);
-/* validate.c: checks their dtypes, shapes and rows. */
-moelora_status moelora_check_saved_views(const moelora_experts_args *args,
-                                         moelora_experts_problem *problem);
+/* validate.c: checks the tensors that a layer saves for its backward, given saved.gate_up. */
+moelora_status moelora_check_saved(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem);
 
 /* validate_weights.c: checks row-major, packed or quantized weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
@@ -154,21 +224,13 @@ moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *
 /* The tensor that defines the dtype of biases and factors. */
 moelora_arg moelora_dtype_source(const moelora_weights_arg *arg);
 
-/* validate_routing.c: topk_ids, topk_weights, expert_map -> routes. */
-moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,
-                                     moelora_routes *routes);
-/* validate_routing.c: topk_weights -> routes. The sources are the origins of tokens and top_k. */
-moelora_status moelora_check_topk_weights(const moelora_tensor *weights,
-                                          moelora_source tokens_source, moelora_source top_k_source,
-                                          moelora_routes *routes);
-/* validate_routing.c: adapter tables -> routes. `source` is the origin of `max_loras`; the number
- * of tokens is that of `topk_ids`. */
-moelora_status moelora_check_adapters(const moelora_adapters *adapters,
-                                      const moelora_tensor *topk_ids, int64_t max_loras,
-                                      moelora_source source, moelora_routes *routes);
-/* validate_routing.c: requires that `out` shares no memory with the (checked) routing and
- * adapters. */
-moelora_status moelora_check_disjoint_routes(moelora_arg out, const moelora_routing *routing,
-                                             const moelora_adapters *adapters);
+/* validate_routing.c: fill the routes, after the views are checked. The first names M, top_k and
+ * M * top_k, the third max_loras, of origin `source`, if it is known. */
+moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routing *routing,
+                                    bool need_weights, moelora_routes *routes);
+moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes);
+void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
+                           int64_t max_loras, moelora_source source, moelora_routes *routes);
+moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_blocks *blocks);
 
 #endif

@@ -8,69 +8,40 @@
  * numbers must fit int32. */
 enum { MAX_BLOCK_ROWS = 256 };
 
-static moelora_status check_bias(moelora_arg arg, const moelora_weights_arg *w, int64_t num_experts,
-                                 moelora_weights *weights) {
-  if (moelora_is_absent(arg.tensor))
-    return MOELORA_OK;
-  const moelora_arg like = moelora_dtype_source(w);
-  MOELORA_TRY(moelora_check_view(arg, 2, "[E, N]"));
-  MOELORA_TRY(moelora_check_dtype(arg, like.tensor->dtype, like.name));
-  MOELORA_TRY(moelora_check_size(arg, 0, num_experts, moelora_size_of(w->tensor, 0)));
-  MOELORA_TRY(moelora_check_size(arg, 1, weights->n, w->n));
-  MOELORA_TRY(moelora_check_rows(arg));
-  weights->bias = arg.tensor->data;
-  weights->bias_stride_e = moelora_stride(arg.tensor, 0);
-  return MOELORA_OK;
+/* Names E, K, and, as `n`, the number of rows of weights. */
+static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg,
+                       const moelora_weights *weights, const char *n) {
+  moelora_name_size(all, "E", arg->tensor.tensor->size[0], moelora_size_of(arg->tensor, 0));
+  moelora_name_size(all, "K", weights->k, moelora_size_of(arg->x, 1));
+  moelora_name_size(all, n, weights->n, arg->n);
 }
 
-/* Checks the factors of a projection against its weights. If `max_loras` < 0, the first factor
- * defines it and becomes its `source`. */
-static moelora_status check_lora(const moelora_lora *lora, const char *name_a, const char *name_b,
-                                 const moelora_weights_arg *w, const moelora_weights *weights,
-                                 int64_t *max_loras, moelora_source source,
-                                 moelora_factors *factors) {
-  const moelora_arg first = MOELORA_ARG(name_a, &lora->a[0]);
-  int32_t slices = lora->num_slices;
-  MOELORA_REQUIRE(slices >= 0 && slices <= MOELORA_MAX_SLICES, "%s has %d slices, expected 0 to %d",
-                  first.name, slices, MOELORA_MAX_SLICES);
-  if (slices == 0)
-    return MOELORA_OK;
-  const moelora_source num_experts = moelora_size_of(w->tensor, 0);
-  const moelora_source rank = moelora_words("the rank of the first slice");
-  MOELORA_REQUIRE(weights->n % slices == 0,
-                  "%s is %lld, expected a multiple of the %d slices of %s",
-                  moelora_label_source(w->n).text, (long long)weights->n, slices, first.name);
-  factors->num_slices = slices;
-  factors->slice_n = weights->n / slices;
-  moelora_source slice_source = w->n;
-  slice_source.slices = slices;
-  const moelora_arg base = moelora_dtype_source(w);
-  factors->wide = moelora_are_wide(lora, base.tensor->dtype);
-  const moelora_arg like = factors->wide ? first : base;
-  const moelora_dtype dtype = like.tensor->dtype;
-  const int64_t experts = w->tensor.tensor->size[0];
-  for (int32_t i = 0; i < slices; i++) {
-    const moelora_arg a = moelora_entry(name_a, i, &lora->a[i]);
-    const moelora_arg b = moelora_entry(name_b, i, &lora->b[i]);
-    MOELORA_TRY(moelora_check_factor(a, dtype, like.name, experts, num_experts,
-                                     "[max_loras, E or 1, R, K]", &factors->a[i]));
-    MOELORA_TRY(moelora_check_factor(b, dtype, like.name, experts, num_experts,
-                                     "[max_loras, E or 1, N, R]", &factors->b[i]));
-    if (*max_loras < 0) {
-      MOELORA_REQUIRE(a.tensor->size[0] < INT32_MAX, "%s.size(0) is %lld, expected fewer slots",
-                      moelora_label_of(a).text, (long long)a.tensor->size[0]);
-      *max_loras = a.tensor->size[0];
-    }
-    if (i == 0)
-      factors->max_rank = (int32_t)a.tensor->size[2];
-    MOELORA_TRY(moelora_check_size(a, 0, *max_loras, source));
-    MOELORA_TRY(moelora_check_size(b, 0, *max_loras, source));
-    MOELORA_TRY(moelora_check_size(a, 2, factors->max_rank, rank));
-    MOELORA_TRY(moelora_check_size(b, 3, factors->max_rank, rank));
-    MOELORA_TRY(moelora_check_size(a, 3, weights->k, w->k));
-    MOELORA_TRY(moelora_check_size(b, 2, factors->slice_n, slice_source));
+static void take_bias(const moelora_tensor *bias, moelora_weights *weights) {
+  if (!moelora_is_absent(bias)) {
+    weights->bias = bias->data;
+    weights->bias_stride_e = moelora_stride(bias, 0);
   }
-  return MOELORA_OK;
+}
+
+/* The factors of a projection, which fit its weights. */
+static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name_a,
+                                      const char *name_b, const moelora_weights_arg *w,
+                                      const moelora_weights *weights) {
+  return (moelora_factors_arg){
+      .lora = lora,
+      .name_a = name_a,
+      .name_b = name_b,
+      .shrink = true,
+      .expand = true,
+      .like = moelora_dtype_source(w),
+      .may_be_wide = true,
+      .num_experts = w->tensor.tensor->size[0],
+      .experts_source = moelora_size_of(w->tensor, 0),
+      .n = weights->n,
+      .n_source = w->n,
+      .k = weights->k,
+      .k_source = w->k,
+  };
 }
 
 /* A row has an adapter only if there are both a mapping and factors. */
@@ -103,16 +74,13 @@ static moelora_status check_padded_rows(moelora_arg topk_ids, const moelora_rout
 /* ---- one projection ---- */
 
 moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem) {
-  *problem = (moelora_gemm_problem){.mul_routed_weight = args->mul_routed_weight};
   const moelora_arg x = MOELORA_ARG("x", &args->x), w = MOELORA_ARG("w", &args->w);
-  const moelora_arg out = MOELORA_ARG("out", &args->out), bias = MOELORA_ARG("bias", &args->bias);
-  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
   moelora_routes *routes = &problem->routes;
   moelora_weights *weights = &problem->w;
-
-  MOELORA_TRY(moelora_check_view(x, 2, "[M, K] or [M * top_k, K]"));
-  MOELORA_TRY(moelora_check_compute_dtype(x));
-  MOELORA_TRY(moelora_check_rows(x));
+  *problem = (moelora_gemm_problem){.mul_routed_weight = args->mul_routed_weight};
+  moelora_arguments all;
+  moelora_arguments_of_gemm(args, &all);
+  MOELORA_TRY(moelora_check_views(&all));
   moelora_weights_arg w_arg = {
       .tensor = w,
       .x = x,
@@ -125,40 +93,24 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   };
   MOELORA_TRY(moelora_check_weights(&w_arg, weights, &routes->num_experts));
   MOELORA_TRY(moelora_check_size(x, 1, weights->k, w_arg.k));
-  MOELORA_TRY(check_bias(bias, &w_arg, routes->num_experts, weights));
+  name_sizes(&all, &w_arg, weights, "N");
+  take_bias(&args->bias, weights);
+  MOELORA_TRY(moelora_take_routing(&all, &args->routing, args->mul_routed_weight, routes));
+  MOELORA_TRY(check_padded_rows(MOELORA_ARG("topk_ids", &args->routing.topk_ids), routes));
 
-  MOELORA_TRY(moelora_check_routing(&args->routing, args->mul_routed_weight, routes));
-  MOELORA_TRY(check_padded_rows(topk_ids, routes));
-  int64_t x_rows = args->x.size[0];
-  MOELORA_REQUIRE(
-      x_rows == routes->num_tokens || x_rows == routes->num_rows,
-      "%s.size(0) is %lld, expected %s.size(0), which is %lld, or M * top_k, which is %lld", x.name,
-      (long long)x_rows, topk_ids.name, (long long)routes->num_tokens, (long long)routes->num_rows);
-
-  int64_t max_loras = -1;
-  const moelora_source source = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
-  MOELORA_TRY(check_lora(&args->lora, "lora_a", "lora_b", &w_arg, weights, &max_loras, source,
-                         &problem->lora));
-  MOELORA_TRY(moelora_check_adapters(&args->adapters, topk_ids.tensor, max_loras, source, routes));
+  int64_t max_loras = MOELORA_ANY_SIZE;
+  const moelora_source slots = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
+  const moelora_factors_arg lora = factors_of(&args->lora, "lora_a", "lora_b", &w_arg, weights);
+  MOELORA_TRY(moelora_check_factors(&lora, &max_loras, slots, &problem->lora));
+  moelora_take_adapters(&all, &args->adapters, max_loras, slots, routes);
   drop_unused_adapters(routes, &problem->lora, NULL);
-
-  MOELORA_TRY(moelora_check_view(out, 3, "[M, top_k, N]"));
-  MOELORA_TRY(moelora_check_dtype(out, args->x.dtype, x.name));
-  MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, moelora_size_of(topk_ids, 0)));
-  MOELORA_TRY(moelora_check_size(out, 1, routes->top_k, moelora_size_of(topk_ids, 1)));
-  MOELORA_TRY(moelora_check_size(out, 2, weights->n, w_arg.n));
-  MOELORA_TRY(moelora_check_rows(out));
-  MOELORA_TRY(moelora_check_distinct(out));
-  const moelora_arg inputs[] = {x, w, bias};
-  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-    MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
-  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->lora, "lora_a", "lora_b"));
-  MOELORA_TRY(moelora_check_disjoint_routes(out, &args->routing, &args->adapters));
+  MOELORA_TRY(moelora_check_sizes(&all));
+  MOELORA_TRY(moelora_check_apart(&all));
 
   problem->dtype = args->x.dtype;
   problem->x = args->x.data;
   problem->x_stride = moelora_stride(&args->x, 0);
-  problem->x_per_row = x_rows != routes->num_tokens;
+  problem->x_per_row = args->x.size[0] != routes->num_tokens;
   problem->out = args->out.data;
   problem->out_stride[0] = moelora_stride(&args->out, 0);
   problem->out_stride[1] = moelora_stride(&args->out, 1);
@@ -257,14 +209,9 @@ static moelora_status check_layer_weights(const moelora_experts_args *args, laye
 
 static moelora_status check_layer_shapes(const moelora_experts_args *args, layer_weights *layer,
                                          moelora_experts_problem *problem) {
-  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
-  MOELORA_TRY(moelora_check_view(x, 2, "[M, K]"));
-  MOELORA_TRY(moelora_check_compute_dtype(x));
-  MOELORA_TRY(moelora_check_rows(x));
   MOELORA_TRY(check_layer_weights(args, layer, problem));
-
   const moelora_source k13 = layer->w13.k, n13 = layer->w13.n, k2 = layer->w2.k, n2 = layer->w2.n;
-  MOELORA_TRY(moelora_check_size(x, 1, problem->w13.k, k13));
+  MOELORA_TRY(moelora_check_size(layer->w13.x, 1, problem->w13.k, k13));
   MOELORA_TRY(moelora_check_size(layer->w2.tensor, 0, problem->routes.num_experts,
                                  moelora_size_of(layer->w13.tensor, 0)));
   MOELORA_REQUIRE(problem->w2.n == problem->w13.k,
@@ -284,7 +231,7 @@ static moelora_status check_layer_shapes(const moelora_experts_args *args, layer
   return MOELORA_OK;
 }
 
-static moelora_status check_layer_adapters(const moelora_experts_args *args,
+static moelora_status check_layer_adapters(moelora_arguments *all, const moelora_experts_args *args,
                                            const layer_weights *layer,
                                            moelora_experts_problem *problem) {
   const moelora_arg a13 = moelora_entry("w13_lora_a", 0, &args->w13_lora.a[0]);
@@ -296,95 +243,64 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
                   most == 2 ? ", or gate and up" : "");
   MOELORA_REQUIRE(args->w2_lora.num_slices <= 1, "%s has %d slices, expected at most 1", a2.name,
                   args->w2_lora.num_slices);
-  int64_t max_loras = -1;
+  int64_t max_loras = MOELORA_ANY_SIZE;
   const moelora_source source = moelora_size_of(args->w13_lora.num_slices ? a13 : a2, 0);
-  MOELORA_TRY(check_lora(&args->w13_lora, "w13_lora_a", "w13_lora_b", &layer->w13, &problem->w13,
-                         &max_loras, source, &problem->w13_lora));
-  MOELORA_TRY(check_lora(&args->w2_lora, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2,
-                         &max_loras, source, &problem->w2_lora));
-  MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, max_loras, source,
-                                     &problem->routes));
-  if (!moelora_is_absent(&args->w13_one_a)) {
-    const moelora_arg one_a = MOELORA_ARG("w13_one_a", &args->w13_one_a);
-    MOELORA_TRY(moelora_check_vector(one_a, MOELORA_I32, "[max_loras]"));
-    if (max_loras >= 0)
-      MOELORA_TRY(moelora_check_size(one_a, 0, max_loras, source));
-    if (problem->w13_lora.num_slices == 2)
-      problem->routes.w13_one_a = args->w13_one_a.data;
-  }
+  const moelora_factors_arg w13 =
+      factors_of(&args->w13_lora, "w13_lora_a", "w13_lora_b", &layer->w13, &problem->w13);
+  const moelora_factors_arg w2 =
+      factors_of(&args->w2_lora, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2);
+  MOELORA_TRY(moelora_check_factors(&w13, &max_loras, source, &problem->w13_lora));
+  MOELORA_TRY(moelora_check_factors(&w2, &max_loras, source, &problem->w2_lora));
+  moelora_take_adapters(all, &args->adapters, max_loras, source, &problem->routes);
+  if (problem->w13_lora.num_slices == 2)
+    problem->routes.w13_one_a = args->w13_one_a.data;
   drop_unused_adapters(&problem->routes, &problem->w13_lora, &problem->w2_lora);
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_layer(const moelora_experts_args *args,
+moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem) {
+  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
+  moelora_routes *routes = &problem->routes;
+  layer_weights layer;
   *problem = (moelora_experts_problem){
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
-  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
-  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
-  const moelora_arg bias13 = MOELORA_ARG("w13_bias", &args->w13_bias);
-  const moelora_arg bias2 = MOELORA_ARG("w2_bias", &args->w2_bias);
-  moelora_routes *routes = &problem->routes;
-
-  layer_weights layer;
+  MOELORA_TRY(moelora_check_views(all));
   MOELORA_TRY(check_layer_shapes(args, &layer, problem));
-  MOELORA_TRY(check_bias(bias13, &layer.w13, routes->num_experts, &problem->w13));
-  MOELORA_TRY(check_bias(bias2, &layer.w2, routes->num_experts, &problem->w2));
-  MOELORA_TRY(moelora_check_routing(&args->routing, true, routes));
+  name_sizes(all, &layer.w13, &problem->w13, "2 I");
+  take_bias(&args->w13_bias, &problem->w13);
+  take_bias(&args->w2_bias, &problem->w2);
+  MOELORA_TRY(moelora_take_routing(all, &args->routing, true, routes));
   MOELORA_TRY(check_padded_rows(topk_ids, routes));
-  MOELORA_TRY(moelora_check_size(x, 0, routes->num_tokens, moelora_size_of(topk_ids, 0)));
   MOELORA_REQUIRE(!args->apply_router_weight_on_input || routes->top_k == 1,
                   "%s.size(1) is %d, expected 1 with apply_router_weight_on_input", topk_ids.name,
                   routes->top_k);
-  MOELORA_TRY(check_layer_adapters(args, &layer, problem));
+  MOELORA_TRY(check_layer_adapters(all, args, &layer, problem));
   problem->dtype = args->hidden_states.dtype;
   problem->x = args->hidden_states.data;
   problem->x_stride = moelora_stride(&args->hidden_states, 0);
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args) {
-  const moelora_arg inputs[] = {
-      MOELORA_ARG("w13", &args->w13),
-      MOELORA_ARG("w2", &args->w2),
-      MOELORA_ARG("w13_bias", &args->w13_bias),
-      MOELORA_ARG("w2_bias", &args->w2_bias),
-  };
-  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-    MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
-  MOELORA_TRY(moelora_check_disjoint(out, MOELORA_ARG("w13_one_a", &args->w13_one_a)));
-  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w13_lora, "w13_lora_a", "w13_lora_b"));
-  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w2_lora, "w2_lora_a", "w2_lora_b"));
-  return moelora_check_disjoint_routes(out, &args->routing, &args->adapters);
-}
-
 /* ---- saved tensors ---- */
-
-/* Checks a saved tensor with P rows, in the dtype of hidden_states. */
-static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *layout,
-                                    const moelora_experts_args *args,
-                                    const moelora_experts_problem *problem) {
-  MOELORA_TRY(moelora_check_view(arg, ndim, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, args->hidden_states.dtype,
-                                  MOELORA_ARG("hidden_states", &args->hidden_states).name));
-  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
-                                 moelora_words("the number of routed rows, M * top_k,")));
-  return moelora_check_rows(arg);
-}
 
 /* Checks the saved shrink output of a projection: [P, slices, R], or [P, R]. */
 static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
                                    const moelora_experts_problem *problem,
                                    const moelora_factors *lora, void **data, int64_t stride[2]) {
-  const bool given = !moelora_is_absent(arg.tensor);
+  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   if (lora->num_slices == 0) {
-    MOELORA_REQUIRE(!given || arg.tensor->size[0] == 0,
+    MOELORA_REQUIRE(moelora_is_absent(arg.tensor) || arg.tensor->size[0] == 0,
                     "%s is given, but the projection has no adapters", arg.name);
     return MOELORA_OK;
   }
-  MOELORA_TRY(check_rows_of(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]",
-                            args, problem));
+  MOELORA_TRY(
+      moelora_check_view(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]"));
+  MOELORA_TRY(moelora_check_dtype(arg, x.tensor->dtype, x.name));
+  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
+                                 moelora_words("the number of routed rows, M * top_k,")));
+  MOELORA_TRY(moelora_check_rows(arg));
   if (ndim == 3)
     MOELORA_TRY(moelora_check_size(arg, 1, lora->num_slices,
                                    moelora_words("the number of slices of the factors")));
@@ -396,71 +312,37 @@ static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_
   return MOELORA_OK;
 }
 
-void moelora_saved_args(const moelora_saved *saved, moelora_arg args[MOELORA_SAVED]) {
-  args[0] = MOELORA_ARG("saved.gate_up", &saved->gate_up);
-  args[1] = MOELORA_ARG("saved.w13_shrink", &saved->w13_shrink);
-  args[2] = MOELORA_ARG("saved.w2_shrink", &saved->w2_shrink);
-}
-
-moelora_status moelora_check_saved_views(const moelora_experts_args *args,
-                                         moelora_experts_problem *problem) {
-  moelora_arg all[MOELORA_SAVED];
-  moelora_saved_args(&args->saved, all);
-  const moelora_arg gate_up = all[0];
+moelora_status moelora_check_saved(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem) {
+  const moelora_saved *from = &args->saved;
+  const moelora_arg shrink13 = MOELORA_ARG("saved.w13_shrink", &from->w13_shrink);
+  const moelora_arg shrink2 = MOELORA_ARG("saved.w2_shrink", &from->w2_shrink);
   moelora_saved_rows *saved = &problem->saved;
-  MOELORA_TRY(check_rows_of(gate_up, 2, "[M * top_k, 2 I]", args, problem));
-  MOELORA_TRY(
-      moelora_check_size(gate_up, 1, problem->w13.n, moelora_words("the number of rows of w13")));
-  saved->gate_up = gate_up.tensor->data;
-  saved->gate_up_stride = moelora_stride(gate_up.tensor, 0);
-  MOELORA_TRY(check_shrink(all[1], 3, args, problem, &problem->w13_lora, &saved->shrink[0],
+  saved->gate_up = from->gate_up.data;
+  saved->gate_up_stride = moelora_stride(&from->gate_up, 0);
+  MOELORA_TRY(check_shrink(shrink13, 3, args, problem, &problem->w13_lora, &saved->shrink[0],
                            saved->shrink_stride[0]));
-  return check_shrink(all[2], 2, args, problem, &problem->w2_lora, &saved->shrink[1],
+  return check_shrink(shrink2, 2, args, problem, &problem->w2_lora, &saved->shrink[1],
                       saved->shrink_stride[1]);
-}
-
-/* Checks the tensors that a forward saves, if any: outputs that share no memory. */
-static moelora_status check_saved(const moelora_experts_args *args,
-                                  moelora_experts_problem *problem) {
-  moelora_arg all[MOELORA_SAVED];
-  moelora_saved_args(&args->saved, all);
-  if (moelora_is_absent(all[0].tensor)) {
-    for (int32_t i = 1; i < MOELORA_SAVED; i++)
-      MOELORA_REQUIRE(moelora_is_absent(all[i].tensor), "%s is given, but %s is absent",
-                      all[i].name, all[0].name);
-    return MOELORA_OK;
-  }
-  MOELORA_TRY(moelora_check_saved_views(args, problem));
-  for (int32_t i = 0; i < MOELORA_SAVED; i++) {
-    if (moelora_is_absent(all[i].tensor))
-      continue;
-    MOELORA_TRY(moelora_check_distinct(all[i]));
-    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("hidden_states", &args->hidden_states)));
-    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("out", &args->out)));
-    MOELORA_TRY(moelora_check_disjoint_layer(all[i], args));
-    for (int32_t j = 0; j < i; j++)
-      MOELORA_TRY(moelora_check_disjoint(all[i], all[j]));
-  }
-  return MOELORA_OK;
 }
 
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem) {
-  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
-  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
-  const moelora_arg out = MOELORA_ARG("out", &args->out);
-  MOELORA_TRY(moelora_check_layer(args, problem));
-  MOELORA_TRY(moelora_check_view(out, 2, "[M, K]"));
-  MOELORA_TRY(moelora_check_dtype(out, args->hidden_states.dtype, x.name));
-  MOELORA_TRY(moelora_check_size(out, 0, problem->routes.num_tokens, moelora_size_of(topk_ids, 0)));
-  MOELORA_TRY(moelora_check_size(out, 1, problem->hidden, moelora_size_of(x, 1)));
-  MOELORA_TRY(moelora_check_rows(out));
-  MOELORA_TRY(moelora_check_distinct(out));
-  const bool saving = !moelora_is_absent(&args->saved.gate_up);
-  if (saving || !moelora_same_view(&args->out, &args->hidden_states))
-    MOELORA_TRY(moelora_check_disjoint(out, x));
-  MOELORA_TRY(moelora_check_disjoint_layer(out, args));
+  const moelora_saved *saved = &args->saved;
+  const bool saving = !moelora_is_absent(&saved->gate_up);
+  moelora_arguments all;
+  moelora_arguments_of_experts(args, &all);
+  if (!saving && moelora_same_view(&args->out, &args->hidden_states))
+    all.aliased = &args->hidden_states;
+  MOELORA_TRY(moelora_check_layer(&all, args, problem));
+  for (int32_t i = 0; i < 2 && !saving; i++)
+    MOELORA_REQUIRE(moelora_is_absent(i ? &saved->w2_shrink : &saved->w13_shrink),
+                    "saved.%s is given, but saved.gate_up is absent",
+                    i ? "w2_shrink" : "w13_shrink");
+  if (saving)
+    MOELORA_TRY(moelora_check_saved(args, problem));
   problem->out = args->out.data;
   problem->out_stride = moelora_stride(&args->out, 0);
-  return check_saved(args, problem);
+  MOELORA_TRY(moelora_check_sizes(&all));
+  return moelora_check_apart(&all);
 }

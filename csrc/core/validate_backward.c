@@ -3,36 +3,12 @@
 
 /* ---- gradients ---- */
 
-/* Gradients checked so far, and what they are checked against. */
+/* What gradients of factors and biases are checked against. */
 typedef struct gradients {
   moelora_dtype dtype;
-  moelora_arg inputs[8];
-  int32_t num_inputs;
-  const moelora_experts_args *layer; /* one of layer and gemm is set */
-  const moelora_gemm_args *gemm;     /* its factors, routes and tables are also inputs */
-  moelora_arg seen[16];
-  int32_t count;
   moelora_arg pairs;  /* tensor NULL: no gradient is sparse */
   int64_t num_sparse; /* -1: not known yet */
 } gradients;
-
-/* Checks that an output shares no memory with inputs and earlier outputs. */
-static moelora_status check_output(gradients *all, moelora_arg arg) {
-  MOELORA_TRY(moelora_check_rows(arg));
-  MOELORA_TRY(moelora_check_distinct(arg));
-  for (int32_t i = 0; i < all->num_inputs; i++)
-    MOELORA_TRY(moelora_check_disjoint(arg, all->inputs[i]));
-  if (all->layer)
-    MOELORA_TRY(moelora_check_disjoint_layer(arg, all->layer));
-  if (all->gemm) {
-    MOELORA_TRY(moelora_check_disjoint_lora(arg, &all->gemm->lora, "lora_a", "lora_b"));
-    MOELORA_TRY(moelora_check_disjoint_routes(arg, &all->gemm->routing, &all->gemm->adapters));
-  }
-  for (int32_t i = 0; i < all->count; i++)
-    MOELORA_TRY(moelora_check_disjoint(arg, all->seen[i]));
-  all->seen[all->count++] = arg;
-  return MOELORA_OK;
-}
 
 /* Checks the gradient of `like`, which has the same shape. */
 static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_arg like,
@@ -62,7 +38,7 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
     MOELORA_TRY(moelora_check_size(arg, 1, all->num_sparse,
                                    moelora_words("the number of sparse gradients of others")));
   }
-  MOELORA_TRY(check_output(all, arg));
+  MOELORA_TRY(moelora_check_rows(arg));
   *gradient = (moelora_gradient){
       .data = t->data,
       .dtype = t->dtype,
@@ -78,20 +54,14 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
   return MOELORA_OK;
 }
 
-/* Checks the table of sparse gradients, if there is one. check_gradient() compares max_loras. */
-static moelora_status check_pairs(gradients *all, const moelora_tensor *pairs,
-                                  const moelora_routes *routes) {
-  const moelora_arg arg = MOELORA_ARG("grads.pairs", pairs);
+/* The gradients of a call with activations `x`, before any is checked. */
+static moelora_status begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs,
+                                      gradients *all) {
+  *all = (gradients){.dtype = x->dtype, .num_sparse = -1};
   if (moelora_is_absent(pairs))
     return MOELORA_OK;
-  MOELORA_TRY(moelora_check_view(arg, 2, "[max_loras, E]"));
-  MOELORA_TRY(moelora_check_dtype(arg, MOELORA_I32, NULL));
-  MOELORA_TRY(
-      moelora_check_size(arg, 1, routes->num_experts, moelora_words("the number of experts")));
-  MOELORA_TRY(moelora_check_contiguous(arg));
-  all->pairs = arg;
-  all->inputs[all->num_inputs++] = arg;
-  return MOELORA_OK;
+  all->pairs = MOELORA_ARG("grads.pairs", pairs);
+  return moelora_check_contiguous(all->pairs);
 }
 
 /* The table; empty if no gradient is sparse. */
@@ -122,37 +92,12 @@ static moelora_status check_factor_gradients(gradients *all, const moelora_lora 
   return MOELORA_OK;
 }
 
-/* Checks the gradient of `x`. */
-static moelora_status check_dx(gradients *all, moelora_arg dx, moelora_arg x, const char *layout,
-                               void **data, int64_t *stride) {
-  if (moelora_is_absent(dx.tensor))
-    return MOELORA_OK;
-  MOELORA_TRY(moelora_check_view(dx, 2, layout));
-  MOELORA_TRY(moelora_check_dtype(dx, x.tensor->dtype, x.name));
-  for (int32_t i = 0; i < 2; i++)
-    MOELORA_TRY(moelora_check_size(dx, i, x.tensor->size[i], moelora_size_of(x, i)));
-  MOELORA_TRY(check_output(all, dx));
-  *data = dx.tensor->data;
-  *stride = moelora_stride(dx.tensor, 0);
-  return MOELORA_OK;
-}
-
-static moelora_status check_dtopk_weights(gradients *all, const moelora_tensor *grad,
-                                          const moelora_tensor *topk_ids, float **data,
-                                          int64_t stride[2]) {
-  const moelora_arg ids = MOELORA_ARG("topk_ids", topk_ids);
-  const moelora_arg dt = MOELORA_ARG("grads.topk_weights", grad);
-  if (moelora_is_absent(dt.tensor))
-    return MOELORA_OK;
-  MOELORA_TRY(moelora_check_view(dt, 2, "[M, top_k]"));
-  MOELORA_TRY(moelora_check_dtype(dt, MOELORA_F32, NULL));
-  for (int32_t i = 0; i < 2; i++)
-    MOELORA_TRY(moelora_check_size(dt, i, ids.tensor->size[i], moelora_size_of(ids, i)));
-  MOELORA_TRY(check_output(all, dt));
-  *data = dt.tensor->data;
-  stride[0] = moelora_stride(dt.tensor, 0);
-  stride[1] = moelora_stride(dt.tensor, 1);
-  return MOELORA_OK;
+static void take_dtopk_weights(const moelora_tensor *grad, float **data, int64_t stride[2]) {
+  if (moelora_is_absent(grad))
+    return;
+  *data = grad->data;
+  stride[0] = moelora_stride(grad, 0);
+  stride[1] = moelora_stride(grad, 1);
 }
 
 moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
@@ -163,43 +108,24 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
                                        "w2_lora_b"};
   const moelora_experts_args *forward = &args->forward;
   const moelora_experts_grads *grads = &args->grads;
-  const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
-  const moelora_arg dout = MOELORA_ARG("dout", &args->dout);
   *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
                                                 .overwrites_gate_up = args->overwrites_gate_up};
-  MOELORA_TRY(moelora_check_layer(forward, &problem->forward));
-  MOELORA_TRY(moelora_check_saved_views(forward, &problem->forward));
-  moelora_arg saved[MOELORA_SAVED];
-  moelora_saved_args(&forward->saved, saved);
-
-  MOELORA_TRY(moelora_check_view(dout, 2, "[M, K]"));
-  MOELORA_TRY(moelora_check_dtype(dout, x.tensor->dtype, x.name));
-  for (int32_t i = 0; i < 2; i++)
-    MOELORA_TRY(moelora_check_size(dout, i, x.tensor->size[i], moelora_size_of(x, i)));
-  MOELORA_TRY(moelora_check_rows(dout));
-  problem->dout = dout.tensor->data;
-  problem->dout_stride = moelora_stride(dout.tensor, 0);
-
-  if (args->overwrites_gate_up) {
-    const moelora_arg gate_up = saved[0], others[] = {x, dout, saved[1], saved[2]};
-    MOELORA_TRY(moelora_check_distinct(gate_up));
-    for (int32_t i = 0; i < 4; i++)
-      if (!moelora_is_absent(others[i].tensor))
-        MOELORA_TRY(moelora_check_disjoint(gate_up, others[i]));
-    MOELORA_TRY(moelora_check_disjoint_layer(gate_up, forward));
+  moelora_arguments rows;
+  moelora_arguments_of_experts_backward(args, &rows);
+  if (args->overwrites_gate_up)
+    rows.written = &forward->saved.gate_up;
+  MOELORA_TRY(moelora_check_layer(&rows, forward, &problem->forward));
+  MOELORA_TRY(moelora_check_saved(forward, &problem->forward));
+  MOELORA_TRY(moelora_check_sizes(&rows));
+  problem->dout = args->dout.data;
+  problem->dout_stride = moelora_stride(&args->dout, 0);
+  if (!moelora_is_absent(&grads->hidden_states)) {
+    problem->dx = grads->hidden_states.data;
+    problem->dx_stride = moelora_stride(&grads->hidden_states, 0);
   }
-  gradients all = {
-      .dtype = x.tensor->dtype,
-      .inputs = {x, dout, saved[0], saved[1], saved[2]},
-      .num_inputs = 5,
-      .layer = forward,
-      .num_sparse = -1,
-  };
-  MOELORA_TRY(check_pairs(&all, &grads->pairs, &problem->forward.routes));
-  MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.hidden_states", &grads->hidden_states), x, "[M, K]",
-                       &problem->dx, &problem->dx_stride));
-  MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
-                                  &problem->dtopk_weights, problem->dtopk_weights_stride));
+  take_dtopk_weights(&grads->topk_weights, &problem->dtopk_weights, problem->dtopk_weights_stride);
+  gradients all;
+  MOELORA_TRY(begin_gradients(&forward->hidden_states, &grads->pairs, &all));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, names13,
                                      problem->a13, problem->b13));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
@@ -208,8 +134,9 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
                              MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
                              &problem->bias13));
-  return check_gradient(&all, MOELORA_ARG("grads.w2_bias", &grads->w2_bias),
-                        MOELORA_ARG("w2_bias", &forward->w2_bias), "[E, K]", &problem->bias2);
+  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w2_bias", &grads->w2_bias),
+                             MOELORA_ARG("w2_bias", &forward->w2_bias), "[E, K]", &problem->bias2));
+  return moelora_check_apart(&rows);
 }
 
 /* ---- a projection ---- */
@@ -267,28 +194,30 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
   static const char *const names[] = {"grads.lora_a", "grads.lora_b", "lora_a", "lora_b"};
   const moelora_gemm_args *forward = &args->forward;
   const moelora_gemm_grads *grads = &args->grads;
-  const moelora_arg x = MOELORA_ARG("x", &forward->x), bias = MOELORA_ARG("bias", &forward->bias);
+  const moelora_routes *routes = &problem->forward.routes;
   *problem = (moelora_gemm_backward_problem){.accumulate = args->accumulate};
   MOELORA_TRY(check_forward(args, &problem->forward));
   problem->dout = problem->forward.out;
   problem->dout_stride[0] = problem->forward.out_stride[0];
   problem->dout_stride[1] = problem->forward.out_stride[1];
 
-  gradients all = {
-      .dtype = x.tensor->dtype,
-      .inputs = {x, MOELORA_ARG("dout", &args->dout), MOELORA_ARG("w", &forward->w), bias},
-      .num_inputs = 4,
-      .gemm = forward,
-      .num_sparse = -1,
-  };
-  MOELORA_TRY(check_pairs(&all, &grads->pairs, &problem->forward.routes));
-  MOELORA_TRY(check_dx(&all, MOELORA_ARG("grads.x", &grads->x), x, "[M, K] or [M * top_k, K]",
-                       &problem->dx, &problem->dx_stride));
-  MOELORA_TRY(check_dtopk_weights(&all, &grads->topk_weights, &forward->routing.topk_ids,
-                                  &problem->dtopk_weights, problem->dtopk_weights_stride));
+  moelora_arguments rows;
+  moelora_arguments_of_gemm_backward(args, &rows);
+  moelora_name_size(&rows, "E", routes->num_experts, moelora_words("the number of experts"));
+  moelora_name_size(&rows, "max_loras", MOELORA_ANY_SIZE, moelora_words("max_loras"));
+  MOELORA_TRY(moelora_check_views(&rows));
+  MOELORA_TRY(moelora_check_sizes(&rows));
+  if (!moelora_is_absent(&grads->x)) {
+    problem->dx = grads->x.data;
+    problem->dx_stride = moelora_stride(&grads->x, 0);
+  }
+  take_dtopk_weights(&grads->topk_weights, &problem->dtopk_weights, problem->dtopk_weights_stride);
+  gradients all;
+  MOELORA_TRY(begin_gradients(&forward->x, &grads->pairs, &all));
   MOELORA_TRY(
       check_factor_gradients(&all, &grads->lora, &forward->lora, names, problem->a, problem->b));
   problem->pairs = pairs_of(&all);
-  return check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias), bias, "[E, N]",
-                        &problem->bias);
+  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias),
+                             MOELORA_ARG("bias", &forward->bias), "[E, N]", &problem->bias));
+  return moelora_check_apart(&rows);
 }

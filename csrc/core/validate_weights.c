@@ -4,12 +4,6 @@
 
 #include <math.h>
 
-static moelora_status check_at_least_one(moelora_arg arg) {
-  for (int32_t i = 0; i < arg.tensor->ndim; i++)
-    MOELORA_REQUIRE(arg.tensor->size[i] >= 1, "%s.size(%d) is 0, expected at least 1", arg.name, i);
-  return MOELORA_OK;
-}
-
 /* Row-major or packed weights. */
 static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   const moelora_tensor *w = arg.tensor;
@@ -21,7 +15,7 @@ static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   MOELORA_TRY(
       moelora_check_view(arg, packed ? 5 : 3, packed ? "[E, N/64, K/64, 64, 64]" : "[E, N, K]"));
   MOELORA_TRY(moelora_check_compute_dtype(arg));
-  MOELORA_TRY(check_at_least_one(arg));
+  MOELORA_TRY(moelora_check_at_least_one(arg));
   if (packed) {
     for (int32_t dim = 3; dim < 5; dim++)
       MOELORA_TRY(moelora_check_size(arg, dim, MOELORA_PACK, moelora_words("the side of a tile")));
@@ -105,7 +99,7 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
   const char *format = moelora_format_name(layout->format);
   MOELORA_TRY(moelora_check_view(arg, 4, shape));
   MOELORA_TRY(moelora_check_dtype(arg, MOELORA_U8, NULL));
-  MOELORA_TRY(check_at_least_one(arg));
+  MOELORA_TRY(moelora_check_at_least_one(arg));
   MOELORA_REQUIRE(t->size[3] == moelora_tile_size(layout->format),
                   "%s.size(3) is %lld, expected the %d bytes of a tile of %s", arg.name,
                   (long long)t->size[3], moelora_tile_size(layout->format), format);
@@ -249,7 +243,7 @@ static moelora_status check_groups(moelora_arg arg, moelora_arg values, const in
   MOELORA_TRY(moelora_check_view(arg, 3, "[E, N, K / group]"));
   for (int32_t dim = 0; dim < 2; dim++)
     MOELORA_TRY(moelora_check_size(arg, dim, size[dim], moelora_size_of(values, dim)));
-  MOELORA_TRY(check_at_least_one(arg));
+  MOELORA_TRY(moelora_check_at_least_one(arg));
   MOELORA_TRY(moelora_check_rows(arg));
   strides[0] = moelora_stride(arg.tensor, 0);
   strides[1] = moelora_stride(arg.tensor, 1);
@@ -368,7 +362,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
 
   MOELORA_TRY(moelora_check_view(values, 3, fp8 ? "[E, N, K]" : "[E, N, K/2]"));
   MOELORA_TRY(moelora_check_dtype(values, MOELORA_U8, NULL));
-  MOELORA_TRY(check_at_least_one(values));
+  MOELORA_TRY(moelora_check_at_least_one(values));
   MOELORA_TRY(moelora_check_rows(values));
   MOELORA_TRY(moelora_check_size(values, 1, layout->rows, moelora_words("layout.rows")));
   MOELORA_REQUIRE(moelora_has_zeros(layout->format) || moelora_is_absent(&w->zeros),
@@ -402,7 +396,7 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
   *problem = (moelora_quantized_problem){0};
   MOELORA_TRY(check_quantized_layout(layout));
   MOELORA_TRY(moelora_check_view(target, 3, "[E, N, K]"));
-  MOELORA_TRY(check_at_least_one(target));
+  MOELORA_TRY(moelora_check_at_least_one(target));
   MOELORA_TRY(moelora_check_rows(target));
   MOELORA_TRY(moelora_check_size(target, 1, layout->rows, moelora_words("layout.rows")));
   MOELORA_TRY(

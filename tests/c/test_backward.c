@@ -213,7 +213,7 @@ static void test_refusals(void) {
   REFUSES(bad.forward.saved.gate_up = absent,
           "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]");
   REFUSES(bad.forward.saved.gate_up.size[1] = 7,
-          "saved.gate_up.size(1) is 7, the number of rows of w13 is 24");
+          "saved.gate_up.size(1) is 7, w13.size(1) is 24");
   REFUSES(bad.grads.w2_lora.a[0].dtype = MOELORA_F16,
           "grads.w2_lora_a[0] has dtype float16, expected float32");
   REFUSES(bad.grads.w13_lora.num_slices = 1, "grads.w13_lora_a has 1 slices, w13_lora_a has 2");
@@ -221,7 +221,7 @@ static void test_refusals(void) {
   REFUSES(bad.grads.w2_bias = bad.grads.hidden_states,
           "grads.w2_bias.size(0) is 9, w2_bias.size(0) is 3");
   const moelora_tensor pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, EXPERTS + 1));
-  REFUSES(bad.grads.pairs = pairs, "grads.pairs.size(1) is 4, the number of experts is 3");
+  REFUSES(bad.grads.pairs = pairs, "grads.pairs.size(1) is 4, w13.size(0) is 3");
   REFUSES(bad.forward.w2_bias = absent, "grads.w2_bias is given, but w2_bias is absent");
   moelora_experts_args forward = good.forward;
   forward.saved.gate_up = absent;

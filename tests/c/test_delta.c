@@ -298,7 +298,7 @@ static void test_errors(void) {
   a = good, a.lora.num_slices = 0;
   INVALID("lora_a has 0 slices, expected 1 to 4");
   a = good, a.x.size[0] = 4;
-  INVALID("x.size(0) is 4, expected M, which is 5, or M * top_k, which is 10");
+  INVALID("x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10");
   a = good, a.lora.b[1].size[2] = 11;
   INVALID("lora_b[1].size(2) is 11, the columns of the first slice is 12");
   a = good, a.out_offset = 1;

@@ -101,7 +101,7 @@ static void test_gemm_errors(void) {
   a = good, a.bias.size[0] = 3;
   INVALID("bias.size(0) is 3, w.size(0) is 4");
   a = good, a.bias.dtype = MOELORA_F16;
-  INVALID("bias has dtype float16, expected float32 as w");
+  INVALID("bias has dtype float16, expected float32 as x");
   a = good, a.bias.stride[1] = 4;
   INVALID("bias.stride(1) is 4, expected 1: the last dimension must be contiguous");
   a = good, a.routing.topk_weights = absent;
@@ -154,8 +154,8 @@ static void test_gemm_errors(void) {
   a = good, a.adapters.lora_scalings.stride[0] = 0;
   INVALID("lora_scalings.stride(0) is 0, expected 1: lora_scalings must be contiguous");
   a = good, a.adapters.adapter_enabled.size[0] = 1;
-  INVALID("adapter_enabled.size(0) is 1, lora_a[0].size(0) is 2: expected as many entries or one "
-          "more");
+  INVALID("adapter_enabled.size(0) is 1, expected lora_a[0].size(0), which is 2, or max_loras + 1, "
+          "which is 3");
 
   a = good, a.out.size[0] = 4;
   INVALID("out.size(0) is 4, topk_ids.size(0) is 5");
@@ -259,7 +259,7 @@ static void test_experts_errors(void) {
   a = good, a.w13_bias.size[1] = 12;
   INVALID("w13_bias.size(1) is 12, w13.size(1) is 24");
   a = good, a.w2_bias.size[0] = 1;
-  INVALID("w2_bias.size(0) is 1, w2.size(0) is 4");
+  INVALID("w2_bias.size(0) is 1, w13.size(0) is 4");
   a = good, a.routing.topk_weights = absent;
   INVALID("topk_weights is absent, expected a tensor [M, top_k]");
   a = good, a.apply_router_weight_on_input = true;

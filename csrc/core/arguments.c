@@ -1,0 +1,207 @@
+/* The tensors of each operator as rows of operators.inc, and what all of them are checked for. */
+#include <string.h>
+
+#include "core/check.h"
+
+#define ROW(NAME, SHAPE, DTYPE, FIELD, USE)                                                        \
+  {NAME, NULL, SHAPE, offsetof(args_type, FIELD), MOELORA_CLASS_##DTYPE, USE},
+#define PAIR(NAME_A, NAME_B, FIELD, USE)                                                           \
+  {NAME_A, NAME_B, "", offsetof(args_type, FIELD), MOELORA_CLASS_special, USE},
+#define OPERATOR(NAME, ...)                                                                        \
+  void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all) {    \
+    typedef moelora_##NAME##_args args_type;                                                       \
+    static const moelora_row rows[] = {
+#define INPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_READ)
+#define OPTIONAL(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_READ)
+#define OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_WRITTEN)
+#define OPTIONAL_OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_WRITE)
+#define FACTORS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_READ)
+#define FACTOR_GRADIENTS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_WRITTEN)
+#define END(NAME)                                                                                  \
+  }                                                                                                \
+  ;                                                                                                \
+  all->args = args;                                                                                \
+  all->rows = rows;                                                                                \
+  all->count = sizeof rows / sizeof *rows;                                                         \
+  all->compute.tensor = NULL;                                                                      \
+  all->written = all->aliased = NULL;                                                              \
+  all->num_sizes = 0;                                                                              \
+  }
+#include "core/operators.inc"
+
+static bool is_output(const moelora_row *row) {
+  return row->use == MOELORA_WRITTEN || row->use == MOELORA_MAY_WRITE;
+}
+
+/* The argument of a row with one tensor. */
+static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) {
+  return MOELORA_ARG(row->name, (const moelora_tensor *)((const char *)all->args + row->at));
+}
+
+/* Whether views and sizes of a row are checked here: not those of weights, factors and gradients,
+ * and not of absent optional tensors. */
+static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
+  const bool optional = row->use == MOELORA_MAY_READ || row->use == MOELORA_MAY_WRITE;
+  return row->dtype != MOELORA_CLASS_special &&
+         !(optional && moelora_is_absent(arg_of(all, row).tensor));
+}
+
+/* ---- views ---- */
+
+static moelora_status check_class(moelora_arguments *all, const moelora_row *row, moelora_arg arg) {
+  switch (row->dtype) {
+  case MOELORA_CLASS_compute:
+    if (all->compute.tensor)
+      return moelora_check_dtype(arg, all->compute.tensor->dtype, all->compute.name);
+    all->compute = arg;
+    return moelora_check_compute_dtype(arg);
+  case MOELORA_CLASS_ids:
+    return moelora_check_id_dtype(arg);
+  case MOELORA_CLASS_i32:
+    return moelora_check_dtype(arg, MOELORA_I32, NULL);
+  case MOELORA_CLASS_flags:
+    MOELORA_REQUIRE(arg.tensor->dtype == MOELORA_BOOL || arg.tensor->dtype == MOELORA_I32,
+                    "%s has dtype %s, expected bool or int32", arg.name,
+                    moelora_dtype_name(arg.tensor->dtype));
+    return MOELORA_OK;
+  default:
+    return moelora_check_dtype(arg, MOELORA_F32, NULL);
+  }
+}
+
+static moelora_status check_strides(const moelora_row *row, moelora_arg arg) {
+  if (row->dtype == MOELORA_CLASS_ids || row->dtype == MOELORA_CLASS_weights)
+    return MOELORA_OK;
+  return arg.tensor->ndim == 1 ? moelora_check_contiguous(arg) : moelora_check_rows(arg);
+}
+
+moelora_status moelora_check_views(moelora_arguments *all) {
+  for (int32_t i = 0; i < all->count; i++) {
+    const moelora_row *row = &all->rows[i];
+    if (!is_checked(all, row))
+      continue;
+    const moelora_arg arg = arg_of(all, row);
+    int32_t ndim = 1;
+    for (const char *at = row->shape; *at != ']'; at++)
+      ndim += *at == ',';
+    MOELORA_TRY(moelora_check_view(arg, ndim, row->shape));
+    MOELORA_TRY(check_class(all, row, arg));
+    MOELORA_TRY(check_strides(row, arg));
+  }
+  return MOELORA_OK;
+}
+
+/* ---- sizes ---- */
+
+/* Length of the name at the start of `shape`, up to the next comma or bracket. */
+static size_t name_length(const char *shape) {
+  size_t length = 0;
+  while (shape[length] != ',' && shape[length] != ']' && shape[length])
+    length++;
+  return length;
+}
+
+static moelora_named_size *find_size(moelora_arguments *all, const char *name, size_t length) {
+  for (int32_t i = 0; i < all->num_sizes; i++)
+    if (all->sizes[i].length == length && all->sizes[i].name[0] == name[0] &&
+        !memcmp(all->sizes[i].name, name, length))
+      return &all->sizes[i];
+  return NULL;
+}
+
+void moelora_name_size(moelora_arguments *all, const char *name, int64_t value,
+                       moelora_source source) {
+  all->sizes[all->num_sizes++] = (moelora_named_size){name, name_length(name), value, source};
+}
+
+/* The name of dimension `dim` in the second alternative of "[M, K] or [M * top_k, K]"; NULL: there
+ * is none. */
+static const char *alternative(const char *shape, int32_t dim) {
+  const char *at = strstr(shape, "or [");
+  for (at = at ? at + 4 : NULL; at && dim > 0; dim--)
+    at += name_length(at) + 2;
+  return at;
+}
+
+/* Compares a dimension with the size of its name, which it defines if nothing else did. */
+static moelora_status check_named(moelora_arguments *all, const moelora_row *row, moelora_arg arg,
+                                  int32_t dim, const char *name) {
+  const int64_t size = arg.tensor->size[dim];
+  const moelora_named_size *named = find_size(all, name, name_length(name));
+  if (!named) {
+    moelora_name_size(all, name, size, moelora_size_of(arg, dim));
+    return MOELORA_OK;
+  }
+  if (size == named->value || named->value == MOELORA_ANY_SIZE)
+    return MOELORA_OK;
+  const char *second = alternative(row->shape, dim);
+  const moelora_named_size *other = second ? find_size(all, second, name_length(second)) : named;
+  if (other == named)
+    return moelora_check_size(arg, dim, named->value, named->source);
+  MOELORA_REQUIRE(size == other->value,
+                  "%s.size(%d) is %lld, expected %s, which is %lld, or %.*s, which is %lld",
+                  arg.name, dim, (long long)size, moelora_label_source(named->source).text,
+                  (long long)named->value, (int)other->length, other->name,
+                  (long long)other->value);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_sizes(moelora_arguments *all) {
+  for (int32_t i = 0; i < all->count; i++) {
+    const moelora_row *row = &all->rows[i];
+    if (!is_checked(all, row))
+      continue;
+    const moelora_arg arg = arg_of(all, row);
+    const char *name = row->shape + 1;
+    for (int32_t dim = 0; dim < arg.tensor->ndim; dim++, name += name_length(name) + 2)
+      MOELORA_TRY(check_named(all, row, arg, dim, name));
+  }
+  return MOELORA_OK;
+}
+
+/* ---- memory ---- */
+
+enum { MAX_TENSORS = 64 };
+
+typedef struct tensors {
+  int32_t count;
+  struct {
+    moelora_arg arg;
+    bool written;
+  } of[MAX_TENSORS];
+} tensors;
+
+static void add(tensors *list, moelora_arg arg, bool written) {
+  if (!moelora_is_absent(arg.tensor)) {
+    list->of[list->count].arg = arg;
+    list->of[list->count++].written = written;
+  }
+}
+
+moelora_status moelora_check_apart(const moelora_arguments *all) {
+  tensors list;
+  list.count = 0;
+  for (int32_t i = 0; i < all->count; i++) {
+    const moelora_row *row = &all->rows[i];
+    if (!row->name_b) {
+      const moelora_arg arg = arg_of(all, row);
+      if (arg.tensor != all->aliased)
+        add(&list, arg, is_output(row) || arg.tensor == all->written);
+      continue;
+    }
+    const moelora_lora *lora = (const void *)((const char *)all->args + row->at);
+    for (int32_t slice = 0; slice < lora->num_slices; slice++) {
+      add(&list, moelora_entry(row->name, slice, &lora->a[slice]), is_output(row));
+      add(&list, moelora_entry(row->name_b, slice, &lora->b[slice]), is_output(row));
+    }
+  }
+  for (int32_t i = 0; i < list.count; i++) {
+    if (!list.of[i].written)
+      continue;
+    MOELORA_TRY(moelora_check_distinct(list.of[i].arg));
+    for (int32_t j = 0; j < list.count; j++)
+      if (j < i || (j > i && !list.of[j].written))
+        MOELORA_TRY(moelora_check_disjoint(list.of[i].arg, list.of[j].arg));
+  }
+  return MOELORA_OK;
+}
