@@ -29,15 +29,13 @@ typedef struct moelora_device_info {
 
 /* Types of a backend's functions for each operator, moelora_<backend>_<NAME> and
  * moelora_<backend>_<NAME>_workspace, and for each conversion. */
-#define OPERATOR(NAME, PLAN, ...)                                                                  \
-  typedef size_t moelora_##NAME##_size_function(const moelora_##NAME##_problem *problem,           \
-                                                const moelora_##PLAN##_plan *plan,                 \
-                                                const moelora_exec *exec);                         \
-  typedef moelora_status moelora_##NAME##_function(const moelora_##NAME##_problem *problem,        \
-                                                   const moelora_##PLAN##_plan *plan,              \
-                                                   const moelora_exec *exec);
+#define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
+  typedef size_t moelora_##NAME##_size_function(                                                   \
+      const moelora_##PROBLEM *problem, const moelora_##PLAN *plan, const moelora_exec *exec);     \
+  typedef moelora_status moelora_##NAME##_function(                                                \
+      const moelora_##PROBLEM *problem, const moelora_##PLAN *plan, const moelora_exec *exec);
 #define CONVERSION(NAME, PROBLEM)                                                                  \
-  typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM##_problem *problem,     \
+  typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM *problem,               \
                                                    const moelora_exec *exec);
 #include "core/operators.inc"
 
@@ -71,12 +69,11 @@ extern const moelora_backend moelora_cuda_backend;
 /* validate*.c: moelora_check_<NAME> checks the arguments and fills the problem.
  * plan_*.c: moelora_plan_<NAME> is a pure function of its arguments and of the forced and tuned
  * variants. */
-#define OPERATOR(NAME, PLAN, ...)                                                                  \
+#define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
   moelora_status moelora_check_##NAME(const moelora_##NAME##_args *args,                           \
-                                      moelora_##NAME##_problem *problem);                          \
-  moelora_status moelora_plan_##NAME(const moelora_##NAME##_problem *problem,                      \
-                                     const moelora_device_info *device,                            \
-                                     moelora_##PLAN##_plan *plan);
+                                      moelora_##PROBLEM *problem);                                 \
+  moelora_status moelora_plan_##NAME(const moelora_##PROBLEM *problem,                             \
+                                     const moelora_device_info *device, moelora_##PLAN *plan);
 #include "core/operators.inc"
 
 /* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`

@@ -161,9 +161,9 @@ moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_
 void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
 /* plan_log.c: record an executed plan for moelora_last_plan, and log it under MOELORA_LOG=plan. */
-#define OPERATOR(NAME, PLAN, ...)                                                                  \
-  void moelora_note_##NAME(const moelora_##NAME##_problem *problem,                                \
-                           const moelora_device_info *device, const moelora_##PLAN##_plan *plan);
+#define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
+  void moelora_note_##NAME(const moelora_##PROBLEM *problem, const moelora_device_info *device,    \
+                           const moelora_##PLAN *plan);
 #include "core/operators.inc"
 
 /* device.c: finds the backend and the device of `exec`; `num_units` is the number of its CPU

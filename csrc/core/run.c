@@ -20,12 +20,12 @@ typedef struct prepared {
   moelora_exec sized_for; /* its workspace is NULL: returns the required size */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
-#define OPERATOR(NAME, PLAN, ...)                                                                  \
+#define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
   struct {                                                                                         \
-    moelora_##NAME##_problem problem;                                                              \
-    moelora_##PLAN##_plan plan;                                                                    \
+    moelora_##PROBLEM problem;                                                                     \
+    moelora_##PLAN plan;                                                                           \
   } NAME;
-#define CONVERSION(NAME, PROBLEM) moelora_##PROBLEM##_problem NAME;
+#define CONVERSION(NAME, PROBLEM) moelora_##PROBLEM NAME;
 #include "core/operators.inc"
   } of;
 } prepared;
@@ -105,7 +105,7 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
 
 /* ---- moelora_prepare_<NAME> for each operator, run_<NAME> for each conversion ---- */
 
-#define OPERATOR(NAME, PLAN, ROUTES, IDLE)                                                         \
+#define OPERATOR(NAME, PROBLEM, PLAN, IDLE)                                                        \
   static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \
     moelora_note_##NAME(&p->of.NAME.problem, &p->device, &p->of.NAME.plan);                        \
     return p->backend->NAME(&p->of.NAME.problem, &p->of.NAME.plan, exec);                          \
@@ -114,9 +114,8 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
                                         const moelora_exec *exec, moelora_call *call) {            \
     prepared *p = NULL;                                                                            \
     MOELORA_TRY(begin(args, exec, call, &p));                                                      \
-    moelora_##NAME##_problem *problem = &p->of.NAME.problem;                                       \
-    moelora_##PLAN##_plan *plan = &p->of.NAME.plan;                                                \
-    const moelora_routes *routes = &problem->ROUTES;                                               \
+    moelora_##PROBLEM *problem = &p->of.NAME.problem;                                              \
+    moelora_##PLAN *plan = &p->of.NAME.plan;                                                       \
     MOELORA_TRY(moelora_check_##NAME(args, problem));                                              \
     if (IDLE) {                                                                                    \
       p->state = CALL_EMPTY;                                                                       \
@@ -124,11 +123,8 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
     }                                                                                              \
     MOELORA_TRY(check_supported(p, p->backend->NAME, "moelora_" #NAME));                           \
     MOELORA_TRY(moelora_plan_##NAME(problem, &p->device, plan));                                   \
-    named_size sizes[MAX_SIZES] = {{"M", routes->num_tokens},                                      \
-                                   {"top_k", routes->top_k},                                       \
-                                   {"E", routes->num_experts},                                     \
-                                   {"max_loras", routes->max_loras}};                              \
-    size_t count = 4;
+    named_size sizes[MAX_SIZES];                                                                   \
+    size_t count = 0;
 #define VARIANT(ROW) MOELORA_TRY(check_built(ROW));
 #define SIZE(TEXT, VALUE) sizes[count++] = (named_size){TEXT, VALUE};
 #define END(NAME)                                                                                  \

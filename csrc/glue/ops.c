@@ -5,6 +5,15 @@
 #include "core/format.h"
 #include "glue/ops.h"
 
+#define OPERATOR(NAME, ...)                                                                        \
+  void op_call_##NAME(moelora_op_context *ctx, moelora_##NAME##_args *args) {                      \
+    moelora_call call;                                                                             \
+    if (op_check(ctx, moelora_prepare_##NAME(args, &ctx->exec, &call))) {                          \
+      op_run(ctx, &call);                                                                          \
+    }                                                                                              \
+  }
+#include "core/operators.inc"
+
 /* Tiles have room for a limited number of rows. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
@@ -42,10 +51,7 @@ void op_run_align(moelora_op_context *ctx, moelora_align_args *args) {
         op_output(ctx, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
   }
   args->num_tokens_post_padded = op_output(ctx, MOELORA_I32, 1, &one);
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_align(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_align(ctx, args);
 }
 
 void op_run_lora_align(moelora_op_context *ctx, moelora_align_args *args) {
@@ -69,10 +75,7 @@ void op_run_gemm(moelora_op_context *ctx, moelora_gemm_args *args) {
                               op_weight_rows(&args->w, &args->w_layout)};
     args->out = op_output(ctx, args->x.dtype, 3, sizes);
   }
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_gemm(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_gemm(ctx, args);
 }
 
 void op_run_experts(moelora_op_context *ctx, moelora_experts_args *args) {
@@ -81,10 +84,7 @@ void op_run_experts(moelora_op_context *ctx, moelora_experts_args *args) {
     const int64_t sizes[2] = {op_size(x, 0), op_size(x, 1)};
     args->out = op_output(ctx, x->dtype, 2, sizes);
   }
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_experts(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_experts(ctx, args);
 }
 
 void op_run_prepack(moelora_op_context *ctx, op_prepack_args *args) {

@@ -37,6 +37,11 @@ typedef struct op_gemm_backward_args {
   int32_t num_a, num_b; /* number of gradients that the caller passes for slices */
 } op_gemm_backward_args;
 
+/* op_call_<NAME>: prepares and runs an operator of moelora.h. Without more to do, a row's RUN. */
+#define OPERATOR(NAME, ...)                                                                        \
+  void op_call_##NAME(moelora_op_context *ctx, moelora_##NAME##_args *args);
+#include "core/operators.inc"
+
 #define OP(NAME, ARGS, RUN) void RUN(moelora_op_context *ctx, ARGS *args);
 #include "glue/ops.inc"
 

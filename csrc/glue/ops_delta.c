@@ -2,13 +2,6 @@
  * moelora_delta; they differ in which halves of an adapter they run and how rows are defined. */
 #include "glue/ops.h"
 
-void op_run_delta(moelora_op_context *ctx, moelora_delta_args *args) {
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_delta(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
-}
-
 /* Without sorted_token_ids, expert_ids are those of routed rows. */
 void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
   if (!args->lists.sorted_token_ids.data) {
@@ -16,7 +9,7 @@ void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
     args->lists.expert_ids = (moelora_tensor){0};
   }
   args->num_tokens = op_size(&args->routing.topk_weights, 0);
-  op_run_delta(ctx, args);
+  op_call_delta(ctx, args);
 }
 
 /* Without add_inputs, rows without an adapter are zeroed. */
@@ -35,25 +28,15 @@ void op_run_routed(moelora_op_context *ctx, moelora_delta_args *args) {
 
 void op_run_gate_up_b(moelora_op_context *ctx, moelora_delta_args *args) {
   args->silu_and_mul = true;
-  op_run_delta(ctx, args);
+  op_call_delta(ctx, args);
 }
 
 void op_run_combine(moelora_op_context *ctx, moelora_delta_args *args) {
   args->mul_routed_weight = args->add_inputs = true;
-  op_run_delta(ctx, args);
-}
-
-void op_run_mlp_delta(moelora_op_context *ctx, moelora_mlp_delta_args *args) {
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_mlp_delta(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_delta(ctx, args);
 }
 
 void op_run_align_lists(moelora_op_context *ctx, moelora_align_lists_args *args) {
   args->lists.num_active = (int32_t)args->lists.lora_ids.size[0];
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_align_lists(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_align_lists(ctx, args);
 }

@@ -36,10 +36,7 @@ void op_run_saving(moelora_op_context *ctx, moelora_experts_args *args) {
   args->saved.gate_up = op_output(ctx, dtype, 2, gate_up);
   args->saved.w13_shrink = shrink_output(ctx, args, &args->w13_lora, 3);
   args->saved.w2_shrink = shrink_output(ctx, args, &args->w2_lora, 2);
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_experts(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
+  op_call_experts(ctx, args);
 }
 
 /* Bits of `wanted`, in the order of the outputs. */
@@ -98,13 +95,6 @@ static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t
 /* Bits of `wanted` of a projection, in the order of the outputs. */
 enum { WANT_X = 1, WANT_WEIGHTS = 2, WANT_LORA_A = 4, WANT_LORA_B = 8, WANT_BIAS = 16 };
 
-static void run_gemm(moelora_op_context *ctx, const moelora_gemm_backward_args *args) {
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_gemm_backward(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
-  }
-}
-
 void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
   const moelora_gemm_args *forward = &op->args.forward;
   moelora_gemm_grads *grads = &op->args.grads;
@@ -119,27 +109,20 @@ void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
     grads->lora.b[i] = gradient(ctx, &forward->lora.b[i], op->wanted & WANT_LORA_B, op->float32);
   }
   grads->bias = gradient(ctx, &forward->bias, op->wanted & WANT_BIAS, op->float32);
-  run_gemm(ctx, &op->args);
+  op_call_gemm_backward(ctx, &op->args);
 }
 
 void op_run_gemm_backward_out(moelora_op_context *ctx, op_gemm_backward_args *op) {
   op->args.grads.lora.num_slices =
       given_slices(ctx, "grad_lora_a", op->num_a, "grad_lora_b", op->num_b);
   if (ctx->status == MOELORA_OK) {
-    run_gemm(ctx, &op->args);
-  }
-}
-
-static void run(moelora_op_context *ctx, const moelora_experts_backward_args *args) {
-  moelora_call call;
-  if (op_check(ctx, moelora_prepare_experts_backward(args, &ctx->exec, &call))) {
-    op_run(ctx, &call);
+    op_call_gemm_backward(ctx, &op->args);
   }
 }
 
 void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   new_gradients(ctx, &op->args, op->wanted, op->float32);
-  run(ctx, &op->args);
+  op_call_experts_backward(ctx, &op->args);
 }
 
 /* op_run_backward in less memory: overwrites gate_up. */
@@ -155,6 +138,6 @@ void op_run_backward_out(moelora_op_context *ctx, op_backward_args *op) {
   grads->w2_lora.num_slices =
       given_slices(ctx, "grad_w2_lora_a", op->w2_a, "grad_w2_lora_b", op->w2_b);
   if (ctx->status == MOELORA_OK) {
-    run(ctx, &op->args);
+    op_call_experts_backward(ctx, &op->args);
   }
 }
