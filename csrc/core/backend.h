@@ -14,7 +14,7 @@ extern "C" {
 /* Maximum number of devices of one kind. */
 #define MOELORA_MAX_DEVICES 64
 
-/* Device properties that plans and launches may depend on; queried once per device. */
+/* Plans and launches may depend on these properties of a device, which are queried once. */
 typedef struct moelora_device_info {
   moelora_device device;
   int32_t compute_capability;  /* CUDA: 80, 89, 90, ... */
@@ -79,7 +79,7 @@ extern const moelora_backend moelora_cuda_backend;
 /* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`
  * blocks belong to one expert. */
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
-/* Number of adapters that an alignment distinguishes, including none; 1: it does not. */
+/* Returns how many adapters an alignment distinguishes, counting "none"; 1: it ignores adapters. */
 int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
 
 /* validate_weights.c */
@@ -94,10 +94,10 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
                                               const moelora_tensor *out,
                                               moelora_quantized_problem *problem);
 
-/* device.c: number of threads that a CPU call may use, each with its own scratch memory; 1
- * for a GPU. */
+/* device.c: returns how many threads a CPU call may use, each of which has scratch memory; 1 for a
+ * GPU. */
 int32_t moelora_workers(const moelora_exec *exec);
-/* device.c: properties of the device of the current call; never NULL. */
+/* device.c: returns the properties of the current call's device, never NULL. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
 /* status.c: clears this thread's message. */
@@ -106,8 +106,8 @@ void moelora_clear_error(void);
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* status.c: the error of a backend that has no kernel for a planned variant, which is a bug:
- * invalid arguments are rejected by checks and plans, before anything is launched. */
+/* status.c: reports that a backend has no kernel for a planned variant. That is a bug: checks and
+ * plans reject invalid arguments before anything is launched. */
 moelora_status moelora_no_kernel(const char *variant, const char *why);
 
 #define MOELORA_TRY(CALL)                                                                          \
@@ -117,7 +117,7 @@ moelora_status moelora_no_kernel(const char *variant, const char *why);
       return status_;                                                                              \
   } while (0)
 
-/* a * b, saturating at SIZE_MAX; all sizes of workspaces are computed with it. */
+/* Returns a * b, saturating at SIZE_MAX. All sizes of workspaces are computed with it. */
 static inline size_t moelora_times(size_t a, size_t b) {
   size_t product;
   return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
@@ -130,7 +130,7 @@ typedef struct moelora_arena {
   size_t used;
 } moelora_arena;
 
-/* An arena over the whole workspace of a call. */
+/* Returns an arena over the whole workspace of a call. */
 static inline moelora_arena moelora_workspace_of(const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   return arena;

@@ -20,8 +20,8 @@ static inline moelora_arg moelora_entry(const char *field, int32_t index,
 
 #define MOELORA_ARG(FIELD, TENSOR) moelora_entry((FIELD), -1, (TENSOR))
 
-/* Origin of an expected size: a dimension of an argument, or words. Formatted only if a check
- * fails. */
+/* Says in messages where an expected size comes from: a dimension of an argument, or words. Only a
+ * check that fails formats it. */
 typedef struct moelora_source {
   const char *name;   /* of an argument, or the words */
   int32_t index, dim; /* dim < 0: words */
@@ -41,7 +41,7 @@ typedef struct moelora_label {
   char text[96];
 } moelora_label;
 
-/* Text for messages: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
+/* Format the text for messages: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
 moelora_label moelora_label_of(moelora_arg arg);
 moelora_label moelora_label_source(moelora_source source);
 
@@ -51,7 +51,7 @@ moelora_label moelora_label_source(moelora_source source);
       return moelora_fail(MOELORA_INVALID_ARGUMENT, __VA_ARGS__);                                  \
   } while (0)
 
-/* More than any machine addresses, and far enough below 2^63 that multiples stay exact. */
+/* No machine addresses as much, and small multiples stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
 /* Dtypes of torch that no argument may have. A dtype of MOELORA_FOREIGN plus an index into this
@@ -76,24 +76,24 @@ const char *moelora_dtype_name(moelora_dtype dtype);
 const char *moelora_format_name(moelora_format format);
 const char *moelora_kernel_name(moelora_kernel_format kernel);
 bool moelora_is_absent(const moelora_tensor *tensor);
-/* Bytes from the first element to the end of the last one; -1 beyond MOELORA_MAX_BYTES. Strides
- * must not be negative. */
+/* Returns the bytes from the first element to the end of the last one, or -1 beyond
+ * MOELORA_MAX_BYTES. Strides must not be negative. */
 int64_t moelora_span_bytes(const moelora_tensor *tensor);
 
 /* Checks the number of dimensions, sizes up to INT32_MAX, strides that are not negative and keep
  * every element addressable, and a data pointer aligned to elements. `layout` describes the
  * expected dimensions, e.g. "[M, K]". */
 moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *layout);
-/* moelora_check_view() without the limit on sizes. */
+/* Checks what moelora_check_view() does, except that sizes have no limit. */
 moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout);
 /* Requires size(dim) == want; `source` is the origin of `want`. */
 moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want,
                                   moelora_source source);
 /* `source` is the name of another argument, or NULL. */
 moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source);
-/* dtype float32, bfloat16 or float16 */
+/* Requires float32, bfloat16 or float16. */
 moelora_status moelora_check_compute_dtype(moelora_arg arg);
-/* dtype int32 or int64 */
+/* Requires int32 or int64. */
 moelora_status moelora_check_id_dtype(moelora_arg arg);
 /* Requires that every dimension has elements. */
 moelora_status moelora_check_at_least_one(moelora_arg arg);
@@ -109,10 +109,10 @@ moelora_status moelora_check_distinct(moelora_arg arg);
 /* Requires that an output shares no memory with another argument. Disjoint columns of a common
  * buffer (views with equal row strides) are recognized; otherwise byte ranges are compared. */
 moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other);
-/* Stride of a dimension. A dimension of size 1 gets the contiguous stride, since callers may leave
+/* Returns the stride of a dimension; the contiguous one if its size is 1, since callers may leave
  * any value there. */
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
-/* Same memory and same layout. */
+/* Whether both views have the same memory and layout. */
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 
 /* Expert weights as an argument for activations `x`, and the names of N and K in messages.
@@ -221,7 +221,7 @@ moelora_status moelora_check_saved(const moelora_experts_args *args,
 /* validate_weights.c: checks row-major, packed or quantized weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
                                      int32_t *num_experts);
-/* The tensor that defines the dtype of biases and factors. */
+/* Returns the tensor whose dtype factors must have. */
 moelora_arg moelora_dtype_source(const moelora_weights_arg *arg);
 
 /* validate_routing.c: fill the routes, after the views are checked. The first names M, top_k and

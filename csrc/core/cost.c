@@ -12,7 +12,7 @@
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-/* Attained bandwidth: less than the peak. */
+/* Kernels attain less than the peak bandwidth. */
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 

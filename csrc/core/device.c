@@ -6,7 +6,8 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* Queries cost microseconds (a driver, or a CPU under a hypervisor): once per device. */
+/* A query takes microseconds (a driver, or a CPU under a hypervisor), so it runs once per device.
+ */
 typedef struct cached_info {
   atomic_bool known;
   moelora_device_info info;
@@ -126,7 +127,7 @@ bool moelora_is_built(const moelora_variant *variant) {
   return backend && (!backend->is_built || backend->is_built(variant));
 }
 
-/* The variant with this index among the built ones. */
+/* Finds the variant with this index among the built ones. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)

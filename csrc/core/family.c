@@ -63,7 +63,7 @@ moelora_device_info moelora_limited(const moelora_device_info *device) {
   return seen;
 }
 
-/* Newest family whose kernels a GPU of this capability runs. */
+/* Returns the newest family whose kernels a GPU of this capability runs. */
 static moelora_family family_of(int32_t compute_capability) {
   return compute_capability == 90 ? MOELORA_SM90 : MOELORA_SM80;
 }

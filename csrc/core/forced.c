@@ -1,4 +1,4 @@
-/* External control of plans, by API or environment: forced variants. */
+/* Forces variants, by API or by environment variable. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>

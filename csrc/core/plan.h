@@ -12,8 +12,7 @@ static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
  */
 const moelora_variant *moelora_variant_at(int32_t index);
 const moelora_variant *moelora_find_variant(const char *name, size_t length);
-/* First row with this device, role, method, dtype, family and flags; numbers that are 0 match any.
- */
+/* Finds the first row with this device, role, method, dtype, family and flags; 0 matches any. */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 /* Whether a row for projections also has a kernel that stores values before the activation. */
 bool moelora_variant_saves(const moelora_variant *variant);
@@ -29,12 +28,12 @@ moelora_status moelora_check_limit(void);
 moelora_device_info moelora_limited(const moelora_device_info *device);
 /* Whether the device supports the variant's instructions. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
-/* Family of kernels that the device runs: its own, or the portable one. */
+/* Returns the family whose kernels the device runs: its own, or the portable one. */
 moelora_family moelora_family_of(const moelora_device_info *device);
 
 /* forced.c: checks all environment variables that affect plans. */
 moelora_status moelora_check_environment(void);
-/* Forced variant of a role, if it has this dtype and the device supports it; otherwise NULL. */
+/* Returns the forced variant of a role, or NULL if it has another dtype or the device lacks it. */
 const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
                                       const moelora_device_info *device);
 bool moelora_is_forced(const moelora_variant *variant);
@@ -44,7 +43,7 @@ bool moelora_is_forced(const moelora_variant *variant);
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* Average number of routed rows per local expert, at least 1. */
+/* Returns how many routed rows a local expert has on average, at least 1. */
 static inline int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   const int64_t everywhere =
       routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;

@@ -74,7 +74,8 @@ typedef struct moelora_factors {
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
 
-/* Columns of a row of the shrink output, and rows of A: all slices, each padded to 16. */
+/* Returns how many columns a row of the shrink output has, and rows A: all slices, each padded to
+ * 16. */
 static inline int64_t moelora_padded_columns(const moelora_factors *factors) {
   return factors->num_slices * (((int64_t)factors->max_rank + 15) / 16 * 16);
 }
@@ -126,7 +127,7 @@ static inline bool moelora_is_interleaved(moelora_activation activation) {
   return activation == MOELORA_SWIGLUOAI;
 }
 
-/* moelora_saved, reduced; gate_up == NULL: nothing is saved. */
+/* Holds what kernels read of moelora_saved; gate_up == NULL: nothing is saved. */
 typedef struct moelora_saved_rows {
   void *gate_up;   /* [P, rows of w13] */
   void *shrink[2]; /* of w13 [P, slices, R], of w2 [P, 1, R]; NULL: no adapters */
@@ -162,7 +163,7 @@ typedef struct moelora_gradient {
   bool sparse;
 } moelora_gradient;
 
-/* Which pairs of adapter and expert sparse gradients are of. */
+/* Maps a pair of adapter and expert to its sparse gradient. */
 typedef struct moelora_gradient_pairs {
   const int32_t *index; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
   int64_t count;        /* of the factors, also if no token has an adapter */
@@ -197,7 +198,7 @@ typedef struct moelora_gemm_backward_problem {
   bool accumulate;
 } moelora_gemm_backward_problem;
 
-/* moelora_lists, reduced. */
+/* Holds what kernels read of moelora_lists. */
 typedef struct moelora_list_blocks {
   int32_t *sorted_token_ids; /* [max_loras, rows]; NULL: rows come from moelora_routes */
   int64_t rows, sorted_stride;

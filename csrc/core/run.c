@@ -12,7 +12,7 @@ typedef enum call_state {
   CALL_READY = 0x6d6f6502,
 } call_state;
 
-/* Checked and planned. */
+/* A call that is checked and planned; moelora_call holds it. */
 typedef struct prepared {
   call_state state;
   const moelora_backend *backend;

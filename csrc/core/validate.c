@@ -23,7 +23,7 @@ static void take_bias(const moelora_tensor *bias, moelora_weights *weights) {
   }
 }
 
-/* The factors of a projection, which fit its weights. */
+/* Describes the factors of a projection, which must fit its weights. */
 static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name_a,
                                       const char *name_b, const moelora_weights_arg *w,
                                       const moelora_weights *weights) {
@@ -133,7 +133,7 @@ static moelora_status check_number(const char *name, double value, const char *w
   return MOELORA_OK;
 }
 
-/* The g at which silu(g) is `limit`. silu increases for positive g, so that
+/* Returns the g at which silu(g) is `limit`. silu increases for positive g, so that
  * min(silu(g), limit) = silu(min(g, this)). */
 static float inverse_silu(float limit) {
   double g = fmin(2.0 * limit, limit + 0.2785); /* not below: g - silu(g) <= min(g / 2, 0.2785) */

@@ -1,4 +1,4 @@
-/* Validates the backward: gradients, and the forward that they are of. */
+/* Validates a backward: its gradients, and the arguments of its forward. */
 #include "core/check.h"
 
 /* ---- gradients ---- */
@@ -54,7 +54,7 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
   return MOELORA_OK;
 }
 
-/* The gradients of a call with activations `x`, before any is checked. */
+/* Prepares to check the gradients of a call with activations `x`. */
 static moelora_status begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs,
                                       gradients *all) {
   *all = (gradients){.dtype = x->dtype, .num_sparse = -1};
@@ -64,7 +64,7 @@ static moelora_status begin_gradients(const moelora_tensor *x, const moelora_ten
   return moelora_check_contiguous(all->pairs);
 }
 
-/* The table; empty if no gradient is sparse. */
+/* Returns the table of sparse gradients, which is empty if none is sparse. */
 static moelora_gradient_pairs pairs_of(const gradients *all) {
   if (all->num_sparse < 0)
     return (moelora_gradient_pairs){0};

@@ -8,7 +8,7 @@
  * numbers must fit int32. */
 enum { MAX_BLOCK_ROWS = 256 };
 
-/* The factors of an adapter; `x` has their dtype, unless they are wide. */
+/* Describes the factors of an adapter, which have the dtype of `x` unless they are wide. */
 static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name_a,
                                       const char *name_b, moelora_arg x, int32_t num_experts,
                                       int64_t k, moelora_source k_source) {
@@ -118,7 +118,8 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_arg like
   return MOELORA_OK;
 }
 
-/* Other rows of lists are optional for the sake of calls without them. */
+/* Requires the other tensors of lists. Their rows are optional, since calls with routing have none.
+ */
 static moelora_status require_lists(const moelora_lists *lists) {
   MOELORA_TRY(
       moelora_check_view(MOELORA_ARG("expert_ids", &lists->expert_ids), 2, "[max_loras, blocks]"));
@@ -127,7 +128,7 @@ static moelora_status require_lists(const moelora_lists *lists) {
   return moelora_check_view(MOELORA_ARG("lora_ids", &lists->lora_ids), 1, "[num_lora_ids]");
 }
 
-/* The arguments that a call reads: those that its mode ignores need not be valid. */
+/* Returns the arguments without those that the mode of the call ignores, which may be invalid. */
 static moelora_delta_args without_ignored(const moelora_delta_args *args) {
   moelora_delta_args read = *args;
   if (moelora_is_absent(&args->lists.sorted_token_ids)) {

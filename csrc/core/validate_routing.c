@@ -28,7 +28,7 @@ static moelora_ids ids_of(const moelora_tensor *tensor) {
 }
 
 moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes) {
-  /* The row of topk_weights is optional; without them this refuses. */
+  /* Their row is optional, but this call needs them. */
   MOELORA_TRY(moelora_check_view(MOELORA_ARG("topk_weights", weights), 2, "[M, top_k]"));
   routes->topk_weights = weights->data;
   routes->topk_weights_stride[0] = moelora_stride(weights, 0);

@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-/* Row-major or packed weights. */
+/* Checks row-major or packed weights. */
 static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   const moelora_tensor *w = arg.tensor;
   bool packed = w->ndim == 5;

@@ -1,4 +1,4 @@
-/* All kernels, from the tables of both backends. */
+/* Enumerates the kernels in the tables of both backends. */
 #include <string.h>
 
 #include "core/format.h"

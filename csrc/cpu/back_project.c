@@ -107,7 +107,7 @@ static void multiply(const moelora_variant *variant, int64_t m, int64_t width, i
 
 /* ---- rows and factors ---- */
 
-/* Row of y for sorted row `at`, from `column` on. */
+/* Returns the row of y of sorted row `at`, from `column` on. */
 static const float *y_row(const moelora_back_projection *p, int64_t at, int64_t column) {
   const int64_t row = p->y_by_token ? p->sorted->row[at] / p->routes->top_k : at;
   return p->y + row * p->y_stride + column;
@@ -117,7 +117,7 @@ static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice
   return p->yb + (at * p->lora->num_slices + slice) * p->lora->max_rank;
 }
 
-/* Factor of sorted row `at` as an n by k matrix. */
+/* Returns the factor of sorted row `at` as an n by k matrix. */
 static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
                                  int64_t at, int64_t n, int64_t k) {
   const int64_t l = p->sorted->adapter[at], e = p->sorted->expert[at];

@@ -239,7 +239,7 @@ static moelora_columns by_position(const float *rows, int64_t width, int64_t beg
   return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
 }
 
-/* Slice of a shrink output. */
+/* Returns one slice of a shrink output. */
 static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, int32_t slice) {
   const int64_t rank = lora->max_rank;
   return by_position(rows, lora->num_slices * rank, slice * rank, rank);
@@ -307,7 +307,7 @@ static void finish_biases(const backward *b) {
 
 /* ---- the operator ---- */
 
-/* yb2 times t, rounded again. */
+/* Multiplies yb2 by t and rounds it again. */
 static void weigh_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const backward *b = context;

@@ -111,7 +111,7 @@ static void expand_task(void *context, int64_t index, int32_t worker) {
   }
 }
 
-/* Expands projection->xa into its `columns`. */
+/* Expands projection->xa into the given columns. */
 static void expand(const moelora_projection *p, int64_t columns, const moelora_exec *exec) {
   const int64_t rows = p->sorted->num_rows, workers = moelora_workers(exec);
   expand_tasks tasks = {

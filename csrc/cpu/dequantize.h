@@ -46,7 +46,7 @@ static const float code_values[][16] = {
 
 #endif
 
-/* The scale of a group as float32. */
+/* Returns the scale of a group as float32. */
 static inline __attribute__((always_inline)) float OF_TYPE(scale)(const moelora_format format,
                                                                   const uint8_t *scale) {
   if (moelora_has_e8m0_scales(format))
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) float OF_TYPE(scale)(const moelora_
   return TO_F32(bits);
 }
 
-/* Table for a group's scale and zero point. */
+/* Fills the table of a group's values from its scale and zero point. */
 static inline __attribute__((always_inline)) table OF_TYPE(group)(const moelora_format format,
                                                                   const uint8_t *tile,
                                                                   const uint8_t *scale,

@@ -25,7 +25,7 @@ typedef struct experts_layout {
   size_t bytes;
 } experts_layout;
 
-/* Columns of a window: a few blocks at least, so that every worker has tasks. */
+/* Returns how many columns a window has: a few blocks at least, so that every worker has tasks. */
 static int64_t window_of(const moelora_experts_problem *problem) {
   enum { Z_BYTES = 8 << 20, LEAST = 512 };
   const int64_t rows = moelora_max(1, problem->routes.num_rows);

@@ -4,7 +4,7 @@
 
 #include "cpu/cpu.h"
 
-/* `columns` rounded up as add_rows requires. */
+/* Rounds `columns` up as add_rows requires. */
 static inline int64_t moelora_row_width(int64_t columns) {
   return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
@@ -38,7 +38,7 @@ static inline float moelora_dot_with(const moelora_cpu_kernels *kernels, size_t 
   return sum;
 }
 
-/* The same for two rows of the compute dtype. */
+/* Computes the same of two rows of the compute dtype. */
 static inline float moelora_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *a,
                                     const char *b, int64_t n) {
   float line[256], sum = 0;

@@ -57,7 +57,8 @@ static void keep_before(const moelora_projection *p, int64_t at, const moelora_c
   moelora_cpu_kernels_of(p->variant)->store(c + range->at, to, range->end - range->begin);
 }
 
-/* Sorted rows [first, first + m) of one expert, output columns [begin, begin + count). */
+/* Computes output columns [begin, begin + count) of sorted rows [first, first + m) of one expert.
+ */
 static void project_tile(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
                          int64_t count, moelora_scratch *scratch) {
   const int32_t expert = p->sorted->expert[first];
@@ -114,7 +115,7 @@ static void project_task(void *context, int64_t index, int32_t worker) {
     matrix->leave();
 }
 
-/* Outputs of the narrowest block: two groups of rows of a matrix register. */
+/* The narrowest block has so many outputs: two groups of rows of a matrix register. */
 enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {

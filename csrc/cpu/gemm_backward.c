@@ -105,7 +105,7 @@ static const char *dout_row(const gemm_backward *b, int64_t row) {
          (size_t)(row / top_k * stride[0] + row % top_k * stride[1]) * element_bytes(b);
 }
 
-/* Row of x of flat row p. */
+/* Returns the row of x of flat row p. */
 static const char *x_row(const gemm_backward *b, int64_t p) {
   const int64_t row = b->forward->x_per_row ? p : p / b->forward->routes.top_k;
   return (const char *)b->forward->x + (size_t)(row * b->forward->x_stride) * element_bytes(b);
@@ -159,7 +159,7 @@ static void weigh(const gemm_backward *b, float *rows) {
                          &tasks);
 }
 
-/* s x A^T as in the forward, in float32. */
+/* Computes s x A^T as the forward does, in float32. */
 static void load_xa_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const gemm_backward *b = context;

@@ -5,7 +5,7 @@
 
 #include "cpu/back_project.h"
 
-/* Columns of rows of a layer. */
+/* Says which columns of a layer's rows a product reads. */
 typedef struct moelora_columns {
   const float *rows;
   int64_t stride;

@@ -1,4 +1,4 @@
-/* Instruction sets that may be used: supported by the CPU, with their registers saved by the OS. */
+/* Finds the instruction sets that the CPU supports and whose registers the OS saves. */
 #define _DEFAULT_SOURCE /* syscall() */
 #include "cpu/cpu.h"
 

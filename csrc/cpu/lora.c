@@ -16,7 +16,7 @@ size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *ro
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* Factor of one (adapter, expert) as a weight matrix. */
+/* Returns the factor of one (adapter, expert) as a weight matrix. */
 static moelora_weights factor_matrix(const moelora_variant *variant, const moelora_factor *factor,
                                      int32_t adapter, int32_t expert, int64_t n, int64_t k) {
   int64_t at = adapter * factor->stride_l + expert * factor->stride_e;
@@ -108,7 +108,7 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
                        shrink_chunk, &tasks);
 }
 
-/* Rows [from, to) of `b`, which cover columns [begin, end) of the projection. */
+/* Rows [from, to) of `b` cover columns [begin, end) of the projection. */
 typedef struct factor_b_part {
   moelora_weights b;
   int64_t from, to;

@@ -63,7 +63,7 @@ static inline void transpose(__m512i r[16]) {
   }
 }
 
-/* Lanes of the `left` elements of K, at most a step. */
+/* Returns a mask of the lanes of the `left` elements of K, at most a step. */
 static inline __mmask32 lanes_of(int64_t left) {
   return left < STEP ? (1u << left) - 1 : ~0u;
 }

@@ -179,7 +179,7 @@ static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int
     tasks->kernels->store(operands, to, count);
 }
 
-/* Tile rows first to first + 63, columns [k, k + count) */
+/* Unpacks tile rows first to first + 63, columns [k, k + count). */
 static void unpack_nibbles(const unpack_tasks *tasks, int64_t expert, int64_t first, int64_t k,
                            int64_t count, const char *tile) {
   const moelora_weights *w = &tasks->problem->tiles;
@@ -215,7 +215,7 @@ static void unpack_rows(void *context, int64_t index, int32_t worker) {
                                                               moelora_min(depth, w->k - k), tile);
 }
 
-/* The best kernels of this machine; all of them unpack to the same bits. */
+/* Returns the best kernels of this machine; all of them unpack to the same bits. */
 static const moelora_cpu_kernels *best_kernels(moelora_dtype dtype) {
   const moelora_device_info *device = moelora_known_device(MOELORA_CPU, 0);
   const moelora_variant *best = NULL, *v;

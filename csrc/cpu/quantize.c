@@ -47,7 +47,7 @@ static void read_columns(const moelora_cpu_kernels *kernels, const char *row, in
     kernels->load(from, to, count);
 }
 
-/* Maximum of `least` and all magnitudes; ignores NaN. */
+/* Returns the maximum of `least` and all magnitudes, without NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
   for (int lane = 0; lane < LANES; lane++)

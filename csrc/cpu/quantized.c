@@ -37,7 +37,7 @@ static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile
   }
 }
 
-/* The expert's tile that contains row `at` of all tiles, at column k. */
+/* Returns the expert's tile that contains row `at` of all tiles, at column k. */
 static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
   return (const char *)w->data + at / MOELORA_PACK * w->stride_nt +
          k / moelora_tile_depth(w->format) * w->stride_kt;
@@ -116,7 +116,7 @@ static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t 
 
 /* ---- 4-bit ---- */
 
-/* One pass over K, `depth` elements from k on. */
+/* Runs one pass over K, `depth` elements from k on. */
 static void multiply_nibbles(const moelora_variant *variant, const moelora_weights *w,
                              const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                              int64_t ldc, moelora_scratch *scratch) {
@@ -161,7 +161,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
 
 /* ---- FP8 ---- */
 
-/* Number of weight rows that one pass processes, starting at `at`: all in one tile. */
+/* Returns how many weight rows from `at` on one pass processes; all of them are in one tile. */
 static int64_t rows_of_pass(const moelora_cpu_kernels *kernels, int64_t at, int64_t end) {
   const int64_t left = moelora_min(end - at, MOELORA_PACK - at % MOELORA_PACK);
   return moelora_min(rows_at_once(kernels), left);
@@ -172,7 +172,7 @@ static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
     p->columns[j] = rows->column + (at + j - rows->begin) * rows->step;
 }
 
-/* Scales of row r of a tile, for both halves of its K extent. */
+/* Reads the scales of row r of a tile, for both halves of its K extent. */
 static void read_scales(const moelora_weights *w, const char *tile, int64_t r, float scale[2]) {
   const char *scales = tile + MOELORA_FP8_TILE_VALUES;
   if (moelora_has_row_scales(w->format)) {
@@ -207,7 +207,8 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
   kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
 }
 
-/* One pass over K, `depth` elements from k on, dequantized and rounded to the dtype. */
+/* Runs one pass over K, `depth` elements from k on; weights are dequantized and rounded to the
+ * dtype. */
 static void multiply_fp8(const moelora_variant *variant, const moelora_weights *w,
                          const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                          int64_t ldc, moelora_scratch *scratch) {
@@ -233,7 +234,7 @@ static void multiply_fp8(const moelora_variant *variant, const moelora_weights *
   }
 }
 
-/* The tiles at column k, with e4m3 x. */
+/* Multiplies the tiles at column k by e4m3 x. */
 static void multiply_e4m3(const moelora_variant *variant, const moelora_weights *w,
                           const tile_rows *rows, int64_t k, int64_t m, float *c, int64_t ldc,
                           moelora_scratch *scratch) {

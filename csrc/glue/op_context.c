@@ -79,10 +79,10 @@ static moelora_dtype dtype_from_torch(int32_t code) {
   return (moelora_dtype)(MOELORA_FOREIGN + place);
 }
 
-/* Address of tensors without elements: NULL would mean absent. */
+/* Tensors without elements get this address, since NULL means absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
-/* Distance between the addresses of meta tensors, so that none seem to overlap. */
+/* Addresses of meta tensors are so far apart that none seem to overlap. */
 static const uintptr_t meta_spacing = (uintptr_t)1 << 57;
 
 static void *meta_address(const moelora_op_context *ctx) {

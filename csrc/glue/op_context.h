@@ -35,12 +35,13 @@ moelora_tensor op_tensor(moelora_op_context *ctx, const char *name, StableIValue
 moelora_tensor op_optional(moelora_op_context *ctx, const char *name, StableIValue value);
 moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a,
                      const char *name_b, StableIValue b);
-/* A list of at most MOELORA_MAX_SLICES tensors; returns its length. */
+/* Unpacks a list of at most MOELORA_MAX_SLICES tensors and returns its length. */
 int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value,
                    moelora_tensor *out);
 int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value);
 double op_float(StableIValue value);
-/* Value of an integer tensor with one element in host memory; 0 if absent, and in a meta call. */
+/* Reads an integer tensor with one element in host memory; returns 0 if it is absent, and in a meta
+ * call. */
 int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue value);
 /* Fails if there are tokens and factors but no mapping from tokens to adapters: the core would run
  * such a call without adapters. */
@@ -69,8 +70,8 @@ bool op_check(moelora_op_context *ctx, moelora_status status);
 /* Releases what the context owns; writes the outputs to `stack`, or raises the first failure. */
 void op_close(moelora_op_context *ctx, StableIValue *stack);
 
-/* This thread's last failure, as raised. A caller that knows the number from before a call can
- * tell whether the call raised it. */
+/* Holds this thread's last failure, as it was raised. A caller that knows the number from before a
+ * call can tell whether the call raised it. */
 typedef struct op_error {
   uint64_t number; /* failures so far; 0: none */
   moelora_status status;

@@ -2,7 +2,7 @@
  * (ops.inc). */
 #include "glue/ops.h"
 
-/* Number of routed rows, or 0 if it will be refused later. */
+/* Returns the number of routed rows, or 0 if the core refuses it later. */
 static int64_t num_rows(const moelora_experts_args *args) {
   const moelora_tensor *ids = &args->routing.topk_ids;
   int64_t rows;
@@ -10,7 +10,7 @@ static int64_t num_rows(const moelora_experts_args *args) {
                                                                                              : rows;
 }
 
-/* An empty tensor, as a placeholder. */
+/* Returns an empty tensor in the place of an output. */
 static moelora_tensor nothing(moelora_op_context *ctx, moelora_dtype dtype) {
   const int64_t none = 0;
   op_output(ctx, dtype, 1, &none);
@@ -82,7 +82,7 @@ static void new_gradients(moelora_op_context *ctx, moelora_experts_backward_args
   grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, float32);
 }
 
-/* Number of slices of a projection for which the caller passes gradients; 0: not requested. */
+/* Returns how many slices of a projection have gradients from the caller; 0: none is requested. */
 static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
                             const char *name_b, int32_t num_b) {
   if (num_a && num_b && num_a != num_b) {
@@ -125,7 +125,7 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   op_call_experts_backward(ctx, &op->args);
 }
 
-/* op_run_backward in less memory: overwrites gate_up. */
+/* Overwrites gate_up, and so takes less memory than op_run_backward. */
 void op_run_backward_over(moelora_op_context *ctx, op_backward_args *op) {
   op->args.overwrites_gate_up = true;
   op_run_backward(ctx, op);
