@@ -212,8 +212,7 @@ static void test_refusals(void) {
   REFUSES(bad.dout.size[1] = 3, "dout.size(1) is 3, hidden_states.size(1) is 20");
   REFUSES(bad.forward.saved.gate_up = absent,
           "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]");
-  REFUSES(bad.forward.saved.gate_up.size[1] = 7,
-          "saved.gate_up.size(1) is 7, w13.size(1) is 24");
+  REFUSES(bad.forward.saved.gate_up.size[1] = 7, "saved.gate_up.size(1) is 7, w13.size(1) is 24");
   REFUSES(bad.grads.w2_lora.a[0].dtype = MOELORA_F16,
           "grads.w2_lora_a[0] has dtype float16, expected float32");
   REFUSES(bad.grads.w13_lora.num_slices = 1, "grads.w13_lora_a has 1 slices, w13_lora_a has 2");

@@ -116,7 +116,8 @@ static void test_align_errors(void) {
   a = uniform, a.adapters.token_lora_mapping.ndim = 2;
   INVALID("token_lora_mapping has 2 dimensions, expected 1: [M]");
   a = uniform, a.adapters.adapter_enabled = new_tensor(MOELORA_I32, SIZES(SLOTS + 2));
-  INVALID("adapter_enabled.size(0) is 4, expected max_loras, which is 2, or max_loras + 1, which is 3");
+  INVALID(
+      "adapter_enabled.size(0) is 4, expected max_loras, which is 2, or max_loras + 1, which is 3");
   a = uniform, a.adapters.adapter_enabled = new_tensor(MOELORA_I64, SIZES(SLOTS));
   INVALID("adapter_enabled has dtype int64, expected bool or int32");
 
