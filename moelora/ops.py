@@ -8,7 +8,7 @@ where autograd would need one.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -43,18 +43,11 @@ __all__ = [
     "prepack_weights",
 ]
 
+# In the order of moelora_activation in csrc/moelora.h.
 Activation: TypeAlias = Literal[
-    "silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2", "situ", "swiglustep"
+    "silu", "gelu", "swigluoai", "relu2", "swigluoai_uninterleave", "situ", "swiglustep"
 ]
-ACTIVATIONS = {
-    "silu": 0,
-    "gelu": 1,
-    "swigluoai": 2,
-    "relu2": 3,
-    "swigluoai_uninterleave": 4,
-    "situ": 5,
-    "swiglustep": 6,
-}
+ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation))}
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@
 
 #include <stdbool.h>
 
-#include "moelora.h"
+#include "core/activation.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -108,24 +108,6 @@ typedef struct moelora_gemm_problem {
   void *out; /* [M, top_k, N] */
   int64_t out_stride[2];
 } moelora_gemm_problem;
-
-/* The activation of w13, with defaults filled in. */
-typedef struct moelora_activation_problem {
-  moelora_activation kind;
-  float alpha;      /* gated: of sigmoid(alpha g), except for gelu; otherwise 1; situ: cap of g */
-  float limit;      /* gated: upper bound of |u|, infinity: none; situ: cap of u, finite */
-  float gate_limit; /* gated: upper bound of g, infinity: none */
-  float inverse_alpha, inverse_limit; /* situ: reciprocals of the caps */
-} moelora_activation_problem;
-
-static inline bool moelora_is_gated(moelora_activation activation) {
-  return activation != MOELORA_RELU2;
-}
-
-/* Whether gate and up rows of w13 alternate; otherwise gate rows come first. */
-static inline bool moelora_is_interleaved(moelora_activation activation) {
-  return activation == MOELORA_SWIGLUOAI;
-}
 
 /* Holds what kernels read of moelora_saved; gate_up == NULL: nothing is saved. */
 typedef struct moelora_saved_rows {

@@ -119,16 +119,49 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 /* ---- the whole layer ---- */
 
-/* Resolves an activation parameter, or its default; `wanted` names the activations that take one.
- */
-static moelora_status check_number(const char *name, double value, const char *wanted, bool takes,
-                                   float own, float *number) {
-  *number = own;
+/* The defaults of the activations' parameters. */
+typedef struct activation_row {
+  const char *name;
+  float alpha, limit;
+} activation_row;
+static const activation_row activations[] = {
+#define MOELORA_ROW(NAME, TEXT, FORM, ROWS, ALPHA, LIMIT) [MOELORA_##NAME] = {TEXT, ALPHA, LIMIT},
+    MOELORA_ACTIVATIONS(MOELORA_ROW)
+#undef MOELORA_ROW
+};
+
+static float default_of(const activation_row *row, bool is_alpha) {
+  return is_alpha ? row->alpha : row->limit;
+}
+
+/* Writes the names of the activations that take a parameter: "a, b and c". */
+static const char *names_with(bool is_alpha, char *text, size_t bytes) {
+  int last = -1, count = 0;
+  for (int i = 0; i < MOELORA_NUM_ACTIVATIONS; i++)
+    if (default_of(&activations[i], is_alpha) != 0)
+      last = i;
+  size_t at = 0;
+  for (int i = 0; i <= last && at < bytes; i++)
+    if (default_of(&activations[i], is_alpha) != 0)
+      at += (size_t)snprintf(text + at, bytes - at, "%s%s",
+                             count++ == 0 ? ""
+                             : i == last  ? " and "
+                                          : ", ",
+                             activations[i].name);
+  return text;
+}
+
+/* Resolves an activation's parameter, or its default. */
+static moelora_status check_number(const char *name, double value, moelora_activation kind,
+                                   bool is_alpha, float *number) {
+  char names[256];
+  *number = default_of(&activations[kind], is_alpha);
   if (value == 0)
     return MOELORA_OK;
   MOELORA_REQUIRE(value >= FLT_MIN && value <= FLT_MAX,
                   "%s is %g, expected a normal float32 above 0", name, value);
-  MOELORA_REQUIRE(takes, "%s is %g, but the activation takes none: %s", name, value, wanted);
+  MOELORA_REQUIRE(*number != 0, "%s is %g, but the activation takes none: %s have one", name, value,
+                  names_with(is_alpha, names, sizeof names));
   *number = (float)value;
   return MOELORA_OK;
 }
@@ -147,21 +180,20 @@ static float inverse_silu(float limit) {
 static moelora_status check_activation(const moelora_experts_args *args,
                                        moelora_activation_problem *problem) {
   const moelora_activation kind = args->activation;
-  MOELORA_REQUIRE(kind >= MOELORA_SILU && kind <= MOELORA_SWIGLUSTEP,
+  MOELORA_REQUIRE((int)kind >= 0 && (int)kind < MOELORA_NUM_ACTIVATIONS,
                   "activation is %d, expected a moelora_activation", (int)kind);
-  const bool oai = kind == MOELORA_SWIGLUOAI || kind == MOELORA_SWIGLUOAI_UNINTERLEAVE;
-  const bool situ = kind == MOELORA_SITU, step = kind == MOELORA_SWIGLUSTEP;
   problem->kind = kind;
-  MOELORA_TRY(check_number("activation_alpha", args->activation_alpha,
-                           "swigluoai, swigluoai_uninterleave and situ have one", oai || situ,
-                           oai ? 1.702f : 1.f, &problem->alpha));
+  MOELORA_TRY(
+      check_number("activation_alpha", args->activation_alpha, kind, true, &problem->alpha));
+  MOELORA_TRY(
+      check_number("activation_limit", args->activation_limit, kind, false, &problem->limit));
+  if (problem->alpha == 0) /* takes none */
+    problem->alpha = 1;
+  if (problem->limit == 0)
+    problem->limit = INFINITY;
   problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* keeps alpha * log2(e) finite in kernels */
-  MOELORA_TRY(check_number("activation_limit", args->activation_limit,
-                           "silu, swigluoai, swigluoai_uninterleave, situ and swiglustep have one",
-                           oai || situ || step || kind == MOELORA_SILU,
-                           oai || step ? 7.f : INFINITY, &problem->limit));
-  problem->gate_limit = step ? inverse_silu(problem->limit) : problem->limit;
-  if (situ) { /* caps with normal reciprocals */
+  problem->gate_limit = kind == MOELORA_SWIGLUSTEP ? inverse_silu(problem->limit) : problem->limit;
+  if (moelora_has_form(kind, MOELORA_FORM_SOFT_CAPPED)) { /* caps with normal reciprocals */
     problem->alpha = fminf(problem->alpha, 1 / FLT_MIN);
     problem->limit = fminf(problem->limit, 1 / FLT_MIN);
     problem->inverse_alpha = 1 / problem->alpha;

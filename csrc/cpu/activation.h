@@ -1,14 +1,5 @@
-/* Activations in float32, in place: gate[i] = f(gate[i], up[i]). Included by the kernels of every
- * instruction set, whose compiler flags vectorize the loops.
- *
- *   silu       g * sigmoid(g) * u
- *   gelu       g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) * u, which is gelu_tanh(g) * u
- *   swigluoai  g * sigmoid(alpha g) * (u + 1)
- *   relu2      max(g, 0)^2
- *   situ       alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit)
- *
- * silu and swigluoai first clamp g to at most the limit and u to [-limit, limit]. swiglustep,
- * min(silu(g), limit) u, is silu with a limit of g at which silu is the limit. */
+/* Activations and their gradients over vectors of float32. Included by the kernels of every
+ * instruction set, whose compiler flags vectorize the loops over core/activation.h. */
 #ifndef MOELORA_CPU_ACTIVATION_H
 #define MOELORA_CPU_ACTIVATION_H
 
@@ -43,16 +34,34 @@ static inline float moelora_exp(float x) {
   return poly * scale;
 }
 
-static inline float moelora_times_sigmoid(float x, float y) {
-  return x / (1.0f + moelora_exp(-y));
+static inline float moelora_sigmoid(float x, float y) {
+  return 1.0f / (1.0f + moelora_exp(-(x * y)));
+}
+static inline float moelora_times_sigmoid(float x, float y, float z) {
+  return x / (1.0f + moelora_exp(-(y * z)));
+}
+static inline float moelora_min_nan(float x, float y) {
+  return x > y ? y : x;
+}
+static inline float moelora_max_nan(float x, float y) {
+  return x < y ? y : x;
+}
+static inline float moelora_multiply_add(float x, float y, float z) {
+  return x * y + z;
+}
+
+/* 1 - tanh(x)^2, without cancellation */
+static inline float moelora_tanh_slope(float x) {
+  const float r = 1.0f / (1.0f + moelora_exp(2.0f * fabsf(x)));
+  return 4.0f * r * (1.0f - r);
 }
 
 /* Argument from which tanh is computed by exp; below, by a series, where that would cancel. */
 #define MOELORA_TANH_SPLIT 0.625f
 
-/* cap tanh(x / cap) to 3 ulp, for a normal `inverse` = 1 / cap. The polynomial is Cephes' tanhf;
- * its linear term is x itself, so that a cap beyond every x changes nothing. */
-static inline float moelora_soft_cap(float x, float cap, float inverse) {
+/* cap tanh(x / cap) to 3 ulp and its derivative, for a normal `inverse` = 1 / cap. The polynomial
+ * is Cephes' tanhf; its linear term is x itself, so that a cap beyond every x changes nothing. */
+static inline float moelora_soft_cap(float x, float cap, float inverse, float *slope) {
   const float z = x * inverse, a = fabsf(z), square = z * z;
   float poly = -5.70498872745e-3f;
   poly = poly * square + 2.06390887954e-2f;
@@ -61,54 +70,48 @@ static inline float moelora_soft_cap(float x, float cap, float inverse) {
   poly = poly * square - 3.33332819422e-1f;
   const float near = poly * square * x + x;
   const float far = copysignf(cap * (1.0f - 2.0f / (1.0f + moelora_exp(2.0f * a))), x);
+  *slope = moelora_tanh_slope(z);
   return a < MOELORA_TANH_SPLIT ? near : far;
 }
 
-/* NaN stays NaN. */
-static inline float moelora_clamp(float x, float least, float most) {
-  x = x > most ? most : x;
-  return x < least ? least : x;
-}
+#define MOELORA_ACTIVATION_MATH
+#include "core/activation.h"
 
+/* gate[i] = f(gate[i], up[i]); `up` is not read if the activation is not gated. */
 static inline void moelora_activate(const moelora_activation_problem *activation,
                                     float *restrict gate, const float *restrict up, int64_t n) {
-  const float alpha = activation->alpha, limit = activation->limit;
-  const float gate_limit = activation->gate_limit;
-  const float inverse_alpha = activation->inverse_alpha, inverse_limit = activation->inverse_limit;
-  switch (activation->kind) {
-  case MOELORA_SILU:
-  case MOELORA_SWIGLUSTEP:
-    for (int64_t i = 0; i < n; i++) {
-      float g = moelora_clamp(gate[i], -INFINITY, gate_limit);
-      gate[i] = moelora_times_sigmoid(g, g) * moelora_clamp(up[i], -limit, limit);
-    }
+  const moelora_activation_terms terms = moelora_activation_terms_of(activation);
+  switch (moelora_activation_form_of(activation)) {
+#define MOELORA_FORM(NAME, FUNCTION, HAS_UP)                                                       \
+  case MOELORA_FORM_##NAME:                                                                        \
+    for (int64_t i = 0; i < n; i++)                                                                \
+      gate[i] = moelora_##FUNCTION(&terms, gate[i], HAS_UP ? up[i] : 0.0f);                        \
     break;
-  case MOELORA_GELU:
-    for (int64_t i = 0; i < n; i++) {
-      float g = gate[i], inner = 1.5957691216f * (g + 0.044715f * g * g * g);
-      gate[i] = moelora_times_sigmoid(g, inner) * up[i];
-    }
+    MOELORA_ACTIVATION_FORMS(MOELORA_FORM)
+#undef MOELORA_FORM
+  }
+}
+
+/* h[i] = f(gate[i], up[i]); replaces gate[i] and up[i] by their gradients, given the gradient dh[i]
+ * of h[i]. `up` is neither read nor written if the activation is not gated. */
+static inline void moelora_activate_backward(const moelora_activation_problem *activation,
+                                             float *restrict gate, float *restrict up,
+                                             const float *restrict dh, float *restrict h,
+                                             int64_t n) {
+  const moelora_activation_terms terms = moelora_activation_terms_of(activation);
+  switch (moelora_activation_form_of(activation)) {
+#define MOELORA_FORM(NAME, FUNCTION, HAS_UP)                                                       \
+  case MOELORA_FORM_##NAME:                                                                        \
+    for (int64_t i = 0; i < n; i++) {                                                              \
+      float g = gate[i], u = HAS_UP ? up[i] : 0.0f;                                                \
+      h[i] = moelora_##FUNCTION##_gradient(&terms, &g, &u, dh[i]);                                 \
+      gate[i] = g;                                                                                 \
+      if (HAS_UP)                                                                                  \
+        up[i] = u;                                                                                 \
+    }                                                                                              \
     break;
-  case MOELORA_SWIGLUOAI:
-  case MOELORA_SWIGLUOAI_UNINTERLEAVE:
-    for (int64_t i = 0; i < n; i++) {
-      float g = moelora_clamp(gate[i], -INFINITY, gate_limit);
-      float u = moelora_clamp(up[i], -limit, limit);
-      gate[i] = moelora_times_sigmoid(g, alpha * g) * (u + 1.0f);
-    }
-    break;
-  case MOELORA_RELU2:
-    for (int64_t i = 0; i < n; i++) {
-      float g = gate[i] < 0.0f ? 0.0f : gate[i];
-      gate[i] = g * g;
-    }
-    break;
-  case MOELORA_SITU:
-    for (int64_t i = 0; i < n; i++) {
-      float g = moelora_soft_cap(gate[i], alpha, inverse_alpha);
-      gate[i] = moelora_times_sigmoid(g, gate[i]) * moelora_soft_cap(up[i], limit, inverse_limit);
-    }
-    break;
+    MOELORA_ACTIVATION_FORMS(MOELORA_FORM)
+#undef MOELORA_FORM
   }
 }
 

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-#include "cpu/activation_backward.h"
+#include "cpu/activation.h"
 #include "cpu/add_rows.h"
 #include "cpu/convert.h"
 #include "cpu/kernels.h"

@@ -76,7 +76,7 @@ typedef struct moelora_cpu_kernels {
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);
   /* h[i] = activation(gate[i], up[i]); replaces gate and up by their gradients, given the gradient
-   * dh of h; see activation_backward.h */
+   * dh of h; see activation.h */
   void (*activate_backward)(const moelora_activation_problem *activation, float *gate, float *up,
                             const float *dh, float *h, int64_t n);
 } moelora_cpu_kernels;

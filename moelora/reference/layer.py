@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from moelora.ops import ACTIVATIONS
 from moelora.reference.fp8 import numbers_of, rule_of
 from moelora.reference.routing import (
     Factors,
@@ -78,10 +79,7 @@ def activate(
         return torch.nn.functional.silu(gate) * up
     if activation == "gelu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    raise ValueError(
-        f"activation is {activation!r}, wanted silu, gelu, swigluoai, swigluoai_uninterleave, "
-        "relu2, situ or swiglustep"
-    )
+    raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
 @overload

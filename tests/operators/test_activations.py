@@ -1,9 +1,11 @@
 """The numbers of an activation: alpha and the limit of gate and up, at every size of a layer."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from c_programs import ROOT
 from cases import ALPHAS, LIMITS, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref
 
@@ -17,6 +19,11 @@ SIZES = {
     "tiles": Spec(tokens=40, hidden=192, inter=136, ranks=(8, 17)),
     "many": Spec(tokens=150, top_k=3, hidden=128, inter=64, slices=1),
 }
+
+
+def test_names_are_those_of_the_core():
+    header = (ROOT / "csrc/core/activation.h").read_text()
+    assert list(moelora.ops.ACTIVATIONS) == re.findall(r'^ *ROW\(\w+, "(\w+)"', header, re.M)
 
 
 def check(p: Problem, device: str) -> torch.Tensor:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from moelora.ops import ACTIVATIONS as ACTIVATION_NUMBERS
+
 POISON = float("nan")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (
-    *("silu", "gelu", "swigluoai", "relu2", "swigluoai_uninterleave", "situ", "swiglustep"),
-)
+ACTIVATIONS = tuple(ACTIVATION_NUMBERS)
 OAI = ("swigluoai", "swigluoai_uninterleave")
 ALPHAS = (*OAI, "situ")  # those that take an alpha
 LIMITS = ("silu", *OAI, "situ", "swiglustep")  # and those that take a limit

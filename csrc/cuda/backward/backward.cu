@@ -170,28 +170,6 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
 
 /* ---- steps ---- */
 
-moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
-  moelora_activation_gradient g = {};
-  g.a = p->alpha;
-  g.gate_limit = p->gate_limit;
-  g.limit = p->limit;
-  g.saturated = 88.f / p->alpha;
-  g.gated = moelora_is_gated(p->kind);
-  g.plain = p->kind == MOELORA_SILU && p->alpha == 1.f && p->gate_limit == __builtin_inff() &&
-            p->limit == __builtin_inff();
-  if (p->kind == MOELORA_SITU) {
-    g.soft_capped = true;
-    g.inverse[0] = p->inverse_alpha;
-    g.inverse[1] = p->inverse_limit;
-    g.saturated = 88.f;
-  }
-  if (p->kind == MOELORA_GELU)
-    g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
-  if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
-    g.c = 1.f;
-  return g;
-}
-
 /* yb2, then v and the gradient of the activation: h, dgu, dt. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
@@ -211,7 +189,7 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   g.dact.dgu_stride = l->dgu_stride;
   g.dact.dt = l->dt;
   g.dact.dt_parts = l->dt_parts;
-  g.dact.activation = gradient_of(&p->activation);
+  g.dact.activation = moelora_activation_terms_of(&p->activation);
   MOELORA_TRY(back_shrink(&g, &plan->product[0], routes, l->yb2, exec));
   return multiply(&g, &plan->product[0], exec);
 }

@@ -14,25 +14,6 @@ extern "C" {
 /* Outputs of one partial sum of dt = sum(v h), which a warp computes and writes. */
 #define MOELORA_DT_OUTPUTS 16
 
-/* The derivative of a gated activation g' q (u' + c) of clamped g' and u', with q = sigmoid(g' (a
- * + b g'^2)) and d = a + 3 b g'^2:
- *
- *   dg = q (1 + g' d (1 - q)) (u' + c) dh   du = g' q dh
- *
- * The gradient passes a clamp for all values that it does not change, including its bounds.
- *
- * situ, with caps a of g and `limit` of u, T(x) = cap tanh(x / cap) and q = sigmoid(g):
- *
- *   dg = q (T'(g) + T(g) (1 - q)) T(u) dh   du = T(g) q T'(u) dh */
-typedef struct moelora_activation_gradient {
-  float a, b, c, gate_limit, limit;
-  float saturated;  /* |g'| from which on q is 0 or 1 in float32 */
-  float inverse[2]; /* situ: reciprocals of the caps */
-  bool gated;       /* otherwise relu2 */
-  bool plain;       /* silu without limits */
-  bool soft_capped; /* situ */
-} moelora_activation_gradient;
-
 /* Epilogue that applies the gradient of the activation (dAct), to each row of v:
  *
  *   h = act(gate_up), dgu = act'(gate_up) t v, both rounded, and the parts of dt = <v, h> */
@@ -44,7 +25,7 @@ typedef struct moelora_dact_epilogue {
   int64_t dgu_stride;
   float *dt; /* [position, dt_parts] */
   int32_t dt_parts;
-  moelora_activation_gradient activation;
+  moelora_activation_terms activation;
 } moelora_dact_epilogue;
 
 /* A projection with rows of y as `tokens` and `weights` [E, tokens.k, n_out]. adapters.xa is yb;

@@ -98,7 +98,8 @@ __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables
 template <class T>
 __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int output, float gate,
                                         float up) {
-  const float h = p.gated ? Activation(p.p.activation)(gate, up) : gate < 0.f ? 0.f : gate * gate;
+  const float h =
+      p.gated ? Activation(p.p.activation)(gate, up) : moelora_squared(nullptr, gate, 0.f);
   ((T *)p.h)[row * p.p.intermediate + output] = Element<T>::round(h);
 }
 

@@ -257,8 +257,7 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   g.weights.gated = moelora_is_gated(p->activation.kind);
   g.weights.interleaved = moelora_is_interleaved(p->activation.kind);
   g.epilogue.activation = p->activation;
-  g.epilogue.plain_silu =
-      p->activation.kind == MOELORA_SILU && p->activation.limit == __builtin_inff();
+  g.epilogue.plain_silu = moelora_activation_form_of(&p->activation) == MOELORA_FORM_SILU;
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;

@@ -12,56 +12,6 @@
 #include "cuda/gemm/common/gate_up.cuh"
 #include "cuda/ptx/opaque.cuh"
 
-/* What is known of an activation where its gradient is compiled. */
-enum class BackKind {
-  SILU,  // gated, silu without a limit: `plain`
-  GATED, // gated, not soft-capped
-  OTHER,
-};
-
-__device__ __forceinline__ BackKind back_kind(const moelora_activation_gradient &p) {
-  return p.plain ? BackKind::SILU : p.gated && !p.soft_capped ? BackKind::GATED : BackKind::OTHER;
-}
-
-/* Gradients of activations: each returns h and replaces gate and up by their gradients. Free of
- * branches, so that the latencies of several elements overlap. Of finite values, silu has the bits
- * of gated. */
-__device__ __forceinline__ float back_through_silu(const moelora_activation_gradient &p,
-                                                   float &gate, float &up, float dh) {
-  const float q = sigmoid_of_power(-Activation::LOG2E * gate), s = gate * q;
-  const float r = max_nan(min_nan(gate, p.saturated), -p.saturated), h = s * up;
-  gate = q * fmaf(r, 1.f - q, 1.f) * up * dh;
-  up = s * dh;
-  return h;
-}
-__device__ __forceinline__ float back_through_gated(const moelora_activation_gradient &p,
-                                                    float &gate, float &up, float dh) {
-  const float g = min_nan(gate, p.gate_limit);
-  const float u = max_nan(min_nan(up, p.limit), -p.limit) + p.c;
-  const float q = sigmoid_of_power(-Activation::LOG2E * g * fmaf(p.b * g, g, p.a));
-  const float r = max_nan(min_nan(g, p.saturated), -p.saturated), s = g * q;
-  const float slope = r * fmaf(3.f * p.b * r, r, p.a);
-  const float dg = q * fmaf(slope, 1.f - q, 1.f) * u * dh;
-  gate = gate > p.gate_limit ? 0.f : dg;
-  up = fabsf(up) > p.limit ? 0.f : s * dh;
-  return s * u;
-}
-__device__ __forceinline__ float back_through_soft_capped(const moelora_activation_gradient &p,
-                                                          float &gate, float &up, float dh) {
-  float slope_g, slope_u;
-  const float g = soft_cap(gate, p.a, p.inverse[0], slope_g);
-  const float u = soft_cap(up, p.limit, p.inverse[1], slope_u);
-  const float q = sigmoid_of_power(-Activation::LOG2E * gate), s = g * q;
-  gate = q * fmaf(max_nan(g, -p.saturated), 1.f - q, slope_g) * u * dh;
-  up = s * slope_u * dh;
-  return s * u;
-}
-__device__ __forceinline__ float back_through_relu2(float &gate, float dh) {
-  const float g = gate < 0.f ? 0.f : gate;
-  gate = 2.f * g * dh;
-  return g * g;
-}
-
 /* Element HALF of a pair. */
 template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
   const uint16_t bits = (uint16_t)(pair >> 16 * HALF);
@@ -77,20 +27,20 @@ template <class T> struct BackOutputs {
   uint32_t h[2];
   float dt[2] = {0.f, 0.f};
 
-  /* v[4]: the accumulator of an m16n8 tile. back(gate, up, dh): a gradient of the activation. */
-  template <class Back>
-  __device__ __forceinline__ void apply(const float *v, float2 weight, Back back) {
+  /* v[4]: the accumulator of an m16n8 tile; gradient: see with_gradient. */
+  template <class Gradient>
+  __device__ __forceinline__ void apply(const float *v, float2 weight, Gradient gradient) {
 #pragma unroll
     for (int m8 = 0; m8 < 2; m8++) {
       float g[2] = {element_of<T, 0>(gate[m8]), element_of<T, 1>(gate[m8])};
-      float u[2] = {element_of<T, 0>(up[m8]), element_of<T, 1>(up[m8])}, found[2];
+      float u[2] = {element_of<T, 0>(up[m8]), element_of<T, 1>(up[m8])}, outputs[2];
 #pragma unroll
       for (int q = 0; q < 2; q++)
-        found[q] = back(g[q], u[q], (q ? weight.y : weight.x) * v[2 * m8 + q]);
+        outputs[q] = gradient(&g[q], &u[q], (q ? weight.y : weight.x) * v[2 * m8 + q]);
       gate[m8] = pack2<T>(g[0], g[1]);
       up[m8] = pack2<T>(u[0], u[1]);
-      h[m8] =
-          opaque(pack2<T>(found[0], found[1])); // rounding each half by itself would take longer
+      h[m8] = opaque(
+          pack2<T>(outputs[0], outputs[1])); // rounding each half by itself would take longer
       dt[0] += v[2 * m8] * element_of<T, 0>(h[m8]);
       dt[1] += v[2 * m8 + 1] * element_of<T, 1>(h[m8]);
     }
@@ -108,22 +58,14 @@ template <class T> struct BackOutputs {
 };
 
 /* Applies the gradient of the activation to N tiles of outputs. One branch for all of them. */
-template <BackKind KIND, class T, int N>
+template <GradientKind KIND, class T, int N>
 __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const float (&v)[N][4],
-                                           const moelora_activation_gradient &p, float2 weight) {
-  const auto apply = [&](auto back) __attribute__((always_inline)) {
+                                           const moelora_activation_terms &p, float2 weight) {
+  with_gradient<KIND>(p, [&](auto gradient) __attribute__((always_inline)) {
 #pragma unroll
     for (int n = 0; n < N; n++)
-      outputs[n].apply(v[n], weight, back);
-  };
-  if constexpr (KIND == BackKind::SILU)
-    apply([&](float &g, float &u, float dh) { return back_through_silu(p, g, u, dh); });
-  else if constexpr (KIND == BackKind::GATED)
-    apply([&](float &g, float &u, float dh) { return back_through_gated(p, g, u, dh); });
-  else if (p.gated)
-    apply([&](float &g, float &u, float dh) { return back_through_soft_capped(p, g, u, dh); });
-  else
-    apply([&](float &g, float &, float dh) { return back_through_relu2(g, dh); });
+      outputs[n].apply(v[n], weight, gradient);
+  });
 }
 
 /* Global addresses of a lane's token, one of eight. */
@@ -155,7 +97,7 @@ template <class T, bool VECTORS> struct BackTile {
   }
 
   __device__ __forceinline__ float2 finish(const float *v,
-                                           const moelora_activation_gradient &activation,
+                                           const moelora_activation_terms &activation,
                                            const BackRow &row, GateUp form, int first, int inter,
                                            float2 weight, bool wants_h) {
     BackOutputs<T> tile[1], &outputs = tile[0];
@@ -166,9 +108,9 @@ template <class T, bool VECTORS> struct BackTile {
     }
     const float values[1][4] = {{v[0], v[1], v[2], v[3]}};
     if (activation.gated && !activation.soft_capped)
-      apply_back<BackKind::GATED>(tile, values, activation, weight);
+      apply_back<GradientKind::GATED>(tile, values, activation, weight);
     else
-      apply_back<BackKind::OTHER>(tile, values, activation, weight);
+      apply_back<GradientKind::OTHER>(tile, values, activation, weight);
 #pragma unroll
     for (int m8 = 0; m8 < 2; m8++) {
       const int column = first + 8 * m8 + 2 * (threadIdx.x & 3);

@@ -3,6 +3,7 @@
 #ifndef MOELORA_CUDA_EPILOGUE_CUH
 #define MOELORA_CUDA_EPILOGUE_CUH
 
+#include "cuda/gemm/common/activation.cuh"
 #include "cuda/gemm/common/tile.cuh"
 
 template <class E>
@@ -20,38 +21,6 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
   return row / g.epilogue.top_k * g.epilogue.out_stride[0] +
          row % g.epilogue.top_k * g.epilogue.out_stride[1];
 }
-
-/* Gated activations have the form g' sigmoid(g' (a + b g'^2)) (u' + c), with clamped g' and u':
- * silu has a = 1; gelu (tanh) follows from 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a = alpha,
- * c = 1; swiglustep is silu with bounds of its own. NaN propagates. Here a and b include a factor
- * of -log2(e). situ is not of this form: it replaces the clamps of its factors by tanh, and its
- * sigmoid sees g. */
-struct Activation {
-  static constexpr float LOG2E = 1.4426950408889634f;
-  const moelora_activation_problem &p;
-  float a, b = 0.f, c = 0.f;
-
-  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p_)
-      : p(p_), a(-LOG2E * p_.alpha) {
-    if (p.kind == MOELORA_GELU)
-      a = -LOG2E * 1.5957691216057308f, b = -LOG2E * 0.07135481627159729f;
-    if (p.kind == MOELORA_SWIGLUOAI || p.kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
-      c = 1.f;
-  }
-
-  __device__ __forceinline__ bool soft_capped() const { return p.kind == MOELORA_SITU; }
-
-  /* For unrolled loops, which branch on soft_capped() once. */
-  template <bool SOFT_CAPPED> __device__ __forceinline__ float apply(float gate, float up) const {
-    if constexpr (SOFT_CAPPED)
-      return soft_capped_activation(gate, up, p.alpha, p.inverse_alpha, p.limit, p.inverse_limit);
-    else
-      return gated_activation(gate, up, a, b, c, p.gate_limit, p.limit);
-  }
-  __device__ __forceinline__ float operator()(float gate, float up) const {
-    return soft_capped() ? apply<true>(gate, up) : apply<false>(gate, up);
-  }
-};
 
 /* Compile-time mode of an epilogue. An epilogue is unrolled over all outputs of a thread, so a
  * run-time option is tested once per output, and the code of all options would not fit the
@@ -115,11 +84,11 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <int N>
   __device__ __forceinline__ void square(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
-        g.epilogue.activation.kind == MOELORA_RELU2) {
+        !moelora_is_gated(g.epilogue.activation.kind)) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         float &v = d[i % 2][i / 2];
-        v = v < 0.f ? 0.f : v * v;
+        v = moelora_squared(nullptr, v, 0.f);
       }
     }
   }
@@ -150,14 +119,16 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   __device__ __forceinline__ void
   apply_activation(float (&d)[2][N / 2], const moelora_gemm_launch &g, int block, int first) const {
     constexpr bool HAS_ACTIVATION = MODE == EpilogueMode::GATED || MODE == EpilogueMode::GENERAL;
-    if (HAS_ACTIVATION && activation.soft_capped())
-      apply_to<HAS_ACTIVATION, N>(d, g, block, first);
+    if constexpr (HAS_ACTIVATION)
+      activation.with_form([&](auto form) __attribute__((always_inline)) {
+        apply_to<decltype(form)::value, N>(d, g, block, first);
+      });
     else
-      apply_to<false, N>(d, g, block, first);
+      apply_to<MOELORA_FORM_SILU, N>(d, g, block, first);
   }
 
 private:
-  template <bool SOFT_CAPPED, int N>
+  template <moelora_activation_form FORM, int N>
   __device__ __forceinline__ void apply_to(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                            int block, int first) const {
     const int lane = threadIdx.x & 31;
@@ -172,9 +143,9 @@ private:
         const int at = (first / 8 + i) * 4 + q;
         float v[2] = {d[0][at], d[1][at]};
         if (MODE == EpilogueMode::SILU)
-          v[0] = silu_and_mul(v[0], v[1]);
+          v[0] = activation.template apply<MOELORA_FORM_SILU>(v[0], v[1]);
         else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated))
-          v[0] = activation.template apply<SOFT_CAPPED>(v[0], v[1]);
+          v[0] = activation.template apply<FORM>(v[0], v[1]);
         if (MODE == EpilogueMode::GENERAL && g.epilogue.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
           v[0] *= weight, v[1] *= weight;

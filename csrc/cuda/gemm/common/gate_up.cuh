@@ -11,9 +11,9 @@
 enum class GateUp { HALVES, INTERLEAVED, ONE };
 
 __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem &p) {
-  return p.kind == MOELORA_RELU2       ? GateUp::ONE
-         : p.kind == MOELORA_SWIGLUOAI ? GateUp::INTERLEAVED
-                                       : GateUp::HALVES;
+  return !moelora_is_gated(p.kind)        ? GateUp::ONE
+         : moelora_is_interleaved(p.kind) ? GateUp::INTERLEAVED
+                                          : GateUp::HALVES;
 }
 
 /* Two neighboring elements of a row with `columns` columns. */

@@ -209,19 +209,19 @@ template <class S, class T> struct DactEpilogue {
                       load_shared_16(share.sH));
   }
 
-  template <BackKind KIND>
+  template <GradientKind KIND>
   static __device__ __forceinline__ void
   store_as(float (&rAcc)[2][S::TOKENS / 2], const moelora_back_launch &g, const TileHeader &header,
            const WarpContext<S> &warp) {
     // Groups of eight tokens per iteration. The loop is not unrolled further, to fit the
     // instruction cache: each iteration ends by moving the accumulators of the next one to the
     // first registers.
-    constexpr int PASS = KIND == BackKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
+    constexpr int PASS = KIND == GradientKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
     const int lane = threadIdx.x & 31, inter = g.weights.n_out, mine = 2 * (lane & 3);
     const int first = first_output<S>(g, header.tile, 2 * warp.consumer);
     const int64_t position = (int64_t)header.tile.block * S::TOKENS;
     const GateUp form =
-        KIND == BackKind::SILU ? GateUp::HALVES : gate_up_form(g.epilogue.activation);
+        KIND == GradientKind::SILU ? GateUp::HALVES : gate_up_form(g.epilogue.activation);
     const Share share(warp);
     const uint32_t base = buffers(warp), sH = base + BUFFERS * GU_BYTES;
     // The part of dt that this lane stores.
@@ -286,13 +286,13 @@ template <class S, class T> struct DactEpilogue {
                                                const moelora_back_launch &g,
                                                const TileHeader &header,
                                                const WarpContext<S> &warp) {
-    switch (back_kind(g.dact.activation)) {
-    case BackKind::SILU:
-      return store_as<BackKind::SILU>(rAcc, g, header, warp);
-    case BackKind::GATED:
-      return store_as<BackKind::GATED>(rAcc, g, header, warp);
-    case BackKind::OTHER:
-      return store_as<BackKind::OTHER>(rAcc, g, header, warp);
+    switch (gradient_kind(g.dact.activation)) {
+    case GradientKind::SILU:
+      return store_as<GradientKind::SILU>(rAcc, g, header, warp);
+    case GradientKind::GATED:
+      return store_as<GradientKind::GATED>(rAcc, g, header, warp);
+    case GradientKind::OTHER:
+      return store_as<GradientKind::OTHER>(rAcc, g, header, warp);
     }
   }
 };

@@ -380,19 +380,17 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
       if (MODE == EpilogueMode::SILU) {
 #pragma unroll
         for (int j = 0; j < 32; j++)
-          v[j] = silu_and_mul(v[j], v[j + 32]);
-      } else if (GATED && activation.soft_capped()) {
-#pragma unroll
-        for (int j = 0; j < 32; j++)
-          v[j] = activation.template apply<true>(v[j], v[j + 32]);
+          v[j] = activation.template apply<MOELORA_FORM_SILU>(v[j], v[j + 32]);
       } else if (GATED) {
+        activation.with_form([&](auto form) __attribute__((always_inline)) {
+#pragma unroll
+          for (int j = 0; j < 32; j++)
+            v[j] = activation.template apply<decltype(form)::value>(v[j], v[j + 32]);
+        });
+      } else if (!moelora_is_gated(g.epilogue.activation.kind)) {
 #pragma unroll
         for (int j = 0; j < 32; j++)
-          v[j] = activation.template apply<false>(v[j], v[j + 32]);
-      } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
-#pragma unroll
-        for (int j = 0; j < 32; j++)
-          v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
+          v[j] = moelora_squared(nullptr, v[j], 0.f);
       }
 
       if constexpr (GATED)
