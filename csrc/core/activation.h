@@ -1,7 +1,7 @@
 /* Activations of w13, h = act(gate, up), for host and device: which there are, what each takes, its
  * coefficients, forward and derivative. An activation that has one of the forms below is a row of
- * MOELORA_ACTIVATIONS and its coefficients in moelora_gate_terms_of. A new form also adds a forward
- * and a gradient to the end of this file, which every backend calls.
+ * MOELORA_ACTIVATIONS and its coefficients in moelora_gate_a and the like. A new form also adds a
+ * forward and a gradient to the end of this file, which every backend calls.
  *
  *   form         forward
  *   SILU         g sigmoid(g) u                               GATED without limits
@@ -99,19 +99,16 @@ static MOELORA_CONSTEXPR bool moelora_has_form(moelora_activation kind,
 #undef MOELORA_ROW
 }
 
-/* a, b and c of a GATED form, a and b multiplied by `factor`. */
-typedef struct moelora_gate_terms {
-  float a, b, c;
-} moelora_gate_terms;
-
-MOELORA_HOST_DEVICE moelora_gate_terms moelora_gate_terms_of(const moelora_activation_problem *p,
-                                                             float factor) {
-  moelora_gate_terms t = {factor * p->alpha, 0.f, 0.f};
-  if (p->kind == MOELORA_GELU) /* a = 2 sqrt(2 / pi), b = 0.044715 a */
-    t.a = factor * 1.5957691216057308f, t.b = factor * 0.07135481627159729f;
-  if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
-    t.c = 1.f;
-  return t;
+/* a, b and c of a GATED form; a and b multiplied by `factor`. gelu: a = 2 sqrt(2 / pi), b =
+ * 0.044715 a. Functions of one value each, which compilers turn into selects. */
+MOELORA_HOST_DEVICE float moelora_gate_a(const moelora_activation_problem *p, float factor) {
+  return p->kind == MOELORA_GELU ? factor * 1.5957691216057308f : factor * p->alpha;
+}
+MOELORA_HOST_DEVICE float moelora_gate_b(const moelora_activation_problem *p, float factor) {
+  return p->kind == MOELORA_GELU ? factor * 0.07135481627159729f : 0.f;
+}
+MOELORA_HOST_DEVICE float moelora_gate_c(const moelora_activation_problem *p) {
+  return p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE ? 1.f : 0.f;
 }
 
 /* What the functions below take: an activation's form and its coefficients. */
@@ -139,9 +136,10 @@ moelora_activation_form_of(const moelora_activation_problem *p) {
 static inline moelora_activation_terms
 moelora_activation_terms_of(const moelora_activation_problem *p) {
   const moelora_activation_form form = moelora_activation_form_of(p);
-  const moelora_gate_terms gate = moelora_gate_terms_of(p, 1.f);
   moelora_activation_terms t = {0};
-  t.a = gate.a, t.b = gate.b, t.c = gate.c;
+  t.a = moelora_gate_a(p, 1.f);
+  t.b = moelora_gate_b(p, 1.f);
+  t.c = moelora_gate_c(p);
   t.gate_limit = p->gate_limit;
   t.limit = p->limit;
   t.gated = form != MOELORA_FORM_SQUARED;

@@ -32,7 +32,7 @@ namespace {
 
 struct DecodeLayout {
   uint32_t *digests;
-  Reading *reading;
+  RoutingSnapshot *snapshot;
   uint16_t *h, *xa[2];
   size_t bytes;
 };
@@ -43,7 +43,7 @@ DecodeLayout lay_out(const moelora_experts_problem *p, const moelora_exec *exec)
   const size_t ctas = (size_t)kMaxResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   DecodeLayout l;
   l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
-  l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
+  l.snapshot = (RoutingSnapshot *)moelora_take(&arena, sizeof(RoutingSnapshot));
   const size_t inner = (size_t)p->intermediate;
   l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
   for (int i = 0; i < 2; i++) {
@@ -79,7 +79,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
   params.by_tiles13 = moelora_divisor_of((uint32_t)params.tiles13);
   params.digests = l.digests;
-  params.reading = l.reading;
+  params.snapshot = l.snapshot;
   params.h = l.h;
   for (int i = 0; i < 2; i++) {
     params.xa[i] = l.xa[i];

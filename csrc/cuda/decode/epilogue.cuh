@@ -48,7 +48,7 @@ __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tab
   const int64_t row = t.row[t.segment_active[r.segment]][token];
   T *to = (T *)p.xa[kind == SHRINK2] +
           (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first;
-  const float scaling = t.own.scaling[token] * (1.f / (1 << DEFERRED));
+  const float scaling = t.routing.scaling[token] * (1.f / (1 << DEFERRED));
   to[lane] = Element<T>::round(r.first + lane < r.rank ? scaling * sum : 0.f);
 }
 
@@ -87,9 +87,9 @@ __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables
   float sum = 0.f;
 #pragma unroll 4
   for (int j = 0; j < top_k; j++) {
-    const int lead = t.lead[token * top_k + j];
-    if (lead >= 0)
-      sum += t.row_weight[token * top_k + j] * rows[lead * kTokenPitch + lane];
+    const int first_row = t.first_row[token * top_k + j];
+    if (first_row >= 0)
+      sum += t.row_weight[token * top_k + j] * rows[first_row * kTokenPitch + lane];
   }
   ((T *)problem.out)[token * problem.out_stride + output] = Element<T>::round(sum);
 }

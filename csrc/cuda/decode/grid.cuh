@@ -36,10 +36,10 @@ __device__ __forceinline__ void wait(GridSync &sync) {
   sync.waits = false;
 }
 
-/* Builds tables and loads x, before the first W13 item. */
+/* Builds the tables and loads x, before the first W13 item. snapshot: see build_tables. */
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
-                                            const Reading *agreed) {
+                                            const RoutingSnapshot *snapshot) {
   const TokenRows x = stage_tokens((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
                                    (int)p.p.hidden, nullptr, staged, p.staged_bytes);
   if (threadIdx.x == 0)
@@ -49,20 +49,21 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
     sync.shrinks = false;
     arrive(sync);
   }
-  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), agreed);
-  if (!agreed && threadIdx.x / 32 == kWarps - 1)
-    publish_reading(t, p.digests, p.reading);
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), snapshot);
+  if (!snapshot && threadIdx.x / 32 == kWarps - 1)
+    publish_snapshot(t, p.digests, p.snapshot);
   copy_async_wait<0>();
   __syncthreads();
 }
 
-/* Restarts from the agreed tables; out of line, so that it takes no registers of the main loop. */
+/* Restarts from the first CTA's snapshot; out of line, so that it takes no registers of the main
+ * loop. */
 inline __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                                 uint16_t *staged, GridSync &sync) {
-  __syncthreads(); // all threads have seen that readings differ
+  __syncthreads(); // all threads have read the mismatch
   if (threadIdx.x == 0)
-    t.agreed = true;
-  begin_layer(p, t, tokens, staged, sync, p.reading);
+    t.uses_first = true;
+  begin_layer(p, t, tokens, staged, sync, p.snapshot);
 }
 
 } // namespace decode

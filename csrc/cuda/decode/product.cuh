@@ -53,11 +53,11 @@ struct TokenRows {
 constexpr int kStagedBytes = 18 * 1024;
 
 /* Starts to copy rows to shared memory if they fit: all of them, or only those that are their own
- * `lead`. Reading them from memory would stall every batch of columns, and a grid sync invalidates
- * L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank conflicts; beyond K
- * there are zeros up to the end of a tile. */
+ * `first_row`. RoutingSnapshot them from memory would stall every batch of columns, and a grid sync
+ * invalidates L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank
+ * conflicts; beyond K there are zeros up to the end of a tile. */
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
-                                                  int64_t rows, int depth, const int32_t *lead,
+                                                  int64_t rows, int depth, const int32_t *first_row,
                                                   uint16_t *staged, int room) {
   const int end = (depth + 63) / 64 * 64, pitch = end + 8;
   if (rows * pitch * 2 > room)
@@ -65,7 +65,8 @@ __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t 
 #pragma unroll 1
   for (int row = 0; row < rows; row++)
 #pragma unroll 1
-    for (int k = lead && lead[row] != row ? end : threadIdx.x * 8; k < end; k += kThreads * 8)
+    for (int k = first_row && first_row[row] != row ? end : threadIdx.x * 8; k < end;
+         k += kThreads * 8)
       copy_async_16(shared_address(staged + row * pitch + k),
                     from + row * stride + min(k, depth - 8), k < depth ? 16 : 0);
   copy_async_commit();

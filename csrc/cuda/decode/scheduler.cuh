@@ -21,8 +21,8 @@ struct DecodeParams {
   int32_t span_blocks[2];     // of a shrink: blocks of K per span; of w13, of w2
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
-  uint32_t *digests;               // [CTAs] of each CTA's reading of the tables
-  Reading *reading;                // the first CTA's
+  uint32_t *digests;               // [CTAs] of each CTA's snapshot
+  RoutingSnapshot *snapshot;       // the first CTA's
   uint16_t *h;                     // [P, I]
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };

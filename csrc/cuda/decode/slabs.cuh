@@ -47,27 +47,27 @@ __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab)
   return 0;
 }
 
-/* Producer state that a warp keeps in shared memory while a shrink needs the registers. */
-struct ParkedProducer {
+/* State of a SlabProducer that a warp saves to shared memory while a shrink needs its registers. */
+struct ProducerState {
   WorkIterator work;
   const char *from; // of lane 0
   int left;
 };
 
-__device__ __forceinline__ void park(const SlabProducer &s, ParkedProducer &parked) {
+__device__ __forceinline__ void save(const SlabProducer &s, ProducerState &saved) {
   if (threadIdx.x % 32 == 0)
-    parked = {s.work, s.from, s.left};
+    saved = {s.work, s.from, s.left};
   __syncwarp();
 }
 
-__device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
-                                       const ParkedProducer &parked) {
-  s.work = parked.work;
+__device__ __forceinline__ void restore(const DecodeParams &p, SlabProducer &s,
+                                        const ProducerState &saved) {
+  s.work = saved.work;
   const moelora_weights &w = weights_of(p, s.work.kind);
-  s.from = parked.from + threadIdx.x % 32 * 16;
+  s.from = saved.from + threadIdx.x % 32 * 16;
   s.step = w.stride_kt;
   s.scales = offset_of_scales(w.format, item_of(p, s.work).tile % kSlabsOfTile);
-  s.left = parked.left;
+  s.left = saved.left;
 }
 
 /* Address of the first tile of this warp's product. */

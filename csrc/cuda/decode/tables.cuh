@@ -1,8 +1,8 @@
 /* Tables that every CTA of the decode kernel builds from ids, in shared memory.
  *
- * They follow from a reading of the caller's tables, in which a CTA loads each element once. Since
- * other streams may write these tables during the call, CTAs compare their readings at a grid
- * sync; if they differ, all restart from the reading of the first CTA.
+ * A CTA builds them from a snapshot of the caller's tables, of which it loads each element once.
+ * Other streams may write these tables during the call, so the CTAs compare digests of their
+ * snapshots at a grid sync; if two differ, all CTAs restart from the snapshot of the first CTA.
  *
  * An active expert is one chosen by some token; a segment is the tokens of an active expert with
  * one adapter. Active experts are ordered by the first row that names them, segments by active
@@ -21,7 +21,7 @@ constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, active experts or segments two by two");
 
-/* Limit of the grid: each thread compares the digests of up to four CTAs. */
+/* Maximum number of CTAs: each thread compares the digests of up to four CTAs. */
 constexpr int kMaxCtas = 4 * kThreads;
 /* Copies of all digests, so that CTAs load different lines. */
 constexpr int kCopies = 16;
@@ -34,31 +34,31 @@ __host__ __device__ inline size_t digest_pitch(size_t ctas) {
 /* Kinds of work items, in execution order. */
 enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
-/* What a CTA read of the caller's tables. */
-struct Reading {
+/* The elements that a CTA has loaded from the caller's tables. */
+struct RoutingSnapshot {
   int32_t expert[kRows]; // of each row, local; -1: skipped
   int32_t adapter[kTokens], rank[kTokens];
   float scaling[kTokens];
 };
-constexpr int kReadingWords = sizeof(Reading) / 4;
+constexpr int kSnapshotWords = sizeof(RoutingSnapshot) / 4;
 
 struct Tables {
-  Reading own;
-  uint32_t digest; // of the reading
-  bool differs;    // whether another CTA's reading differs
-  bool agreed;     // whether all restarted from the first CTA's reading
+  RoutingSnapshot routing;
+  uint32_t digest; // of the snapshot
+  bool mismatch;   // whether another CTA has another digest
+  bool uses_first; // whether all CTAs restarted from the first CTA's snapshot
   int32_t active_experts, segments;
   int32_t items[DONE]; // of each kind, over the whole grid
   int32_t expert[kRows];
   int32_t row[kRows][kTokens]; // flat row of an active expert's token, -1: none
-  int32_t lead[kRows];     // for each flat row, the row used for its expert and token; -1: skipped
-  float row_weight[kRows]; // routing weight
+  int32_t first_row[kRows]; // for each flat row, the row used for its expert and token; -1: skipped
+  float row_weight[kRows];  // routing weight
   int32_t first_segment[kRows + 1];
   int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as given
   uint32_t segment_tokens[kRows];                                             // bit mask of tokens
   int32_t shrinks_end[2][kRows]; // cumulative number of shrink items per segment, of w13 and of w2
   // only while the tables are built
-  uint32_t leads[kRows * kTokens / 32]; // bit mask of the rows or cells that come first
+  uint32_t first_mask[kRows * kTokens / 32]; // bit mask of the rows or cells that come first
 };
 
 /* True rank, limited to that of the stack. */
@@ -74,7 +74,7 @@ __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
 
 /* Called by one warp, two rows per lane. */
 __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_routes &r,
-                                                    const Reading *agreed) {
+                                                    const RoutingSnapshot *snapshot) {
   const int lane = threadIdx.x % 32;
   int64_t expert[2] = {-1, -1};
   float weight[2] = {};
@@ -83,19 +83,19 @@ __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_rou
     const int row = lane + 32 * i;
     if (row < r.num_rows) {
       const int token = row / r.top_k, choice = row % r.top_k;
-      expert[i] = agreed ? agreed->expert[row]
-                         : load_id(r.topk_ids,
-                                   token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
+      expert[i] = snapshot ? snapshot->expert[row]
+                           : load_id(r.topk_ids,
+                                     token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
       weight[i] =
           r.topk_weights[token * r.topk_weights_stride[0] + choice * r.topk_weights_stride[1]];
     }
   }
-  if (!agreed)
+  if (!snapshot)
     local_experts(r, expert);
   int active_experts = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    t.own.expert[lane + 32 * i] = (int32_t)expert[i];
+    t.routing.expert[lane + 32 * i] = (int32_t)expert[i];
     t.row_weight[lane + 32 * i] = weight[i];
     const uint32_t same = __match_any_sync(~0u, (int)expert[i]);
     bool first = expert[i] >= 0 && __ffs((int)same) - 1 == lane;
@@ -103,10 +103,10 @@ __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_rou
 #pragma unroll 8
       for (int q = 0; q < 32; q++)
         first = __shfl_sync(~0u, (int)expert[0], q) != (int)expert[1] && first;
-    const uint32_t leads = __ballot_sync(~0u, first);
+    const uint32_t first_mask = __ballot_sync(~0u, first);
     if (first)
-      t.expert[active_experts + __popc(leads & ((1u << lane) - 1))] = (int32_t)expert[i];
-    active_experts += __popc(leads);
+      t.expert[active_experts + __popc(first_mask & ((1u << lane) - 1))] = (int32_t)expert[i];
+    active_experts += __popc(first_mask);
   }
   if (lane == 0)
     t.active_experts = active_experts;
@@ -114,11 +114,11 @@ __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_rou
 
 /* Called by one thread per token. */
 __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token,
-                                             const Reading *agreed) {
-  if (agreed) {
-    t.own.adapter[token] = agreed->adapter[token];
-    t.own.rank[token] = agreed->rank[token];
-    t.own.scaling[token] = agreed->scaling[token];
+                                             const RoutingSnapshot *snapshot) {
+  if (snapshot) {
+    t.routing.adapter[token] = snapshot->adapter[token];
+    t.routing.rank[token] = snapshot->rank[token];
+    t.routing.scaling[token] = snapshot->scaling[token];
     return;
   }
   int64_t adapter = -1;
@@ -139,9 +139,9 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   } else {
     rank = 0;
   }
-  t.own.adapter[token] = (int32_t)adapter;
-  t.own.rank[token] = max(rank, 0);
-  t.own.scaling[token] = scaling;
+  t.routing.adapter[token] = (int32_t)adapter;
+  t.routing.rank[token] = max(rank, 0);
+  t.routing.scaling[token] = scaling;
 }
 
 constexpr int kCells = kRows * kTokens / kThreads; // per thread
@@ -156,9 +156,9 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
     if (active < t.active_experts && token < r.num_tokens)
 #pragma unroll 4
       for (int j = 0; j < r.top_k; j++)
-        if (t.own.expert[token * r.top_k + j] == t.expert[active]) {
+        if (t.routing.expert[token * r.top_k + j] == t.expert[active]) {
           row = row < 0 ? token * r.top_k + j : row;
-          t.lead[token * r.top_k + j] = row;
+          t.first_row[token * r.top_k + j] = row;
         }
     t.row[active][token] = row;
   }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
 /* Requires the adapters and this thread's rows; eight consecutive lanes per active expert. */
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
-  const int adapter = t.own.adapter[token], rank = t.own.rank[token];
+  const int adapter = t.routing.adapter[token], rank = t.routing.rank[token];
   uint32_t carriers[kCells]; // of this cell's adapter; 0: base only, or no row
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
@@ -175,26 +175,26 @@ __device__ __forceinline__ void find_segments(Tables &t) {
     const bool carries = t.row[cell / kTokens][token] >= 0 && rank > 0;
     const uint32_t same = __match_any_sync(~0u, carries ? adapter : -1);
     carriers[i] = carries ? same >> (lane & 24) & 255 : 0;
-    const uint32_t leads = __ballot_sync(~0u, __ffs((int)carriers[i]) - 1 == token);
+    const uint32_t first_mask = __ballot_sync(~0u, __ffs((int)carriers[i]) - 1 == token);
     if (lane == 0)
-      t.leads[cell / 32] = leads;
+      t.first_mask[cell / 32] = first_mask;
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
-    const uint32_t leads = t.leads[cell / 32];
-    const int s = count_bits(t.leads, cell / 32) + __popc(leads & ((1u << lane) - 1));
+    const uint32_t first_mask = t.first_mask[cell / 32];
+    const int s = count_bits(t.first_mask, cell / 32) + __popc(first_mask & ((1u << lane) - 1));
     if (token == 0)
       t.first_segment[cell / kTokens] = s;
-    if (leads >> lane & 1) {
+    if (first_mask >> lane & 1) {
       t.segment_active[s] = cell / kTokens;
       t.segment_adapter[s] = adapter;
       t.segment_rank[s] = rank;
       t.segment_tokens[s] = carriers[i];
     }
     if (cell == kRows * kTokens - 1)
-      t.first_segment[kRows] = t.segments = s + (int)(leads >> 31);
+      t.first_segment[kRows] = t.segments = s + (int)(first_mask >> 31);
   }
   __syncthreads();
 }
@@ -202,12 +202,13 @@ __device__ __forceinline__ void find_segments(Tables &t) {
 /* Requires the segments; one warp sums the shrink items of a projection. */
 __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
   const int s = threadIdx.x % 32 * 2;
-  int own[2];
+  int items[2];
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    own[i] = s + i < t.segments ? (rank_in(f, t.segment_rank[s + i]) + 15) / 16 * f.num_slices : 0;
-  const int sum = warp_inclusive_sum(own[0] + own[1]);
-  t.shrinks_end[projection][s] = sum - own[1];
+    items[i] =
+        s + i < t.segments ? (rank_in(f, t.segment_rank[s + i]) + 15) / 16 * f.num_slices : 0;
+  const int sum = warp_inclusive_sum(items[0] + items[1]);
+  t.shrinks_end[projection][s] = sum - items[1];
   t.shrinks_end[projection][s + 1] = sum;
   if (threadIdx.x % 32 == 31)
     t.items[projection ? SHRINK2 : SHRINK13] = sum;
@@ -221,14 +222,15 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
-/* Writes the digest of this CTA's reading to its place in `digests`; the first CTA also writes its
- * reading to `first`. Called by one warp. The digest applies the finalizer of MurmurHash3 to words
+/* Writes the digest of this CTA's snapshot to its place in `digests`; the first CTA also writes its
+ * snapshot to `first`. Called by one warp. The digest applies the finalizer of MurmurHash3 to words
  * and their indices. */
-__device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Reading *first) {
+__device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
+                                                 RoutingSnapshot *first) {
   const int lane = threadIdx.x % 32;
   uint32_t digest = 0;
-  for (int i = lane; i < kReadingWords; i += 32) {
-    const uint32_t word = ((const uint32_t *)&t.own)[i];
+  for (int i = lane; i < kSnapshotWords; i += 32) {
+    const uint32_t word = ((const uint32_t *)&t.routing)[i];
     uint32_t v = word ^ (uint32_t)i * 0x9e3779b9u;
     v = (v ^ v >> 16) * 0x85ebca6bu;
     v = (v ^ v >> 13) * 0xc2b2ae35u;
@@ -244,37 +246,38 @@ __device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Re
 }
 
 /* Called once all CTAs have published; each thread compares four. */
-__device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *digests) {
+__device__ __forceinline__ void compare_snapshots(Tables &t, const uint32_t *digests) {
   const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
   if (at >= ctas)
     return;
   const uint4 four =
       __ldcg((const uint4 *)(digests + blockIdx.x % kCopies * digest_pitch(gridDim.x) + at));
-  const uint32_t own = t.digest;
-  if (four.x != own || (at + 1 < ctas && four.y != own) || (at + 2 < ctas && four.z != own) ||
-      (at + 3 < ctas && four.w != own))
-    t.differs = true;
+  const uint32_t digest = t.digest;
+  if (four.x != digest || (at + 1 < ctas && four.y != digest) ||
+      (at + 2 < ctas && four.z != digest) || (at + 3 < ctas && four.w != digest))
+    t.mismatch = true;
 }
 
 /* Builds all tables. `tiles13` W13 items per active expert and `columns` W2 items are given by the
- * caller. agreed: the reading to use, or NULL for the CTA's own. */
+ * caller. snapshot: the one to build from; NULL: the CTA loads its own. */
 __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
-                                             int tiles13, int columns, const Reading *agreed) {
+                                             int tiles13, int columns,
+                                             const RoutingSnapshot *snapshot) {
   const bool lora =
       p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0)
-    find_active_experts(t, p.routes, agreed);
+    find_active_experts(t, p.routes, snapshot);
   else if (warp == 1 && lane < kTokens && lora)
-    find_adapter(t, p.routes, lane, agreed);
+    find_adapter(t, p.routes, lane, snapshot);
   else if (warp == 1 && lane < kTokens)
-    t.own.adapter[lane] = t.own.rank[lane] = 0, t.own.scaling[lane] = 0.f;
+    t.routing.adapter[lane] = t.routing.rank[lane] = 0, t.routing.scaling[lane] = 0.f;
   else if (warp >= kWarps - kRows / 32)
-    t.lead[threadIdx.x - kThreads + kRows] = -1;
+    t.first_row[threadIdx.x - kThreads + kRows] = -1;
   __syncthreads();
   find_rows(t, p.routes);
   if (threadIdx.x == 0) {
-    t.differs = false;
+    t.mismatch = false;
     t.items[W13] = t.active_experts * tiles13;
     t.items[W2] = columns;
     if (!lora)

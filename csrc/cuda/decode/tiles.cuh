@@ -15,6 +15,14 @@
 namespace decode {
 namespace {
 
+/* Static shared memory. */
+struct SharedStorage {
+  Tables tables;
+  Partials partials;
+  TokenRows tokens;                // rows of x, then of h
+  ProducerState producers[kWarps]; // saved during shrinks
+};
+
 /* Computes the product of the shrink item at `work` into d and advances `work` to the next item. */
 template <class T>
 __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
@@ -37,16 +45,15 @@ template <class T, moelora_kernel_format FORMAT>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_tiles(const __grid_constant__ DecodeParams p) {
   constexpr int DEFERRED = TileFragment<FORMAT, T>::DEFERRED;
-  __shared__ Tables t;
-  __shared__ Partials partials;
-  __shared__ TokenRows tokens;
-  __shared__ ParkedProducer parked[kWarps];
-  extern __shared__ __align__(16) uint16_t staged[];
+  __shared__ SharedStorage shared;
+  extern __shared__ __align__(16) uint16_t staged[]; // tokens, then the pipelines of the warps
+  Tables &t = shared.tables;
+  TokenRows &tokens = shared.tokens;
   GridSync sync;
   sync.waits = false;
-  int turn = 0; // which buffer of partial sums
+  int partial_stage = 0;
   if (threadIdx.x == 0)
-    t.agreed = false;
+    t.uses_first = false;
   begin_layer(p, t, tokens, staged, sync, nullptr);
 
   SlabProducer weights;
@@ -68,35 +75,36 @@ __global__ void __launch_bounds__(kThreads, kResident)
       prefetch_next(weights);
       wait(sync);
       if ((int)blockIdx.x < t.items[W2] || has_item(t, work)) {
-        const TokenRows h = stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                         (int)p.p.intermediate, t.lead, staged, p.staged_bytes);
+        const TokenRows h =
+            stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
+                         t.first_row, staged, p.staged_bytes);
         if (threadIdx.x == 0)
           tokens = h;
       }
-      if (!t.agreed)
-        compare_readings(t, p.digests);
+      if (!t.uses_first)
+        compare_snapshots(t, p.digests);
       copy_async_wait<0>();
       __syncthreads();
-      if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
+      if (t.mismatch) { /* the same in all CTAs, none of which has written to out yet */
         begin_again(p, t, tokens, staged, sync);
         projection = -1;
         continue;
       }
     }
     if (has_item(t, work)) {
-      park(weights, parked[threadIdx.x / 32]);
+      save(weights, shared.producers[threadIdx.x / 32]);
 #pragma unroll 1
       do {
         const WorkItem item = {work.kind, 0, work.index};
         float d[4];
         multiply_shrink<T>(p, t, work, tokens, buffer, d);
-        float *partial = partials.sums[turn];
-        turn = !turn;
+        float *partial = shared.partials.sums[partial_stage];
+        partial_stage = !partial_stage;
         store_partial(partial, d);
         __syncthreads();
         epilogue_shrink<T, DEFERRED>(p, t, item, partial);
       } while (has_item(t, work));
-      unpark(p, weights, parked[threadIdx.x / 32]);
+      restore(p, weights, shared.producers[threadIdx.x / 32]);
     }
     if (sync.shrinks) {
       sync.shrinks = false;
@@ -104,8 +112,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
 #pragma unroll 1
     for (int index = blockIdx.x; index < t.items[kind]; index += gridDim.x) {
-      float *partial = partials.sums[turn];
-      turn = !turn;
+      float *partial = shared.partials.sums[partial_stage];
+      partial_stage = !partial_stage;
       WorkIterator product = first_part(kind, index);
       WorkItem item = item_of(p, product);
       for (; has_product(p, t, product, item); product.part += kWarps) {

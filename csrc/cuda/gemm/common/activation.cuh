@@ -34,10 +34,11 @@ __device__ __forceinline__ float moelora_soft_cap(float x, float cap, float inve
 /* Forward of gated activations. */
 struct Activation {
   const moelora_activation_problem &p;
-  const moelora_gate_terms gate_terms; // a and b include a factor of -log2(e)
+  float a, b, c; // a and b include a factor of -log2(e)
 
   __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p_)
-      : p(p_), gate_terms(moelora_gate_terms_of(&p_, -kLog2E)) {}
+      : p(p_), a(moelora_gate_a(&p_, -kLog2E)), b(moelora_gate_b(&p_, -kLog2E)),
+        c(moelora_gate_c(&p_)) {}
 
   template <moelora_activation_form FORM>
   __device__ __forceinline__ float apply(float gate, float up) const {
@@ -46,8 +47,7 @@ struct Activation {
     else if constexpr (FORM == MOELORA_FORM_SOFT_CAPPED)
       return soft_capped_activation(gate, up, p.alpha, p.inverse_alpha, p.limit, p.inverse_limit);
     else
-      return gated_activation(gate, up, gate_terms.a, gate_terms.b, gate_terms.c, p.gate_limit,
-                              p.limit);
+      return gated_activation(gate, up, a, b, c, p.gate_limit, p.limit);
   }
 
   /* Calls f(form) with the form as a constant. */
