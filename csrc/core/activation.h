@@ -1,6 +1,6 @@
 /* Activations of w13, h = act(gate, up), for host and device: which there are, what each takes, its
  * coefficients, forward and derivative. An activation that has one of the forms below is a row of
- * MOELORA_ACTIVATIONS and its coefficients in moelora_gate_a and the like. A new form also adds a
+ * MOELORA_ACTIVATIONS and its coefficients in MOELORA_SET_GATE_TERMS. A new form also adds a
  * forward and a gradient to the end of this file, which every backend calls.
  *
  *   form         forward
@@ -21,10 +21,8 @@
 #include "core/format.h"
 
 #ifdef __CUDACC__
-#define MOELORA_HOST_DEVICE static __host__ __device__ __forceinline__
 #define MOELORA_MATH static __device__ __forceinline__
 #else
-#define MOELORA_HOST_DEVICE static inline
 #define MOELORA_MATH static inline
 #endif
 
@@ -99,17 +97,16 @@ static MOELORA_CONSTEXPR bool moelora_has_form(moelora_activation kind,
 #undef MOELORA_ROW
 }
 
-/* a, b and c of a GATED form; a and b multiplied by `factor`. gelu: a = 2 sqrt(2 / pi), b =
- * 0.044715 a. Functions of one value each, which compilers turn into selects. */
-MOELORA_HOST_DEVICE float moelora_gate_a(const moelora_activation_problem *p, float factor) {
-  return p->kind == MOELORA_GELU ? factor * 1.5957691216057308f : factor * p->alpha;
-}
-MOELORA_HOST_DEVICE float moelora_gate_b(const moelora_activation_problem *p, float factor) {
-  return p->kind == MOELORA_GELU ? factor * 0.07135481627159729f : 0.f;
-}
-MOELORA_HOST_DEVICE float moelora_gate_c(const moelora_activation_problem *p) {
-  return p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE ? 1.f : 0.f;
-}
+/* Sets a, b and c of the GATED form of problem P; a and b are multiplied by FACTOR. A macro, since
+ * nvcc orders the instructions of a function's result differently in the epilogues. */
+#define MOELORA_SET_GATE_TERMS(P, FACTOR, A, B, C)                                                 \
+  do {                                                                                             \
+    A = (FACTOR) * (P).alpha, B = 0.f, C = 0.f;                                                    \
+    if ((P).kind == MOELORA_GELU) /* a = 2 sqrt(2 / pi), b = 0.044715 a */                         \
+      A = (FACTOR) * 1.5957691216057308f, B = (FACTOR) * 0.07135481627159729f;                     \
+    if ((P).kind == MOELORA_SWIGLUOAI || (P).kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)               \
+      C = 1.f;                                                                                     \
+  } while (0)
 
 /* What the functions below take: an activation's form and its coefficients. */
 typedef struct moelora_activation_terms {
@@ -137,9 +134,7 @@ static inline moelora_activation_terms
 moelora_activation_terms_of(const moelora_activation_problem *p) {
   const moelora_activation_form form = moelora_activation_form_of(p);
   moelora_activation_terms t = {0};
-  t.a = moelora_gate_a(p, 1.f);
-  t.b = moelora_gate_b(p, 1.f);
-  t.c = moelora_gate_c(p);
+  MOELORA_SET_GATE_TERMS(*p, 1.f, t.a, t.b, t.c);
   t.gate_limit = p->gate_limit;
   t.limit = p->limit;
   t.gated = form != MOELORA_FORM_SQUARED;

@@ -36,9 +36,9 @@ struct Activation {
   const moelora_activation_problem &p;
   float a, b, c; // a and b include a factor of -log2(e)
 
-  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p_)
-      : p(p_), a(moelora_gate_a(&p_, -kLog2E)), b(moelora_gate_b(&p_, -kLog2E)),
-        c(moelora_gate_c(&p_)) {}
+  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p_) : p(p_) {
+    MOELORA_SET_GATE_TERMS(p, -kLog2E, a, b, c);
+  }
 
   template <moelora_activation_form FORM>
   __device__ __forceinline__ float apply(float gate, float up) const {
