@@ -32,31 +32,38 @@ template <class E> __device__ __forceinline__ int slabs_in_stage(const moelora_g
              : MAX_SLABS;
 }
 
-/* Part of a tile that a slab contributes to. */
+/* The part of a tile to which a slab contributes. */
 struct Subtile {
   int low, high; // tokens [low, high)
   uint32_t m64s; // bit mask of m64 tiles
 };
 
-/* Adapter state of a tile, kept in shared memory to save registers in the main loop:
- *
- *   { int32 slabs; uint32 slices, overlaps }  overlaps: TILES bits per slice, its m64 tiles
- *   [STAGES] { int32 segment, slice, rank }   iterator state after the stage's slabs
- *            [SLABS] { int16 low, high; uint32 m64s }  subtile of each slab
- *   segments                                  as in segments.cuh */
+/* Adapters of a tile in shared memory, which saves registers in the main loop. */
+template <class E, int STAGES> struct AdapterStorage {
+  struct Stage {
+    uint4 cursor;                                       // SlabIterator after the stage's slabs
+    uint2 subtiles[(FactorRows<E>::SLABS + 1) / 2 * 2]; // of each slab: low | high << 16, m64s
+  };
+  uint4 tile; // slabs, slices, overlaps: TILES bits per slice, the m64 tiles that it overlaps
+  Stage stages[STAGES];
+  ListedSegment segments[E::TOKENS];
+};
+
+/* Access to the AdapterStorage at shared address `at`. */
 template <class E, int STAGES> struct TileAdapters {
-  static constexpr int STAGE_BYTES = 16 + (8 * FactorRows<E>::SLABS + 15) / 16 * 16;
-  static constexpr int BYTES = 16 + STAGES * STAGE_BYTES + 8 * E::TOKENS;
+  using Storage = AdapterStorage<E, STAGES>;
+  using Stage = typename Storage::Stage;
 
   const uint32_t at;
   SegmentList<E> list;
   uint32_t overlaps;
 
   __device__ __forceinline__ explicit TileAdapters(uint32_t at) : at(at) {
-    list.base = at + 16 + STAGES * STAGE_BYTES;
+    list.base = at + (uint32_t)offsetof(Storage, segments);
   }
 
-  /* Called by one warp, with the packed ranks of the block's tokens. */
+  /* Lists the adapters of the tile. Called by one warp, with the packed ranks of the block's
+   * tokens. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
                                        Segments<E::LANES> &segments) {
     segments.find(g.adapters.lora.max_rank);
@@ -82,7 +89,7 @@ template <class E, int STAGES> struct TileAdapters {
   }
 
   __device__ __forceinline__ uint32_t stage(int step) const {
-    return at + 16 + step % STAGES * STAGE_BYTES;
+    return at + (uint32_t)offsetof(Storage, stages) + step % STAGES * (int)sizeof(Stage);
   }
 
   __device__ __forceinline__ SlabIterator cursor(int step) const {
@@ -94,13 +101,16 @@ template <class E, int STAGES> struct TileAdapters {
                     make_uint4(cursor.segment, (uint32_t)cursor.slice, cursor.rank, 0));
   }
 
+  __device__ __forceinline__ uint32_t subtile_at(int step, int j) const {
+    return stage(step) + (uint32_t)offsetof(Stage, subtiles) + 8 * j;
+  }
   __device__ __forceinline__ Subtile subtile(int step, int j) const {
-    const uint2 v = load_shared_8(stage(step) + 16 + 8 * j);
+    const uint2 v = load_shared_8(subtile_at(step, j));
     return {(int)(v.x & 0xffff), (int)(v.x >> 16), v.y};
   }
   __device__ __forceinline__ void write(int step, int j, const Slab &slab) const {
     const uint32_t m64s = overlaps >> slab.slice * E::TILES & ((1u << E::TILES) - 1);
-    store_shared_8(stage(step) + 16 + 8 * j, make_uint2(slab.low | slab.high << 16, m64s));
+    store_shared_8(subtile_at(step, j), make_uint2(slab.low | slab.high << 16, m64s));
   }
 };
 
@@ -246,7 +256,7 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
         mma_16816<T>(sum.d[m64 / 2][j][m64 % 2], a[m64], b + m64 % 2 * 2);
       continue;
     }
-    uint32_t m64s[2]; // of this thread's two tokens
+    uint32_t m64s[2]; // m64 tiles to which this thread's two tokens add
 #pragma unroll
     for (int q = 0; q < 2; q++) {
       const int t = n8 + (lane & 3) * 2 + q;

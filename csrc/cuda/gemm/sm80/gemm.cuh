@@ -5,7 +5,7 @@
  *   cp.async | step 0 | step 1 | step 2 | ... | adapter stages | step 0 of the next tile | ...
  *   mma.sync          | step 0 | step 1 | ...          | B xa  | epilogue, overlaps the copies
  *
- * Persistent CTAs take tiles in the order of tile_order.cuh. All threads copy into a pipeline of
+ * Persistent CTAs take tiles in the order of tile.cuh. All threads copy into a pipeline of
  * STAGES stages and multiply; first the K loop, then the adapter stages. The epilogue runs while
  * the first stages of the next tile are in flight. K is accumulated in k16 steps in order, for
  * every tile size, so that all variants agree bit for bit. If rows are not aligned to 16 bytes
@@ -13,12 +13,14 @@
 #ifndef MOELORA_CUDA_SM80_GEMM_CUH
 #define MOELORA_CUDA_SM80_GEMM_CUH
 
-#include "cuda/launch/kernel_launch.cuh"
+#include <stddef.h>
+
 #include "cuda/gemm/sm80/adapters.cuh"
 #include "cuda/gemm/sm80/operands.cuh"
 #include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/tile.cuh"
+#include "cuda/launch/kernel_launch.cuh"
 
 namespace {
 
@@ -26,12 +28,34 @@ namespace {
  * never selects them. */
 constexpr int kMaxUnalignedTokens = 32;
 
-/* K loop of a tile. */
+/* Shared memory. */
+template <class E, int STAGES> struct SharedStorage {
+  struct Stage {
+    uint8_t sW[E::W_BYTES];    // m64 tiles of weights, or rows of B
+    SwizzledRow sX[E::TOKENS]; // token rows, or rows of xa
+  };
+  struct Scales { // W8A8: of a step
+    uint8_t weights[E::ALL_SCALES];
+    float tokens[E::TOKENS];
+  };
+  Stage stages[STAGES];
+  Scales scales[E::SLOTS];
+  AdapterStorage<E, STAGES> adapters;
+
+  static_assert(sizeof(Stage) == E::STAGE_BYTES && sizeof(Scales) == E::SLOT_BYTES, "no padding");
+};
+
+/* Loads and multiplies a tile. The CTA keeps one across its tiles. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   using L = OperandLoader<E, T, VECTORS>;
   using F = Fragments<E, T>;
+  using Storage = SharedStorage<E, STAGES>;
+  using Adapters = TileAdapters<E, STAGES>;
+  static constexpr int LEAST = // n8 tiles that the smallest `multiply` has
+      WarpTile<E>::N8_TILES < 4 ? WarpTile<E>::N8_TILES : WarpTile<E>::N8_TILES / 2;
   const moelora_gemm_launch &g;
   const uint32_t base;
+  const int depth_steps; // of the K loop
   L loader;
 
   __device__ __forceinline__ uint32_t stage(int step) const {
@@ -39,11 +63,85 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   }
 
   /* Slots of scales, after all stages. */
-  __device__ __forceinline__ uint32_t slots() const { return base + STAGES * E::STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t slots() const {
+    return base + (uint32_t)offsetof(Storage, scales);
+  }
+  __device__ __forceinline__ uint32_t adapters() const {
+    return base + (uint32_t)offsetof(Storage, adapters);
+  }
 
   __device__ __forceinline__ void wait() {
     copy_async_wait<STAGES - 2>();
     __syncthreads();
+  }
+
+  /* Starts the copies of a tile's first STAGES - 1 steps, and lists its adapters. */
+  __device__ __forceinline__ void load_first_stages(const Tile &tile) {
+    const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
+    Segments<E::LANES> segments;
+    if (lists)
+      segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
+    loader.open(g, tile);
+    auto from = loader.source(g, 0);
+#pragma unroll 1
+    for (int step = 0; step < STAGES - 1; step++) {
+      loader.copy_all(g, from, stage(step), slots(), step < depth_steps);
+      from.advance(g);
+      copy_async_commit();
+    }
+    if (lists) {
+      Adapters listed(adapters());
+      listed.find(g, tile, segments);
+    }
+  }
+
+  /* Step of the first adapter stage. If the K loop is short, the stages before it are empty. */
+  __device__ __forceinline__ int first_adapter_step() const { return max(depth_steps, STAGES - 1); }
+
+  /* Starts the copies of the adapter stage STAGES - 1 steps ahead; false if there is none. */
+  __device__ __forceinline__ bool load_adapters_ahead(Adapters &listed, const Tile &tile, int step,
+                                                      int first) {
+    const int ahead = step + STAGES - 1, slabs = listed.slabs_at(g, ahead - first);
+    if (slabs > 0)
+      load_slabs<E, T>(g, tile, listed, ahead, ahead == first, slabs, stage(ahead));
+    return slabs > 0;
+  }
+
+  /* K loop of a tile with `count` rows. Returns the next step. */
+  __device__ __forceinline__ int multiply_weights(WarpTile<E> &sum, Partial<E> &partial,
+                                                  Adapters &listed, const Tile &tile, int count,
+                                                  int first) {
+    int step = 0;
+    while (step < depth_steps) {
+      const bool deep = step + STAGES - 1 < depth_steps;
+      int end = depth_steps - (STAGES - 1);
+      if (!deep)
+        end = load_adapters_ahead(listed, tile, step, first) ? step + 1 : depth_steps;
+      multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
+      step = end;
+    }
+    if constexpr (E::Format::HAS_TILE_SCALE && !E::TRANSPOSED)
+      scale_accumulators<E, T>(sum, g, tile);
+    return step;
+  }
+
+  /* Adapter stages of a tile, from `step` on. */
+  __device__ __forceinline__ void multiply_adapters(WarpTile<E> &sum, Adapters &listed,
+                                                    const Tile &tile, int step, int first) {
+#pragma unroll 1
+    for (;; step++) {
+      load_adapters_ahead(listed, tile, step, first);
+      copy_async_commit();
+      if (step >= first) {
+        const int slabs = listed.slabs_at(g, step - first);
+#pragma unroll 1
+        for (int slot = 0; slot < slabs; slot++)
+          expand<E, T>(sum, has_gate_up_slices(g), listed, step, slot, stage(step));
+        if (slabs < slabs_in_stage<E>(g))
+          break;
+      }
+      wait();
+    }
   }
 
   /* Multiplies stages [step, end) with the first WIDTH n8 tiles of each warp, and prefetches
@@ -211,11 +309,19 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
   }
 }
 
+/* Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in time.
+ * With a static schedule they drift apart, and L2 evicts the shared data before it is reused.
+ * Thread 32 fetches the CTA's next tile. */
+__device__ __forceinline__ int fetch_tile(const moelora_gemm_launch &g, int tiles) {
+  return threadIdx.x == 32 && tiles > (int)gridDim.x
+             ? (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1)
+             : tiles;
+}
+
 template <class E, class T, int STAGES, bool VECTORS>
 __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
     gemm_sm80(const __grid_constant__ LaunchOf<E> g) {
   using S = WarpTile<E>;
-  constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
   __shared__ int next; // next tile of this CTA
   wait_for_previous_kernel();
@@ -225,88 +331,43 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   const int depth_steps = TransposedDepth<E>::steps(g);
 
   // The shuffle keeps the address in a register; otherwise the compiler recomputes it per stage.
-  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
+  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0),
+                                            depth_steps};
   S sum;
   Partial<E> partial;
-  const uint32_t headers = main_loop.slots() + E::SLOTS * E::SLOT_BYTES;
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; 0 before the first tile
   for (int index = blockIdx.x;;) {
+    // Load the first stages of the tile.
     const bool last = index >= tiles;
     if (!last) {
-      // Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in
-      // time. With a static schedule they drift apart, and L2 evicts the shared data before it is
-      // reused.
-      int fetched = tiles;
-      if (threadIdx.x == 32 && tiles > (int)gridDim.x)
-        fetched = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
+      const int fetched = fetch_tile(g, tiles);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
         tile = tile_of_expert<E>(g, index, columns, blocks);
       count = g.schedule.blocks.counts[tile.block];
-      const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
-      Segments<E::LANES> segments;
-      if (lists)
-        segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
-      main_loop.loader.open(g, tile);
-      auto from = main_loop.loader.source(g, 0);
-#pragma unroll 1
-      for (int step = 0; step < STAGES - 1; step++) {
-        const uint32_t stage = main_loop.stage(step);
-        main_loop.loader.copy_all(g, from, stage, main_loop.slots(), step < depth_steps);
-        from.advance(g);
-        copy_async_commit();
-      }
-      if (lists) {
-        TileAdapters<E, STAGES> adapters(headers);
-        adapters.find(g, tile, segments);
-      }
+      main_loop.load_first_stages(tile);
       if (threadIdx.x == 32)
         next = fetched;
     }
-    // Store the previous tile while the first stages of the next one are in flight.
+
+    // Store the previous tile while they are in flight.
     if (finished_count > 0)
       store_any<E, T, VECTORS>(sum, g, finished, finished_count);
     if (last)
       break;
+
+    // Multiply the weights.
     sum.clear();
     partial.clear();
     main_loop.wait();
-    // If the K loop is short, the stages before the first adapter stage are empty.
-    const int first = max(depth_steps, STAGES - 1);
-    TileAdapters<E, STAGES> adapters(headers);
-    auto load_ahead = [&](int step) {
-      const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
-      if (slabs > 0)
-        load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));
-      return slabs > 0;
-    };
-    int step = 0;
-    while (step < depth_steps) {
-      const bool deep = step + STAGES - 1 < depth_steps;
-      int end = depth_steps - (STAGES - 1);
-      if (!deep)
-        end = load_ahead(step) ? step + 1 : depth_steps;
-      main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
-      step = end;
-    }
-    if constexpr (E::Format::HAS_TILE_SCALE && !E::TRANSPOSED)
-      scale_accumulators<E, T>(sum, g, tile);
-#pragma unroll 1
-    for (;; step++) {
-      load_ahead(step);
-      copy_async_commit();
-      if (step >= first) {
-        const int slabs = adapters.slabs_at(g, step - first);
-#pragma unroll 1
-        for (int slot = 0; slot < slabs; slot++)
-          expand<E, T>(sum, has_gate_up_slices(g), adapters, step, slot, main_loop.stage(step));
-        if (slabs < slabs_in_stage<E>(g))
-          break;
-      }
-      main_loop.wait();
-    }
+    const int first = main_loop.first_adapter_step();
+    TileAdapters<E, STAGES> adapters(main_loop.adapters());
+    const int step = main_loop.multiply_weights(sum, partial, adapters, tile, count, first);
+
+    // Multiply the adapters.
+    main_loop.multiply_adapters(sum, adapters, tile, step, first);
     index = next;
     __syncthreads(); // all threads are done with the stages and `next`
     finished = tile, finished_count = count;
@@ -317,8 +378,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
 template <class E, class T, int STAGES> struct KernelSm80 {
   template <bool VECTORS>
   static moelora_status run_as(const LaunchOf<E> *g, const moelora_exec *exec) {
-    constexpr int SHARED =
-        STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
+    constexpr int SHARED = sizeof(SharedStorage<E, STAGES>);
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     static_assert(SHARED <= kPortableShared || STAGES * E::STAGE_BYTES > kPortableShared,
                   "the plan counts only stages to tell whether a kernel fits a GPU");
