@@ -201,7 +201,7 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_al
 /* ---- backend functions ---- */
 
 struct AlignLayout {
-  moelora_align_problem sorted; /* with resolved routes */
+  moelora_align_problem sorted; /* a problem with resolved routes */
   moelora_sort_scratch scratch;
   size_t bytes;
 };

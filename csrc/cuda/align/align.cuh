@@ -29,7 +29,7 @@
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 
-/* Shared memory besides the bins. */
+/* Shared memory of a sort, besides the bins. */
 struct align_shared {
   alignas(16) int32_t key[ALIGN_THREADS]; /* keys of the items being placed */
   int32_t warp_sum[ALIGN_WARPS];
@@ -50,7 +50,7 @@ static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_
 
 /* ---- items ---- */
 
-/* Item `index` before sorting: choice j of the token at index `token`. */
+/* Returns item `index` before sorting: choice j of the token at index `token`. */
 struct align_item {
   uint32_t token, choice;
 };
@@ -133,17 +133,17 @@ static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
   }
 }
 
-/* Sum of a word's bytes below bit `end`. */
+/* Returns the sum of a word's bytes below bit `end`. */
 static __device__ __forceinline__ int32_t bytes_below(uint32_t word, uint32_t end) {
   return (int32_t)__dp4a(end < 32 ? word & ((1u << end) - 1) : word, 0x01010101u, 0u);
 }
 
-/* Number of lower lanes in the warp with the same key. */
+/* Returns the number of lower lanes in the warp with the same key. */
 static __device__ __forceinline__ int32_t rank_in_warp(int32_t key) {
   return __popc(__match_any_sync(~0u, key) & ((1u << threadIdx.x % 32) - 1));
 }
 
-/* Number of blocks that hold `count` > 0 items of a group. */
+/* Returns the number of blocks that hold `count` > 0 items of a group. */
 static __device__ __forceinline__ int32_t blocks_for(const align_sort &s, int32_t count) {
   const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
   return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
@@ -166,7 +166,8 @@ static __device__ __forceinline__ int32_t even_share(const align_sort &s, int32_
   return ((count + blocks - 1) / blocks + s.grain - 1) & -s.grain;
 }
 
-/* Index of the item within its group's padded layout, given its index `place` among the items. */
+/* Returns the index of the item within its group's padded layout, given its index `place` among the
+ * items. */
 static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
                                                          int32_t count, int32_t blocks) {
   if (!s.grain || blocks == 1)
@@ -175,7 +176,7 @@ static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, in
   return block * (int32_t)s.block_size.value + place - block * share;
 }
 
-/* Group of a key, with its first position and its number of items. */
+/* Returns the group of a key, with its first position and its number of items. */
 struct align_group {
   uint32_t index;
   int32_t first, count;
@@ -236,7 +237,7 @@ static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const ali
   return all;
 }
 
-/* Position of an item with `earlier` items of the same key before it. */
+/* Returns the position of an item with `earlier` items of the same key before it. */
 static __device__ __forceinline__ int32_t position_of(const align_sort &s, const align_bins &bins,
                                                       const align_shared &shared, int32_t key,
                                                       int32_t earlier) {
@@ -383,7 +384,7 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
   }
 }
 
-/* Handles an item without a key. */
+/* Writes the outputs of an item without a key. */
 static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t index) {
   if (!s.positions)
     return;

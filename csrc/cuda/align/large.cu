@@ -90,8 +90,8 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
   }
 }
 
-/* Number of threads of the group with a lower index and the same key. `group_key` has the keys of
- * the group's ALIGN_GROUP threads. */
+/* Returns the number of threads of the group with a lower index and the same key. `group_key` has
+ * the keys of the group's ALIGN_GROUP threads. */
 static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key, int32_t key) {
   const int earlier = threadIdx.x % ALIGN_GROUP / 32 * 32;
   int32_t rank = rank_in_warp(key);
@@ -103,8 +103,8 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
   return rank;
 }
 
-/* Number of threads of the tile with a lower index and the same key. `in_group` must be zero; it is
- * used only if the tile has several groups. Contains one barrier. */
+/* Returns the number of threads of the tile with a lower index and the same key. `in_group` must be
+ * zero; it is used only if the tile has several groups. Contains one barrier. */
 static __device__ __forceinline__ int32_t rank_in_tile(const align_sort &s, align_shared &shared,
                                                        uint32_t *in_group, int32_t key) {
   const uint32_t group = threadIdx.x / ALIGN_GROUP;

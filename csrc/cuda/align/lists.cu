@@ -17,7 +17,7 @@ struct Lists {
   int32_t parts; /* CTAs per list */
 };
 
-/* First sorted row that is not before (expert, adapter). */
+/* Returns the first sorted row that is not before (expert, adapter). */
 __device__ __forceinline__ int32_t lower_bound(const Lists &p, int32_t count, int32_t expert,
                                                int32_t adapter) {
   int32_t low = 0, high = count;

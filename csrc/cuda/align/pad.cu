@@ -12,7 +12,7 @@ static __device__ __forceinline__ bool begins_segment(const align_pad &p, int32_
          __ldcg(p.adapter + i) != __ldcg(p.adapter + i - 1);
 }
 
-/* Maximum of `value` over this and all lower threads. One barrier. */
+/* Returns the maximum of `value` over this and all lower threads. Has one barrier. */
 static __device__ __forceinline__ int32_t block_max_so_far(int32_t value, int32_t *warp_max) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll

@@ -43,7 +43,7 @@ static __device__ __forceinline__ int32_t resolve_adapter(const ResolveParams &p
   return p.adapter[token] = (int32_t)id[0];
 }
 
-/* All tables except expert and adapter; elements begin, begin + step, .... */
+/* Copies all tables except expert and adapter; elements begin, begin + step, .... */
 static __device__ __forceinline__ void resolve_others(const ResolveParams &p, int64_t begin,
                                                       int64_t step) {
   const moelora_routes &from = p.from;

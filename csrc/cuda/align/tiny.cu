@@ -39,7 +39,7 @@ static __device__ __forceinline__ void resolve(const align_sort &s, const Resolv
   }
 }
 
-/* Same result as load_keys(). */
+/* Loads the key of an item, as load_keys() does. */
 static __device__ __forceinline__ int32_t resolved_key(const align_sort &s,
                                                        const tiny_shared &shared, int32_t item) {
   if (item >= (int32_t)s.num_items || shared.expert[item] < 0)

@@ -79,7 +79,7 @@ void add_gradients_of_w13(moelora_gradients_launch *g, const moelora_experts_bac
   }
 }
 
-/* The same for w2. */
+/* Adds those of the factors of w2. */
 void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
                          const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -102,7 +102,7 @@ void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_back
   add_product(g, of_b);
 }
 
-/* All of them; with operands, if the layout has memory. */
+/* Describes all of them; with operands, if the layout has memory. */
 moelora_gradients_launch describe_gradients(const moelora_experts_backward_problem *b,
                                             const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -170,7 +170,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
 
 /* ---- steps ---- */
 
-/* yb2, then v and the gradient of the activation: h, dgu, dt. */
+/* Computes yb2, then v and with it h, dgu and dt. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
                                const moelora_exec *exec) {
@@ -194,7 +194,7 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   return multiply(&g, &plan->product[0], exec);
 }
 
-/* yb13, then dz and dx if needed. */
+/* Computes yb13, then dz and dx if they are needed. */
 moelora_status back_through_w13(const moelora_experts_backward_problem *b,
                                 const moelora_backward_plan *plan, const BackwardLayout *l,
                                 const moelora_exec *exec) {

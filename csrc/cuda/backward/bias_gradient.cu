@@ -21,7 +21,7 @@ struct BiasLaunch {
   bool accumulate, vectors;
 };
 
-/* First block of `expert` or of a later expert. */
+/* Returns the first block of `expert` or of a later expert. */
 __device__ __forceinline__ int find_block(const moelora_blocks &blocks, int used, int expert) {
   int low = 0, high = used;
   while (low < high) {

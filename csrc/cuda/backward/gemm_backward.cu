@@ -38,14 +38,15 @@ bool writes_dx(const moelora_gemm_backward_problem *b) {
   return b->dx && b->forward.x_per_row && !b->forward.mul_routed_weight;
 }
 
-/* Rows of dout, equally spaced. */
+/* Returns the rows of dout, equally spaced. */
 moelora_gradient_operand rows_of_dout(const moelora_gemm_backward_problem *b,
                                       const moelora_gemm_backward_plan *plan,
                                       const GemmBackwardLayout *l) {
   return {plan->copies_dout ? l->dout : b->dout, plan->dout_stride, MOELORA_ROW_FLAT};
 }
 
-/* Products that compute gradients of factors; with operands, if the layout has memory. */
+/* Describes the products that compute gradients of factors; with operands, if the layout has
+ * memory. */
 moelora_gradients_launch describe_gradients(const moelora_gemm_backward_problem *b,
                                             const moelora_gemm_backward_plan *plan,
                                             const GemmBackwardLayout *l) {
@@ -126,7 +127,7 @@ GemmBackwardLayout lay_out(const moelora_gemm_backward_problem *b,
   return l;
 }
 
-/* yb, then dz if needed. */
+/* Computes yb, then dz if it is needed. */
 moelora_status back_through_w(const moelora_gemm_backward_problem *b,
                               const moelora_gemm_backward_plan *plan, const GemmBackwardLayout *l,
                               const moelora_exec *exec) {
@@ -178,7 +179,7 @@ moelora_status finish_inputs(const moelora_gemm_backward_problem *b,
   return moelora_cuda_weight_gradients(&s, p->dtype, exec);
 }
 
-/* xa = s x A^T of the unquantized x, for all formats of weights. */
+/* Computes xa = s x A^T from the unquantized x, for all formats of weights. */
 moelora_status shrink_again(const moelora_gemm_backward_problem *b,
                             const moelora_gemm_backward_plan *plan, const GemmBackwardLayout *l,
                             const moelora_exec *exec) {

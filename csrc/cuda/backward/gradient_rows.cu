@@ -31,7 +31,7 @@ __device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s
   return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
 }
 
-/* First index in [0, count) for which `less` is false; count if there is none. */
+/* Returns the first index in [0, count) for which `less` is false; count if there is none. */
 template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
   int low = 0, high = count;
   while (low < high) {
@@ -44,7 +44,8 @@ template <class Less> __device__ __forceinline__ int lower_bound(int count, Less
   return low;
 }
 
-/* Position of row `at` among the rows of blocks from `block` on, with `share` rows per block. */
+/* Returns the position of row `at` among the rows of blocks from `block` on, with `share` rows per
+ * block. */
 __device__ __forceinline__ int position_of(const moelora_blocks &blocks, int block, int share,
                                            int at) {
   return (block + at / share) * blocks.rows + at % share;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
     const int end = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] <= expert; });
     moelora_segment segment = {-1, 0, 0, 0};
     if (end > block) {
-      // Rows of the expert, some of which at the end are padding.
+      // Counts the rows of the expert; the last ones may be padding.
       const int share = s.blocks.counts[block], rows = (end - block) * share;
       const auto first_of = [&](int wanted) {
         return lower_bound(rows, [&](int at) {
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
   }
 }
 
-/* Index of a pair in sparse gradients, or -1. Read once: other streams may write to the table. */
+/* Returns the index of a pair in sparse gradients, or -1. It is read once, because other streams
+ * may write to the table. */
 __device__ __forceinline__ int sparse_index(const ListLaunch &s, int pair) {
   const int index = s.list.given[pair];
   return index >= 0 && index < s.list.num_sparse ? index : -1;

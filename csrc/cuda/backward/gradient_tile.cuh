@@ -11,14 +11,14 @@
 
 constexpr int kColumns = 128;
 
-/* A product, as passed to kernels. */
+/* Kernel argument: a product. */
 struct GradientProduct {
   moelora_gradient_operand ranks, wide;
   int64_t ranks_slice;
   int32_t slices, max_rank, padded_rank, columns;
   bool weighted, transposed;
-  bool ranks_vectors, wide_vectors; // they allow 16-byte accesses
-  bool gradient_vectors;            // the same of gradients, in units of 8 elements
+  bool ranks_vectors, wide_vectors; // operands allow 16-byte accesses
+  bool gradient_vectors;            // gradients do, in units of 8 elements
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
@@ -90,7 +90,8 @@ __device__ __forceinline__ int epilogue_thread() {
   return opaque(threadIdx.x);
 }
 
-/* Index of an element within a product's part of a slot: in the order of the gradient. */
+/* Returns the index of an element within a product's part of a slot, which has the order of the
+ * gradient. */
 __device__ __forceinline__ int64_t slot_index(const GradientProduct &p, int rank, int column) {
   return p.transposed ? (int64_t)column * (p.slices * p.padded_rank) + rank
                       : (int64_t)rank * p.columns + column;

@@ -31,7 +31,7 @@ template <int RANKS_> struct GradientShape {
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int WARP_COLUMNS = 32;
   static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16
-  /* Steps whose row indices are in shared memory: STAGES with rows in flight, and STAGES
+  /* Number of steps whose row indices are in shared memory: STAGES have rows in flight, STAGES are
    * prefetched. */
   static constexpr int INDICES = 2 * STAGES;
 
@@ -39,7 +39,7 @@ template <int RANKS_> struct GradientShape {
     char wide[ROWS * WIDE_PITCH];
     char ranks[ROWS * RANKS_PITCH];
   };
-  /* Rows of the operands; past the end of the part row 0, with weight 0. */
+  /* Rows of the operands. Past the end of the part they are row 0, with weight 0. */
   struct Index {
     int32_t wide[ROWS], ranks[ROWS];
     float weight[ROWS];
@@ -102,7 +102,7 @@ template <class T, class S> struct PartTile {
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
-  /* Number of ranks of the slice from column `own` of the tile on. */
+  /* Returns the number of ranks of the slice from column `own` of the tile on. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = tile.rank + own, slice = at >= p.padded_rank;
     return at < p.slices * p.padded_rank ? rank() - at + slice * p.padded_rank : 0;
@@ -382,7 +382,7 @@ struct SlotSums {
   }
 };
 
-/* Gradients with several parts. */
+/* Gradients that have several parts. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
@@ -411,7 +411,7 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.max_parts > 0 && gradient.experts == 1 && !gradient.sparse;
 }
 
-/* Whether units of 8 elements of a gradient allow 16-byte accesses. */
+/* Returns whether units of 8 elements of a gradient allow 16-byte accesses. */
 bool is_vector_gradient(const moelora_gradient &g) {
   return (uintptr_t)g.data % 16 == 0 && g.columns % 8 == 0 && g.stride_i % 8 == 0 &&
          g.stride_e % 8 == 0 && g.stride_l % 8 == 0;
@@ -446,7 +446,8 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   }
 }
 
-/* Arguments of the kernels except tiles; *most: largest number of rank columns of a product. */
+/* Describes the arguments of the kernels except tiles. *most: largest number of rank columns of a
+ * product. */
 GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradient_rows *list,
                         int32_t *most) {
   GradientLaunch s = {};
@@ -484,7 +485,7 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
-/* Pairs with few rows, of which there are none without a list. */
+/* Launches the kernel for pairs with few rows; without a list there are none. */
 template <class T, int RANKS>
 moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
   using S = FewShape<RANKS>;

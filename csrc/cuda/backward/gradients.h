@@ -32,7 +32,7 @@ extern "C" {
  * columns of their rank rows in shared memory. */
 #define MOELORA_GRADIENT_FEW(RANKS) ((RANKS) <= 16 ? 384 : (RANKS) <= 32 ? 320 : 128)
 
-/* A part of the rows that a gradient sums over. */
+/* A part of the rows over which a gradient sums. */
 typedef struct moelora_gradient_part {
   int32_t adapter, expert; /* expert is 0 if shared */
   int32_t to[2];           /* its gradient, by the first two dimensions; -1: it has none */
@@ -71,7 +71,7 @@ typedef struct moelora_gradient_rows {
   int32_t *sparse;                 /* [max_loras * E] a copy; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* What a list is for. */
+/* What the gradients of a call need of a list. */
 typedef struct moelora_gradient_uses {
   bool shared;          /* some factor has one gradient for all experts */
   bool weighted;        /* some product has weights */
@@ -103,7 +103,7 @@ moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list
                                                const moelora_blocks *blocks,
                                                const moelora_exec *exec);
 
-/* Row of an operand that belongs to a routed row. */
+/* How kernels find an operand's row from a routed row. */
 typedef enum moelora_row_index {
   MOELORA_ROW_POSITION, /* its position in the blocks */
   MOELORA_ROW_FLAT,     /* p */
@@ -134,7 +134,7 @@ typedef struct moelora_gradient_product {
 
 #define MOELORA_GRADIENT_PRODUCTS 6
 
-/* All factors of a call. */
+/* The gradients of all factors of a call. */
 typedef struct moelora_gradients_launch {
   moelora_gradient_product product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;

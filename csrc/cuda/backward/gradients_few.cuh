@@ -86,7 +86,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return stage == sWide + (S::STAGES - 1) * STAGE ? sWide : stage + STAGE;
   }
 
-  /* The next copy of a warp: slab by slab, and in each pass by pass over the rows. */
+  /* Iterates over a warp's copies: slab by slab, and within a slab pass by pass over the rows. */
   struct Copies {
     const T *from; // in row 0, of this lane
     int left;      // columns from there on
@@ -170,7 +170,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* True ranks from column `own` of the tile on, in its slice. Transposed products have one. */
+  /* Returns the number of true ranks from column `own` of the tile on, in its slice. Transposed
+   * products have one slice. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = first_rank + own;
     return TRANSPOSED || at < p.padded_rank ? rank - at
@@ -178,7 +179,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
                                             : 0;
   }
 
-  /* The 16 bytes that a lane stores of each line lane / UNITS + i of a slab. */
+  /* The 16 bytes that a lane stores to each line lane / UNITS + i of a slab. */
   struct Lines {
     T *to;           // of i = 0
     uint32_t stride; // bytes between lines
@@ -186,7 +187,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     int valid_end;   // those with i >= valid_end are zeros
     int columns;     // of the gradient, from this lane's first one in the slab on
   };
-  /* Of a slab: ranks of `slice` (of A), or columns (of B). */
+  /* The lines of a slab: ranks of `slice` (gradient of A), or columns (gradient of B). */
   __device__ __forceinline__ Lines lines_of(int slice, int slab_column) const {
     const int line = lane() / UNITS, unit = lane() % UNITS * 8;
     const int at = first_rank - slice * p.padded_rank; // rank where the tile begins
@@ -200,7 +201,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       return {to, stride, r < p.max_rank ? columns : 0, r < rank ? columns : 0, columns};
     return {to, stride, columns > 0 ? p.max_rank - r : 0, rank - r, columns};
   }
-  /* To the next slab of this warp. */
+  /* Advances to the next slab of this warp. */
   __device__ __forceinline__ void advance(Lines &lines) const {
     lines.columns -= CTA_COLUMNS;
     if constexpr (TRANSPOSED) {
@@ -236,14 +237,14 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       for (int i = 0; i < TILES; i++) {
         const int from = 16 * (m + i);
         const bool second = !TRANSPOSED && p.slices > 1 && first_rank + from >= p.padded_rank;
-        // Rare: a tile with ranks of the second slice. p.columns - columns is the lane's column.
+        // A tile rarely has ranks of the second slice. p.columns - columns is the lane's column.
         store_lines(second ? lines_of(1, p.columns - of_first.columns - lane() % UNITS * 8)
                            : of_first,
                     from, sLines + 16 * i * PITCH);
       }
     }
   }
-  /* Stores 16 lines from `from` on. */
+  /* Stores 16 lines, from line `from` on. */
   __device__ __forceinline__ void store_lines(const Lines &lines, int from, uint32_t sLines) const {
     constexpr int PITCH = TRANSPOSED ? S::RANKS_PITCH : S::WIDE_PITCH;
 #pragma unroll
@@ -259,7 +260,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* All slabs of this warp, after load_few_ranks(). */
+  /* Multiplies and stores all slabs of this warp, after load_few_ranks(). */
   __device__ __forceinline__ void run() const {
     const int passes = (part.count + S::ROWS - 1) / S::ROWS;
     Lines lines = lines_of(0, first_column);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-/* This lane's part of the product of two rows. */
+/* Returns this lane's part of the product of two rows. */
 template <class T>
 __device__ __forceinline__ float lane_product(const void *a, const void *b, int64_t count) {
   float sum = 0.f;

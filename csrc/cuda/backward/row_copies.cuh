@@ -35,7 +35,8 @@ template <class T> struct RowCopies {
   }
 };
 
-/* at / by, bit by bit: the compiler's division is a call, for which it would spill registers. */
+/* Returns at / by, computed bit by bit: the compiler's division is a call, for which it would spill
+ * registers. */
 __device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
   uint32_t quotient = 0;
 #pragma unroll 1
@@ -45,7 +46,7 @@ __device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
   return (int)quotient;
 }
 
-/* at / tiles: the part or split that tile `at` belongs to, where each has `tiles` tiles. */
+/* Returns at / tiles: the part or split that tile `at` belongs to, where each has `tiles` tiles. */
 __device__ __forceinline__ int divide_work(int64_t at, int tiles) {
   return at >> 32 ? divide_wide((uint64_t)at, (uint32_t)tiles)
                   : (int)((uint32_t)at / (uint32_t)tiles);

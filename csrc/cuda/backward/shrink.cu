@@ -36,8 +36,8 @@ template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
   static constexpr bool LISTED = LISTED_;
   static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
   static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
-  // Most m16 tiles of ranks of a warp. Of two groups, each has at least two warps, which share its
-  // ranks; of four, a group may have a single warp.
+  // Maximum m16 tiles of ranks of a warp. With two groups, each has at least two warps, which share
+  // its ranks; with four, a group may have a single warp.
   static constexpr int OWN = GROUPS == 2 ? (TILES + 1) / 2 : TILES;
   static_assert(GROUPS == 2 || GROUPS == kWarps, "all groups at once");
 
@@ -72,7 +72,7 @@ struct PartPositions {
   }
 };
 
-/* The segments of a part, one after the other. */
+/* Iterates over the segments of a part. */
 template <class T, bool VECTORS, class S> struct BackShrink {
   // Rows of X and of B that the threads copy at once; a thread copies eight elements of each.
   static constexpr int X_ROWS = kThreads / 8, B_ROWS = kThreads / (2 * S::TILES);
@@ -93,7 +93,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     return segment.packed % kRanks - chunk * S::RANKS;
   }
 
-  /* This thread's copies; issue() copies a step and advances to the next. */
+  /* Copies of a thread: issue() copies a step and advances to the next. */
   struct Copies {
     const T *x[S::GROUPS], *b; // sources of the next step
     const T *mapped;           // valid source of copies that only zero-fill
@@ -249,7 +249,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   }
 };
 
-/* Up to TOKENS rows of a block. */
+/* Work of a CTA: up to TOKENS rows of a block. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t base, int block,
                                             int part, int slice, int chunk) {
@@ -273,7 +273,7 @@ __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t 
   }
 }
 
-/* Every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
+/* Work of a CTA: every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_t base, int4 listed,
                                               int expert, int split, int slice, int chunk) {

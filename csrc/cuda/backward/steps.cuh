@@ -33,7 +33,7 @@ struct SummedGradients {
     if (of->data)
       biases[num_biases++] = of;
   }
-  /* Whether a factor that experts share has a gradient. */
+  /* Returns whether a factor that experts share has a gradient. */
   bool any_shared(const moelora_routes *routes) const {
     bool shared = false;
     for (int i = 0; i < num_factors; i++)
@@ -48,7 +48,8 @@ struct SummedGradients {
     return {any_shared(routes), weighted,         !accumulate,
             pairs.index,        pairs.num_sparse, few ? MOELORA_GRADIENT_FEW(rank_columns) : 0};
   }
-  /* Zeros those to which no row contributes: of factors without adapters, all without tokens. */
+  /* Zeros the gradients to which no row contributes: of factors without adapters, or all if there
+   * are no tokens. */
   moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
     if (routes->num_rows == 0 || !routes->token_lora_mapping.data)
       for (int i = 0; i < num_factors; i++)
@@ -66,7 +67,7 @@ inline void add_product(moelora_gradients_launch *g, const moelora_gradient_prod
     g->product[g->count++] = product;
 }
 
-/* A product with `w`: its schedule, weights and adapters. */
+/* Describes a product with `w`: its schedule, weights and adapters. */
 inline moelora_back_launch back_product(const Alignment *a, const moelora_weights *w,
                                         const moelora_factors *lora,
                                         const moelora_back_product_plan *plan) {
@@ -101,14 +102,14 @@ inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_pro
                                   plan->variant->dtype, exec);
 }
 
-/* The product itself, directly after the shrink. */
+/* Launches the product, directly after the shrink. */
 inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_product_plan *plan,
                                const moelora_exec *exec) {
   moelora_back_launcher *const launch = moelora_cuda_back_launchers[plan->variant->id];
   return launch ? launch(g, plan, exec) : moelora_no_kernel(plan->variant->name, "is not built");
 }
 
-/* dx [M, columns] = sum over top_k of rows of dz [P, columns]. */
+/* Computes dx [M, columns] = sum over top_k of rows of dz [P, columns]. */
 inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *dz, int64_t columns,
                                       bool weighted, void *dx, int64_t dx_stride) {
   const moelora_routes *routes = &a->routes;
@@ -129,7 +130,7 @@ inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *dz, int64_
   return s;
 }
 
-/* dt = the terms that the caller adds. */
+/* Computes dt, the sum of the terms that the caller has added. */
 inline moelora_weight_gradients gradients_of_weights(const Alignment *a, float *out,
                                                      const int64_t out_stride[2]) {
   moelora_weight_gradients s = {};

@@ -1,5 +1,5 @@
-/* Zeros a gradient that no row contributes to, or the wanted ones of a sparse gradient: one CTA per
- * row. */
+/* Zeros a gradient to which no row contributes, or the pairs of a sparse gradient that have an
+ * index. A CTA zeros a row. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"

@@ -32,7 +32,7 @@ __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Table
   }
 }
 
-/* A lane's eight ranks of a double slab. */
+/* The eight ranks of a double slab that a lane multiplies. */
 struct LaneRanks {
   int slice, column, left; // left: number of valid ranks, 0 if none
 };

@@ -18,7 +18,7 @@ constexpr int kResident = 1;
 constexpr int kResident = kMaxResident;
 #endif
 
-/* A split grid sync: arrive, then wait. */
+/* State of a grid sync, which is split into arrive and wait. */
 struct GridSync {
   unsigned arrival;
   bool waits;   // whether the grid sync of that arrival is still to be waited for

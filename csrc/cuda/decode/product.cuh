@@ -18,7 +18,7 @@ __device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, co
   return min(span.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);
 }
 
-/* A lane's rows of one operand in a K span. */
+/* Addresses of a lane's rows of one operand in a K span. */
 template <int ROWS> struct OperandRows {
   const uint16_t *row[ROWS];
   int blocks; // left within K
@@ -42,18 +42,18 @@ __device__ __forceinline__ OperandRows<2> rows_of_a(const DecodeParams &p, const
   return s;
 }
 
-/* x, one row per token, or h, one row per routed row. */
+/* Rows that an item multiplies: of x, one per token, or of h, one per routed row. */
 struct TokenRows {
   const uint16_t *rows; // in shared memory, if all rows fit
   int64_t stride;
 };
 
-/* Shared memory for tokens on GPUs with little of it: more would reduce L1, through which factors
- * are loaded. */
+/* Bytes of shared memory for tokens on GPUs that have little: more would reduce L1, through which
+ * factors are loaded. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Starts to copy rows to shared memory if they fit: all of them, or only those that are their own
- * `first_row`. RoutingSnapshot them from memory would stall every batch of columns, and a grid sync
+/* Starts to copy rows to shared memory if they fit: all of them, or only the rows p with
+ * first_row[p] == p. Loading them from memory would stall every batch of columns, and a grid sync
  * invalidates L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank
  * conflicts; beyond K there are zeros up to the end of a tile. */
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
@@ -105,8 +105,8 @@ template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS>
   s.blocks -= kChunk;
 }
 
-/* Subtracted from the number of blocks of factors without 16-byte alignment, which bypass the
- * prefetch buffer: no block is then within K. */
+/* Factors without 16-byte alignment bypass the prefetch buffer: subtracting this from their number
+ * of blocks leaves none within K. */
 constexpr int kBypass = 1 << 30;
 
 /* Points the buffer to the span at `work`. */
@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_block(float (&d)[4], const uint4 (&w)[2
   mma_16816<T>(d, a[1], b[1]);
 }
 
-/* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
+/* Multiplies blocks FIRST to FIRST + kBatch - 1 of a chunk, and reloads them. */
 template <class T, int FIRST>
 __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuffer &buffer,
                                                const OperandRows<1> &x) {

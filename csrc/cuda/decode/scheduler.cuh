@@ -34,8 +34,8 @@ struct DecodeParams {
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"
 
-/* Position of a warp: before product `part` of an item. In W2 that is active expert `part`, with
- * experts split over a CTA's warps; in a shrink it is the warp's span of K. */
+/* Position of a warp, before product `part` of an item. In W2 `part` is an active expert, since the
+ * warps of a CTA split the experts; in a shrink it is the warp's span of K. */
 struct WorkIterator {
   int kind, index, part;
 };
@@ -68,7 +68,7 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
 
 /* ---- iteration over K spans ---- */
 
-/* Number of CTAs that have no SHRINK13 items: shrink items are distributed from the last CTA on. */
+/* Returns how many CTAs have no SHRINK13 items: these are distributed from the last CTA on. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.max_shrinks13, 0);
 }
@@ -127,8 +127,8 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
 
 /* ---- W13 and W2 items ---- */
 
-/* Warps per half: in gated W13 items half of the warps have gate rows, the others the matching up
- * rows. */
+/* Number of warps that multiply the rows of a half: in gated W13 items half of the warps multiply
+ * gate rows, the others the matching up rows. */
 __device__ __forceinline__ int warps_of_half(const DecodeParams &p) {
   return p.gated ? kWarps / 2 : kWarps;
 }
@@ -141,7 +141,8 @@ __device__ __forceinline__ int depth_tiles_of(const DecodeParams &p, int kind) {
   return (depth_of(p, kind) + MOELORA_PACK - 1) / MOELORA_PACK;
 }
 
-/* This warp's item: in W13 each warp of a half has 16 outputs, so `tile` is per warp. */
+/* Returns this warp's item. In W13 each warp of a half has 16 outputs, so `tile` differs between
+ * warps. */
 __device__ __forceinline__ WorkItem item_of(const DecodeParams &p, const WorkIterator &work) {
   WorkItem item = {work.kind, work.part, work.index};
   if (work.kind == W13) {

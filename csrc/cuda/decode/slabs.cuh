@@ -13,8 +13,8 @@
 
 namespace decode {
 
-/* Stages: 104 KB of an SM with two CTAs, or 50 KB if fewer items than CTAs leave one per SM; a CTA
- * then just fits the 99 KB of the smallest GPUs. */
+/* Stages of a warp. They take 104 KB of an SM with two CTAs, or 50 KB if there are fewer items than
+ * CTAs and an SM has one; a CTA then just fits the 99 KB of the smallest GPUs. */
 constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
@@ -22,7 +22,8 @@ template <moelora_kernel_format FORMAT>
 constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
-/* Addresses of a warp's next slabs; each is copied to the stage of the slab multiplied last. */
+/* Iterates over the slabs that a warp copies; each goes to the stage of the slab multiplied last.
+ */
 struct SlabProducer {
   WorkIterator work; // ahead of the current product
   const char *from;  // this lane's 16 bytes of the values of the next slab
@@ -35,7 +36,7 @@ __device__ __forceinline__ const moelora_weights &weights_of(const DecodeParams 
   return kind == W13 ? p.p.w13 : p.p.w2;
 }
 
-/* Byte offset from a lane's values to its part of the scales, followed by the zeros. */
+/* Returns the byte offset from a lane's values to its part of the scales and zeros. */
 __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
   const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
   const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
@@ -112,7 +113,7 @@ __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, 
   s.left -= s.left > 0;
 }
 
-/* A warp's stages, and the index of the next one. */
+/* Addresses of a warp's first and of its next stage. */
 template <moelora_kernel_format FORMAT> struct SlabPipeline {
   uint32_t first, stage;
 
@@ -137,7 +138,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Prefetches what a warp copies next of its product to L2, before a grid sync. */
+/* Prefetches the slabs that a warp copies next to L2, before a grid sync. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;

@@ -61,18 +61,18 @@ struct Tables {
   uint32_t first_mask[kRows * kTokens / 32]; // bit mask of the rows or cells that come first
 };
 
-/* True rank, limited to that of the stack. */
+/* Returns the true rank, limited to that of the stack. */
 __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
 
-/* Number of set bits before `end` in up to 32 words; called by all lanes of a warp. */
+/* Returns the number of set bits before `end` in up to 32 words. Called by all lanes of a warp. */
 __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
   const int lane = threadIdx.x % 32;
   return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
 }
 
-/* Called by one warp, two rows per lane. */
+/* Lists the active experts. Called by one warp; a lane handles two rows. */
 __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_routes &r,
                                                     const RoutingSnapshot *snapshot) {
   const int lane = threadIdx.x % 32;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void find_active_experts(Tables &t, const moelora_rou
     t.active_experts = active_experts;
 }
 
-/* Called by one thread per token. */
+/* Looks up the adapter of a token. Called by one thread per token. */
 __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token,
                                              const RoutingSnapshot *snapshot) {
   if (snapshot) {
@@ -146,7 +146,8 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
 
 constexpr int kCells = kRows * kTokens / kThreads; // per thread
 
-/* Requires the active experts; one thread per cell (active expert, token). */
+/* Fills in `row` and `first_row`, once the active experts are known. A thread handles kCells cells
+ * (active expert, token). */
 __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   const int token = threadIdx.x % kTokens;
 #pragma unroll
@@ -164,7 +165,8 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   }
 }
 
-/* Requires the adapters and this thread's rows; eight consecutive lanes per active expert. */
+/* Lists the segments, once adapters and this thread's rows are known. Eight consecutive lanes
+ * handle an active expert. */
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
   const int adapter = t.routing.adapter[token], rank = t.routing.rank[token];
@@ -199,7 +201,7 @@ __device__ __forceinline__ void find_segments(Tables &t) {
   __syncthreads();
 }
 
-/* Requires the segments; one warp sums the shrink items of a projection. */
+/* Counts the shrink items of a projection, once the segments are known. Called by one warp. */
 __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
   const int s = threadIdx.x % 32 * 2;
   int items[2];
@@ -214,7 +216,7 @@ __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &
     t.items[projection ? SHRINK2 : SHRINK13] = sum;
 }
 
-/* Segment of a shrink item; called by all lanes of a warp. */
+/* Returns the segment of a shrink item. Called by all lanes of a warp. */
 __device__ __forceinline__ int segment_of(const Tables &t, int projection, int item) {
   const int lane = threadIdx.x % 32;
   const int *end = t.shrinks_end[projection];
@@ -245,7 +247,7 @@ __device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
     t.digest = digest;
 }
 
-/* Called once all CTAs have published; each thread compares four. */
+/* Compares the digests of all CTAs, once all have published theirs: each thread compares four. */
 __device__ __forceinline__ void compare_snapshots(Tables &t, const uint32_t *digests) {
   const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
   if (at >= ctas)

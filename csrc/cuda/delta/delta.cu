@@ -10,13 +10,13 @@
 
 namespace {
 
-/* Rows to be summed over top_k. */
+/* Allocates the rows that are summed over top_k. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;
 };
 
-/* Up to two projections; the second reads `act`, which the first writes. */
+/* Buffers of up to two projections; the second reads `act`, which the first writes. */
 struct DeltaLayout {
   moelora_rounded_factors rounded[2];
   moelora_routes routes; // resolved
@@ -74,7 +74,7 @@ moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
              : MOELORA_OK;
 }
 
-/* Runs projection `i` of the plan, once the rows are found. */
+/* Runs projection `i` of the plan, after the rows have been resolved and sorted. */
 moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int i,
                        const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &l->routes;
@@ -161,8 +161,8 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
 
 namespace {
 
-/* The projections of an adapter MLP: of x to `act`, and of `act` with the sum over top_k. The
- * caller sets the address of `act`. */
+/* Splits an adapter MLP into two projections: the first writes `act`, the second reads it and sums
+ * over top_k. The caller sets the address of `act`. */
 struct MlpProjections {
   moelora_delta_problem of[2];
 

@@ -4,8 +4,9 @@
 
 #include "cuda/launch/launch.h"
 
-/* Routed rows with their expert and adapter. Kernels process them in windows of `window` rows, in
- * this order; a list is cut into windows block by block, so that each window has one pair. */
+/* Routed rows with their expert and adapter. Kernels process them in this order, in windows of
+ * `window` rows. Blocks of a list are cut into windows one by one, so that each window has one
+ * pair. */
 typedef struct delta_rows {
   moelora_delta_order order;
   int32_t window;

@@ -36,7 +36,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
   int work_units;
 };
 
-/* tiles: of columns; part: rows per item; stride: number of warps that share a window. */
+/* tiles: number of column tiles; part: maximum rows of an item; stride: number of warps that share
+ * a window. */
 template <class T, int STEPS, bool SILU, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS>)
     expand_rows(const __grid_constant__ delta_expand p, int tiles, int part, int shares,
@@ -140,7 +141,7 @@ constexpr int kPart = 32; // maximum rows per item
 /* CTAs per SM, limited by registers. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
 
-/* Where a warp continues: `left` tiles of a work unit, from tile `tile` of an item on. */
+/* Position of a warp: `left` tiles of a work unit remain, from tile `tile` of an item on. */
 struct Next {
   int work_unit, item, tile, left;
 };

@@ -35,7 +35,7 @@ __device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int 
     mask_elements(v, rank - first - (int)(threadIdx.x % 4) * 2 * WORDS);
 }
 
-/* 8 or 16 bytes. */
+/* A load of 8 or 16 bytes. */
 template <int WORDS>
 __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *from) {
   static_assert(WORDS == 2 || WORDS == 4, "one access");
@@ -99,7 +99,7 @@ __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddress
     p.written[row] = 1;
 }
 
-/* Loads a share of a window and the addresses of its rows; an item has up to `part` rows of a
+/* Loads a share of a window and the addresses of its rows. An item has up to `part` rows of a
  * segment. */
 template <int THREADS, int ROWS>
 __device__ __forceinline__ void load_share(const delta_expand &p, int work_unit, int shares,
@@ -112,8 +112,8 @@ __device__ __forceinline__ void load_share(const delta_expand &p, int work_unit,
       [&](int rows, int) { return (rows + part - 1) / part; });
 }
 
-/* (part of a window's rows, tile of columns). A warp steps by the number of warps, without a
- * division. */
+/* Position (part of a window's rows, tile of columns) of a warp, which steps by the number of warps
+ * without a division. */
 struct TileCoord {
   int part, tile;
 
@@ -131,7 +131,7 @@ template <bool SILU> struct ExpandItem {
   int from, to;
   int slice[SOURCES], first[2], end[SOURCES]; // first column of each group, end of the slice
 
-  /* Called by one warp. */
+  /* Finds the columns of item `index`. Called by one warp. */
   template <int ROWS>
   __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, TileCoord at,
                                        int part) {
@@ -242,7 +242,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  /* The row, among the step's eight rows `m8`, whose columns this lane stores. */
+  /* Returns which of the step's eight rows `m8` this lane stores. */
   static __device__ __forceinline__ int own_row(const Step<SILU> &s, int m8) {
     return s.row + m8 * 8 + threadIdx.x % 32 / 4;
   }

@@ -31,7 +31,7 @@ template <int ROWS> struct Window {
   int32_t sums[WORDS];    // number of items of each 32 segments
   int32_t segments, items;
 
-  /* The segment of a valid item; all lanes of a warp pass the same item. */
+  /* Returns the segment of a valid item. All lanes of a warp pass the same item. */
   __device__ __forceinline__ int segment_of(int item) const {
     const int lane = threadIdx.x % 32, stride = (segments + 31) / 32;
     const bool group = lane * stride < segments && first[lane * stride] <= item;
@@ -51,7 +51,7 @@ __device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
   return (r.lists.block_size + r.window - 1) / r.window;
 }
 
-/* Number of windows of the list of entry `at` of lora_ids. */
+/* Returns the number of windows of the list of entry `at` of lora_ids. */
 __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t at,
                                                    int32_t *adapter) {
   *adapter = -1;
@@ -111,7 +111,7 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
   return found;
 }
 
-/* Row `i` of a window, by routing or in sorted order. */
+/* Returns row `i` of a window, in routing order or sorted. */
 __device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t window, int i) {
   RoutedRow found;
   const int64_t at = window * r.window + i;
@@ -128,7 +128,7 @@ __device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t win
   return found;
 }
 
-/* Row `i` of a window of a list. */
+/* Returns row `i` of a window of a list. */
 __device__ __forceinline__ RoutedRow listed_row(const delta_rows &r, const ListWindow &list,
                                                 int i) {
   RoutedRow found;

@@ -28,7 +28,8 @@ template <class T, int STEPS> struct ThinTile {
       mask_ranks(v[i], i * 4 * CHUNK, rank);
   }
 
-  /* Offset in a row of a lane's ranks of load `i`; ranks beyond the true rank are not loaded. */
+  /* Returns the offset within a row at which load `i` of a lane begins. Ranks beyond the true rank
+   * are not loaded. */
   static __device__ __forceinline__ int chunk(int i, int rank) {
     const int r = i * 4 * CHUNK + (int)(threadIdx.x % 4) * CHUNK;
     return r < rank ? r : 0;
@@ -72,8 +73,8 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* Previous values in `out` of rows `own` and own + 1 of a window, if below `to`, from `column`
-   * on. */
+  /* Loads what `out` holds in rows `own` and own + 1 of a window, if these are below `to`, from
+   * `column` on. */
   using Old = uint32_t[2][OWN / 2];
   template <int ROWS>
   static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
@@ -89,7 +90,7 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* out = old + weight d, for the same rows and columns. */
+  /* Stores out = old + weight d to these rows and columns. */
   template <int ROWS>
   static __device__ __forceinline__ void
   finish(const float (&d)[PRODUCTS][4], const Old &old, const delta_expand &p,

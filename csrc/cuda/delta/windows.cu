@@ -25,7 +25,7 @@ struct ShrinkItem {
   int low, high, first, adapter, expert, rank;
 };
 
-/* Columns of A over all slices. */
+/* Returns the number of columns of A over all slices. */
 __device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
   return moelora_padded_rank(rank) * s.lora.num_slices;
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank)
   return ceil_divide(columns_of(s, rank), RANKS);
 }
 
-/* Called by one warp; a segment is split evenly into parts of up to `part` rows. */
+/* Splits a segment evenly into parts of up to `part` rows. Called by one warp. */
 template <int RANKS, int ROWS>
 __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
                                                 const Window<ROWS> &w, int number) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
   return {from, min(from + tokens, high), j % columns * RANKS, w.adapter[low], w.expert[low], rank};
 }
 
-/* Eight ranks of a row from r on, below `end`. */
+/* Loads eight ranks of a row from r on; ranks from `end` on are zero. */
 template <class T>
 __device__ __forceinline__ void store_ranks(T *xa, uint4 ranks, int r, int end, bool vectors) {
   if (vectors && r + 8 <= end) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ T *row_of_xa(const delta_shrink &s, uint32_t row, int
          row % top_k * s.xa_stride[2];
 }
 
-/* Clears xa from the true rank, rounded up to 16, to the largest rank; done by the first item of
- * the rows. Called by all threads. */
+/* The first item of the rows clears xa from the true rank, rounded up to 16, to the largest rank.
+ * Called by all threads. */
 template <class T, int THREADS>
 __device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkItem &item,
                                             const int32_t *rows) {
@@ -84,12 +84,12 @@ __device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkI
         make_uint4(0, 0, 0, 0), width + i % rank_vectors * 8, max_rank, s.xa_vectors);
 }
 
-/* Where a CTA is: at an item of a work unit, which is a share of a window. */
+/* Position of a CTA: an item of a work unit, which is a share of a window. */
 struct WorkCursor {
   int work_unit, item;
 };
 
-/* What a warp works on: the same for all lanes, in few registers. */
+/* The part of an item that a warp multiplies. It is warp-uniform and takes few registers. */
 struct WarpItem {
   ShrinkItem item;
   WorkCursor cursor;

@@ -129,7 +129,7 @@ moelora_status launch_waves(int waves, const char *name, int64_t work, int threa
   return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
-/* One wave: all blocks are resident at once. */
+/* Launches one wave: all blocks are resident at once. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
@@ -150,7 +150,7 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
-/* launch_kernel() or launch_spread(), as the plan says. */
+/* Calls launch_kernel() or launch_spread(), as planned. */
 template <auto KERNEL, class... Args>
 moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
                               size_t shared_bytes, const moelora_exec *exec, Args... args) {

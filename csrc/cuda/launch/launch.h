@@ -17,7 +17,8 @@ extern "C" {
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
-/* Padded ranks of a slice of the shrink output, so that a k16 slab never covers two slices. */
+/* Returns the ranks of a slice of the shrink output, padded so that a k16 slab never covers two
+ * slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
@@ -58,9 +59,8 @@ typedef struct moelora_blocks {
   int64_t num_counters;
 } moelora_blocks;
 
-/* Parts of launches over blocks of rows. Kernels take them, and the launches composed of them, by
- * value. The largest tiles are at their register limit: the order of members decides whether ptxas
- * spills. */
+/* Parts of a launch over blocks of rows. Kernels take them by value. The largest tiles are at their
+ * register limit, where the order of members decides whether ptxas spills. */
 
 /* The rows, and the schedule of their tiles. */
 typedef struct moelora_schedule {
@@ -92,7 +92,7 @@ typedef struct moelora_weight_rows {
   bool gated;
   bool interleaved;     /* gate and up rows alternate */
   bool vectors;         /* x, w and out allow 16-byte accesses */
-  bool factors_vectors; /* the factors B do, too */
+  bool factors_vectors; /* factors B allow 16-byte accesses */
   bool factors_boxes;   /* each slice of B has a tensor map */
   bool read_again;      /* other clusters read w, too: weights_again of the plan */
 } moelora_weight_rows;
@@ -159,7 +159,8 @@ typedef struct moelora_shrink_launch {
   const float *scalings; /* [max_loras] or NULL */
   float unit;            /* factor of all of xa */
   void *xa;              /* output, the later adapters.xa */
-  bool by_row;     /* ordered by flat row, with any strides: only for shrinks of whole segments */
+  bool by_row; /* xa is ordered by flat row, with any strides; only shrinks of whole segments write
+                  it so */
   bool by_adapter; /* CTAs take listed segments adapter by adapter */
 } moelora_shrink_launch;
 
@@ -169,7 +170,7 @@ typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  /* layers: position of each row of z */
+  /* layers: [P] position of each row of z */
   const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: a delta, z is [P] */
   bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
   const float *weights;     /* [M, top_k]; NULL: 1 */
@@ -247,8 +248,8 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
-  /* Rows by position, of which blocks use some, as in moelora_blocks; written before the previous
-   * kernel. NULL: all rows are used. */
+  /* Blocks that use the rows by position, as in moelora_blocks; written before the previous kernel.
+   * NULL: all rows are used. */
   const int32_t *num_post, *counts;
   moelora_divisor block; /* divides by the rows of a block */
   bool early; /* all inputs were written before the previous kernel, so reading overlaps it */

@@ -10,7 +10,7 @@ __device__ __forceinline__ int64_t load_id(const moelora_ids &ids, int64_t at) {
   return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
 }
 
-/* 0 <= id < size, with one comparison */
+/* Returns 0 <= id < size, with one comparison. */
 __device__ __forceinline__ bool inside(int32_t id, int32_t size) {
   return (uint32_t)id < (uint32_t)size;
 }
@@ -60,7 +60,7 @@ __device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lo
       id[u] = -1;
 }
 
-/* True rank of an existing adapter in a stack of max_rank; 0: it adds nothing. */
+/* Returns the true rank of an existing adapter in a stack of max_rank; 0: it adds nothing. */
 __device__ __forceinline__ int true_rank(const moelora_routes &routes, int32_t adapter,
                                          int32_t max_rank) {
   return routes.lora_ranks ? max(0, min(routes.lora_ranks[adapter], max_rank)) : max_rank;

@@ -9,7 +9,7 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-/* Inclusive prefix sum over the lanes of a warp. All lanes must call it. */
+/* Returns the inclusive prefix sum over the lanes of a warp. All lanes must call it. */
 template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   return v;
 }
 
-/* Sum over four neighboring lanes, returned to all of them. */
+/* Returns the sum over four neighboring lanes to all of them. */
 template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);

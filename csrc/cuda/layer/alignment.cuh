@@ -57,19 +57,19 @@ inline moelora_status align(const Alignment *a, const moelora_routes *from,
   return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
 }
 
-/* to [M, K] = x times routing weights, which apply to the input: top_k is 1. */
+/* Computes to [M, K] = x times routing weights, which apply to the input since top_k is 1. */
 inline moelora_status weigh_tokens(const moelora_experts_problem *p, const moelora_routes *routes,
                                    void *to, const moelora_exec *exec) {
   const moelora_row_copy c = {p->x, {p->x_stride, 0}, true, to, p->hidden, p->hidden};
   return moelora_cuda_copy_rows(&c, routes, p->dtype, exec);
 }
 
-/* Counters of the tile scheduler of product i. */
+/* Returns the counters of the tile scheduler of product i. */
 inline int32_t *tile_counter(const Alignment *a, int i) {
   return a->blocks.tile_counters + i * a->counters;
 }
 
-/* Rows of a buffer that is ordered by position. */
+/* Describes rows of a buffer that is ordered by position. */
 inline size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }

@@ -47,8 +47,8 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  // Kernels for training store what precedes the activation, or a PLAIN epilogue's rows by flat
-  // row.
+  // Kernels for training store the values before the activation, or the rows of a PLAIN epilogue by
+  // flat row.
   const bool by_row = !g->epilogue.out_by_position && plan->epilogue == MOELORA_EPILOGUE_PLAIN &&
                       variant->needs == MOELORA_SM90;
   moelora_gemm_launcher *const launch = g->before.rows || by_row
@@ -57,7 +57,7 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
   return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
-/* Quantized x of a projection with W8A8 weights. */
+/* Buffers for the quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
   void *values; // NULL: not quantized
   float *scales;
@@ -106,7 +106,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
-/* The tokens that a projection's kernel reads after quantization. */
+/* Describes the tokens that a projection's kernel reads after quantization. */
 moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
@@ -119,12 +119,12 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
   return tokens;
 }
 
-/* Buffers for the e4m3 outputs of the projection before the one of `w`. */
+/* Describes the e4m3 outputs of the projection that precedes the one with `w`. */
 moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
-/* The shrink before a projection. */
+/* Describes the shrink before a projection. */
 moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *variant,
                       const moelora_shrink_plan *plan, const moelora_routes *routes, void *xa,
                       const moelora_exec *exec) {
@@ -235,7 +235,8 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
   return moelora_cuda_save_rows(&s, exec);
 }
 
-/* saves_alone: computes what is to be saved, but not `out`, which another kernel writes. */
+/* Launches the steps of a layer one by one. saves_alone: computes the saved tensors, but not `out`,
+ * which another kernel writes. */
 moelora_status run_staged(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                           bool saves_alone, const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec);
@@ -333,7 +334,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 
 namespace {
 
-/* Plan for separate launches, if the single launch does not fit. */
+/* Returns the plan for separate launches, for layers that do not fit a single launch. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   moelora_experts_plan staged = *plan;
   staged.variant = plan->staged;

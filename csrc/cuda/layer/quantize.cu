@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool by_token = q.rule == MOELORA_X_TOKEN;
   const int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   const int warps = gridDim.x * (kThreads / 32);
-  // A lane's tiles are `step` apart: within the warp's row, or over all rows.
+  // Tiles of a lane are `step` apart, within the warp's row or over all rows.
   const int first = by_token ? 0 : warp * TILES, step = (by_token ? 1 : warps) * TILES;
   const int step_rows = step / tiles, step_tiles = step % tiles;
   const int64_t all = by_token ? tiles : (int64_t)rows * tiles;

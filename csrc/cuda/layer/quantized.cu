@@ -51,8 +51,8 @@ __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &
       values[2 * half] = values[2 * half + 1] = 0;
 }
 
-/* A lane's word of a k16 slab, given the addresses of its first byte in row r (`a`) and r + 8
- * (`b`). */
+/* Returns a lane's word of a k16 slab, given the addresses of its first byte in row r (`a`) and in
+ * r + 8 (`b`). */
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b,
                                                 moelora_values values) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: one byte each, the even column
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t 
   return moelora_spread(values, even | odd << 16);
 }
 
-/* Scale in the representation of a tile, in the low bytes. */
+/* Converts a scale to the representation of a tile, in the low bytes. */
 __device__ __forceinline__ uint32_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
   if (moelora_has_tile_scale(p.tiles.format))
@@ -89,7 +89,7 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
   uint8_t *const scales = tile + MOELORA_TILE_VALUES, *const zeros =
                                                           scales + kRows * groups * bytes;
   for (int place = threadIdx.x; place < kRows * groups; place += PACK_THREADS) {
-    // Row and group of moelora_scale_index.
+    // Inverse of moelora_scale_index: row and group of an index.
     const int pair = place / (2 * groups), high = place / groups % 2;
     const int r = pair / 8 * 16 + pair % 8 + 8 * high;
     const int64_t k = depth + columns * (place % groups);

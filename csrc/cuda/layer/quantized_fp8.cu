@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = MOELORA_PACK, kColumns = 128, kChunk = 16;
 
-/* The tile of a CTA. */
+/* The tile that a CTA packs or unpacks. */
 struct TileOfCta {
   int64_t expert, row_tile, depth_tile;
 

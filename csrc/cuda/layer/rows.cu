@@ -16,7 +16,7 @@ struct CopyParams {
   int32_t top_k;
 };
 
-/* Rows by warp; WIDTH elements by lane, 16 bytes if vectors. */
+/* Copies rows. A warp copies a row, a lane WIDTH elements at a time: 16 bytes if `vectors`. */
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams s) {
   wait_for_previous_kernel();

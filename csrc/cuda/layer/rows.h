@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
+/* Computes to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
 typedef struct moelora_row_copy {
   const void *from; /* [M, top_k, columns] */
   int64_t from_stride[2];

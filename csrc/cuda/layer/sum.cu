@@ -14,11 +14,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* Layer: rows by position or by flat row, weighted; tokens without a row are zeroed. */
+/* Rows of a layer: by position or by flat row, weighted. Tokens without a row are zeroed. */
 struct LayerRows {
   static constexpr bool EVERY_TOKEN = true;
 
-  /* Row of z for flat row `row`; -1: skipped. */
+  /* Returns the row of z for flat row `row`; -1: skipped. */
   static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
     const int32_t position = s.positions[row];
     return s.by_row && position >= 0 ? row : position;
@@ -28,7 +28,7 @@ struct LayerRows {
   }
 };
 
-/* Delta: rows by flat row; tokens without a row are left unchanged. */
+/* Rows of a delta: by flat row. Tokens without a row are left unchanged. */
 struct DeltaRows {
   static constexpr bool EVERY_TOKEN = false;
 

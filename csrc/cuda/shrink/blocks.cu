@@ -24,7 +24,7 @@ __device__ __forceinline__ void wait_and_start_next() {
   start_next_kernel();
 }
 
-/* Addresses of the operands of an item, for tokens from `low` on. */
+/* Finds the addresses of the operands of an item, for tokens from `low` on. */
 struct BlockOperands {
   const moelora_shrink_launch &s;
   const SegmentItem &item;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   // earlier.
   if (p.s.tokens.divisor.value)
     wait_and_start_next();
-  // Only blocks in use are searched.
+  // Search only blocks that are in use.
   const int blocks = p.listed ? 0
                      : p.few  ? (int)p.s.schedule.blocks.max_blocks
                               : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
         list.found[warp] = found;
       __syncthreads();
     }
-    // A single call: the product loop is most of the code size.
+    // There is a single call, because the product loop is most of the code size.
 #pragma unroll 1
     for (int w = 0; w < lists; w++)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);

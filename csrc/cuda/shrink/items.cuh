@@ -33,14 +33,13 @@ template <class S> struct Teams {
 
   __device__ __forceinline__ explicit Teams(int columns)
       : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
-  /* Tokens per team, of `count`. */
+  /* Returns the tokens per team, of `count`. */
   __device__ __forceinline__ int split(int count) const {
     return ceil_divide(count, 8 * tokens) * 8;
   }
 };
 
-/* How a segment of `rows` tokens is split: into parts of `tokens`, and these into chunks of
- * columns. */
+/* Splits a segment of `rows` tokens into parts of `tokens`, and these into chunks of columns. */
 template <class S> struct SegmentCut {
   int tokens = 1, parts = 0, chunks = 0, columns = 0;
 

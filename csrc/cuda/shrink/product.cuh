@@ -31,12 +31,13 @@ template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_> struc
 
 template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
 
-/* True rank of a packed rank. */
+/* Returns the true rank of a packed rank. */
 __device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) {
   return min(packed % kRanks, lora.max_rank);
 }
 
-/* Columns of A over all slices, or of slice 0 alone if both slices of the adapter have one A. */
+/* Returns the columns of A over all slices, or of slice 0 alone if both slices of the adapter have
+ * one A. */
 __device__ __forceinline__ int columns_of(const moelora_lora_operands &adapters, int packed) {
   const bool one_a = adapters.one_a && adapters.one_a[packed / kRanks] != 0;
   return moelora_padded_rank(rank_of(adapters.lora, packed)) *
@@ -67,12 +68,12 @@ constexpr bool kAnyOrder = false;
 #endif
 constexpr int kRegisters = kAnyOrder ? 108 : 76; // for sums, pointers and loads
 
-/* First element of K of a lane. */
+/* Returns the first element of K of a lane. */
 template <bool VECTORS> __device__ __forceinline__ int first_element() {
   return threadIdx.x % 4 * (VECTORS && kAnyOrder ? 4 : 8);
 }
 
-/* A lane's operand of two products, from what it loaded. */
+/* Returns a lane's operand of two products, from the elements that it has loaded. */
 template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded) {
   if constexpr (VECTORS && kAnyOrder)
     return loaded;
@@ -93,7 +94,7 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
     return load_elements(from, left);
 }
 
-/* Operands of a lane: 16 M rows of A and 8 N tokens. */
+/* Addresses of a lane's operands: 16 M rows of A and 8 N tokens. */
 template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
   int left; // elements per row left for this warp
@@ -205,7 +206,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   __syncthreads();
 }
 
-/* multiply() for `tokens` tokens, with the fewest n8 tiles. */
+/* Calls multiply() with the fewest n8 tiles that hold `tokens` tokens. */
 template <class T, class S, bool VECTORS, int M, class Operands>
 __device__ __forceinline__ void multiply_tokens(int tokens, const Operands &operands, int column,
                                                 int depth, int span, Sums<S> &sums) {
@@ -238,13 +239,13 @@ __device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, 
     }
 }
 
-/* Sums of ranks r and r + 1, scaled and rounded; zeros from the true rank on. */
+/* Returns the sums of ranks r and r + 1, scaled and rounded; zeros from the true rank on. */
 template <class T>
 __device__ __forceinline__ uint32_t round_two(const float *sum, float scaling, int r, int rank) {
   return pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
 }
 
-/* The same for eight ranks from r on. */
+/* Returns the sums of eight ranks from r on, scaled and rounded. */
 template <class T>
 __device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scaling, int r,
                                              int rank) {

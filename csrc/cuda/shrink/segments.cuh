@@ -28,12 +28,12 @@ struct SegmentItem {
   int tokens;
   uint16_t first, columns;
 
-  /* Whether A of slice 0 is that of slice 1, too. */
+  /* Returns whether both slices have the same A. */
   __device__ __forceinline__ bool has_one_a(const moelora_shrink_launch &s, int width) const {
     return s.adapters.one_a && columns == width;
   }
 
-  /* Position of a token's row. */
+  /* Returns the position of a token's row. */
   __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
     const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
     return block + blocks * s.schedule.blocks.rows + at - blocks * share;
@@ -45,7 +45,7 @@ struct SegmentItem {
   }
 };
 
-/* Address of a token's results in slice 0. */
+/* Returns the address of a token's results in slice 0. */
 template <class T>
 __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const SegmentItem &item,
                                         int token) {
@@ -68,7 +68,7 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   int all;                      // number of items of the part
 };
 
-/* Sum of `value` over the preceding threads, and over all; calls `sync` once. */
+/* Returns the sum of `value` over the preceding threads, and over all. Calls `sync` once. */
 template <int WARPS, class Value, class Sync>
 __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS], Value *all,
                                             Sync sync) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
   return before + inclusive - value;
 }
 
-/* Length of a segment in rows read; if not 0, CTAs per segment instead. */
+/* Returns the length of a segment: the rows that it reads or, if `ctas` is not 0, CTAs. */
 template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;

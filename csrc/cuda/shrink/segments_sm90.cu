@@ -86,7 +86,7 @@ template <class S> struct ShrinkContext : S::Ring {
   }
 };
 
-/* How an item's k steps are placed in stages. */
+/* Placement of an item's k steps in stages. */
 template <class S> struct StageLayout {
   int steps, sA; // k steps per stage; offset of the rows of A of a step
 
@@ -94,13 +94,13 @@ template <class S> struct StageLayout {
       : steps(item.tokens <= S::FEW ? 2 : 1), sA((steps == 2 ? S::FEW : S::TOKENS) * kRowBytes) {}
   static constexpr int STEP = sizeof(typename S::Stage) / 2; // offset of the second step
 
-  /* Number of stages of an item. */
+  /* Returns the number of stages of an item. */
   __device__ __forceinline__ int stages(const moelora_shrink_launch &s) const {
     return ceil_divide(s.tokens.k, kDepth * steps);
   }
 };
 
-/* Number of columns of A of an item. */
+/* Returns the number of columns of A of an item. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
   return min(item.columns - item.first, S::RANKS);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
 
-  // The CTA's part of all segments, as many items at a time as fit the list.
+  // Process the CTA's part of all segments, as many items at a time as fit the list.
   take_part(s, list, (int2 *)scratch, sync);
   for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
     list_items(s, list, listed);
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- host ---- */
 
-/* Boxes of 16 and, if a slice has as many, of 64 ranks by 64 elements of K. */
+/* Encodes boxes of 16 and, if a slice has as many, of 64 ranks by 64 elements of K. */
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t small[4] = {kDepth, kSmallBox, 1, 1}, large[4] = {kDepth, kLargeBox, 1, 1};

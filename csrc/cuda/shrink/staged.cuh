@@ -38,7 +38,7 @@ struct StagedRows {
   int depth, span; // span: a multiple of kLine
 };
 
-/* Row of A of column `column` over all slices; NULL if there is none. */
+/* Returns the row of A of column `column` over all slices; NULL if there is none. */
 template <class T>
 __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, int adapter,
                                                   int expert, int rank, int column) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, i
   return factor_row<T>(lora.a[slice], adapter, expert, r);
 }
 
-/* What a thread copies of an item: chunk thread % 8 of rows thread / 8 + 32 i. */
+/* Copies of a thread: chunk thread % 8 of rows thread / 8 + 32 i of an item. */
 template <class T, class C> struct StagedLoader {
   static constexpr int ROWS = C::THREADS / 8;
   int x[C::TOKENS / ROWS]; // -1: none

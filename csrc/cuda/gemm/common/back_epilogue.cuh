@@ -12,7 +12,7 @@
 #include "cuda/gemm/common/gate_up.cuh"
 #include "cuda/ptx/opaque.cuh"
 
-/* Element HALF of a pair. */
+/* Returns element HALF of a pair. */
 template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
   const uint16_t bits = (uint16_t)(pair >> 16 * HALF);
   T value;
@@ -46,7 +46,7 @@ template <class T> struct BackOutputs {
     }
   }
 
-  /* The parts of dt of the lane's two tokens, in all lanes. */
+  /* Returns the parts of dt of the lane's two tokens, summed over the lanes that share them. */
   __device__ __forceinline__ float2 sum() {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
@@ -57,7 +57,7 @@ template <class T> struct BackOutputs {
   }
 };
 
-/* Applies the gradient of the activation to N tiles of outputs. One branch for all of them. */
+/* Applies the gradient of the activation to N tiles of outputs, with one branch for all of them. */
 template <GradientKind KIND, class T, int N>
 __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const float (&v)[N][4],
                                            const moelora_activation_terms &p, float2 weight) {

@@ -11,7 +11,7 @@
 constexpr float kMaxE4m3 = 448.f;
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-/* Position of column i in this order. */
+/* Returns the position of column i in this order. */
 __device__ __forceinline__ int quad_position(int i) {
   return (i & ~15) | (i >> 1 & 3) << 2 | (i >> 3 & 1) << 1 | (i & 1);
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ float abs_max(float most, const FloatColumns &n) {
   return most;
 }
 
-/* Maximum over LANES neighboring lanes. */
+/* Returns the maximum over LANES neighboring lanes. */
 template <int LANES> __device__ __forceinline__ float max_over_lanes(float most) {
 #pragma unroll
   for (int step = LANES / 2; step > 0; step /= 2)
@@ -49,14 +49,15 @@ template <int LANES> __device__ __forceinline__ float max_over_lanes(float most)
   return most;
 }
 
-/* Correctly rounded v / by, given inverse = 1 / by: a product and one correction step, as in the
- * compiler's division but without its special cases. Callers pass 0 if `by` is not finite. */
+/* Returns v / by, correctly rounded, given inverse = 1 / by: a product and one correction step, as
+ * in the compiler's division but without its special cases. Callers pass 0 if `by` is not finite.
+ */
 __device__ __forceinline__ float divide_rounded(float v, float by, float inverse) {
   const float near = v * inverse;
   return fmaf(-fmaf(near, by, -v), inverse, near);
 }
 
-/* Scale of a group with absolute maximum `most`. */
+/* Returns the scale of a group with absolute maximum `most`. */
 __device__ __forceinline__ float group_scale(float most) {
   return most < __builtin_inff() ? divide_rounded(most, kMaxE4m3, 1.f / kMaxE4m3) : most;
 }

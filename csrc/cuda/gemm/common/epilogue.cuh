@@ -13,7 +13,7 @@ __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int
              : 0.f;
 }
 
-/* Offset of an output row, from its position and its flat row. */
+/* Returns the offset of an output row, given its position and its flat row. */
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
   if (g.epilogue.out_by_position)
@@ -65,7 +65,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     square<N>(d, g);
   }
 
-  /* The steps of begin(). */
+  /* begin() calls these two. */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {

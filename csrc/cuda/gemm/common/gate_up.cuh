@@ -16,7 +16,7 @@ __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem 
                                           : GateUp::HALVES;
 }
 
-/* Two neighboring elements of a row with `columns` columns. */
+/* Loads or stores two neighboring elements of a row with `columns` columns. */
 template <bool VECTORS>
 __device__ __forceinline__ uint32_t load_two(const uint16_t *row, int column, int columns,
                                              bool valid) {

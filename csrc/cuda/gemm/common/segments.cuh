@@ -43,7 +43,7 @@ template <int LANES> struct Segments {
     }
   }
 
-  /* First segment start at or after token t; `tokens` if there is none. */
+  /* Returns the first segment start at or after token t; `tokens` if there is none. */
   __device__ __forceinline__ int next(int t, int tokens) const {
     int found = tokens;
 #pragma unroll
@@ -112,7 +112,7 @@ template <class S> struct SegmentList {
     __syncwarp();
   }
 
-  /* Bit mask of the slices that contain outputs of the tile. */
+  /* Returns the bit mask of the slices that contain outputs of the tile. */
   static __device__ __forceinline__ uint32_t overlapped_slices(const moelora_gemm_launch &g,
                                                                const Tile &tile) {
     if (has_gate_up_slices(g) || g.adapters.lora.num_slices == 1)
@@ -126,7 +126,7 @@ template <class S> struct SegmentList {
     return overlapped;
   }
 
-  /* Number of slabs per slice. */
+  /* Returns the number of slabs per slice. */
   static __device__ __forceinline__ int slabs_of(const Segments<S::LANES> &segments) {
     int sum = 0;
 #pragma unroll
@@ -146,7 +146,7 @@ template <class S> struct SegmentList {
 struct SlabIterator {
   int segment = 0, slice = -1, rank = 0;
 
-  /* There must be a next slab. */
+  /* Returns the next slab, which must exist. */
   template <class S> __device__ __forceinline__ Slab next(const SegmentList<S> &list) {
     Slab slab = list.at(segment);
     if (slice < 0)

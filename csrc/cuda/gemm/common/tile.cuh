@@ -73,7 +73,7 @@ struct Tile {
   int32_t block, column, expert, half;
 };
 
-/* Output of row 0 of an m64 tile; row r is output first + r. */
+/* Returns the output of row 0 of an m64 tile; row r is output first + r. */
 template <class E>
 __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const Tile &tile,
                                             int m64) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const 
   return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
 }
 
-/* Row of w, bias and factors that corresponds to an output of an m64 tile. */
+/* Returns the row of w, bias and factors that computes an output of an m64 tile. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
   if (!g.weights.gated)
     return output;
@@ -91,7 +91,8 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
                                : (int64_t)half * g.weights.n_out + output;
 }
 
-/* Address of the quantized tile of an m64 tile, at k = 0. Past the last output, any tile will do.
+/* Returns the address of the quantized tile of an m64 tile, at k = 0. Past the last output, any
+ * tile will do.
  */
 __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
                                                       int m64, int output) {
@@ -101,14 +102,14 @@ __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch 
   return (const char *)w.data + expert * w.stride_e + at * w.stride_nt;
 }
 
-/* Flat row of a block's token t; num_rows in padding. */
+/* Returns the flat row of a block's token t; num_rows in padding. */
 template <class E>
 __device__ __forceinline__ int32_t block_row(const moelora_gemm_launch &g, int block, int t) {
   return t < E::TOKENS ? g.schedule.blocks.sorted_ids[(int64_t)block * E::TOKENS + t]
                        : g.schedule.num_rows;
 }
 
-/* Row of x of a block's token t, given its flat row; -1 in padding. */
+/* Returns the row of x of a block's token t, given its flat row; -1 in padding. */
 template <class E>
 __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block, int t, int row) {
   if (row >= g.schedule.num_rows)
@@ -136,8 +137,8 @@ constexpr int kSlabDepth = 16;
 /* Bytes of a k16 slab of an m64 tile. */
 constexpr int kSlabBytes = 64 * kSlabDepth * 2;
 
-/* Whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows use
- * slice 0, those of up rows slice 1. */
+/* Returns whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows
+ * use slice 0, those of up rows slice 1. */
 __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_launch &g) {
   return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
 }
@@ -152,14 +153,14 @@ __device__ __forceinline__ uint32_t transposed_offset() {
 
 /* ---- order of tiles: CTAs that run concurrently share operands in L2 ---- */
 
-/* Number of tile columns that cover the outputs. */
+/* Returns the number of tile columns that cover the outputs. */
 template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
   const int outputs = g.weights.gated ? E::ROWS / 2 : E::ROWS;
   return (g.weights.n_out + outputs - 1) / outputs;
 }
 
-/* Tile `index` in an order over `clusters` clusters of CLUSTER blocks, of which block `from` is the
- * first; `block` is the cluster's first block. */
+/* Returns tile `index` in an order over `clusters` clusters of CLUSTER blocks, of which block
+ * `from` is the first; `block` is the cluster's first block. */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
                                         int clusters, int from = 0) {
@@ -177,8 +178,8 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   return t;
 }
 
-/* Number of consecutive blocks that belong to the expert of block `from`, including it, forwards
- * (STEP 1) or backwards (STEP -1). Called by a warp. */
+/* Returns the number of consecutive blocks that belong to the expert of block `from`, including it,
+ * forwards (STEP 1) or backwards (STEP -1). Called by a warp. */
 template <int STEP>
 __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, int from,
                                                 int blocks) {
@@ -193,9 +194,9 @@ __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, in
   }
 }
 
-/* Tile `index` in an order over all columns of a group of blocks of one expert, then of the next
- * group: concurrent CTAs share weights (blocks) and token rows (columns) in L2. Needs a warp, and
- * takes time that only large tiles can hide. */
+/* Returns tile `index` in an order over all columns of a group of blocks of one expert, then of the
+ * next group: concurrent CTAs share weights (blocks) and token rows (columns) in L2. Needs a warp,
+ * and takes time that only large tiles can hide. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {

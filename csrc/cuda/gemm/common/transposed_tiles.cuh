@@ -13,7 +13,7 @@
 
 #include "cuda/gemm/common/format.cuh"
 
-/* Whether gate and up rows alternate in K. */
+/* Returns whether gate and up rows alternate in K. */
 __device__ __forceinline__ bool is_interleaved(const moelora_weights &w) {
   return w.order == MOELORA_ROWS_INTERLEAVED;
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ bool is_interleaved(const moelora_weights &w) {
 template <class T> struct SlabPair {
   uint32_t a[2][4];
 
-  /* From a 4-bit tile in shared memory. Its columns 16 SLAB to 16 SLAB + 15 are the outputs.
+  /* Loads from a 4-bit tile in shared memory. Its columns 16 SLAB to 16 SLAB + 15 are the outputs.
    * Interleaved, K is rows 16 j to 16 j + 15 of a gate tile and of an up tile, of which this lane
    * reads the one of lane / 4 % 2.
    *
@@ -60,8 +60,8 @@ template <class T> struct SlabPair {
               v[1][3]);
   }
 
-  /* From an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that of
-   * this lane's row i; step: bytes to that of row i + 8, or 0 if all rows share one. */
+  /* Loads from an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that
+   * of this lane's row i; step: bytes to that of row i + 8, or 0 if all rows share one. */
   __device__ __forceinline__ void load_fp8(uint32_t rows, uint32_t scale, uint32_t step) {
     uint32_t words[4];
     load_matrix_x4(words, rows);
@@ -84,7 +84,8 @@ private:
     a[slab][2] = transpose_8x8(a2), a[slab][3] = transpose_8x8(a3);
   }
 
-  /* Applies what the forward applies to accumulators, which here have rows of several tiles. */
+  /* Applies the factors that the forward applies to accumulators: here accumulators have rows of
+   * several tiles. */
   template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
     constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
     if constexpr (F::HAS_TILE_SCALE) {

@@ -1,4 +1,4 @@
-/* sm_80 and up: products of the backward, with transposed weights. */
+/* Launches the backward's products y W on sm_80 and up. */
 #ifndef MOELORA_CUDA_SM80_BACK_CUH
 #define MOELORA_CUDA_SM80_BACK_CUH
 
@@ -8,7 +8,7 @@ namespace {
 
 template <class E> struct Transposed : E {
   static constexpr bool TRANSPOSED = true;
-  // With room for the scale of a second tile.
+  // Includes the scale of a second tile, for alternating gate and up rows.
   static constexpr int TILE_BYTES =
       E::TILE_BYTES + (E::Format::HAS_TILE_SCALE ? MOELORA_TILE_SCALE_BYTES : 0);
 };

@@ -1,4 +1,4 @@
-/* Copies of the portable GEMM to a stage: chunks of eight elements. */
+/* The portable GEMM copies chunks of eight elements to a stage. */
 #ifndef MOELORA_CUDA_SM80_COPIES_CUH
 #define MOELORA_CUDA_SM80_COPIES_CUH
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left,
     copy_elements(to, from, max(0, min(8, left)));
 }
 
-/* Offset of a thread's chunk within a stage. */
+/* Returns the offset of a thread's chunk within a stage. */
 __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);

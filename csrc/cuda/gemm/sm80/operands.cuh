@@ -31,7 +31,7 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
     }
   }
 
-  /* This thread's chunk of row 0 at k step `step`. */
+  /* Returns this thread's chunk of row 0 at k step `step`. */
   using Source = const T *;
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
@@ -40,12 +40,12 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
     from += g.weights.w.stride_kt;
   }
-  /* A mapped address, even if nothing is read. */
+  /* The address must be mapped, even if nothing is read. */
   __device__ __forceinline__ Source readable(Source from, int left) const {
     return left > 0 ? from : weights;
   }
 
-  /* This thread's destination within a stage. */
+  /* Returns this thread's destination within a stage. */
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
@@ -85,7 +85,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     }
   }
 
-  /* Index among the parts of all tiles. */
+  /* Returns the index of a thread's piece among the parts of all tiles. */
   static __device__ __forceinline__ int part_of_values(int piece) {
     return piece * AT_ONCE + (AT_ONCE > 1 ? (int)threadIdx.x / 128 : 0);
   }
@@ -170,7 +170,8 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
   static_assert(E::TILES * E::TILE_BYTES + (E::Format::IS_FP8 ? E::ALL_SCALES : 0) <= E::W_BYTES,
                 "a stage holds all tiles");
 
-  uint32_t next_scales; // the same for the scales that this thread copies
+  uint32_t next_scales; // bytes between the scales that this thread copies for the first rows and
+                        // for the others
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const moelora_weights &w = g.weights.w;
@@ -190,12 +191,11 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     }
   }
 
-  /* A chunk of a stage: where it is in a tile, of the first 32 rows, if interleaved of gate or up
-   * rows. */
+  /* The chunk of a tile that a chunk of a stage is copied from, for the tile's first 32 rows. */
   struct ScaleChunk {
     int chunk;
     bool is_up;
-    int next; // chunks from there to those of the other rows
+    int next; // chunks to that of the other rows
   };
 
   /* Chunk `at` of a stage's values of an m64 tile; half: of the columns of an FP8 tile. */

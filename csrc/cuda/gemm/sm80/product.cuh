@@ -57,7 +57,7 @@ template <class E> struct WarpTile {
 
   static constexpr int NEXT = 8 * SPLIT; // distance in tokens between a warp's n8 tiles
 
-  /* First token, within the block, of a warp's first n8 tile. */
+  /* Returns the first token, within the block, of a warp's first n8 tile. */
   static __device__ __forceinline__ int first_token() {
     return SPLIT == 1 ? 0 : (int)(threadIdx.x >> 7) * 8;
   }
@@ -127,7 +127,7 @@ template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments
   }
 };
 
-/* Scales of a lane's rows r and r + 8, for half `half` of a tile's K extent. */
+/* Loads the scales of a lane's rows r and r + 8, for half `half` of a tile's K extent. */
 __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_format format,
                                                   int half) {
   const bool rows = moelora_has_row_scales(format);

@@ -1,4 +1,5 @@
-/* sm_80 and up: activated projections that also store values before the activation. */
+/* Launches activated projections that also store the values before the activation, on sm_80 and up.
+ */
 #ifndef MOELORA_CUDA_SM80_SAVING_CUH
 #define MOELORA_CUDA_SM80_SAVING_CUH
 

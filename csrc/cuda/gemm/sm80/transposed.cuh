@@ -57,14 +57,14 @@ struct TransposedLoader {
     const int depth =
         x_left + (int)(threadIdx.x & 7) * 8; // rows of K from the stage's first one to the end
     const int count = row + (int)threadIdx.x / 8 < depth ? left - m64 * 64 : 0;
-    // A mapped address, even if nothing is read.
+    // The address must be mapped, even if nothing is read.
     const T *at = count > 0 ? from.row + row * from.stride + m64 * next_tile : weights;
     copy_chunk<VECTORS>(stage + place + piece * STEP * kRowBytes, at, count, wanted);
   }
 };
 
-/* Rows of A of a slab, at `w`, those of m64 tiles m64_bytes apart: zeros beyond the true rank and
- * past the last output. */
+/* Copies the rows of A of a slab to `w`; rows of different m64 tiles are m64_bytes apart.
+ * Zero-fills beyond the true rank and past the last output. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
                                                   const Slab &slab, int thread, uint32_t w,

@@ -45,7 +45,7 @@ template <class E, class T> struct TransposedFragments<E, T, false> {
     }
   }
 
-  /* Slabs 2 PAIR and 2 PAIR + 1 of a stage. */
+  /* Loads slabs 2 PAIR and 2 PAIR + 1 of a stage. */
   template <int PAIR>
   static __device__ __forceinline__ void load_pair(SlabPair<T> &pair, uint32_t stage, int m64,
                                                    const moelora_weights &w) {

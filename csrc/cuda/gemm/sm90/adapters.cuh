@@ -26,7 +26,7 @@
 
 /* ---- layout ---- */
 
-/* Slabs per stage, limited by the sizes of sW and sX. */
+/* Returns the slabs per stage, which the sizes of sW and sX limit. */
 template <class S>
 __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MAX_SLABS = sizeof(S::Stage::sW) / (S::TILES * kSlabBytes);
@@ -39,7 +39,7 @@ template <class S>
 constexpr int kDepthM64Bytes =
     (sizeof(S::Stage::sW) < S::TILES * 4 * kSlabBytes ? 2 : 4) * kSlabBytes;
 
-/* Index of an m64 tile within a slab. */
+/* Returns the index of an m64 tile within a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
   return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
@@ -48,7 +48,7 @@ template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_la
 template <class S> struct SlabLayout {
   int width; // slabs that share a row: 1, or all slabs of the stage
 
-  /* Offset of an m64 tile, given its index within a slab, and offset of a slab. */
+  /* Offsets of an m64 tile, given its index within a slab, and of a slab. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
@@ -70,7 +70,7 @@ struct XaLayout {
 
 /* ---- producers ---- */
 
-/* Whether the next `slabs` slabs belong to one segment and fill a stage. */
+/* Returns whether the next `slabs` slabs belong to one segment and fill a stage. */
 template <class S>
 __device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int slabs, SlabIterator cursor) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &
           __any_sync(0xffffffffu, ragged) != 0};
 }
 
-/* Number of slabs in adapter stage `stage` of a tile. */
+/* Returns the number of slabs in adapter stage `stage` of a tile. */
 template <class S>
 __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int stage) {

@@ -60,7 +60,7 @@ template <class S, class T> struct DactEpilogue {
            warp.consumer * (uint32_t)sizeof(SharedStorage<S>::sOut[0]);
   }
 
-  /* First column of gate_up in a thread's chunk i (0 or 1); -1: no such chunk. */
+  /* Returns the first column of gate_up in a thread's chunk i (0 or 1); -1: no such chunk. */
   static __device__ __forceinline__ int column_of(GateUp form, int first, int inter,
                                                   const Share &share, int i) {
     if (form == GateUp::INTERLEAVED) {
@@ -71,7 +71,7 @@ template <class S, class T> struct DactEpilogue {
     return column < inter && (i == 0 || form == GateUp::HALVES) ? column + i * inter : -1;
   }
 
-  /* Flat row of a thread's token among tokens 8 j to 8 j + 7. */
+  /* Returns the flat row of a thread's token among tokens 8 j to 8 j + 7. */
   static __device__ __forceinline__ int32_t row_of(const moelora_back_launch &g,
                                                    const TileHeader &header, const Share &share,
                                                    int j) {
@@ -81,7 +81,7 @@ template <class S, class T> struct DactEpilogue {
                : 0;
   }
 
-  /* A row of 16-bit elements; the plan refuses strides beyond 31 bits. */
+  /* Returns the address of a row of 16-bit elements; the plan refuses strides beyond 31 bits. */
   static __device__ __forceinline__ char *address_of(const void *rows, int32_t row,
                                                      int64_t stride) {
     return (char *)rows + (uint64_t)(uint32_t)row * (2 * (uint32_t)stride);
@@ -165,11 +165,12 @@ template <class S, class T> struct DactEpilogue {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row = lane & 7;
     return row * kRowBytes + ((2 * warp + (lane >> 3 & 1) ^ row) << 4);
   }
-  /* The same of gate and up in halves. */
+  /* Returns the address of this lane's row of gate and up in halves. */
   static __device__ __forceinline__ uint32_t halves(uint32_t sGu, int t) {
     return sGu + ((threadIdx.x >> 4 & 1) * 2 + t) * BLOCK_BYTES + in_block();
   }
-  /* Where this lane has token lane / 4, outputs 8 m8 + 2 (lane % 4) and the next, interleaved. */
+  /* Returns the address of token lane / 4, outputs 8 m8 + 2 (lane % 4) and the next, interleaved.
+   */
   static __device__ __forceinline__ uint32_t interleaved(uint32_t sGu, int t, int m8) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = lane >> 2;
     const int pair = lane & 3;

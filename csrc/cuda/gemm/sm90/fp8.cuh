@@ -32,7 +32,7 @@ template <class S> using ScalesOf = Fp8Scales<S::TOKENS, S::TILES>;
 
 constexpr int kM64ScaleBytes = 64 * 4;
 
-/* Addresses of scales: member `scales[stage]` of the kernel's Storage. */
+/* Return the addresses of scales: member `scales[stage]` of the kernel's Storage. */
 template <class S>
 __device__ __forceinline__ uint32_t sWScale(const SharedMemory<S> &smem, int stage, int m64) {
   return smem.base + (uint32_t)offsetof(typename S::template Storage<S>, scales) +
@@ -43,7 +43,8 @@ __device__ __forceinline__ uint32_t sXScale(const SharedMemory<S> &smem, int sta
   return sWScale<S>(smem, stage, S::TILES);
 }
 
-/* Address of the current stage. Votes make it warp-uniform with less latency than a shuffle. */
+/* Returns the address of the current stage. Votes make it warp-uniform with less latency than a
+ * shuffle. */
 template <class S>
 __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
                                                   const GemmPipeline<S> &pipeline) {

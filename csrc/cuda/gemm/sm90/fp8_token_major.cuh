@@ -133,7 +133,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                                      : multiply_k_steps<false>(rAcc, g, warp);
   }
 
-  /* Whether this consumer has tokens to multiply. */
+  /* Returns whether this consumer has tokens to multiply. */
   static __device__ __forceinline__ bool is_active(const WarpContext<S> &warp,
                                                    const TileHeader &header) {
     return warp.consumer * 64 < header.multiplied;

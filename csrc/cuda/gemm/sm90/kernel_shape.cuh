@@ -56,7 +56,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
   static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs
-  // A PLAIN epilogue that stores flat rows and applies routing weights.
+  // Whether the PLAIN epilogue stores flat rows and applies routing weights.
   static constexpr bool BY_ROW = false;
 };
 
@@ -80,7 +80,8 @@ template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
   return S::HALF_TILES && tile.half;
 }
 
-/* First m64 tile of a consumer, which has two in a whole tile and one in a half tile. */
+/* Returns the first m64 tile of a consumer, which has two in a whole tile and one in a half tile.
+ */
 __device__ __forceinline__ int first_m64(bool half, int consumer) {
   return half ? consumer : 2 * consumer;
 }

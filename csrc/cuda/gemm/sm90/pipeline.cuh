@@ -72,8 +72,8 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
 
   __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
-  /* Whether wait_full() would return immediately; warp-uniform. Testing ahead of time hides the
-   * latency of the barrier. */
+  /* Returns whether wait_full() would return immediately; warp-uniform. Testing ahead of time hides
+   * the latency of the barrier. */
   __device__ __forceinline__ bool is_full() const {
     return __all_sync(0xffffffffu, barrier_test(full(), phase));
   }
@@ -217,7 +217,7 @@ template <class S> struct SharedMemory {
   __device__ __forceinline__ uint32_t header(int stage) const {
     return base + (uint32_t)offsetof(Storage, headers) + stage * (int)sizeof(StageHeader);
   }
-  /* Segment list of this producer warp. */
+  /* Returns the address of this producer warp's segment list. */
   __device__ __forceinline__ uint32_t segments() const {
     return base + (uint32_t)offsetof(Storage, segments) +
            ((threadIdx.x - S::FIRST_PRODUCER) >> 5) * (int)(S::TOKENS * sizeof(ListedSegment));
@@ -258,7 +258,7 @@ template <class S> struct WarpContext {
     warpgroup_sync<128 * S::CONSUMERS>(kAllConsumersBarrier);
   }
 
-  /* Address of epilogue buffer `buffer` of consumer `owner`. */
+  /* Returns the address of epilogue buffer `buffer` of consumer `owner`. */
   __device__ __forceinline__ uint32_t sOut(int owner, int buffer) const {
     const int more = buffer - OWN_BUFFERS;
     if (more >= 0 && more < ALIASED_BUFFERS)

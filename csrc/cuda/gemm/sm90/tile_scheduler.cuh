@@ -68,9 +68,9 @@ template <class S> struct TileScheduler {
     find(g);
   }
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
-  /* Number of valid tokens of the tile. */
+  /* Returns the number of valid tokens of the tile. */
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
-  /* Whether the previous tile was of the same run: another column of the same block. */
+  /* Returns whether the previous tile was of the same run: another column of the same block. */
   __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
   /* Fetches the next tile, except during the first tile, which should issue its loads first: there
    * `advance` fetches. */
@@ -91,7 +91,7 @@ private:
   static constexpr int CONTINUES = 1 << 16;
   int packed; // count() | left() << 8 | CONTINUES: producers have few registers
 
-  /* Tiles of the run after this one. */
+  /* Returns the number of tiles of the run after this one. */
   __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 & 0xff : 0; }
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 

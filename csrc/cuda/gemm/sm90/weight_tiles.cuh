@@ -39,7 +39,7 @@ template <class S> struct WeightTiles {
   }
 };
 
-/* Bytes of weights, including scales, that this CTA receives per k step. */
+/* Returns the bytes of weights, including scales, that this CTA receives per k step. */
 template <class S>
 __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g,
                                                       const Tile &tile) {
