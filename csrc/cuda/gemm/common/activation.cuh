@@ -68,10 +68,15 @@ struct Activation {
 /* Gradients that kernels are compiled for: one form, or any of the others. */
 enum class GradientKind { SILU, GATED, OTHER };
 
+/* Returns whether the gradient has the form GATED, or SILU. */
+__device__ __forceinline__ bool has_gated_gradient(const moelora_activation_terms &p) {
+  return p.gated && !p.soft_capped;
+}
+
 __device__ __forceinline__ GradientKind gradient_kind(const moelora_activation_terms &p) {
-  return p.plain                     ? GradientKind::SILU
-         : p.gated && !p.soft_capped ? GradientKind::GATED
-                                     : GradientKind::OTHER;
+  return p.plain                 ? GradientKind::SILU
+         : has_gated_gradient(p) ? GradientKind::GATED
+                                 : GradientKind::OTHER;
 }
 
 /* Calls f(gradient) with the gradient of the activation, a functor (&gate, &up, dh) -> h. */

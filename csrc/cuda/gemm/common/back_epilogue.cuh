@@ -107,7 +107,7 @@ template <class T, bool VECTORS> struct BackTile {
       outputs.up[m8] = form == GateUp::ONE ? 0 : transpose_8x8(pairs[m8].up);
     }
     const float values[1][4] = {{v[0], v[1], v[2], v[3]}};
-    if (activation.gated && !activation.soft_capped)
+    if (has_gated_gradient(activation))
       apply_back<GradientKind::GATED>(tile, values, activation, weight);
     else
       apply_back<GradientKind::OTHER>(tile, values, activation, weight);
