@@ -19,6 +19,7 @@ class WeightFormat:
     bits: int  # per value
     tile_columns: int
     tile_bytes: int
+    codes: tuple[float, ...]  # the numbers of 16 codes; none unless values have four bits
 
     @property
     def row_scales(self) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from moelora import quantized_bnb
 from moelora import quantized_readers as readers
 from moelora.call import operators, run, typed
 from moelora.fake import COMPUTE_DTYPES
@@ -26,20 +27,20 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights(FromFP8):
-    """Quantized expert weights: 4-bit (MXFP4, NVFP4, INT4 with groups of columns) or FP8.
+    """Quantized expert weights: 4-bit (MXFP4, NVFP4, INT4, NF4) or FP8.
 
     Created by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
-    `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from checkpoint tensors; accepted
-    wherever `w13`, `w2` or `w` is. On a CPU the result is bit-identical to that with `unpack()`,
-    with a quarter or half of the memory, unless activations are quantized to FP8.
+    `from_bnb`, `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from checkpoint tensors;
+    accepted wherever `w13`, `w2` or `w` is. On a CPU the result is bit-identical to that with
+    `unpack()`, with a quarter or half of the memory, unless activations are quantized to FP8.
 
     Attributes
     ----------
     data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
         Tiles of 64 rows by 64 columns (FP8: 128), values before their scales.
-    format : {"mxfp4", "nvfp4", "int4", "fp8"}
+    format : {"mxfp4", "nvfp4", "int4", "fp8", "nf4", "bnb_fp4"}
         Type of a value: e2m1, with power-of-two or e4m3 scales; unsigned 4-bit minus 8 or minus its
-        zero point; e4m3.
+        zero point; e4m3; the 16 numbers of NF4, or of bitsandbytes' FP4.
     group_size : int
         Columns that share a scale.
     has_zeros : bool
@@ -291,6 +292,51 @@ class QuantizedWeights(FromFP8):
         """
         found = readers.nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
         return _pack(cls, found, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_bnb(
+        cls,
+        weight: Any,
+        quant_state: Any,
+        *,
+        gate_up: GateUp | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """NF4 or FP4 as in bitsandbytes: `value = code[q] * absmax`.
+
+        Nested statistics (double quantization) are dequantized to float32, so that values are
+        those of `bitsandbytes.functional.dequantize_4bit`. Experts are packed one by one: the
+        additional memory is that of one expert.
+
+        Parameters
+        ----------
+        weight : Tensor, or a list
+            Packed codes, two in a byte, of any shape and storage dtype: of the whole stack, whose
+            flattened elements bitsandbytes has quantized; or a list with one tensor for each
+            expert, or with a pair for each, gate and up.
+        quant_state : QuantState or mapping, or a list as `weight`
+            bitsandbytes' statistics of each tensor; or the tensors that a checkpoint has beside it:
+            `absmax`, `quant_map`, `quant_state.bitsandbytes__nf4` (or fp4) and, if nested,
+            `nested_absmax` and `nested_quant_map`. Blocks are of 64 to 4096 elements; none may end
+            within 64 columns of a row, so that K is a multiple of 64.
+        gate_up, dtype
+            As in `from_mxfp4`. On a GPU, codes and `absmax` are rounded before the product.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype, a setting or an absmax is not as above.
+        TypeError
+            An argument is of another type.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Dettmers et al., QLoRA, 2023 (arXiv:2305.14314). Layouts of bitsandbytes 0.50.
+        """
+        return _pack(cls, quantized_bnb.checkpoint(weight, quant_state), gate_up, dtype)
 
     @classmethod
     @typed

@@ -18,7 +18,7 @@ from moelora.storage import check_held
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # type of a value
+Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8", "nf4", "bnb_fp4"]  # type of a value
 
 BLOCK = 32  # columns that share an MXFP4 scale
 NVFP4_BLOCK = 16  # that share one of NVFP4

@@ -66,6 +66,11 @@ static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {
   return moelora_values_of(format) == MOELORA_VALUES_U4;
 }
 
+/* Whether CUDA kernels look up the numbers of 4-bit codes, which can be any. */
+static MOELORA_CONSTEXPR bool moelora_is_looked_up(moelora_values values) {
+  return values > MOELORA_VALUES_U4;
+}
+
 static MOELORA_CONSTEXPR bool moelora_is_fp8(moelora_format format) {
   return moelora_values_of(format) == MOELORA_VALUES_E4M3;
 }
@@ -322,23 +327,41 @@ static MOELORA_CONSTEXPR uint8_t moelora_e5m3_of_e4m3(uint8_t scale) {
                                 : 0);
 }
 
-/* Reorders the four nibbles in each half of a word to the bit order of tiles (moelora.h). */
-static MOELORA_CONSTEXPR uint32_t moelora_spread(moelora_values values, uint32_t nibbles) {
-  return values != MOELORA_VALUES_E2M1
-             ? nibbles
-             : (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
-                   (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |
-                   (nibbles >> 2 & 0x22002200u) | (nibbles >> 8 & 0x00070007u) |
-                   (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
+/* Reorders four e2m1 nibbles in each half of a word to the bit order of tiles (moelora.h). */
+static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
+  return (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
+         (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |
+         (nibbles >> 2 & 0x22002200u) | (nibbles >> 8 & 0x00070007u) |
+         (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
 }
 
 /* The inverse, for a word or a vector of words. */
-#define MOELORA_GATHER(format, word)                                                               \
-  (moelora_values_of(format) != MOELORA_VALUES_E2M1 ? (word) : MOELORA_GATHER_E2M1(word))
 #define MOELORA_GATHER_E2M1(word)                                                                  \
   (((word) >> 12 & 0x00080008u) | ((word) >> 6 & 0x00070007u) | ((word) >> 5 & 0x00800080u) |      \
    ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \
    ((word) << 3 & 0x60006000u) | ((word) >> 2 & 0x10001000u))
+
+/* The same for codes that kernels look up: nibbles of both halves alternate. */
+static MOELORA_CONSTEXPR uint32_t moelora_spread_codes(uint32_t nibbles) {
+  return (nibbles & 0xf000000fu) | (nibbles << 4 & 0x00000f00u) | (nibbles << 8 & 0x000f0000u) |
+         (nibbles << 12 & 0x0f000000u) | (nibbles >> 12 & 0x000000f0u) |
+         (nibbles >> 8 & 0x0000f000u) | (nibbles >> 4 & 0x00f00000u);
+}
+#define MOELORA_GATHER_CODES(word)                                                                 \
+  (((word) & 0xf000000fu) | ((word) >> 4 & 0x000000f0u) | ((word) >> 8 & 0x00000f00u) |            \
+   ((word) >> 12 & 0x0000f000u) | ((word) << 12 & 0x000f0000u) | ((word) << 8 & 0x00f00000u) |     \
+   ((word) << 4 & 0x0f000000u))
+
+/* Reorders the four nibbles in each half of a word to the bit order of tiles, and back. */
+static MOELORA_CONSTEXPR uint32_t moelora_spread(moelora_values values, uint32_t nibbles) {
+  return values == MOELORA_VALUES_E2M1  ? moelora_spread_e2m1(nibbles)
+         : moelora_is_looked_up(values) ? moelora_spread_codes(nibbles)
+                                        : nibbles;
+}
+#define MOELORA_GATHER(format, word)                                                               \
+  (moelora_values_of(format) == MOELORA_VALUES_E2M1  ? MOELORA_GATHER_E2M1(word)                   \
+   : moelora_is_looked_up(moelora_values_of(format)) ? MOELORA_GATHER_CODES(word)                  \
+                                                     : (word))
 
 /* Row tiles of gate, which precede as many of up; 0 for PLAIN order. */
 static MOELORA_CONSTEXPR int64_t moelora_half_tiles(moelora_row_order order, int64_t rows) {

@@ -118,6 +118,22 @@ static PyObject *py_has_cuda(PyObject *self, PyObject *unused) {
   return PyBool_FromLong(moelora_has_device(MOELORA_CUDA));
 }
 
+/* The numbers of a format's codes; none unless it has four bits. */
+static PyObject *codes_of(moelora_format format) {
+  static const float codes[][16] = {
+#define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
+#include "formats.inc"
+  };
+  const int count = moelora_is_four_bits(format) ? 16 : 0;
+  PyObject *tuple = PyTuple_New(count);
+  for (int i = 0; tuple && i < count; i++) {
+    PyObject *number = PyFloat_FromDouble(codes[moelora_values_of(format)][i]);
+    if (!number || PyTuple_SetItem(tuple, i, number) < 0)
+      Py_CLEAR(tuple);
+  }
+  return tuple;
+}
+
 /* Rows of formats.inc in the order of their enumerators, with the properties of their tiles. */
 static PyObject *py_formats(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
@@ -132,10 +148,14 @@ static PyObject *py_formats(PyObject *self, PyObject *unused) {
   PyObject *list = PyList_New(0);
   for (int i = 0; list && i < MOELORA_FORMATS; i++) {
     const moelora_format format = (moelora_format)i;
-    PyObject *item = Py_BuildValue("ssiiiiii", rows[i].name, rows[i].kernel, rows[i].group_rows,
-                                   rows[i].group_columns, rows[i].has_zeros,
+    const moelora_kernel_format kernel = moelora_kernel_format_of(format, MOELORA_X_NATIVE);
+    const moelora_format first = moelora_format_of_kernel(kernel);
+    const bool same = moelora_values_of(format) == moelora_values_of(first);
+    PyObject *codes = codes_of(format);
+    PyObject *item = Py_BuildValue("ssiiiiiiN", rows[i].name, same ? rows[i].kernel : rows[i].name,
+                                   rows[i].group_rows, rows[i].group_columns, rows[i].has_zeros,
                                    moelora_is_four_bits(format) ? 4 : 8, moelora_tile_depth(format),
-                                   moelora_tile_size(format));
+                                   moelora_tile_size(format), codes);
     if (!item || PyList_Append(list, item) < 0) {
       Py_CLEAR(list);
     }

@@ -28,12 +28,13 @@ static inline moelora_exec gpu(void) {
 
 /* Whether a kernel supports the dtype and weight format of a case. */
 static inline bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
-  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4"};
+  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4", "nf4"};
   const moelora_format f = layout->format;
   const bool back = strncmp(name, "back", 4) == 0; /* gradients are never e4m3 */
   const int word = f == MOELORA_NATIVE                     ? -1
                    : f == MOELORA_MXFP4                    ? 0
                    : f == MOELORA_NVFP4                    ? 4
+                   : moelora_has_f32_scales(f)             ? 5
                    : !moelora_is_fp8(f)                    ? 1
                    : layout->x == MOELORA_X_NATIVE || back ? 2
                                                            : 3;
@@ -41,7 +42,7 @@ static inline bool suits(const char *name, moelora_dtype dtype, const moelora_la
     return false;
   if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6) && !back)
     return true;
-  for (int i = 0; i < 5; i++)
+  for (int i = 0; i < 6; i++)
     if (strstr(name, words[i]))
       return i == word;
   return word < 0;
@@ -221,7 +222,7 @@ static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
     return (moelora_layout){0};
   moelora_layout layout = {.rows = rows, .order = order};
   layout.format = kind == 3 ? (moelora_format)random_in(MOELORA_FP8, MOELORA_FP8_ROWS)
-                            : (moelora_format)ONE_OF(MOELORA_NVFP4,
+                            : (moelora_format)ONE_OF(random_in(MOELORA_NVFP4, MOELORA_BNB_FP4),
                                                      random_in(MOELORA_MXFP4, MOELORA_INT4_ZP_G32));
   if (kind == 3) {
     layout.x = x;

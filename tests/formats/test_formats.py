@@ -10,7 +10,7 @@ from moelora.formats import FORMATS, code_of
 
 def test_codes_stay_as_state_dicts_hold_them():
     names = ["NATIVE", "MXFP4", "INT4", "INT4_G32", "INT4_ZP", "INT4_ZP_G32"]
-    names += ["FP8", "FP8_G64", "FP8_ROWS", "NVFP4"]
+    names += ["FP8", "FP8_G64", "FP8_ROWS", "NVFP4", "NF4", "BNB_FP4"]
     assert [f.name for f in FORMATS[: len(names)]] == names
 
 

@@ -353,7 +353,7 @@ def test_layouts_of_the_operator_itself():
     routing = (p.dense.topk_weights, p.dense.topk_ids)
     rest = (absent, [], [], *[absent] * 5, False)
     for layout, message in {
-        (10, 0, 192): "w_layout.format is 10, expected a moelora_format",
+        (99, 0, 192): "w_layout.format is 99, expected a moelora_format",
         (1, 3, 192): "w_layout.order is 3, expected a moelora_row_order",
         (1, 0, 0): "w_layout.rows is 0, expected 1 to 2147483647",
         (0, 0, 192): "w_layout has order PLAIN and 192 rows, expected zeros",

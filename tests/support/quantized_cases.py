@@ -5,6 +5,7 @@ What a checkpoint holds is made with plain torch, so that packing has something 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import moelora
 from moelora import _C, QuantizedWeights
+from moelora.formats import FORMATS as ROWS
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -45,6 +47,8 @@ FORMATS = {
     "int4_g64_zp": Format("int4", 64, zeros=True),
     "int4_g32_zp": Format("int4", 32, zeros=True),
     "int4_channel": Format("int4", None),
+    "nf4": Format("nf4", 64),
+    "fp4_of_bnb": Format("bnb_fp4", 64),
 }
 FP8_FORMATS = {
     "fp8_block": Format("fp8_block", 128, rows=128),
@@ -85,6 +89,9 @@ class Numbers:
             of_rows = self.of_tensor.repeat_interleave(self.q.size(1) // halves, 1)[..., None]
             numbers = (E2M1[groups] * self.scales.float()[..., None]).flatten(2)
             return (numbers * of_rows).to(dtype)
+        elif self.format.name in CODES:
+            values = CODES[self.format.name][groups] * self.scales[..., None]
+            return values.flatten(2).to(dtype)
         else:
             zeros = 8 if self.zeros is None else self.zeros[..., None]
             values, scales = (groups - zeros).double(), self.scales.to(dtype).double()
@@ -103,6 +110,12 @@ class Numbers:
                 gate_up=gate_up,
                 dtype=dtype,
             )
+        if self.format.name in CODES:
+            parts = [
+                bnb_tensor(*of, self.format.name) for of in zip(self.q, self.scales, strict=True)
+            ]
+            weights, states = zip(*parts, strict=True)
+            return QuantizedWeights.from_bnb(weights, states, gate_up=gate_up, dtype=dtype)
         zeros = None if self.zeros is None else by_words(self.zeros.transpose(1, 2), pad=True)
         return QuantizedWeights.from_compressed_tensors(
             by_words(self.q),
@@ -174,6 +187,20 @@ def fp8_numbers(name: str, shape=(2, 128, 160), halves: bool = False, seed: int 
     return to_fp8(torch.randn(shape, generator=make), FP8_FORMATS[name], halves)
 
 
+CODES = {f.kernel: torch.tensor(f.codes) for f in ROWS if "nf4" in f.kernel or "bnb" in f.kernel}
+
+
+def bnb_tensor(q: Tensor, absmax: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Codes (N, K) of bitsandbytes and their absmax (N, K / block), as a checkpoint has them."""
+    kind = name.removeprefix("bnb_")
+    settings = {"quant_type": kind, "blocksize": q.numel() // absmax.numel()}
+    settings |= {"shape": list(q.shape), "dtype": "bfloat16"}
+    state = {"absmax": absmax.reshape(-1), "quant_map": CODES[name]}
+    text = json.dumps(settings).encode()
+    state[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return by_bytes(q.unflatten(1, (-1, 2)).flip(2).flatten(1)).reshape(-1, 1), state
+
+
 def by_bytes(q: Tensor) -> Tensor:
     """Two numbers of the last dimension in a byte, the first in the low nibble."""
     return (q[..., 0::2] | q[..., 1::2] << 4).to(torch.uint8)
@@ -209,6 +236,11 @@ def quantize(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> 
         between = (E2M1[1:8] + E2M1[:7]) / 2
         q = torch.bucketize((groups / unit).abs(), between) | (groups < 0).long() << 3
         return Numbers(q.flatten(2), scales, None, format, of_tensor)
+    if format.name in CODES:
+        numbers, order = CODES[format.name].sort()
+        unit = groups / largest[..., None]
+        q = order[torch.bucketize(unit, (numbers[1:] + numbers[:-1]) / 2)]
+        return Numbers(q.flatten(2), largest, None, format)
     scales = (largest / 7).bfloat16().float()
     shift = 8
     zeros = None
@@ -260,7 +292,8 @@ def build(
     """The problem of a spec with w13 of one format and w2 of the same, or of another."""
     format2 = format2 or format
     narrow = any(f.name == "fp8_block" and f.group == 64 for f in (format, format2))
-    p = fitted(spec, dtype, 64 if narrow else 32).build()
+    unit = max(f.group if f.name in CODES else 64 if narrow else 32 for f in (format, format2))
+    p = fitted(spec, dtype, unit).build()
     gate_up = GATE_UP.get(spec.activation, "concatenated")
     if narrow and gate_up == "interleaved":  # 128 rows are gate and up rows of two tiles
         format, format2 = replace(format, rows=128), replace(format2, rows=128)
@@ -293,6 +326,7 @@ def by_variants(names: list[str], p: Problem | Quantized) -> list[Tensor]:
 
 
 KERNELS = {"native": "", "mxfp4": "mxfp4_", "nvfp4": "nvfp4_", "int4": "int4_", "fp8": "w8a8_"}
+KERNELS |= {"nf4": "nf4_", "fp4": "nf4_"}
 
 
 def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:

@@ -188,18 +188,17 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
     TileFragment<FORMAT, T> fragment;
     fragment.load(shared_address(tile), warp, w.format);
     uint32_t a[4][4];
-    fragment.template dequantize<0>(a[0]);
-    fragment.template dequantize<1>(a[1]);
-    fragment.template dequantize<2>(a[2]);
-    fragment.template dequantize<3>(a[3]);
+    fragment.template unpack<0>(a[0], shared_address(tile));
+    fragment.template unpack<1>(a[1], shared_address(tile));
+    fragment.template unpack<2>(a[2], shared_address(tile));
+    fragment.template unpack<3>(a[3], shared_address(tile));
 #pragma unroll
     for (int slab = 0; slab < 4; slab++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int r = warp * 16 + lane / 4 + j % 2 * 8;
         const int c = slab * 16 + lane % 4 * 2 + j / 2 * 8;
-        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) =
-            fragment.whole(a[slab][j], shared_address(tile));
+        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = a[slab][j];
       }
     __syncthreads();
     for (int v = thread; v < kRows * 8; v += UNPACK_THREADS) {

@@ -29,6 +29,13 @@ template <int SELECTOR> __device__ __forceinline__ uint32_t select_bytes(uint32_
   return d;
 }
 
+template <int SELECTOR>
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "n"(SELECTOR));
+  return d;
+}
+
 /* Broadcasts the low or high half of a register. Free: the multiply that consumes it selects the
  * half. */
 template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {

@@ -37,6 +37,9 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   template <class T>
   static constexpr int DEFERRED_EXPONENT = moelora_deferred_exponent(FORMAT, Element<T>::is_bf16);
 
+  // Numbers of codes are tabulated in the precision of x, scales are float32.
+  static constexpr bool IS_LOOKED_UP = moelora_is_looked_up(moelora_values_of(FORMAT));
+
   // The accumulators are multiplied by a float32 scale of the tile after the K loop.
   static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
   static constexpr int TILE_SCALE_OFFSET = moelora_tile_scale_offset(FORMAT);
@@ -95,6 +98,7 @@ __device__ __forceinline__ constexpr uint32_t power_of_two() {
   return (BITS | (NEGATIVE ? 0x8000u : 0u)) * 0x10001u;
 }
 
+#include "cuda/gemm/common/format_codes.cuh"
 #include "cuda/gemm/common/format_e2m1.cuh"
 #include "cuda/gemm/common/format_fp8.cuh"
 #include "cuda/gemm/common/format_int4.cuh"
@@ -156,6 +160,23 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     const uint4 v = load_shared_16(values);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     scales.load(scale, zero, format);
+  }
+
+  /* Dequantizes k16 slab SLAB to what a tile stands for, rounded once: with the factors that
+   * accumulators get after the K loop. The tile is in shared memory. */
+  template <int SLAB>
+  __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t tile) const {
+    if constexpr (F::IS_LOOKED_UP) {
+      a[0] = scales.template exact<0>(words[SLAB]);
+      a[1] = scales.template exact<1>(words[SLAB]);
+      a[2] = scales.template exact<2>(words[SLAB]);
+      a[3] = scales.template exact<3>(words[SLAB]);
+    } else {
+      dequantize<SLAB>(a);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        a[i] = whole(a[i], tile);
+    }
   }
 
   /* Applies the factors that accumulators get after the K loop; the tile is in shared memory. */

@@ -10,14 +10,18 @@ template <class T> uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   return (a & mask) | bits;
 }
-template <int SELECTOR> uint32_t select_bytes(uint32_t x) {
+template <int SELECTOR> uint32_t select_bytes(uint32_t low, uint32_t high) {
+  const uint64_t both = (uint64_t)high << 32 | low;
   uint32_t d = 0;
   for (int i = 0; i < 4; i++) {
     const int selector = SELECTOR >> 4 * i & 15;
-    const uint32_t byte = selector & 4 ? 0 : x >> 8 * (selector & 3) & 0xff;
+    const uint32_t byte = (uint32_t)(both >> 8 * (selector & 7)) & 0xff;
     d |= (selector & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
   }
   return d;
+}
+template <int SELECTOR> uint32_t select_bytes(uint32_t x) {
+  return select_bytes<SELECTOR>(x, 0);
 }
 template <int HALF> uint32_t both_halves(uint32_t pair) {
   return (HALF ? pair >> 16 : pair & 0xffff) * 0x10001u;
