@@ -502,7 +502,6 @@ def test_a_file_of_gguf_names_the_way_that_transformers_has(folder):
 @pytest.mark.parametrize(
     ("method", "wanted"),
     [
-        ("bitsandbytes", r"NF4 and INT8 of bitsandbytes .* model.dequantize\(\) and call .*enable"),
         ("gguf", r"GGUF is not read; .*gguf_file=...\) and call .*enable\(model\)$"),
         (
             "hqq",

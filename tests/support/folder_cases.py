@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized  # noqa: F401  for tests
+import quantized_cases
 import quantized_folders
 from quantized_folders import COMMON, nibbles_to_words
 
@@ -180,6 +181,20 @@ def mxfp8(w: Tensor) -> Made:
     return {".weight": q.flatten(-2), ".weight_scale": (exponents + 127).to(torch.uint8)}, meant
 
 
+def bnb(w: Tensor, form: str = "nf4") -> Made:
+    numbers = quantized_cases.quantize(w[None], quantized_cases.FORMATS[form])
+    weight, state = quantized_cases.bnb_tensor(numbers.q[0], numbers.scales[0], numbers.format.name)
+    parts = {f".weight.{name}": part for name, part in state.items()}
+    return {".weight": weight, **parts}, numbers.dequantized(torch.float32)[0]
+
+
+def bnb_int8(w: Tensor) -> Made:
+    scales = w.abs().amax(1)
+    q = torch.round(w / scales[:, None] * 127).to(torch.int8)
+    parts = {".SCB": scales, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return {".weight": q, **parts}, q * scales[:, None] / 127
+
+
 def group(form: str, targets: list[str], **weights) -> dict:
     """One of compressed-tensors' config_groups."""
     inputs = weights.pop("inputs", None)
@@ -227,6 +242,7 @@ def _auto_round(packing: str, **more) -> dict:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 W4 = group("pack-quantized", ["Linear"])
 NVFP4 = "nvfp4-pack-quantized", ["Linear"]
 OF_NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -423,11 +439,11 @@ CASES = {
         compressed(W4, transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
         "transform_config rotates activations before a layer, which is not supported",
     ),
-    "bitsandbytes": Case(
-        packed,
-        None,
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "quant_method is 'bitsandbytes', wanted .*; NF4 and INT8 of bitsandbytes are not read; ",
+    "bnb_nf4": Case(bnb, bnb, BNB),
+    "bnb_fp4": Case(lambda w: bnb(w, "fp4_of_bnb"), unquantized, BNB),
+    "bnb_nf4_of_attention": Case(unquantized, bnb, BNB),
+    "bnb_int8": Case(
+        bnb_int8, bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; exp"
     ),
     "hqq": Case(packed, None, {"quant_method": "hqq"}, "scales and zero points of HQQ are not rea"),
 }

@@ -22,10 +22,10 @@ from moelora.integrations.transformers.schemes import (
     METHODS,
     OF_CACHE,
     OTHERS,
-    PARTS,
     check_transforms,
     refuse_method,
     scheme_of,
+    split,
 )
 from moelora.quantized_fp8 import Activations
 
@@ -270,8 +270,8 @@ def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str
     """Linear layers with tensors of a scheme, and the suffixes of these tensors."""
     parts: dict[str, set[str]] = {}
     for name in files:
-        linear, _, part = name.rpartition(".")
-        if part in PARTS:
+        linear, part = split(name)
+        if part:
             parts.setdefault(linear, set()).add(part)
     return {
         linear: frozenset(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -222,14 +222,17 @@ def _per_expert(
     experts, _, first = names[0][0].rpartition(".")
     parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
     where = f"{experts.rpartition('.')[0]}.*.{parts}"
-    found = {}
+    found: dict[str, list[Any]] = {}
     linears = [linear for row in names for linear in row]
     for linear in linears:
         folder.skip(linear, scheme)
     for part in scheme.parts:
         if part in scheme.required or _has(folder, linears, part):
             rows = ([f"{linear}.{part}" for linear in row] for row in names)
-            found[part] = [_joined(folder, row, scheme) for row in rows]
+            if scheme.are_apart:
+                found[part] = [[folder[name] for name in row] for row in rows]
+            else:
+                found[part] = [_joined(folder, row, scheme) for row in rows]
     weights = scheme.pack(where, found, gate_up, dtype)
     if weights.shape != shape:
         raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")

@@ -41,6 +41,7 @@ class Scheme(NamedTuple):
     refusal: str = ""  # why `make` is None
     inputs: str = ""  # the folder's dtype of activations, if kernels ignore it
     unused: tuple[str, ...] = ()  # tensors that nothing depends on, wherever they are
+    are_apart: bool = False  # whether `make` takes the tensors of gate and up as a list
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from moelora import QuantizedWeights
-from moelora.integrations.transformers import dense
+from moelora.integrations.transformers import bnb, dense
 from moelora.integrations.transformers.compressed import compressed_tensors
 from moelora.integrations.transformers.floats import modelopt, of_fp8
 from moelora.integrations.transformers.scheme import (
@@ -32,10 +32,11 @@ from moelora.quantized_readers import ZERO_OFFSETS
 PARTS = frozenset(
     "weight qweight qzeros scales g_idx weight_packed weight_scale weight_scale_inv weight_scale_2 "
     "weight_zero_point weight_shape weight_g_idx weight_global_scale input_scale scale "
-    "input_global_scale input_zero_point output_scale absmax quant_map".split()
+    "input_global_scale input_zero_point output_scale SCB weight_format".split()
 )
 # A quantized linear layer has one of these, or an eight-bit weight.
 MARKS = frozenset(("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv"))
+MARKS |= bnb.PARTS
 OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 
 
@@ -76,10 +77,6 @@ def refuse_method(method: Any) -> NoReturn:
 # Methods that are not supported: their names, and alternatives.
 ENABLE = "and call moelora.integrations.transformers.enable(model)"
 OTHERS = {
-    "bitsandbytes": (
-        "NF4 and INT8 of bitsandbytes are not read; load the model with from_pretrained, call "
-        f"model.dequantize() {ENABLE}"
-    ),
     "gguf": f"GGUF is not read; load the file with from_pretrained(..., gguf_file=...) {ENABLE}",
     "hqq": "scales and zero points of HQQ are not read",
     "modelopt_mixed": "this is vLLM's name; config.json of ModelOpt says modelopt",
@@ -202,4 +199,11 @@ METHODS: dict[str, Callable[[Mapping[str, Any], str, Collection[str]], Scheme]] 
     "compressed-tensors": compressed_tensors,
     "fp8": of_fp8,
     "modelopt": modelopt,
+    "bitsandbytes": bnb.scheme,
 }
+
+
+def split(name: str) -> tuple[str, str]:
+    """(linear layer, suffix) of a tensor's name; the suffix is "" if no scheme has it."""
+    linear, _, part = name.rpartition(".")
+    return bnb.split(name) or (linear, part if part in PARTS else "")

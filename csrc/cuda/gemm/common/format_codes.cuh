@@ -14,7 +14,7 @@
 
 #include "cuda/gemm/common/format.cuh"
 
-constexpr float code_number(moelora_values values, int code) {
+static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
 #define MOELORA_CODES(VALUES, ...)                                                                 \
   if (values == MOELORA_VALUES_##VALUES) {                                                         \
     constexpr float numbers[] = {__VA_ARGS__};                                                     \
@@ -26,12 +26,12 @@ constexpr float code_number(moelora_values values, int code) {
 
 /* The unit of a table. Of NF4 it is the one with the least sum of squared rounding errors, which is
  * 0.35 (bf16) and 0.16 (fp16) of that of unit 1; in units of 4/3 FP4 is exact. */
-template <class T> constexpr float code_unit(moelora_values values) {
+template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
   return values == MOELORA_VALUES_BNB_FP4 ? 0.75f : Element<T>::is_bf16 ? 1.4370041f : 1.6776886f;
 }
 
 /* Bits of a number in T, which is normal or 0. */
-template <class T> constexpr uint32_t bits_of(float number) {
+template <class T> MOELORA_CONSTEXPR uint32_t bits_of(float number) {
   constexpr int MANTISSA = Element<T>::is_bf16 ? 7 : 10, BIAS = Element<T>::is_bf16 ? 127 : 15;
   double rest = number < 0 ? -(double)number : number;
   int exponent = 0;
@@ -46,7 +46,8 @@ template <class T> constexpr uint32_t bits_of(float number) {
 }
 
 /* Bytes BYTE (0: low) of four numbers in T, from code `first` on. */
-template <class T> constexpr uint32_t code_bytes(moelora_values values, int first, int byte) {
+template <class T>
+MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte) {
   uint32_t word = 0;
   for (int i = 0; i < 4; i++) {
     const uint32_t bits = bits_of<T>(code_number(values, first + i) * code_unit<T>(values));
@@ -74,11 +75,11 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(0, 0)
     MOELORA_ENTRY(0, 1)
     MOELORA_ENTRY(0, 2)
-    MOELORA_ENTRY(0, 3) MOELORA_ENTRY(1, 0) MOELORA_ENTRY(1, 1) MOELORA_ENTRY(1, 2)
-        MOELORA_ENTRY(1, 3)
+    MOELORA_ENTRY(0, 3)
+    MOELORA_ENTRY(1, 0) MOELORA_ENTRY(1, 1) MOELORA_ENTRY(1, 2) MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
-            constexpr float NF4_UNIT = 1 / code_unit<T>(NF4),
-                            FP4_UNIT = 1 / code_unit<T>(FP4);
+        constexpr float NF4_UNIT = 1 / code_unit<T>(NF4),
+                        FP4_UNIT = 1 / code_unit<T>(FP4);
     const float unit = is_fp4 ? FP4_UNIT : NF4_UNIT;
     absmax[0] = __uint_as_float(load_shared_4(at));
     absmax[1] = __uint_as_float(load_shared_4(at + 4));
