@@ -28,8 +28,8 @@ class WeightFormat:
 
 
 FORMATS = tuple(
-    WeightFormat(name, kernel.lower(), rows, columns, bool(zeros), *tile)
-    for name, kernel, rows, columns, zeros, *tile in _C.formats()
+    WeightFormat(name, kernel.lower(), rows, columns, bool(zeros), bits, wide, size, codes)
+    for name, kernel, rows, columns, zeros, bits, wide, size, codes in _C.formats()
 )
 CODES = {
     (f.kernel, f.group_columns, f.has_zeros, f.row_scales): code for code, f in enumerate(FORMATS)

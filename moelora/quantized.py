@@ -10,13 +10,14 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from moelora import quantized_bnb
+from moelora import quantized_bnb, quantized_rounding
 from moelora import quantized_readers as readers
 from moelora.call import operators, run, typed
 from moelora.fake import COMPUTE_DTYPES
 from moelora.formats import FORMATS, code_of
 from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.quantized_readers import PerExpert
+from moelora.quantized_rounding import Rounding
 from moelora.storage import check_held
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
@@ -292,6 +293,52 @@ class QuantizedWeights(FromFP8):
         """
         found = readers.nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
         return _pack(cls, found, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_dense(
+        cls,
+        w: PerExpert,
+        format: Rounding,
+        *,
+        gate_up: GateUp | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        activations: Activations = "native",
+    ) -> QuantizedWeights:
+        """Rounds weights to the nearest values of a format, without calibration.
+
+        Scales come from the largest magnitude of a group: of 64 columns (NF4 and FP4, as
+        bitsandbytes), 32 (MXFP4), 16 and the tensor (NVFP4), 128 or the largest of 64 and 32 that
+        divides K (INT4), a row (FP8).
+
+        Parameters
+        ----------
+        w : Tensor, shape (E, N, K), float32, bfloat16 or float16, or one for each expert
+            Experts are read and rounded one by one: a sequence may make each when it is asked for.
+        format : {"nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"}
+            `"fp4"` is that of bitsandbytes.
+        gate_up, dtype
+            As in `from_mxfp4`.
+        activations : {"native", "fp8", "bf16"}
+            Of FP8 weights, as in `from_fp8_channel`.
+
+        Raises
+        ------
+        ValueError
+            A shape or a dtype is not as above, or a number is not finite.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+        """
+        made = quantized_rounding.checkpoint(w, format)
+        if format == "fp8":
+            return cls._pack_fp8(made, activations, "token", 0.0, gate_up, dtype)
+        if activations != "native":
+            raise ValueError(
+                f"activations is {activations!r}, expected 'native': only FP8 has others"
+            )
+        return _pack(cls, made, gate_up, dtype)
 
     @classmethod
     @typed

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from moelora.formats import FORMATS
-from moelora.quantized_readers import LARGEST_SCALE, Checkpoint, Numbers
+from moelora.quantized_readers import LARGEST_SCALE, Checkpoint, Format, Numbers
 from moelora.storage import check_held
 
-QUANT_TYPES = {"nf4": "nf4", "fp4": "bnb_fp4"}  # `QuantizedWeights.format` of bitsandbytes' names
+QUANT_TYPES: dict[str, Format] = {
+    "nf4": "nf4",
+    "fp4": "bnb_fp4",
+}  # `QuantizedWeights.format` of bitsandbytes' names
 BLOCKS = tuple(64 << i for i in range(7))  # 64 to 4096
 STATE = "quant_state.bitsandbytes__"  # and a quant_type: settings in a checkpoint, JSON as bytes
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # beside it

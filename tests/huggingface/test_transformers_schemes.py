@@ -11,6 +11,7 @@ from folder_cases import CASES, COMMON, DEQUANTIZED, LOADED, REFUSED, make, quan
 from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
 
+import moelora
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
 from moelora.integrations.transformers import scheme
@@ -479,3 +480,67 @@ def test_adapters_on_a_gpu(tmp_path, case):
     naive, _ = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
     assert_logits(there.cpu(), wanted, naive)
     assert_logits(logits, wanted, naive)
+
+
+# ---- 16-bit folders, rounded while they are loaded ----
+
+
+def plain(folder, kind):
+    """Writes a folder of bfloat16, as `save_pretrained` does; returns its model."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(folder_cases.CONFIGS[kind]())
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.bfloat16().save_pretrained(folder, max_shard_size="200KB")
+    return model
+
+
+@pytest.mark.parametrize("rounding", ["nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+@torch.no_grad()
+def test_experts_are_rounded_while_they_are_loaded(tmp_path, monkeypatch, kind, rounding):
+    """One by one, as checkpoints have them, or from stacks, which gpt-oss has as (K, N)."""
+    model = plain(tmp_path, kind)
+    most = max(p.numel() for n, p in model.named_parameters() if "experts" not in n or "bias" in n)
+    original = folder_module.Folder.__getitem__
+
+    def read(self, name):
+        tensor = original(self, name)
+        assert tensor.numel() <= max(most, 192 * 128), "more than an expert"
+        return tensor
+
+    monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
+    loaded = moelora_hf.load_quantized(tmp_path, experts=rounding)
+    layers = moelora_hf.moe_layers(model)
+    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
+        for own in ("gate_up_proj", "down_proj"):
+            dense = getattr(layers[name][0], own)
+            dense = dense.transpose(1, 2) if module.is_transposed else dense
+            expected = moelora.QuantizedWeights.from_dense(dense, rounding).unpack()
+            assert torch.equal(getattr(module, own).weights.unpack(), expected)
+    assert loaded(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("case", "experts", "message"),
+    [
+        (
+            "gptq",
+            "nf4",
+            "experts is 'nf4', and .*experts.0.down_proj is quantized, wanted None, or a",
+        ),
+        ("bnb_nf4_of_attention", "nf8", "experts is 'nf8', wanted None, or one of 'nf4', 'fp4', "),
+    ],
+)
+def test_what_cannot_be_rounded(tmp_path, case, experts, message):
+    make(tmp_path, case)
+    with pytest.raises(ValueError, match=message):
+        moelora_hf.load_quantized(tmp_path, experts=experts)
+
+
+def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
+    exact = make(tmp_path, "bnb_nf4_of_attention")
+    loaded = moelora_hf.load_quantized(tmp_path, experts="nf4").state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(loaded[name], exact.state_dict()[name].bfloat16())

@@ -28,12 +28,15 @@ from moelora.integrations.transformers.schemes import (
     split,
 )
 from moelora.quantized_fp8 import Activations
+from moelora.quantized_rounding import ROUNDINGS
 
 SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
 OF_MODELOPT = "hf_quant_config.json"  # where config.json says nothing, as ModelOpt's exports before
 # Tensors of experts, wherever they are: one for all of them, or one for each.
 OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
+# 16-bit experts in one tensor.
+STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
 # Tensors of a quantizer for all experts at once, of schemes that have them for each.
 OF_ALL = re.compile(
     r"\.experts\.[a-z]\w*[._](qweight|weight_packed|weight_scale(_2|_inv)?|weight_global_scale)$"
@@ -151,6 +154,15 @@ class Folder:
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
 
+    def experts_of(self, name: str) -> Any:
+        """A stack of experts, each of which is read when its index is asked for."""
+        self.unread.discard(name)
+        shard, file = self._files[name]
+        try:
+            return file.get_slice(name)
+        except (SafetensorError, AttributeError, KeyError) as error:
+            raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
+
     def skip(self, linear: str, scheme: Scheme) -> None:
         """Marks the tensors of a layer that its scheme does not use as read."""
         self.unread -= {f"{linear}.{part}" for part in scheme.unused}
@@ -173,11 +185,17 @@ class Folder:
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{self.path}: {error}") from None
 
-    def check(self, dequantize: bool = False, activations: Activations | None = None) -> None:
+    def check(
+        self,
+        dequantize: bool = False,
+        activations: Activations | None = None,
+        rounding: str | None = None,
+    ) -> None:
         """Refuses what cannot be loaded, by the names and dtypes of tensors, before any is read.
 
         With `dequantize` experts of schemes that no kernel reads are not refused. `activations` are
-        those of FP8 experts: some layers must have such, others may have other schemes.
+        those of FP8 experts: some layers must have such, others may have other schemes. With
+        `rounding` experts must have 16 bits, and the folder may have no method.
 
         Raises
         ------
@@ -188,11 +206,14 @@ class Folder:
         """
         try:
             method = self.quantization.get("quant_method")
-            if not isinstance(method, str) or method not in METHODS:
+            is_plain = rounding is not None and not self.quantization
+            if not is_plain and (not isinstance(method, str) or method not in METHODS):
                 refuse_method(method)
+            if rounding is not None:
+                self._check_rounding(rounding)
             check_transforms(self.quantization)
-            stacked = method != "mxfp4" and next(filter(OF_ALL.search, self), None)
-            if stacked:
+            stacked = next((name for name in self if OF_ALL.search(name)), None)
+            if stacked and method != "mxfp4":
                 raise NotImplementedError(
                     f"{stacked} is of all experts; stacked tensors are read only for MXFP4 "
                     f"(quant_method 'mxfp4'): quantize the experts to {KEPT} with tensors of their "
@@ -201,7 +222,7 @@ class Folder:
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.path}: {error}") from None
         aside: dict[str, str] = {}
-        is_fp8 = False
+        is_fp8 = rounding == "fp8"
         for linear in self.linears:
             scheme = self.scheme_of(linear)
             if OF_EXPERTS.search(f"{linear}."):
@@ -220,14 +241,28 @@ class Folder:
                 f"{inputs}, stay in the model's dtype (W4A16)"
             )
 
-    def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _check_rounding(self, rounding: str) -> None:
+        if rounding not in ROUNDINGS:
+            known = ", ".join(map(repr, ROUNDINGS))
+            raise ValueError(f"experts is {rounding!r:.80}, wanted None, or one of {known}")
+        linears = (linear for linear in self.linears if OF_EXPERTS.search(f"{linear}."))
+        blocks = (name for name in self if name.endswith("_blocks") and OF_EXPERTS.search(name))
+        if (name := next(linears, next(blocks, None))) is not None:
+            raise ValueError(
+                f"{self.path}: experts is {rounding!r}, and {name} is quantized, wanted None, or a "
+                "folder whose experts have 16 bits"
+            )
+
+    def plain(self, dtype: torch.dtype, rounding: str | None = None) -> dict[str, Tensor]:
         """All tensors but those of experts. Quantized linear layers are dequantized to `dtype`."""
         tensors, stored, made = {}, 0, 0
         others = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
         parts = {f"{linear}.{part}" for linear in others for part in self.linears[linear]}
         of_cache = {name for name in self if name.endswith(OF_CACHE)}
         skipped = parts | of_cache
-        self.unread -= skipped
+        if rounding is not None:
+            skipped |= {name for name in self if STACKED.search(name)}
+        self.unread -= parts | of_cache
         for name in self:
             if not OF_EXPERTS.search(name) and name not in skipped:
                 tensors[name] = self[name]

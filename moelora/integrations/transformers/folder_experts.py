@@ -22,6 +22,7 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.quantized_fp8 import Activations, GateUp
+from moelora.quantized_rounding import Rounding
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -35,13 +36,15 @@ def read_experts(
     dtype: torch.dtype,
     activations: Activations | None = None,
     dequantize: bool = False,
+    rounding: Rounding | None = None,
 ) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
     """Both projections of one experts module, called `layer` in the model.
 
     Holds the tiles, one projection's tensors in the checkpoint's format (gate and up concatenated),
     and one expert being packed; no weight is dequantized. `linears` come from `expert_linears`.
     With `dequantize`, if no kernel reads the scheme of a projection, both are tensors (E, N, K) of
-    `dtype`, with rows of gate and up in the module's order.
+    `dtype`, with rows of gate and up in the module's order. With `rounding`, 16-bit experts are
+    rounded to it one by one.
 
     Raises
     ------
@@ -52,6 +55,8 @@ def read_experts(
         A scheme that no kernel has.
     """
     try:
+        if rounding is not None:
+            return _rounded(folder, layer, experts, linears, dtype, activations, rounding)
         return _read_experts(folder, layer, experts, linears, dtype, activations, dequantize)
     except ValueError as error:
         at = "" if str(error).startswith(str(folder.path)) else f"{folder.path}: "
@@ -98,6 +103,73 @@ def _read_experts(
         found = first, _per_expert(folder, of_down, down, None, dtype, activations)
     _refuse_others(folder, layer, experts, linears)
     return found
+
+
+def _rounded(
+    folder: Folder,
+    layer: str,
+    experts: Experts,
+    linears: Linears,
+    dtype: torch.dtype,
+    activations: Activations | None,
+    rounding: Rounding,
+) -> tuple[QuantizedWeights, QuantizedWeights]:
+    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    made = []
+    for own, shape in zip((up_name(experts), "down_proj"), sizes(experts), strict=True):
+        places = 1 + (experts.has_gate and own != "down_proj")
+        gate_up: GateUp | None = "concatenated" if places == 2 else None
+        if f"{layer}.{own}" in folder:
+            each = OneByOne(folder, f"{layer}.{own}", shape, experts.is_transposed)
+            if interleaved and places == 2:
+                gate_up = "interleaved"
+        else:
+            names = _names(folder, layer, own, places, shape[0], linears)
+            each = OneByOne(folder, names, shape)
+        weights = QuantizedWeights.from_dense(
+            each, rounding, gate_up=gate_up, dtype=dtype, activations=activations or "native"
+        )
+        if interleaved and places == 2:  # gate and up each fill whole tiles, in either order
+            weights = replace(weights, gate_up="interleaved")
+        made.append(weights)
+    _refuse_others(folder, layer, experts, linears)
+    return made[0], made[1]
+
+
+class OneByOne(Sequence[Tensor]):
+    """(N, K) of each expert, read when it is asked for: from a stack, or from its own layers."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        names: str | list[list[str]],
+        shape: torch.Size,
+        transposed: bool = False,
+    ) -> None:
+        self._folder, self._names, self._shape = folder, names, shape
+        self._transposed = transposed
+        self._stack = folder.experts_of(names) if isinstance(names, str) else None
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, expert: Any) -> Tensor:  # type: ignore[override] # no slices
+        wanted = tuple(self._shape[1:])
+        if self._stack is None:
+            names = self._names[expert]
+            one = torch.cat([self._folder[f"{name}.weight"] for name in names])
+            where = " and ".join(names)
+        else:
+            where = f"{self._names}[{expert}]"
+            stored = tuple(self._stack.get_shape())
+            whole = (self._shape[0], *(wanted[::-1] if self._transposed else wanted))
+            if stored != whole:
+                raise ValueError(f"{self._names} has shape {stored}, wanted {whole}")
+            one = self._stack[expert]
+            one = one.t().contiguous() if self._transposed else one
+        if tuple(one.shape) != wanted:
+            raise ValueError(f"{where} has shape {tuple(one.shape)}, wanted {wanted}")
+        return one
 
 
 def _refuse_halves(folder: Folder, layer: str) -> None:

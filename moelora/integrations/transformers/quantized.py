@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from moelora import QuantizedWeights
 from moelora.fake import COMPUTE_DTYPES
@@ -29,6 +30,7 @@ from moelora.integrations.transformers.names import OF_ONE, expert_linears
 from moelora.integrations.transformers.projection import set_parameters, set_quantized
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
+from moelora.quantized_rounding import Rounding
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -44,10 +46,13 @@ def load_quantized(
     dtype: torch.dtype = torch.bfloat16,
     activations: Activations | None = None,
     dequantize: bool = False,
+    experts: Rounding | None = None,
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a quantized checkpoint; its experts stay quantized, in four bits or FP8.
+
+    Or quantizes the experts of a 16-bit checkpoint while it loads them, with `experts`.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is
     dequantized, unless `dequantize` asks for it: beside their tiles there is never more than one
@@ -58,8 +63,8 @@ def load_quantized(
     ----------
     folder : str or Path
         A folder with config.json and safetensors files, or its id on the Hub ("org/name"), whose
-        `quant_method` is mxfp4, gptq, awq, auto-round, compressed-tensors, fp8 or modelopt;
-        docs/weight-formats.md has the schemes of each.
+        `quant_method` is mxfp4, gptq, awq, auto-round, compressed-tensors, fp8, modelopt or
+        bitsandbytes; docs/weight-formats.md has the schemes of each.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of its experts' activations.
     activations : {"fp8", "native", "bf16"}, optional
@@ -70,6 +75,10 @@ def load_quantized(
         What happens to experts of a scheme that no kernel reads, INT8 or MXFP8 for instance: True
         dequantizes them once, to `dtype`, and the log says how much memory they take; False raises
         NotImplementedError. Experts that kernels read stay quantized.
+    experts : {"nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"}, optional
+        Rounds experts of 16 bits to the nearest values of a format, without calibration
+        (`QuantizedWeights.from_dense`), one by one: beside the tiles there is at most one layer's
+        stack. The folder then needs no `quantization_config`.
     model_class : type, optional
         By default the first of `architectures` in config.json.
     **options
@@ -99,7 +108,7 @@ def load_quantized(
             got = f"{name} is {options[name]!r:.80}"
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
-    checkpoint.check(dequantize, activations)
+    checkpoint.check(dequantize, activations, experts)
     config = _config(checkpoint.path)
     if model_class is None:
         model_class = _model_class(config.architectures)
@@ -109,7 +118,7 @@ def load_quantized(
     loaded: Any = model_class.from_pretrained(
         None,
         config=config,
-        state_dict=checkpoint.plain(dtype) | _biases(checkpoint, model_class, config),
+        state_dict=checkpoint.plain(dtype, experts) | _biases(checkpoint, model_class, config),
         dtype=dtype,
         quantization_config=Config(),
         experts_implementation=IMPLEMENTATION,
@@ -129,7 +138,7 @@ def load_quantized(
     _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
-    _load_experts(model, checkpoint, None, activations, dequantize, with_biases=False)
+    _load_experts(model, checkpoint, None, activations, dequantize, experts, with_biases=False)
     return model
 
 
@@ -140,6 +149,7 @@ def load_quantized_experts(
     dtype: torch.dtype | None = None,
     activations: Activations | None = None,
     dequantize: bool = False,
+    experts: Rounding | None = None,
 ) -> None:
     """Replaces the experts of `model` by those of a quantized checkpoint, layer by layer.
 
@@ -174,8 +184,8 @@ def load_quantized_experts(
         `folder` is no folder, and not on the Hub.
     """
     checkpoint = _checkpoint(folder)
-    checkpoint.check(dequantize, activations)
-    _load_experts(model, checkpoint, dtype, activations, dequantize, with_biases=True)
+    checkpoint.check(dequantize, activations, experts)
+    _load_experts(model, checkpoint, dtype, activations, dequantize, experts, with_biases=True)
 
 
 def _load_experts(
@@ -184,6 +194,7 @@ def _load_experts(
     dtype: torch.dtype | None,
     activations: Activations | None,
     dequantize: bool,
+    rounding: Rounding | None,
     with_biases: bool,
 ) -> None:
     """As `load_quantized_experts`, of a checkpoint that was checked."""
@@ -195,12 +206,15 @@ def _load_experts(
         if any(is_offloaded(part) for part in (module, *block.modules())):
             raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
     linears = expert_linears(model, layers, checkpoint.of_names())
-    for name, (module, _) in layers.items():
+    what = None if rounding else True  # reading tiles takes no time; rounding takes some
+    for name, (module, _) in tqdm(layers.items(), desc="Quantizing experts", disable=what):
         kind = dtype or module.down_proj.dtype
         _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
         own_linears = linears[name]
         biases = read_biases(checkpoint, name, module, own_linears) if with_biases else {}
-        found = read_experts(checkpoint, name, module, own_linears, kind, activations, dequantize)
+        found = read_experts(
+            checkpoint, name, module, own_linears, kind, activations, dequantize, rounding
+        )
         device = _device(model, name)
         refuse_saving(model)
         _put(module, *(weights.to(device) for weights in found))
