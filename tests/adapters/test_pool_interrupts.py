@@ -3,7 +3,6 @@
 import contextlib
 import random
 import signal
-import sys
 import threading
 import time
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, check, wrapped
 from covering import extent
+from interrupts import interrupted
 
 from moelora.adapters import AdapterPool, held, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
@@ -26,34 +26,6 @@ FILES = {module.__file__ for module in MODULES}
 
 def add(pool, name, states=STATES, **options):
     return pool.add(name, states[name][0], config=CONFIG, **options)
-
-
-def interrupted(call, number):
-    """Calls with a KeyboardInterrupt before the given instruction of a pool; whether it came."""
-    seen = 0
-
-    def trace(frame, event, argument):
-        nonlocal seen
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            seen += 1
-            if seen == number:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    # Python 3.12 reports instructions only if a frame asked for them before settrace.
-    sys._getframe().f_trace_opcodes = True
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def assert_consistent(pool, states=STATES):
@@ -93,7 +65,7 @@ def at_every_instruction(prepare, act, after):
         for name in pool.names():
             pool.remove(name)
         prepare(pool)
-        if not interrupted(lambda: act(pool), number):
+        if not interrupted(lambda: act(pool), FILES, number):
             return number
         after(pool)
         if turn % 50 == 49:
