@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from moelora.adapters.transfer import Arrival
 
 
+class Change:
+    """Makes what was staged for several adapters current, all at once, when `done` is set."""
+
+    done = False
+
+
+class Unwritten(NamedTuple):
+    """A version of a trainer that is in no slot yet, although it is current if `change` is done.
+
+    `write` copies the factors of a device to a slot, on the current stream; `place` is another slot
+    than that of the version before, if batches hold that.
+    """
+
+    change: Change
+    write: Callable[[int, torch.device], None]
+    place: Reservation | None
+
+
 @dataclass(eq=False)
 class Loaded:
-    """A version of an adapter in its slot; `version` counts from 1 while the name is known."""
+    """A version of an adapter in its slot; `version` counts from 1 while the name is known.
+
+    Attributes
+    ----------
+    trainer : object or None
+        Who writes the next versions: all of its versions have it, and those of others do not.
+    trained : bool
+        A trainer wrote the slot: neither a folder nor host memory has these factors.
+    unwritten : Unwritten or None
+        The next version of the trainer, until all of it is in a slot.
+    """
 
     slot: int
     pinned: bool
@@ -21,6 +52,9 @@ class Loaded:
     enabled: bool = True  # in a pool without host memory; otherwise its source says
     lineage: object = field(default_factory=object)  # of all versions since `add`
     users: weakref.WeakSet[Held] = field(default_factory=weakref.WeakSet)
+    trainer: object | None = None
+    trained: bool = False
+    unwritten: Unwritten | None = None
 
     @property
     def batches(self) -> int:
@@ -132,9 +166,14 @@ class Held:
 
 
 class Reservation:
-    """A slot that is being written. It is free again when the last reference goes, or by `free`."""
+    """A slot that a version of an adapter is being written to.
 
-    def __init__(self, slot: int) -> None:
+    It ends when the last reference goes, or by `free`.
+    """
+
+    def __init__(self, name: str, version: int, slot: int) -> None:
+        self.name = name
+        self.version = version
         self.slot = slot
 
 
@@ -142,11 +181,13 @@ class Residents:
     """The adapters in slots by name, least recently used first, and what else occupies slots.
 
     The latter are replaced versions that batches still hold, and reservations. Not thread-safe: the
-    pool's lock is held.
+    pool's lock is held. `keeps_trained`: factors that only a slot has may be evicted, since host
+    memory then has them.
     """
 
-    def __init__(self, max_loras: int) -> None:
+    def __init__(self, max_loras: int, keeps_trained: bool) -> None:
         self.max_loras = max_loras
+        self.keeps_trained = keeps_trained
         self.loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._retired: list[tuple[str, Loaded]] = []
         self._reserved: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -162,29 +203,36 @@ class Residents:
         """Whether an update writes over this version, instead of to another slot."""
         return not one.batches and (one.pinned or not self.free_slots())
 
-    def free_slot(self, what: str, ahead: bool = False) -> tuple[int, str | None]:
+    def free_slot(self, name: str, ahead: bool = False) -> tuple[int, str | None]:
         """A slot that no batch uses, and the name of the adapter to evict from it, if any.
 
         Adapters that are `wanted` soon are evicted last, and `ahead` of a batch not at all. Raises
-        NoSlot, which says `what` needed it, if there is none.
+        NoSlot, which says what is to be written, if there is none.
         """
         if free := self.free_slots():
             return min(free), None
         idle = [name for name, one in self.loaded.items() if not one.pinned and not one.batches]
+        kept = [one for one in idle if self.loaded[one].trained and not self.keeps_trained]
+        idle = [one for one in idle if one not in kept]
         leaving = next((name for name in idle if name not in self.wanted), None)
         if leaving is None and idle and not ahead:
             leaving = idle[0]
         if leaving is None:
-            raise NoSlot(f"no slot for {what}: all {self.max_loras} are pinned or in use")
+            another = name in self.loaded or self.batches(name)
+            what = f"{'the new version of ' if another else ''}adapter {name!r}"
+            message = f"no slot for {what}: all {self.max_loras} are pinned or in use"
+            if kept:
+                message += (
+                    f", or have factors that were trained and are nowhere else: remove one of "
+                    f"{kept}, or make the pool with host="
+                )
+            raise NoSlot(message)
         return self.loaded[leaving].slot, leaving
 
-    def reserve(self, what: str, ahead: bool = False) -> Reservation:
-        """Reserve a slot of `free_slot`; the adapter that it is taken from is evicted."""
-        slot, leaving = self.free_slot(what, ahead)
-        reservation = Reservation(slot)
+    def reserve(self, name: str, version: int, slot: int) -> Reservation:
+        """Reserve a slot of `free_slot`, or that of the version before."""
+        reservation = Reservation(name, version, slot)
         self._reserved.add(reservation)
-        if leaving is not None:
-            del self.loaded[leaving]
         return reservation
 
     def free(self, reservation: Reservation) -> None:
@@ -224,6 +272,13 @@ class Residents:
             self._retired.append((name, old))
             del self.loaded[name]
         return old
+
+    def succeed(self, name: str, new: Loaded) -> None:
+        """List `new` in place of its version before, which batches that hold it go on with."""
+        old = self.loaded[name]
+        if old.batches:
+            self._retired.append((name, old))
+        self.loaded[name] = new
 
     def switch(self, name: str, new: Loaded) -> None:
         """Batches that hold an older version take `new` in their next step."""

@@ -96,6 +96,13 @@ class Host:
             if source.staged is not None:
                 self._keep(name, source)
 
+    def renew(self, name: str, read: Callable[[Staged, bool], Staged]) -> None:
+        """Replace factors that have no folder by what `read` returns, which gets those and whether
+        to pin memory."""
+        source = self.source(name)
+        assert source.staged is not None
+        source.staged = read(source.staged, self._pinned)
+
     def check_room(self, name: str) -> None:
         """Raises RuntimeError if tensors of `name` that have no folder would not fit."""
         with self._lock:

@@ -19,7 +19,7 @@ import torch
 
 from moelora.adapters.fits import check_linears
 from moelora.adapters.layers import LinearLayer, LinearPair
-from moelora.adapters.stacks import Conversions, Copies, Place, padded
+from moelora.adapters.stacks import Conversions, Copies, Place, cut, padded
 
 
 class LinearFactors(TypedDict):
@@ -92,10 +92,19 @@ class LinearStacks:
 
         `used`: from this rank on the slot is zero already.
         """
-        a, b, ranks = self.of(name)
-        # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
-        a, b = a.detach()[slot, 0], b.detach()[slot, 0]
-        rows = a.T if self.layers[name].embedding else a
-        rank = copies.pair(rows, b, staged, min(used, rows.size(0)))
-        copies.fill(ranks[slot], rank)
+        a, b = self._in(name, slot)
+        rank = copies.pair(a, b, staged, min(used, a.size(0)))
+        copies.fill(self._ranks[name][slot], rank)
         return rank
+
+    def read(
+        self, name: str, slot: int, like: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors of a layer in a slot, of the rank of `like`."""
+        return cut(*self._in(name, slot), like)
+
+    def _in(self, name: str, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R, in) and (out, R) of a slot."""
+        # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+        a, b = self._a[name].detach()[slot, 0], self._b[name].detach()[slot, 0]
+        return a.T if self.layers[name].embedding else a, b

@@ -44,7 +44,8 @@ class AdapterPool:
         Expert layers, in any order.
     max_loras : int
         Number of slots. Adding to a full pool evicts the least recently used adapter that is
-        neither pinned nor held.
+        neither pinned nor held, which the log says (`moelora.adapters`). Factors that `Tenants`
+        trained are taken to host memory; without it they are not evicted.
     host : int, optional
         Number of adapters in host memory, pinned if there are slots on a GPU; 0: none. With it, an
         evicted adapter stays known, `register` makes others known by a folder that is read when it
@@ -211,11 +212,7 @@ class AdapterPool:
         check_name(name)
         check_flag("pin", pin)
         check_flag("replace", replace)
-        with self._lock:
-            self._versions.check_new(name, replace)
-        staged = self._reader.stage(self._slots, name, source, config, layout)
-        origin = self._origin(source, layout, staged)
-        return self._versions.put(name, staged, pin, origin, replace)
+        return self._add(name, source, config, layout, pin, replace)
 
     def register(
         self,
@@ -354,7 +351,8 @@ class AdapterPool:
         return self._versions.replace(name, staged, switch, origin, lineage)
 
     def version(self, name: str) -> int:
-        """How often an adapter has been loaded under this name since it was added, from 1."""
+        """How often an adapter has been loaded or trained under this name since it was added,
+        from 1."""
         check_name(name)
         with self._lock:
             if self._host is not None:
@@ -521,6 +519,23 @@ class AdapterPool:
         return 0 if self._host is None else self._host.nbytes()
 
     # -- inside --
+
+    def _add(
+        self,
+        name: str,
+        source: Given,
+        config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+        pin: bool = True,
+        replace: bool = False,
+        trainer: object | None = None,
+    ) -> int:
+        """As `add`; `trainer` identifies who writes the next versions."""
+        with self._lock:
+            self._versions.check_new(name, replace)
+        staged = self._reader.stage(self._slots, name, source, config, layout)
+        origin = self._origin(source, layout, staged)
+        return self._versions.put(name, staged, pin, origin, replace, trainer)
 
     def _tensors(self) -> list[torch.Tensor]:
         return self._slots.tensors()

@@ -6,7 +6,7 @@ adapters. An adapter is staged first: checked, and converted to the dtypes of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypedDict
@@ -192,6 +192,61 @@ class Slots:
             raise
         self._used[slot] = used
         return Arrival(layers, last, portions) if last else None
+
+    def renew(
+        self, slot: int, before: int, write: Callable[[int, torch.device], None]
+    ) -> Arrival | None:
+        """Let a trainer `write` its factors to a slot that no batch uses, as `write` does.
+
+        `before` is the slot of its version before; what is not a factor is copied from there.
+        """
+        self.streams.fence()
+        self._used[slot] = {}  # training may write all of it
+        layers, last = {}, {}
+        for device in self.devices:
+            names = [name for name in self._order if self._places[name].device == device]
+            event = self.streams.run(device, partial(self._renew, slot, before, device, write))
+            if event is not None:
+                layers.update(dict.fromkeys(names, (device, event)))
+                last[device] = self._filled[device, slot] = event
+        arrival = Arrival(layers, last, []) if last else None
+        if arrival is not None:
+            arrival.wait()  # the current streams may overwrite what was copied
+        return arrival
+
+    def _renew(
+        self,
+        slot: int,
+        before: int,
+        device: torch.device,
+        write: Callable[[int, torch.device], None],
+    ) -> None:
+        if slot != before:
+            names = [name for name in self._order if self._places[name].device == device]
+            of_layers = (t for name in names for t in self._of(name))
+            for tensor in (*of_layers, *self.tables[device]):
+                tensor.detach()[slot].copy_(tensor.detach()[before])
+        write(slot, device)
+
+    def _of(self, name: str) -> Iterable[torch.Tensor]:
+        return (
+            self.experts.of(name).tensors()
+            if name in self.experts.layers
+            else self.linears.of(name)
+        )
+
+    def read(self, slot: int, like: Staged, pinned: bool) -> Staged:
+        """What is in a slot, in host memory: the inverse of `write`. Waits for the device.
+
+        `like` has the layers, ranks and scaling of what was written first.
+        """
+        self.synchronize()
+        factors = {
+            name: self.experts.read(name, slot, pairs)
+            for name, pairs in like.experts.factors.items()
+        }
+        linears = {name: self.linears.read(name, slot, pair) for name, pair in like.linears.items()}
+        return Staged(replace(like.experts, factors=factors), linears).in_host_memory(pinned)
 
     def _portions(
         self, slot: int, staged: Staged, before: Mapping[str, int], used: dict[str, int]

@@ -295,6 +295,26 @@ class ExpertStacks:
             ranks.append(copies.pair(a, b, factors, min(used, a.size(-2))))
         return max(ranks)
 
+    def read(
+        self,
+        name: str,
+        slot: int,
+        like: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """The factors of a layer in a slot, of the ranks of `like`."""
+        return [
+            pair and cut(a.detach()[slot], b.detach()[slot], pair)
+            for (_, a, b), pair in zip(self._named(self.layers[name]), like, strict=True)
+        ]
+
+
+def cut(
+    a: torch.Tensor, b: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., R, in) and (..., out, R) without the padding of their rank."""
+    rank = like[0].size(-2)
+    return a.narrow(-2, 0, rank), b.narrow(-1, 0, rank)
+
 
 def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """A factor that all experts share, expanded to all after one copy to the device of `into`."""

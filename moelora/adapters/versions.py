@@ -3,28 +3,38 @@
     lock          of the tables of names; never held while a folder is read
     source.lock   while one name is brought or replaced; taken before `lock`
 
-A slot that is written without `lock` is reserved. Until its name is listed no batch can use it.
-Under `lock`, for which all batches wait, a slot is written that an adapter keeps: in
-`add(replace=True)`, and in an update if no batch holds it, and it is pinned or no slot is free.
+Who writes a slot has its reservation, which names adapter and version: threads that bring adapters,
+`add`, `update`, and trainers. Until the name is listed no batch can use the slot. Under `lock`, for
+which all batches wait, a slot is written that an adapter keeps: in `add(replace=True)`, in an
+update if no batch holds it, and it is pinned or no slot is free, and by a trainer if no batch holds
+it. Factors that a trainer wrote are nowhere else: an eviction takes them to host memory, and
+without host memory they are not evicted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
-from moelora.adapters.held import Held, Loaded, NoSlot, Reservation, Residents
+import torch
+
+from moelora.adapters.held import Change, Held, Loaded, NoSlot, Reservation, Residents, Unwritten
 from moelora.adapters.host import Host, Source
 from moelora.adapters.slots import Slots, Staged
 from moelora.adapters.turns import Turn, Turns
 
 READERS = 4  # threads that bring adapters ahead of their requests
+REMEMBERED = 1000  # evicted names, for messages
 POLL_S = 0.02  # how often to look for a slot of a batch that was dropped without `release`
+
+log = logging.getLogger("moelora.adapters")
 
 
 class Versions:
@@ -33,7 +43,7 @@ class Versions:
     def __init__(self, slots: Slots, max_loras: int, host: Host | None) -> None:
         self.slots = slots
         self.host = host
-        self.residents = Residents(max_loras)
+        self.residents = Residents(max_loras, keeps_trained=host is not None)
         self.loaded = self.residents.loaded  # least recently used first
         self.lock = threading.RLock()
         self._freed = threading.Condition(self.lock)
@@ -42,12 +52,21 @@ class Versions:
         self._coming: set[str] = set()  # names that threads bring
         self._readers: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._evicted: dict[str, str] = {}  # names that are not known any more, and for whom
 
     def entry(self, name: str) -> Loaded:
         """KeyError if the adapter is in no slot."""
         loaded = self.loaded.get(name)
         if loaded is None:
-            raise KeyError(f"no adapter {name!r} is loaded; loaded are {sorted(self.loaded)}")
+            another = self._evicted.get(name)
+            why = f"no adapter {name!r} is loaded"
+            if another is not None:
+                why += (
+                    f": it was evicted for {another!r}, as the pool has "
+                    f"{self.residents.max_loras} slots; add it again, pin it before, or make the "
+                    "pool with host= or a larger max_loras="
+                )
+            raise KeyError(f"{why}; loaded are {sorted(self.loaded)}")
         return loaded
 
     def is_known(self, name: str) -> bool:
@@ -173,6 +192,7 @@ class Versions:
 
     def _use(self, name: str, held: Held | None) -> bool:
         """Hold an adapter that is in a slot, which counts as a use; False if it is in none."""
+        self.settle(name)
         loaded = self.loaded.get(name)
         if loaded is not None and held is not None:
             self.residents.wanted.discard(name)
@@ -192,7 +212,7 @@ class Versions:
                     return
                 if held is not None and self._known().is_full():
                     # Fail before reading: what is read would not be kept for the next try.
-                    self.residents.free_slot(f"adapter {name!r}")
+                    self.residents.free_slot(name)
             staged = self._known().staged(name, source)
             if staged is not None:
                 self._copy(name, source, staged, ahead=held is None)
@@ -206,7 +226,7 @@ class Versions:
         with self.lock:
             if ahead:
                 self._turns.check_slot(None, f"adapter {name!r}")
-            place = self.residents.reserve(f"adapter {name!r}", ahead=ahead)
+            place = self._reserve(name, source.version, ahead)
         enabled = source.enabled
         with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
@@ -214,8 +234,86 @@ class Versions:
                 if self._known().source(name) is source and name not in self.loaded:
                     if source.enabled != enabled:
                         self.slots.enable(place.slot, source.enabled)
-                    self.loaded[name] = Loaded(place.slot, False, source.version, arrival)
+                    self._list(place, Loaded(place.slot, False, source.version, arrival))
                     source.failure = None
+
+    def _reserve(self, name: str, version: int, ahead: bool = False) -> Reservation:
+        """Reserve a slot that no batch uses; call with `lock`. NoSlot if there is none.
+
+        The adapter that it is taken from is evicted; factors that were trained go to host memory.
+        """
+        slot, leaving = self.residents.free_slot(name, ahead)
+        place = self.residents.reserve(name, version, slot)
+        if leaving is not None:
+            self._write_back(leaving)
+            if self.host is None:
+                self._evicted[leaving] = name
+                if len(self._evicted) > REMEMBERED:
+                    del self._evicted[next(iter(self._evicted))]
+            level = logging.WARNING if self.host is None else logging.DEBUG
+            log.log(level, "adapter %r is evicted from slot %d for %r", leaving, slot, name)
+            del self.loaded[leaving]
+        return place
+
+    def _write_back(self, name: str) -> None:
+        """Renew what host memory has of an adapter in a slot by what a trainer has written there.
+
+        Call with `lock`, before the slot is overwritten.
+        """
+        self.settle(name)
+        loaded = self.loaded[name]
+        if loaded.trained and self.host is not None:
+            self.host.renew(name, partial(self.slots.read, loaded.slot))
+            loaded.trained = False
+
+    # -- for trainers --
+
+    def of_trainer(self, name: str, trainer: object) -> Loaded | None:
+        """The version in a slot, the newest, if this trainer writes it; None if others have
+        since."""
+        with self.lock:
+            self.settle(name)
+            loaded = self.loaded.get(name)
+            return loaded if loaded is not None and loaded.trainer is trainer else None
+
+    def check_next(self, name: str) -> None:
+        """NoSlot unless there is a slot for the next version of a trainer."""
+        with self.lock:
+            if name in self.loaded and self.loaded[name].batches:
+                self.residents.free_slot(name)
+
+    def stage(self, name: str, change: Change, write: Callable[[int, torch.device], None]) -> None:
+        """Reserve a slot for the next version of a trainer: that of the version before or, while
+        batches hold that, another. Call with `lock`; `settle` writes it when `change` is done.
+        """
+        old = self.loaded[name]
+        place = self._reserve(name, old.version + 1) if old.batches else None
+        old.unwritten = Unwritten(change, write, place)
+
+    def settle(self, name: str) -> None:
+        """Write the next version of a trainer that is current and in no slot; call with `lock`.
+
+        Whoever uses the adapter calls it. If an interrupt ends it, the next call writes all of it.
+        """
+        old = self.loaded.get(name)
+        if old is None or old.unwritten is None:
+            return
+        change, write, place = old.unwritten
+        if not change.done:
+            if place is not None:
+                self.residents.free(place)
+            old.unwritten = None
+            return
+        version = old.version + 1
+        place = place or self.residents.reserve(name, version, old.slot)
+        arrival = self.slots.renew(place.slot, old.slot, write)
+        if self.host is not None:
+            self.host.source(name).version = version
+        new = Loaded(place.slot, old.pinned, version, arrival, old.enabled, old.lineage)
+        new.trainer, new.trained = old.trainer, True
+        self.residents.succeed(name, new)
+        self.residents.free(place)
+        old.unwritten = None
 
     @contextmanager
     def _reserved(self, place: Reservation) -> Iterator[None]:
@@ -319,7 +417,13 @@ class Versions:
     # -- changes --
 
     def put(
-        self, name: str, staged: Staged, pinned: bool, source: Source | None, replace: bool
+        self,
+        name: str,
+        staged: Staged,
+        pinned: bool,
+        source: Source | None,
+        replace: bool,
+        trainer: object | None,
     ) -> int:
         """Write an adapter to a slot. Returns the slot: its own one, written under the lock so that
         no batch has it during the write, or else a reserved one, written without.
@@ -328,23 +432,26 @@ class Versions:
             self.check_new(name, replace)
             self._check_room(name, source)
             if name in self.loaded:
-                slot = self.loaded[name].slot
-                del self.loaded[name]
-                self._write(slot, staged)
-                return self._list(name, Loaded(slot, pinned), source)
-            place = self.residents.reserve(f"adapter {name!r}")
+                self._write_back(name)
+                place = self.residents.reserve(name, 1, self.loaded[name].slot)
+                with self._reserved(place):
+                    del self.loaded[name]
+                    self._write(place, staged)
+                    return self._list(place, Loaded(place.slot, pinned, trainer=trainer), source)
+            place = self._reserve(name, 1)
         with self._reserved(place):
-            self._write(place.slot, staged)
+            self._write(place, staged)
             with self.lock:
                 self.check_new(name, replace)
                 self._check_room(name, source)
-                return self._list(name, Loaded(place.slot, pinned), source)
+                return self._list(place, Loaded(place.slot, pinned, trainer=trainer), source)
 
-    def _list(self, name: str, loaded: Loaded, source: Source | None) -> int:
+    def _list(self, place: Reservation, loaded: Loaded, source: Source | None = None) -> int:
         """List an adapter whose slot has been written. Returns the slot."""
         if source is not None:
-            self._known().put(name, source)
-        self.loaded[name] = loaded
+            self._known().put(place.name, source)
+        self._evicted.pop(place.name, None)
+        self.loaded[place.name] = loaded
         return loaded.slot
 
     def replace(
@@ -368,11 +475,13 @@ class Versions:
             self._check_unchanged(name, lineage)
             loaded = self.loaded.get(name)
             if loaded is not None and self.residents.keeps_slot(loaded):
-                return self._install(name, loaded.slot, switch, new, staged)
+                place = self.residents.reserve(name, loaded.version + 1, loaded.slot)
+                with self._reserved(place):
+                    return self._install(name, place, switch, new, staged)
             # Batches may hold older versions while the latest one is in no slot.
             if loaded is None and not (switch and self.residents.batches(name)):
                 return self._install(name, None, switch, new)
-            place = self.residents.reserve(f"the new version of adapter {name!r}")
+            place = self._reserve(name, 1 if loaded is None else loaded.version + 1)
             enabled = self._enabled(name)
         with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
@@ -382,32 +491,34 @@ class Versions:
                 self._check_unchanged(name, lineage)
                 if self._enabled(name) != enabled:
                     self.slots.enable(place.slot, not enabled)
-                return self._install(name, place.slot, switch, new)
+                return self._install(name, place, switch, new)
 
     def _install(
         self,
         name: str,
-        slot: int | None,
+        place: Reservation | None,
         switch: bool,
         new: Source | None,
         staged: Staged | None = None,
     ) -> int:
-        """Register a version of a name in `slot`, after writing `staged` to it, or in no slot."""
+        """Register a version of a name in a slot, after writing `staged` to it, or in no slot."""
         self._check_room(name, new)
         enabled = self._enabled(name)
+        if name in self.loaded:
+            self._write_back(name)
         old = self.residents.retire(name)
         version = 1 if old is None else old.version + 1
-        if slot is not None and staged is not None:
-            self._write(slot, staged, enabled)
+        if place is not None and staged is not None:
+            self._write(place, staged, enabled)
         if new is not None:
             new.enabled, version = enabled, new.version
             self._known().put(name, new)
-        if slot is None:
+        if place is None:
             return version
-        loaded = Loaded(slot, old is not None and old.pinned, version, enabled=enabled)
+        loaded = Loaded(place.slot, old is not None and old.pinned, version, enabled=enabled)
         if old is not None:
             loaded.lineage = old.lineage
-        self.loaded[name] = loaded
+        self._list(place, loaded)
         if switch:
             self.residents.switch(name, loaded)
         return version
@@ -451,10 +562,10 @@ class Versions:
                 if other == name:
                     self.slots.enable(loaded.slot, enabled)
 
-    def _write(self, slot: int, staged: Staged, enabled: bool = True) -> None:
+    def _write(self, place: Reservation, staged: Staged, enabled: bool = True) -> None:
         # Kernels of an earlier batch may still be reading the slot on a stream that is not known.
         self.slots.synchronize()
-        arrival = self.slots.write(slot, staged, enabled)
+        arrival = self.slots.write(place.slot, staged, enabled)
         if arrival is not None:
             arrival.synchronize()
 

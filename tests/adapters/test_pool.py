@@ -101,7 +101,7 @@ def test_adapters_with_one_a_for_gate_and_up_are_marked():
     assert table.tolist() == [0]
 
 
-def test_least_recently_used_is_evicted():
+def test_least_recently_used_is_evicted(caplog):
     pool = make_pool(max_loras=3)
     for seed, name in enumerate("abc"):
         add(pool, name, seed)
@@ -110,6 +110,10 @@ def test_least_recently_used_is_evicted():
     assert pool.names() == ["c", "a", "b"]
     assert add(pool, "d", 3) == 2
     assert pool.names() == ["a", "b", "d"]
+    assert "adapter 'c' is evicted from slot 2 for 'd'" in caplog.text
+    for call in (pool.lookup, pool.version, pool.remove, lambda name: change(pool, name, 0)):
+        with pytest.raises(KeyError, match=r"'c' is loaded: it was evicted for 'd', as .* 3 slots"):
+            call("c")
     pool.pin("a")
     assert add(pool, "e", 4, pin=True) == 1
     assert pool.names() == ["a", "d", "e"]
@@ -120,6 +124,11 @@ def test_least_recently_used_is_evicted():
     assert_unchanged(pool, before)
     pool.pin("a", False)
     assert add(pool, "f", 5) == 0
+    pool.remove("f")
+    add(pool, "c", 2)
+    pool.remove("c")
+    with pytest.raises(KeyError, match="no adapter 'c' is loaded; loaded are"):
+        pool.lookup("c")
 
 
 def test_held_adapters_stay():
