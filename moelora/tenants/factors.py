@@ -1,16 +1,17 @@
 """Factors of a tenant: slots of the stacks of a pool, and float32 parameters of them.
 
     factor     stack[slot] = scale * parameter        (E, R, in) and (E, out, R), R padded
-    gradient   parameter.grad = scale * (stack.grad[slot] + held)
+    gradient   parameter.grad = scale * stack.grad[slot], summed over batches
 
-A parameter is a view of its slot if the stack is float32 and the pool keeps the scaling beside it;
-otherwise it is a tensor of its own, written to the slot after every update. Sparse gradients are
-taken from the stack after every backward (rows.py), and held by factor, as are those of a folder.
+The optimizer updates copies of what is current: slots are written by the pool, all factors of a
+tenant under one reservation, once the update is. Between updates a parameter is a view of its slot
+if the stack is float32 and the pool keeps the scaling beside it. Gradients are taken from the stack
+after every backward, and held by tenant (rows.py), as are those of a folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,54 +31,49 @@ class Factor:
     scale: float
     rank: int
     dim: int
-    held: Rows | None = None
 
     @classmethod
     def of(cls, stack: Tensor, slot: int, own: Tensor, dim: int, scale: float) -> Factor:
         """`own` is the factor without padding, and without the scaling that the pool folds in."""
-        view = stack.detach()[slot]
-        if scale == 1.0 and stack.dtype == torch.float32:
-            parameter = view
+        parameter = torch.empty(0, dtype=torch.float32, device=stack.device)
+        factor = cls(stack, slot, parameter.requires_grad_(), scale, own.size(dim), dim)
+        if factor.is_served():
+            parameter.data = factor.view()
         else:
-            parameter = padded(own.to(view.device, torch.float32), view.shape)
-        return cls(stack, slot, parameter.requires_grad_(), scale, own.size(dim), dim)
+            parameter.data = padded(own.to(stack.device, torch.float32), stack.shape[1:])
+        return factor
 
-    def gradient(self, sparse: bool = False) -> Tensor | None:
-        """Accumulated float32 gradient; None if no layer of the batch used the stack.
+    def view(self) -> Tensor:
+        """What is in the slot."""
+        return self.stack[self.slot].detach()
+
+    def is_served(self) -> bool:
+        """Whether the slot has the numbers of the parameter."""
+        return self.scale == 1.0 and self.stack.dtype == torch.float32
+
+    def gradient(self, rows: Rows | None, sparse: bool = False) -> Tensor | None:
+        """The float32 gradient that `rows` of the stack are; None for None.
 
         `sparse`: as a sparse tensor of the experts that rows reached.
         """
-        experts = self.parameter.size(0)
-        grad = self.stack.grad
-        own = None if grad is None or is_sparse(grad) else grad[self.slot]
-        if self.held is not None:
-            if own is None and sparse:
-                return self.held.sparse(experts, self.scale)
-            held = self.held.dense(experts)
-            own = held if own is None else own + held
-        if own is None:
+        if rows is None:
             return None
-        own = own.to(torch.float32)
-        own = own if self.scale == 1.0 else own * self.scale
-        return touched(own) if sparse else own
+        experts = self.stack.size(1)
+        return (rows.sparse if sparse else rows.dense)(experts, self.scale)
 
-    def put_gradient(self, own: Tensor) -> None:
-        """Begin an accumulation with `own`, a gradient without padding."""
-        rows = (
-            Rows.of(own) if is_sparse(own) else Rows(torch.arange(own.size(0), device="cpu"), own)
-        )
-        values = padded(rows.values, (rows.experts.numel(), *self.parameter.shape[1:]))
-        self.held = Rows(rows.experts, (values / self.scale).to(self.stack))
+    def rows(self, own: Tensor) -> Rows:
+        """The inverse of `gradient`, of one without padding."""
+        rows = Rows.of(own)
+        values = padded(rows.values, (rows.experts.numel(), *self.stack.shape[2:]))
+        return Rows(rows.experts, (values / self.scale).to(self.stack), rows.whole)
 
     def is_finite(self) -> Tensor:
         """Whether `publish` writes finite numbers; of one element."""
         return (self.parameter.detach() * self.scale).to(self.stack.dtype).isfinite().all()
 
-    def publish(self) -> None:
-        """Write the parameter to its slot, unless it is there."""
-        view = self.stack[self.slot].detach()
-        if not view.is_set_to(self.parameter.detach()):
-            view.copy_(self.parameter.detach() * self.scale)
+    def publish(self, value: Tensor, slot: int) -> None:
+        """Write a parameter's value to a slot."""
+        self.stack[slot].detach().copy_(value if self.scale == 1.0 else value * self.scale)
 
     def own(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape, which may be sparse, without padding."""
@@ -95,63 +91,42 @@ def padded(tensor: Tensor, shape: Iterable[int]) -> Tensor:
     return found
 
 
-def touched(grad: Tensor) -> Tensor:
-    """A dense gradient of experts, sparse: without those that are zero."""
-    experts = grad.flatten(1).any(1).nonzero().T
-    return sparse_tensor(experts, grad[experts[0]], grad.shape)
+def collect(stacks: Sequence[Tensor], factors: Sequence[Factor]) -> list[Rows | None]:
+    """Take the gradients of a backward from stacks; returns those of `factors`.
 
-
-def drop_gradients(stacks: Sequence[Tensor], kept: Collection[int]) -> None:
-    """Drop gradients of all slots but `kept`; sparse ones whole, as factors hold what is
-    accumulated of them. What autograd computes next for a stack without one is not added to zeros.
+    Waits for the device once if a gradient is sparse. Dense ones are views of the stack's.
     """
-    others: dict[torch.device, Tensor] = {}
+    rows: list[Rows | None] = [None] * len(factors)
+    of_stack: dict[int, list[int]] = {id(stack): [] for stack in stacks}
+    for n, factor in enumerate(factors):
+        of_stack[id(factor.stack)].append(n)
+    found = []
     for stack in stacks:
-        if not kept or is_sparse(stack.grad):
-            stack.grad = None
-        elif stack.grad is not None:
-            if stack.device not in others:
-                slots = [slot for slot in range(stack.size(0)) if slot not in kept]
-                index = torch.tensor(slots, dtype=torch.int64, device="cpu")
-                others[stack.device] = index.to(stack.device, non_blocking=True)
-            stack.grad.index_fill_(0, others[stack.device], 0)
-
-
-def collect(stacks: Sequence[Tensor], factors: Iterable[Factor]) -> None:
-    """Move sparse gradients from stacks to `factors`, which add them to those that they hold.
-
-    Where the gradient of a stack is dense, what a factor holds moves there. Either way batches are
-    added in their order. Waits for the device once if a gradient is sparse.
-    """
-    found = [(stack, stack.grad) for stack in stacks if is_sparse(stack.grad)]
-    of_stack: dict[int, list[Factor]] = {id(stack): [] for stack, _ in found}
-    for factor in factors:
-        if id(factor.stack) in of_stack:
-            of_stack[id(factor.stack)].append(factor)
-        elif factor.held is not None and factor.stack.grad is not None:
-            own = factor.stack.grad[factor.slot]
-            own += factor.held.dense(own.size(0))
-            factor.held = None
-    if not found:
-        return
-    on_host = _on_host([grad for _, grad in found])
+        grad, stack.grad = stack.grad, None
+        if is_sparse(grad):
+            found.append((stack, grad))
+        elif grad is not None:
+            for n in of_stack[id(stack)]:
+                rows[n] = Rows.of(grad[factors[n].slot])
+    on_host = _on_host([grad for _, grad in found]) if found else []
     while found:  # of one stack after the other, whose memory is then free
         stack, grad = found.pop(0)
-        stack.grad, places = None, on_host.pop(0)
+        places = on_host.pop(0)
         experts = grad.size(1)
         pairs = places[0] * experts + places[1]
         if bool((pairs[1:] <= pairs[:-1]).any()):  # a stack that several calls have used
             grad = grad.coalesce()
             pairs = grad.indices()[0].cpu() * experts + grad.indices()[1].cpu()
         values = grad._values()
-        for factor in of_stack[id(stack)]:
-            ends = torch.tensor([factor.slot, factor.slot + 1], device="cpu") * experts
+        for n in of_stack[id(stack)]:
+            slot = factors[n].slot
+            ends = torch.tensor([slot, slot + 1], device="cpu") * experts
             begin, end = torch.searchsorted(pairs, ends).tolist()
             own = values[begin:end]
             if end - begin < values.size(0):  # a view would keep the values of others in memory
                 own = own.clone()
-            rows = Rows(pairs[begin:end] % experts, own)
-            factor.held = rows if factor.held is None else factor.held.plus(rows)
+            rows[n] = Rows(pairs[begin:end] % experts, own)
+    return rows
 
 
 def _on_host(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from traceback import format_exception
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
+from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.checks import check_count, check_number
 from moelora.files import file_in
 from moelora.tenants.factors import Factor, padded
-from moelora.tenants.rows import is_sparse
+from moelora.tenants.rows import Rows
 
 STATE_FILE = "training.pt"  # beside a saved adapter, what is not in PEFT's files
 
@@ -59,6 +61,16 @@ def own_factors(pool: AdapterPool, adapter: Adapter) -> dict[Place, tuple[Tensor
     return found
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What is current of a tenant: float32 factors, sums of gradients, and the counts of both."""
+
+    values: tuple[Tensor, ...]
+    held: tuple[Rows | None, ...]
+    pending: int = 0
+    updates: int = 0
+
+
 class Tenant:
     """An adapter that trains; made by `Tenants.add`.
 
@@ -83,18 +95,17 @@ class Tenant:
 
     optimizer: Optimizer
 
-    def __init__(self, name: str, pool: AdapterPool, adapter: Adapter) -> None:
-        """Of an adapter of whole pairs that `pool` has under that name."""
+    def __init__(self, name: str, pool: AdapterPool, adapter: Adapter, trainer: object) -> None:
+        """Of an adapter of whole pairs that `pool` has under that name, for `trainer`."""
         self.name = name
         self.accumulation = 1
         self.max_norm = None
-        self.pending = 0
-        self.updates = 0
         self.stopped: str | None = None
         self.error: Exception | None = None
+        self.ended = False  # what stopped it has been dealt with
         self._pool = pool
-        self._slot = pool.lookup(name)
-        self._loaded = pool._entry(name)
+        self._trainer = trainer  # not itself: its pool outlives it
+        slot = pool.lookup(name)
         self._scalings: dict[Place, float] = {}
         self._pairs: dict[Place, tuple[Factor, Factor]] = {}
         own, stacks = own_factors(pool, adapter), stacks_of(pool)
@@ -106,9 +117,38 @@ class Tenant:
             stack_a, stack_b = stacks[place]
             self._scalings[place] = scaling
             self._pairs[place] = (
-                Factor.of(stack_a, self._slot, a, dim, 1.0),
-                Factor.of(stack_b, self._slot, b, 2, scale),
+                Factor.of(stack_a, slot, a, dim, 1.0),
+                Factor.of(stack_b, slot, b, 2, scale),
             )
+        factors = self.factors()
+        self._devices = [pool.places[place[0]].device for place in self._pairs for _ in "AB"]
+        # Of the optimizer before an update: how many there were, and its state.
+        self._states: tuple[int, dict[Any, Any]] | None = None
+        self.become(Progress(tuple(f.parameter.data for f in factors), (None,) * len(factors)))
+        self._check_here()
+
+    @property
+    def current(self) -> Progress:
+        change, after = self._staged
+        return after if change.done else self._before
+
+    def stage(self, change: Change, after: Progress) -> None:
+        """Let `after` be current when `change` is done."""
+        self._before = self.current
+        self._staged = change, after
+
+    def become(self, now: Progress) -> None:
+        change = Change()
+        change.done = True
+        self._staged = change, now
+
+    @property
+    def pending(self) -> int:
+        return self.current.pending
+
+    @property
+    def updates(self) -> int:
+        return self.current.updates
 
     @property
     def accumulation(self) -> int:
@@ -150,25 +190,81 @@ class Tenant:
 
     def is_here(self) -> bool:
         """Whether the pool still has the adapter that was added."""
-        return self.name in self._pool and self._pool._entry(self.name) is self._loaded
+        return self._pool._versions.of_trainer(self.name, self._trainer) is not None
+
+    def leave(self) -> None:
+        """Free the slot, if it is this tenant's still."""
+        with self._pool._versions.lock:
+            if self.is_here():
+                self._pool.remove(self.name)
+
+    def disable(self) -> None:
+        """Make its rows those of the base model."""
+        with self._pool._versions.lock:
+            if self.is_here():
+                self._pool.disable(self.name)
 
     def _check_here(self) -> None:
         if not self.is_here():
-            raise RuntimeError(f"adapter {self.name!r} has left the pool: nothing to save")
+            raise RuntimeError(f"adapter {self.name!r} has left the pool: nothing to save or train")
 
     def stop(self, why: str, error: Exception | None = None) -> None:
         self.stopped, self.error = why, error
         if error is not None:
             _release(error)
 
-    def clear(self) -> None:
-        """Zero the gradients of the slot."""
-        for factor in self.factors():
-            factor.held = None
-        for pair in stacks_of(self._pool).values():
-            for stack in pair:
-                if stack.grad is not None and not is_sparse(stack.grad):
-                    stack.grad[self._slot].zero_()
+    def begin(self) -> None:
+        """Give the optimizer copies of what is current to update."""
+        states = {key: {**state} for key, state in self.optimizer.state.items()}
+        self._states = self.updates, states
+        for factor, value in zip(self.factors(), self.current.values, strict=True):
+            factor.parameter.data = value.clone()
+
+    def after_update(self) -> Progress:
+        """What the optimizer has made of `begin`, once it is current."""
+        factors = self.factors()
+        values = tuple(factor.parameter.data for factor in factors)
+        return Progress(values, (None,) * len(factors), 0, self.updates + 1)
+
+    def publish(self, progress: Progress, slot: int, device: torch.device) -> None:
+        """Write the factors of a device to a slot."""
+        for factor, value, where in zip(
+            self.factors(), progress.values, self._devices, strict=True
+        ):
+            if where == device:
+                factor.publish(value, slot)
+
+    def settle(self) -> None:
+        """After `begin`, let parameters be what is current, in memory of the slot where that has
+        it."""
+        if self._states is None:
+            return
+        loaded = self._pool._versions.of_trainer(self.name, self._trainer)
+        if loaded is not None:
+            for factor in self.factors():
+                factor.slot = loaded.slot
+            values = zip(self.factors(), self.current.values, strict=True)
+            served = tuple(f.view() if f.is_served() else value for f, value in values)
+            self.become(replace(self.current, values=served))
+        for factor, value in zip(self.factors(), self.current.values, strict=True):
+            factor.parameter.data, factor.parameter.grad = value, None
+        if self._states[0] == self.updates:
+            # An update that did not end may have made half of a state.
+            before, state = self._states[1], self.optimizer.state
+            for key in [key for key in state if key not in before]:
+                del state[key]
+            state.update(before)
+        self._states = None
+
+    def drop(self) -> None:
+        """Drop the gradients that are accumulated."""
+        held = (None,) * len(self.current.held)
+        self.become(replace(self.current, held=held, pending=0))
+
+    def gradients(self) -> list[Tensor | None]:
+        """Accumulated float32 gradients of `parameters`."""
+        held = zip(self.factors(), self.current.held, strict=True)
+        return [factor.gradient(rows, self.is_sparse()) for factor, rows in held]
 
     def is_sparse(self) -> bool:
         """Whether its gradients are those of experts that its rows reached."""
@@ -177,10 +273,11 @@ class Tenant:
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
         self._check_here()
+        values = dict(zip(map(id, self.factors()), self.current.values, strict=True))
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
-            a, b = (f.own(f.parameter).to("cpu", copy=True) for f in pair)
+            a, b = (f.own(values[id(f)]).to("cpu", copy=True) for f in pair)
             scaling = self._scalings[layer, projection]
             if projection == "":
                 embedding = self._pool.linears[layer].embedding
@@ -195,8 +292,7 @@ class Tenant:
         state, groups = self.optimizer.state_dict(), self._groups()
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         factors = {}
-        for key, factor in self._keyed().items():
-            grad = factor.gradient(self.is_sparse()) if self.pending else None
+        for (key, factor), grad in zip(self._keyed().items(), self.gradients(), strict=True):
             values = state["state"].get(numbers.get(key), {})
             factors[key] = {
                 "shape": tuple(factor.own(factor.parameter).shape),
@@ -243,13 +339,16 @@ class Tenant:
                 ],
             }
         )
-        self.updates, self.pending = saved["updates"], saved["pending"]
+        grads = (saved["factors"][key]["gradient"] for key in factors)
+        held = tuple(
+            None if grad is None else factor.rows(grad)
+            for factor, grad in zip(factors.values(), grads, strict=True)
+        )
+        counts = saved["pending"], saved["updates"]
+        self.become(Progress(self.current.values, held, *counts))
         # Files of before these were saved have none.
         self.accumulation = saved.get("accumulation", self.accumulation)
         self.max_norm = saved.get("max_norm", self.max_norm)
-        for key, factor in factors.items():
-            if (grad := saved["factors"][key]["gradient"]) is not None:
-                factor.put_gradient(grad)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

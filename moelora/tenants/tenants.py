@@ -8,10 +8,13 @@ by tenant: an optimizer of the tenant's slot, the norm of its gradients, its acc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
+from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, finalize
 
@@ -21,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer, SparseAdam
 
 from moelora.adapters.columns import Layout
+from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
@@ -28,26 +32,28 @@ from moelora.adapters.write import replacing, write
 from moelora.sparse import set_sparse, sparse_tensor, warn_silently
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
-from moelora.tenants.factors import collect, drop_gradients
+from moelora.tenants.factors import collect
 from moelora.tenants.new import new_adapter
 from moelora.tenants.optimizers import make_optimizer
-from moelora.tenants.rows import is_sparse
+from moelora.tenants.rows import Rows, is_sparse
 from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
     STATE_FILE,
+    Progress,
     Tenant,
     check_optimizer,
     check_state,
     read_state,
     stacks_of,
 )
-from moelora.tenants.undo import Undo
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
 Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
 
 # Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
+REPLACED = "the pool has removed or replaced its adapter"
+
 _TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
 
 
@@ -109,7 +115,7 @@ class Tenants:
         self.pool = pool
         self._tenants: dict[str, Tenant] = {}
         self._lock = RLock()
-        self._in_step = False  # the thread that has the lock
+        self._unsettled = False  # a step has begun that did not end
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
         for stack in self._stacks:
             stack.requires_grad_()
@@ -216,15 +222,17 @@ class Tenants:
             check_state(saved, self.pool, adapter)
             if optimizer is None:
                 check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
-        with self._outside_steps("add"):
+        self._check_outside("add")
+        with self._lock:
+            self._recover()
             self._check_open(name)
-            self.pool.add(name, adapter, pin=True)
+            trainer = object()
             try:
-                tenant = Tenant(name, self.pool, adapter)
+                self.pool._add(name, adapter, trainer=trainer)
+                tenant = Tenant(name, self.pool, adapter, trainer)
                 tenant.optimizer = make_optimizer(
                     tenant.parameters(), optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay
                 )
-                tenant.clear()
                 if saved is not None:
                     tenant.restore(saved)
                 if accumulation is not None:
@@ -232,7 +240,9 @@ class Tenants:
                 if max_norm is not None:
                     tenant.max_norm = max_norm
             except BaseException:
-                self.pool.remove(name)
+                with self.pool._versions.lock:
+                    if self.pool._versions.of_trainer(name, trainer) is not None:
+                        self.pool.remove(name)
                 raise
             self._tenants[name] = tenant
             self._choose_gradients()
@@ -242,16 +252,31 @@ class Tenants:
         if _TRAINED.get(id(self.pool)) is not self:
             raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
 
-    @contextmanager
-    def _outside_steps(self, method: str) -> Iterator[None]:
-        """Hold the lock; RuntimeError if this thread is in a step."""
-        with self._lock:
-            if self._in_step:
+    def _check_outside(self, method: str) -> None:
+        """RuntimeError within a step of this thread.
+
+        The stack tells, as it is right after any interrupt.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is Tenants._step.__code__ and frame.f_locals["self"] is self:
                 raise RuntimeError(
                     f"{method} is called by a loss or an optimizer within a step of the same "
                     "Tenants: call it before the step or after it"
                 )
-            yield
+            frame = frame.f_back
+
+    def _recover(self) -> None:
+        """Finish what an interrupted call has left: drop an update that is not current, write one
+        that is. An interrupt may end this, too; the next call then does it again."""
+        if not self._unsettled:
+            return
+        for tenant in self._tenants.values():
+            tenant.settle()
+        self._finish([tenant for tenant in self._tenants.values() if tenant.stopped is not None])
+        for stack in self._stacks:
+            stack.grad = None
+        self._unsettled = False
 
     def _choose_gradients(self) -> None:
         """Make gradients of stacks sparse as long as a tenant is. Those of other tenants are then
@@ -260,10 +285,11 @@ class Tenants:
 
     def remove(self, name: str) -> None:
         """End the training of an adapter and free its slot. Save it before. KeyError without it."""
-        with self._outside_steps("remove"):
+        self._check_outside("remove")
+        with self._lock:
+            self._recover()
             tenant = self[name]
-            if tenant.is_here():
-                self.pool.remove(name)
+            tenant.leave()
             del self._tenants[name]
             self._choose_gradients()
 
@@ -285,7 +311,9 @@ class Tenants:
 
     def close(self) -> None:
         """End all training, as when the object is collected; the pool serves the adapters."""
-        with self._outside_steps("close"):
+        self._check_outside("close")
+        with self._lock:
+            self._recover()
             self._tenants.clear()
             if _TRAINED.get(id(self.pool)) is not self:
                 return  # closed before; the pool may have other Tenants by now
@@ -326,15 +354,21 @@ class Tenants:
             part of the graph that belongs to one loss raised, its tenant is named and stopped; the
             others, and all if the shared part raised, are as before the call: the batch may be
             repeated.
+        NoSlot
+            A RuntimeError, before anything: batches hold a tenant that is due, and no slot can be
+            freed for its next version.
 
         Notes
         -----
-        After any other exception, such as KeyboardInterrupt, each tenant is either updated or has
-        the factors and accumulated gradients of before the call; but the moments of its optimizer
-        may include the batch.
+        An update is a new version of the adapter (`AdapterPool.version`). Batches that hold the one
+        before finish with it, and the new one is in another slot, as after `AdapterPool.update`.
 
-        Gradients that a backward outside of `step` has left in the pool's tensors are dropped,
-        except in the sum of a tenant that has accumulated batches.
+        After any other exception, such as KeyboardInterrupt, either all tenants have the factors
+        and accumulated gradients of before the call, or all of them those of after it, as
+        `Tenant.updates` and `pending` say; in the first case the moments of an optimizer may
+        include the batch.
+
+        Gradients that a backward outside of `step` has left in the pool's tensors are dropped.
 
         Waits for the device three times: for the losses, for the norms of the tenants that are
         due, and for whether their updates are finite. With sparse gradients it waits once more,
@@ -349,25 +383,20 @@ class Tenants:
         if not isinstance(losses, Mapping):
             kind = type(losses).__name__
             raise ValueError(f"losses is a {kind}, wanted a mapping of tenants to their losses")
-        with self._outside_steps("step"):
+        self._check_outside("step")
+        with self._lock:
+            self._recover()
             tenants = {name: self[name] for name in losses}
             for name, loss in losses.items():
                 if tenants[name].stopped is None and not callable(loss):
                     check_loss(name, loss)
-            undo = Undo(self._tenants.values())
             try:
-                self._in_step = True
-                return self._step(tenants, losses, undo)
-            except BaseException:
-                undo.undo_all()
-                self._finish([t for t in self._tenants.values() if t.stopped is not None])
-                raise
+                self._unsettled = True
+                return self._step(tenants, losses)
             finally:
-                self._in_step = False
+                self._recover()
 
-    def _step(
-        self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss], undo: Undo
-    ) -> dict[str, Step]:
+    def _step(self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss]) -> dict[str, Step]:
         steps: dict[str, Step] = {}
         values: dict[str, Tensor] = {}
         for name, tenant in tenants.items():
@@ -375,8 +404,10 @@ class Tenants:
                 continue
             steps[name] = Step(None)
             if not tenant.is_here():
-                tenant.stop("the pool has removed or replaced its adapter")
+                tenant.stop(REPLACED)
                 continue
+            if tenant.pending + 1 >= tenant.accumulation:
+                self.pool._versions.check_next(name)
             loss = losses[name]
             if not isinstance(loss, Tensor):
                 try:
@@ -392,32 +423,40 @@ class Tenants:
             if not math.isfinite(number):
                 tenants[name].stop(f"its loss is {number}")
         alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
-        if alive:
-            pending = (t for t in self._tenants.values() if t.pending and t.is_here())
-            drop_gradients(self._stacks, {tenant._slot for tenant in pending})
-            self._backward(alive)
-            collect(self._stacks, (f for name in alive for f in tenants[name].factors()))
-        due = []
-        for name in alive:
-            tenants[name].pending += 1
-            if tenants[name].pending >= tenants[name].accumulation:
-                due.append(tenants[name])
-        updated = []
-        for tenant, norm in zip(due, self._take_gradients(due), strict=True):
+        after = self._accumulate(alive)
+        due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
+        for tenant, norm in zip(due, self._take_gradients(due, after), strict=True):
             steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
             if not math.isfinite(norm):
                 tenant.stop(f"the norm of its gradients is {norm}")
             else:
-                undo.keep(tenant)
                 self._update(tenant, norm)
-                updated.append(tenant)
-        for name in self._publish(updated, undo):
+        updated = [tenant for tenant in due if tenant.stopped is None]
+        self._check_finite(updated)
+        after |= {tenant: tenant.after_update() for tenant in updated}
+        for name in self._publish(updated, after):
             steps[name] = steps[name]._replace(updated=True)
-        self._finish([*due, *(tenants[n] for n in steps if tenants[n].stopped is not None)])
         for name, step in steps.items():
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
+
+    def _accumulate(self, losses: Mapping[str, Tensor]) -> dict[Tenant, Progress]:
+        """Backward; returns what is accumulated of each tenant with it."""
+        for stack in self._stacks:
+            stack.grad = None  # of backwards outside of a step
+        if not losses:
+            return {}
+        self._backward(losses)
+        tenants = [self[name] for name in losses]
+        rows = iter(collect(self._stacks, [f for tenant in tenants for f in tenant.factors()]))
+        after = {}
+        for tenant in tenants:
+            now = tenant.current
+            last = now.pending + 1 >= tenant.accumulation
+            held = tuple(_plus(held, next(rows), last) for held in now.held)
+            after[tenant] = replace(now, held=held, pending=now.pending + 1)
+        return after
 
     def _backward(self, losses: Mapping[str, Tensor]) -> None:
         """Of the sum of losses, each divided by its tenant's number of batches."""
@@ -444,12 +483,15 @@ class Tenants:
         finally:
             branches.close()
 
-    def _take_gradients(self, due: Sequence[Tenant]) -> list[float]:
+    def _take_gradients(
+        self, due: Sequence[Tenant], after: Mapping[Tenant, Progress]
+    ) -> list[float]:
         """Give parameters their gradients; returns the norm of each tenant's."""
         norms = []
         for tenant in due:
-            for factor in tenant.factors():
-                factor.parameter.grad = factor.gradient(tenant.is_sparse())
+            tenant.begin()
+            for factor, rows in zip(tenant.factors(), after[tenant].held, strict=True):
+                factor.parameter.grad = factor.gradient(rows, tenant.is_sparse())
             grads = [p.grad for p in tenant.parameters() if p.grad is not None]
             grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
             norms.append(get_total_norm(grads) if grads else torch.zeros((), device="cpu"))
@@ -461,7 +503,7 @@ class Tenants:
             scale = min(tenant.max_norm / (norm + 1e-6), 1.0)  # as torch has it
             for parameter in parameters:
                 grad = parameter.grad
-                if grad is not None:  # its values may be those that are undone to
+                if grad is not None:
                     values = grad._values() * scale
                     parameter.grad = sparse_tensor(grad._indices(), values, grad.shape)
         elif tenant.max_norm is not None:
@@ -471,32 +513,40 @@ class Tenants:
         except Exception as error:
             tenant.stop(f"its optimizer raised {named(error)}", error)
 
-    def _publish(self, tenants: Sequence[Tenant], undo: Undo) -> list[str]:
-        """Write updates that are finite to the slots, undo all others; returns whose they are."""
+    def _check_finite(self, tenants: Sequence[Tenant]) -> None:
         flags = iter(numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
-        published = []
         for tenant in tenants:
             bad = sum(not next(flags) for _ in tenant.factors())
             if bad and tenant.stopped is None:
                 tenant.stop("its update is not finite in the dtype of the pool")
-            if tenant.stopped is not None:
-                undo.undo(tenant)
-                continue
-            undo.publish(tenant)
-            published.append(tenant.name)
-        return published
 
-    def _finish(self, through: Sequence[Tenant]) -> None:
-        """Drop the gradients of those that are through; disable those that are stopped."""
-        for tenant in through:
-            tenant.pending = 0
-            for factor in tenant.factors():
-                factor.parameter.grad = factor.held = None
-            # Only now: a graph of this step has saved the table of enabled adapters.
-            if tenant.stopped is not None and tenant.is_here():
-                self.pool.disable(tenant.name)
-        if not any(tenant.pending for tenant in self._tenants.values()):
-            drop_gradients(self._stacks, ())  # now, for their memory
+    def _publish(self, updated: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> list[str]:
+        """Let what follows the step be current, of all tenants at once, and write it to the slots;
+        returns whose updates these are."""
+        versions, change = self.pool._versions, Change()
+        with versions.lock:
+            for tenant in updated:
+                if tenant.stopped is None and not tenant.is_here():
+                    tenant.stop(REPLACED)
+            published = [tenant for tenant in updated if tenant.stopped is None]
+            for tenant in published:
+                versions.stage(tenant.name, change, partial(tenant.publish, after[tenant]))
+            for tenant, progress in after.items():
+                if tenant.stopped is None:
+                    tenant.stage(change, progress)
+            change.done = True
+            for tenant in published:
+                versions.settle(tenant.name)
+        return [tenant.name for tenant in published]
+
+    def _finish(self, stopped: Sequence[Tenant]) -> None:
+        """Drop the gradients of tenants that were stopped, and disable them."""
+        for tenant in stopped:
+            tenant.drop()
+            # Only after the step, of which a graph has saved the table of enabled adapters.
+            if not tenant.ended:
+                tenant.disable()
+            tenant.ended = True
 
     # -- folders --
 
@@ -535,7 +585,9 @@ class Tenants:
         Files are written beside those of the folder and then replace them, each at once: one that
         cannot be written leaves the folder as it was.
         """
-        with self._outside_steps("save"):
+        self._check_outside("save")
+        with self._lock:
+            self._recover()
             tenant = self[name]
             adapter, state = tenant.adapter(), tenant.state() if optimizer else None
         with replacing(folder) as new:
@@ -544,6 +596,16 @@ class Tenants:
                 torch.save(state, new / STATE_FILE)
             # If the process ends during the replacement, no moments are left of other factors.
             (Path(folder) / STATE_FILE).unlink(missing_ok=True)
+
+
+def _plus(held: Rows | None, rows: Rows | None, last: bool) -> Rows | None:
+    """The sum; of a `last` batch, whose gradients are used before the next one, without a copy."""
+    if held is not None and rows is not None:
+        return held.plus(rows)
+    rows = held if rows is None else rows
+    # What is held must not change before the step is current; and a view keeps a whole stack.
+    copied = rows is not None and (rows is held) == last
+    return replace(rows, values=rows.values.clone()) if rows is not None and copied else rows
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:

@@ -157,7 +157,7 @@ def descend(tenants, name, number):
     target = tenants[name]
     loss = torch.zeros(())
     for key, factor in target._keyed().items():
-        own = factor.stack[target._slot].narrow(factor.dim, 0, factor.rank)
+        own = factor.stack[factor.slot].narrow(factor.dim, 0, factor.rank)
         loss = loss + (own * draw(number + sum("".join(key).encode()), *own.shape)).sum()
     return tenants.step({name: loss})[name]
 
@@ -512,7 +512,7 @@ def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
     house.pool.remove("law")
     house.add("code")
     house.steps(["code"], range(1))
-    grads = [f.gradient().clone() for f in house.tenants["code"].factors()]
+    grads = [grad.clone() for grad in house.tenants["code"].gradients()]
     house.tenants.step({"law": torch.ones((), requires_grad=True)})
     for call in (
         lambda: house.tenants.save("law", tmp_path / "law"),
@@ -522,7 +522,7 @@ def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
             call()
     assert not (tmp_path / "law").exists()
     house.tenants.remove("law")
-    assert same([f.gradient() for f in house.tenants["code"].factors()], grads)
+    assert same(house.tenants["code"].gradients(), grads)
 
 
 def test_a_pool_has_one_tenants():
@@ -531,7 +531,7 @@ def test_a_pool_has_one_tenants():
     house.steps(["code"], range(1))
     with pytest.raises(ValueError, match="has other Tenants already"):
         Tenants(house.pool)
-    assert tenant.pending == 1 and tenant.factors()[0].gradient() is not None
+    assert tenant.pending == 1 and tenant.gradients()[0] is not None
     house.tenants.close()
     with pytest.raises(RuntimeError, match="'law' cannot be added: these Tenants are closed"):
         house.add("law")

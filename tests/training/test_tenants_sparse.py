@@ -264,9 +264,8 @@ def test_accumulated_gradients_of_scaled_factors_are_resumed(sparse, tmp_path):
     again = House(place)
     resumed = again.add("law", tmp_path, resume=True)
     assert resumed.pending == 1
-    for factor, wanted in zip(resumed.factors(), tenant.factors(), strict=True):
-        found, grad = (f.gradient(sparse).to_dense() for f in (factor, wanted))
-        assert same_bits(found, grad)
+    for found, wanted in zip(resumed.gradients(), tenant.gradients(), strict=True):
+        assert same_bits(found.to_dense(), wanted.to_dense())
 
 
 def alone_from(place, name, numbers):
@@ -312,8 +311,7 @@ def check_memory(device, dtype):
 
     tenants.step(losses())
     for name in ("law", "med"):
-        for factor in tenants[name].factors():
-            assert factor.held.values.size(0) == 4
+        assert all(rows.values.size(0) == 4 for rows in tenants[name].current.held)
     with largest_allocation() as found:
         assert all(step.updated for step in tenants.step(losses()).values())
     assert found.nbytes <= of_slot  # a moment of one tenant's factor, not the stack's gradient
