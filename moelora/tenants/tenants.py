@@ -35,6 +35,7 @@ from moelora.tenants.branches import Branches
 from moelora.tenants.factors import collect
 from moelora.tenants.new import new_adapter
 from moelora.tenants.optimizers import make_optimizer
+from moelora.tenants.resumed import check_resumed, of_tenant
 from moelora.tenants.rows import Rows, is_sparse
 from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
@@ -183,7 +184,8 @@ class Tenants:
         Raises
         ------
         ValueError, FileNotFoundError
-            A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above.
+            A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above; or what
+            is resumed has another shape, dtype or range than this tenant's.
         RuntimeError
             The pool is full, or `close` has been called.
 
@@ -210,7 +212,8 @@ class Tenants:
         if resume:
             if not isinstance(source, (str, Path)):
                 raise ValueError("resume=True needs the folder that save wrote")
-            saved = read_state(Path(source))
+            with of_tenant(name):
+                saved = read_state(Path(source))
         if source is None:
             adapter = new_adapter(self.pool, rank, alpha, targets, generator)
         else:
@@ -219,9 +222,11 @@ class Tenants:
             experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
             adapter = Adapter(experts, adapter.linears)
         if saved is not None:
-            check_state(saved, self.pool, adapter)
-            if optimizer is None:
-                check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
+            with of_tenant(name):
+                check_state(saved, self.pool, adapter)
+                check_resumed(saved)
+                if optimizer is None:
+                    check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
         self._check_outside("add")
         with self._lock:
             self._recover()
@@ -234,7 +239,8 @@ class Tenants:
                     tenant.parameters(), optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay
                 )
                 if saved is not None:
-                    tenant.restore(saved)
+                    with of_tenant(name):
+                        tenant.restore(saved)
                 if accumulation is not None:
                     tenant.accumulation = accumulation
                 if max_norm is not None:

@@ -7,6 +7,8 @@ import torch
 from tenant_house import LAYERS, PLACES, E, House, K, R, alone, draw, same
 
 import moelora
+from moelora.tenants import tenants as module
+from moelora.tenants.tenant import read_state
 from moelora.training import Tenants
 
 
@@ -252,6 +254,66 @@ def test_states_with_other_content_are_refused(change, tmp_path):
     with pytest.raises(ValueError, match=rf"damaged: .*{next(iter(change))}"):
         house.add("law", tmp_path, resume=True)
     assert not house.pool.names()
+
+
+FIRST = r"layers\.0\.experts\.gate_up\.A"
+SHAPE = (E, 4, K)  # of the factor that is called so
+
+
+def sparse(index, **changes):
+    """A gradient of one expert, or of those that `index` names."""
+    index = torch.tensor(index)
+    values = torch.ones(index.size(-1), *SHAPE[1:])
+    return torch.sparse_coo_tensor(index, values, SHAPE, check_invariants=False, **changes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "why"),
+    [
+        ("gradient", sparse([[10**9]]), f"gradient of {FIRST} has index 1000000000 of an expert"),
+        ("gradient", sparse([[-3]]), f"gradient of {FIRST} has index -3 of an expert, .* 0 to 3"),
+        ("gradient", sparse([[1, 1]]), "indices out of order or twice"),
+        ("gradient", sparse([[1]]).to(torch.complex64), "complex64, wanted float32"),
+        ("gradient", sparse([[1]]).to(torch.bool), "is bool, wanted float32"),
+        ("gradient", torch.ones(SHAPE).to_sparse(2), "is sparse in 2 dimensions"),
+        ("gradient", torch.ones(SHAPE, dtype=torch.complex64), "complex64, wanted float32"),
+        ("gradient", torch.ones(SHAPE, dtype=torch.bool), "is bool, wanted float32"),
+        ("gradient", torch.ones(()).expand(SHAPE), r"has strides \(0, 0, 0\)"),
+        ("gradient", torch.full(SHAPE, float("inf")), "not finite"),
+        ("exp_avg", torch.ones(2), r"exp_avg of .* is \(2,\), wanted a tensor of shape"),
+        ("exp_avg", torch.ones(SHAPE, dtype=torch.int64), "is int64, wanted float32 or"),
+        ("exp_avg", torch.ones(()).expand(SHAPE), r"has strides \(0, 0, 0\)"),
+        ("exp_avg_sq", torch.full(SHAPE, -1.0), "negative"),
+        ("exp_avg_sq", torch.full(SHAPE, float("nan")), "has NaN"),
+        ("step", torch.tensor(-1.0), "step of .* wanted a number of updates"),
+        ("step", torch.ones(SHAPE), "step of .* wanted a number of updates"),
+        ("step", float("nan"), "step of .* is nan"),
+        ("extra", torch.ones(1).expand(10**9), r"extra of .* has strides \(0,\)"),
+        ("extra", {"a": [1j]}, "a in extra of .* is 1j, wanted a finite number"),
+        ("lr", float("nan"), "lr of group 0 is nan"),
+        ("weight_decay", -1.0, "weight_decay of group 0 is -1.0"),
+        ("betas", (0.9, 1.0), "betas of group 0 is"),
+        ("eps", float("inf"), "eps of group 0 is inf"),
+    ],
+)
+def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
+    """By the tenant's name, before the pool is touched; others train on."""
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    house.steps(["law"], range(1))
+    house.tenants.save("law", tmp_path)
+    house.tenants.remove("law")
+    saved = read_state(tmp_path)
+    factor = saved["factors"]["layers.0.experts", "gate_up", "A"]
+    assert factor["shape"] == SHAPE
+    of = factor if entry in factor else saved["groups"][0] if entry in saved["groups"][0] else None
+    (factor["state"] if of is None else of)[entry] = value
+    house.add("med")
+    before = [t.clone() for t in house.pool._tensors()]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="'law': .*" + why):
+        patch.setattr(module, "read_state", lambda folder: saved)
+        house.add("law", tmp_path, resume=True)
+    assert house.tenants.names() == ["med"] and same(house.pool._tensors(), before)
 
 
 def test_saved_folders_are_pefts(tmp_path):
