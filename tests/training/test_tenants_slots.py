@@ -55,6 +55,33 @@ def test_an_eviction_takes_what_was_trained_to_host_memory(place, closed, tmp_pa
         assert step["law"].stopped and not step["law"].updated
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_all_kinds_of_factors_come_back(dtype):
+    """Of experts, of linear layers and of embeddings, also where an adapter has none."""
+    experts = [moelora.MoELayer(f"layers.{n}.experts", 2, 16, 8) for n in range(2)]
+    linears = [
+        moelora.LinearLayer("q_proj", 16, 24),
+        moelora.LinearLayer("embed_tokens", 12, 16, embedding=True),
+    ]
+    pool = moelora.AdapterPool(experts, 2, 8, dtype=dtype, w13_slices=1, linears=linears, host=3)
+    tenants = Tenants(pool)
+    targets = ["layers.1.experts", "q_proj", "embed_tokens"]
+    tenant = tenants.add("law", rank=4, alpha=3.0, lr=0.1, targets=targets)
+    for number in range(2):
+        pairs = (f.stack[f.slot].narrow(f.dim, 0, f.rank) for f in tenant.factors())
+        loss = sum((x.float() * draw(number, *x.shape)).sum() for x in pairs)
+        assert tenants.step({"law": loss})["law"].updated
+    slot = pool.lookup("law")
+    trained = [t[slot].detach().clone() for t in pool._tensors()]
+    pool.pin("law", False)
+    adapter = tenants["law"].adapter()
+    for name in ("a", "b"):
+        pool.add(name, adapter)
+    assert pool.names() == ["a", "b"]
+    slot = pool.lookup("law")
+    assert same([t[slot].detach() for t in pool._tensors()], trained)
+
+
 def test_without_host_memory_what_was_trained_is_not_evicted(tmp_path):
     house = House(FLOAT32, max_loras=2)
     house.add("law")
