@@ -4,14 +4,12 @@ Files are searched in this order, each also in shards (`-00001-of-00002`, with o
 their index):
 
     adapter_model.safetensors
-    adapter_model.bin            read by torch with `weights_only=True`: tensors and nothing else
+    adapter_model.bin            tensors and nothing else (torch_file.py)
 """
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from moelora.adapters.factors import check_plain, first_not_finite
+from moelora.adapters.torch_file import TorchFile
 from moelora.files import file_in, read_json
 
 STEM = "adapter_model"
@@ -225,41 +224,4 @@ def open_weights(folder: Path) -> Iterator[Weights]:
 
 
 def _open(path: Path, opened: ExitStack) -> Weights:
-    return _unpickled(path) if path.suffix == ".bin" else _Safetensors(path, opened)
-
-
-def _unpickled(path: Path) -> State:
-    try:
-        _check_records(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} cannot be read as only tensors (torch.load, weights_only=True): "
-            f"{_reason(error):.300}"
-        ) from None
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{path} holds a {type(state).__name__}, wanted a dictionary of tensors")
-    return State(state)
-
-
-def _check_records(path: Path) -> None:
-    """Raise ValueError if a file would take more memory than its size.
-
-    Records of a zip file may be compressed, or overlap; torch.save writes neither.
-    """
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as file:
-            held = sum(record.file_size for record in file.infolist())
-    except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
-        raise ValueError(str(error)) from None
-    if held > (length := path.stat().st_size):
-        raise ValueError(f"its records have {held} bytes, the file has {length}")
-
-
-def _reason(error: Exception) -> str:
-    """torch's error, without its advice to load the file anyway."""
-    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
-    told = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler"))
-    return next(told, lines[0]).partition(" Please ")[0]
+    return (TorchFile if path.suffix == ".bin" else _Safetensors)(path, opened)

@@ -142,6 +142,33 @@ def test_damaged_bytes(pool, folder, data):
         peek(folder / "a", LAYERS, LINEARS)
 
 
+@fuzz
+@given(data=st.data())
+def test_damaged_bytes_of_torch(pool, folder, data):
+    """Bytes of an archive overwritten, most of them of its pickle or directory; cut; appended."""
+    path = write(folder / "a", valid_state()) / "adapter_model.safetensors"
+    path.unlink()
+    path = path.with_suffix(".bin")
+    torch.save(valid_state(), path)
+    content = bytearray(path.read_bytes())
+    kind = data.draw(st.sampled_from(["pickle", "directory", "cut", "append"]))
+    if kind in ("pickle", "directory"):
+        start, end = content.index(b"\x80\2}"), content.index(b"u.PK") + 2
+        if kind == "directory":
+            start, end = content.index(b"PK\1\2"), len(content)
+        for at in data.draw(st.lists(st.integers(start, end - 1), min_size=1, max_size=6)):
+            content[at] = data.draw(st.integers(0, 255))
+    elif kind == "cut":
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=20))
+    path.write_bytes(content)
+    taken = add_and_check(pool, folder / "a")
+    assert not taken or kind in ("pickle", "directory")
+    with contextlib.suppress(*CLEAR):
+        peek(folder / "a", LAYERS, LINEARS)
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
