@@ -1,6 +1,7 @@
 """QLoRA: PEFT's adapters on experts that stay quantized, of attention too, under Trainer."""
 
 import copy
+import json
 import sys
 from pathlib import Path
 
@@ -92,7 +93,10 @@ def test_trainer(made, tmp_path):
     assert len(experts) == 4 and all(map(torch.equal, (m.tiles for m in experts), tiles))
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     assert not any(n.endswith(("gate_up_proj", "down_proj")) for n in frozen)
+    config = json.loads((tmp_path / "checkpoint-4" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(made[0])
     served, ids = load(made), tokens(3)
+    assert served.name_or_path == served.config.name_or_path == str(made[0])
     moelora_hf.load_adapters(served, {"a": tmp_path / "checkpoint-4"})
     again = peft.PeftModel.from_pretrained(load(made), tmp_path / "checkpoint-4").eval()
     moelora_peft.attach(again)

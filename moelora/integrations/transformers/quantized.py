@@ -139,6 +139,8 @@ def load_quantized(
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
     _load_experts(model, checkpoint, None, activations, dequantize, experts, with_biases=False)
+    # from_pretrained got no name; PEFT writes it into the adapters of the model.
+    model.name_or_path = model.config.name_or_path = str(folder)
     return model
 
 
