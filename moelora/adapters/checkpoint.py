@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
+from moelora.folders import reading
 from moelora.storage import check_held
 
 # Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
@@ -77,11 +79,12 @@ def load(
         reader = _Reader(State(source), lora, Modules(lora, layers, linears), layout)
         return reader.read(limits, own)
     check_config(config)
-    folder = _folder(source)
-    lora = LoraConfig.read(folder)
-    with open_weights(folder) as weights:
-        reader = _Reader(weights, lora, Modules(lora, layers, linears), layout)
-        return reader.read(limits, own)
+
+    def read(folder: Path) -> Adapter:
+        with _open(folder, layers, linears, layout) as reader:
+            return reader.read(limits, own)
+
+    return reading(_path(source), read)
 
 
 def check_config(config: Mapping[str, Any] | None) -> None:
@@ -102,10 +105,12 @@ def peek(
     Parameters and errors are those of `load`, but no tensor is read.
     """
     columns.check(layout)
-    folder = _folder(folder)
-    lora = LoraConfig.read(folder)
-    with open_weights(folder) as weights:
-        return _Reader(weights, lora, Modules(lora, layers, linears), layout).info()
+
+    def read(folder: Path) -> AdapterInfo:
+        with _open(folder, layers, linears, layout) as reader:
+            return reader.info()
+
+    return reading(_path(folder), read)
 
 
 def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
@@ -115,14 +120,25 @@ def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
     return f"; `moelora adapters {str(source):.200}` says what the adapter is"
 
 
-def _folder(source: str | Path) -> Path:
+def _path(source: str | Path) -> Path:
     if not isinstance(source, (str, os.PathLike)):
         kind = type(source).__name__
         raise ValueError(f"source is a {kind}, wanted a folder, or a mapping of tensors by name")
-    folder = Path(source)
+    return Path(source)
+
+
+@contextmanager
+def _open(
+    folder: Path,
+    layers: Sequence[MoELayer],
+    linears: Sequence[LinearLayer],
+    layout: Layout | None,
+) -> Iterator[_Reader]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
-    return folder
+    lora = LoraConfig.read(folder)
+    with open_weights(folder) as weights:
+        yield _Reader(weights, lora, Modules(lora, layers, linears), layout)
 
 
 class _Reader:

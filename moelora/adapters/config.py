@@ -177,7 +177,8 @@ class LoraConfig:
         """
         if self.peft_version is None:
             return None
-        match = re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", self.peft_version)
+        form = r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})(?:\+.*)?"  # or +moelora.VERSION
+        match = re.fullmatch(form, self.peft_version)
         if match is None:  # a development version covers many commits
             return None
         version = tuple(map(int, match.groups()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from moelora.adapters.config import CONFIG_FILE, LoraConfig
 from moelora.adapters.factors import partner
 from moelora.adapters.keys import WRAPPERS, Key, parse
 from moelora.adapters.weights import Weights, open_weights, weight_files
+from moelora.files import file_in, read_json
+from moelora.folders import reading
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_EXPERT = re.compile(r"\.experts\.(?:\d+\.\w+|\w+s\.\d+)$")
@@ -50,7 +51,10 @@ def describe(folder: str | Path) -> Description:
 
     Raises FileNotFoundError if there is no adapter, ValueError if a file cannot be read.
     """
-    folder = Path(folder)
+    return reading(Path(folder), _describe)
+
+
+def _describe(folder: Path) -> Description:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
     files = weight_files(folder)
@@ -79,12 +83,12 @@ def describe(folder: str | Path) -> Description:
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any], list[str]]:
     try:
-        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        path = file_in(folder, CONFIG_FILE)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file")
+        return read_json(path), []
+    except (OSError, ValueError) as error:
         return {}, [f"{CONFIG_FILE} cannot be read: {error}"]
-    if not isinstance(raw, dict):
-        return {}, [f"{CONFIG_FILE} is a {type(raw).__name__}, wanted an object"]
-    return raw, []
 
 
 def _keys(weights: Weights) -> tuple[list[Key], list[str]]:
@@ -157,7 +161,9 @@ def _faults(
 def _writer(raw: Mapping[str, Any]) -> str:
     mapping = raw.get("auto_mapping")
     unsloth = isinstance(mapping, Mapping) and mapping.get("unsloth_fixed")
-    version = raw.get("peft_version")
+    version, _, moelora = str(raw.get("peft_version") or "").partition("+moelora.")
+    if moelora:
+        return f"moelora {moelora}, as PEFT {version} writes"
     peft = f"PEFT {version}" if version else "not said (PEFT says it from 0.18 on)"
     return f"Unsloth with {peft}" if unsloth else peft
 

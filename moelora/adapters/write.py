@@ -15,39 +15,26 @@ import json
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelora import _C
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
 PREFIX = "base_model.model."
-PEFT_VERSION = "0.19.1"  # the first with these shapes for every experts module
+# The first PEFT with these shapes for every experts module, and who wrote the file instead of it.
+WRITER = f"0.19.1+moelora.{_C.version()}"
+FILES = (CONFIG_FILE, f"{STEM}*")  # an adapter's, as patterns
 NAMES: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 # Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
 Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
-
-
-@contextmanager
-def replacing(folder: str | Path) -> Iterator[Path]:
-    """A new folder within `folder`, whose files replace those of `folder` at the end.
-
-    If the body raises, `folder` is as before, but is made if there is none.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".saving-", dir=folder) as new:
-        yield Path(new)
-        for path in sorted(Path(new).iterdir()):
-            path.replace(folder / path.name)
 
 
 def write(
@@ -66,7 +53,7 @@ def write(
         Pairs of experts are those of whole parameters: `gate_up` (`up` without a gate) and `down`,
         with one scaling for all experts.
     folder : path
-        Files of an adapter in it are replaced.
+        Of no other adapter: `moelora.folders.replacing` makes one that takes its place.
     layers, linears : mapping
         The layers that `adapter` has pairs of, by name.
     base_model : str, optional
@@ -123,7 +110,7 @@ def write_per_expert(
     ----------
     adapter : Adapter
     folder : path
-        Files of an adapter in it are replaced.
+        Of no other adapter: `moelora.folders.replacing` makes one that takes its place.
     layers, linears : mapping
         The layers that `adapter` has pairs of, by name.
     names : mapping, optional
@@ -181,7 +168,7 @@ def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) 
 
     config = {
         "peft_type": "LORA",
-        "peft_version": PEFT_VERSION,
+        "peft_version": WRITER,
         "bias": "none",
         "inference_mode": True,
         "init_lora_weights": True,

@@ -4,6 +4,7 @@ it with one pair for each expert."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,11 @@ from moelora.adapters import Projection, load, peek
 from moelora.adapters.columns import Layout
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.describe import Group, describe
-from moelora.adapters.write import replacing, write_per_expert
+from moelora.adapters.write import FILES, write_per_expert
 from moelora.bench import console
 from moelora.files import file_in, read_json
+from moelora.folders import replacing
+from moelora.tenants.files import STATE_FILES
 from moelora.terminal import printable
 
 STACKS = (
@@ -49,6 +52,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "as SGLang reads it, and vLLM for models whose experts it does not keep in stacks, such as "
         "Qwen3-MoE (default: write nothing)",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="--per-expert may replace an adapter in a folder that is not empty; other files of it "
+        "stay (default: refuse)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -58,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.per_expert is not None:
             _check_out(args)
+        elif args.force:
+            raise ValueError("--force needs --per-expert, the folder to write to")
         found = describe(args.folder)
     except (OSError, ValueError) as error:
         print(f"moelora adapters: {printable(error)}", file=sys.stderr)
@@ -104,6 +115,12 @@ def _check_out(args: argparse.Namespace) -> None:
         raise ValueError("--per-expert is empty, wanted a folder to write to")
     if Path(args.per_expert).resolve() == Path(args.folder).resolve():
         raise ValueError("--per-expert names the adapter's own folder, wanted another one")
+    out = Path(args.per_expert)
+    if not args.force and os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(
+            f"--per-expert {out} is there and not an empty folder, wanted a new one; --force "
+            "replaces the adapter in it"
+        )
 
 
 def _say(out: Console, text: str) -> None:
@@ -145,7 +162,7 @@ def _write_per_expert(args: argparse.Namespace) -> str:
     if empty.config.model_type in NAMED_AS_MIXTRAL:
         options["names"] = MIXTRAL
         options["rename"] = lambda name: name.replace(".mlp.", ".block_sparse_moe.")
-    with replacing(args.per_expert) as new:
+    with replacing(args.per_expert, (*FILES, *STATE_FILES)) as new:
         write_per_expert(adapter, new, layers, linears, **options)
     return f"written with one pair for each expert: {args.per_expert}"
 

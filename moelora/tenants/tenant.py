@@ -17,11 +17,10 @@ from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.checks import check_count, check_number
-from moelora.files import file_in
+from moelora.tenants import files
 from moelora.tenants.factors import Factor, padded
+from moelora.tenants.files import STATE_FILE
 from moelora.tenants.rows import Rows
-
-STATE_FILE = "training.pt"  # beside a saved adapter, what is not in PEFT's files
 
 # Stacks or factors (A, B) by layer and projection; "" is that of linear layers and embeddings.
 Place: TypeAlias = "tuple[str, Projection | str]"
@@ -353,19 +352,11 @@ class Tenant:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What `Tenants.save` wrote beside an adapter."""
-    path = file_in(folder, STATE_FILE)
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {STATE_FILE}: it was saved without optimizer")
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of the archive, of pickle, or of what it calls
-        raise ValueError(f"{path} is damaged, or not by Tenants.save: {_line(error)}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        version = found.get("format") if isinstance(found, dict) else None
+    found, path = files.read_state(folder), folder / STATE_FILE
+    if (version := found.get("format")) != FORMAT:
         raise ValueError(
-            f"{path} is of format {version}, wanted {FORMAT}: add the adapter without resume=True"
+            f"{path} is of format {version!r:.80}, wanted {FORMAT}: add the adapter without "
+            "resume=True"
         )
     if missing := {"optimizer", "groups", "updates", "pending", "factors"} - found.keys():
         raise ValueError(f"{path} is damaged: it has no {sorted(missing)}")
@@ -435,10 +426,6 @@ def _release(error: Exception) -> None:
     error.__traceback__ = error.__cause__ = error.__context__ = None
     notes: list[str] = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, text]  # type: ignore[attr-defined] # before Python 3.11
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
 def _copy_of(value: Any, factor: Factor) -> Any:

@@ -28,18 +28,19 @@ from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import replacing, write
+from moelora.adapters.write import FILES, write
+from moelora.folders import reading, replacing
 from moelora.sparse import set_sparse, sparse_tensor, warn_silently
 from moelora.tenants.arguments import check_arguments
 from moelora.tenants.branches import Branches
 from moelora.tenants.factors import collect
+from moelora.tenants.files import STATE_FILES, write_state
 from moelora.tenants.new import new_adapter
 from moelora.tenants.optimizers import make_optimizer
 from moelora.tenants.resumed import check_resumed, of_tenant
 from moelora.tenants.rows import Rows, is_sparse
 from moelora.tenants.steps import Step, check_loss, named, numbers
 from moelora.tenants.tenant import (
-    STATE_FILE,
     Progress,
     Tenant,
     check_optimizer,
@@ -208,16 +209,22 @@ class Tenants:
         )
         if sparse:
             warn_silently()  # also of gradients in a folder
-        saved = None
-        if resume:
-            if not isinstance(source, (str, Path)):
-                raise ValueError("resume=True needs the folder that save wrote")
+        if resume and not isinstance(source, (str, Path)):
+            raise ValueError("resume=True needs the folder that save wrote")
+
+        def read(source: Any) -> tuple[dict[str, Any] | None, Adapter]:
             with of_tenant(name):
-                saved = read_state(Path(source))
+                saved = read_state(source) if resume else None
+            return saved, self.pool.read(name, source, config=config, layout=layout)
+
+        saved = None
         if source is None:
             adapter = new_adapter(self.pool, rank, alpha, targets, generator)
         else:
-            adapter = self.pool.read(name, source, config=config, layout=layout)
+            if isinstance(source, (str, Path)):
+                saved, adapter = reading(Path(source), read)
+            else:
+                saved, adapter = read(source)
             layers = self.pool.layers
             experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
             adapter = Adapter(experts, adapter.linears)
@@ -574,8 +581,8 @@ class Tenants:
         folder : path
             PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
         optimizer : bool
-            Write `training.pt` as well, for `add(..., resume=True)`; without it, an old one is
-            removed.
+            Write `training.json` and `training.safetensors` as well, for `add(..., resume=True)`;
+            without it, old ones are removed.
         base_model : str, optional
             `base_model_name_or_path` of the configuration.
 
@@ -585,23 +592,26 @@ class Tenants:
             There is no such tenant.
         RuntimeError
             The pool has removed or replaced the adapter: its factors are gone.
+        ValueError
+            The state of the optimizer has a value of a type that the files cannot hold, or the
+            folder has the current one in it.
+        OSError
+            A file cannot be written, or the folder cannot be renamed (a mount point).
 
         Notes
         -----
-        Files are written beside those of the folder and then replace them, each at once: one that
-        cannot be written leaves the folder as it was.
+        The folder is replaced as a whole: whenever the process ends, it is the old one or the new
+        one. What else it has, such as README.md, stays.
         """
         self._check_outside("save")
         with self._lock:
             self._recover()
             tenant = self[name]
             adapter, state = tenant.adapter(), tenant.state() if optimizer else None
-        with replacing(folder) as new:
+        with replacing(folder, (*FILES, *STATE_FILES)) as new:
             write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
             if state is not None:
-                torch.save(state, new / STATE_FILE)
-            # If the process ends during the replacement, no moments are left of other factors.
-            (Path(folder) / STATE_FILE).unlink(missing_ok=True)
+                write_state(new, state)
 
 
 def _plus(held: Rows | None, rows: Rows | None, last: bool) -> Rows | None:

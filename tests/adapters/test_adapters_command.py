@@ -10,6 +10,7 @@ from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
 from small_models import config, make, tokens
 
+import moelora
 import moelora.integrations.transformers as moelora_hf
 from moelora.__main__ import main
 from moelora.adapters import AdapterPool, MoELayer
@@ -187,11 +188,34 @@ def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
     assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
     assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
     assert ask("peft", "--per-expert", "")[0] == 2
+    assert ask("peft", "--force")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()
     change = rename("layers.0", "layers.7")
     assert ask("peft", "--per-expert", str(tmp_path / "out"), change=change)[0] == 1
     assert (tmp_path / "a" / "adapter_config.json").read_text() == before
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_not_empty_is_replaced_by_force_alone(ask, tmp_path, capsys):
+    """And what else it has stays, but not a training state of other factors."""
+    out = tmp_path / "out"
+    out.mkdir()
+    assert ask("per-expert", "--per-expert", str(out))[0] == 0
+    status, text = ask("per-expert", "--per-expert", str(out))
+    assert status == 2 and not text
+    (out / "README.md").write_text("kept")
+    (out / "training.json").write_text("{}")
+    (out / "adapter_model.safetensors").write_bytes(b"other")
+    for words in ([], ["--force"]):
+        assert ask("per-expert", "--per-expert", str(out), *words)[0] == (0 if words else 2)
+        written = sorted(path.name for path in out.iterdir())
+        if not words:
+            assert (out / "adapter_model.safetensors").read_bytes() == b"other"
+    assert written == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert (out / "README.md").read_text() == "kept"
+    assert main(["adapters", str(out)]) == 0
+    assert f"moelora {moelora.__version__}, as PEFT 0.19.1 writes" in capsys.readouterr().out
+    assert ask("per-expert", "--per-expert", str(out / "README.md"))[0] == 2
 
 
 def rename(old, new):

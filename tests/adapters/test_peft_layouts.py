@@ -67,6 +67,7 @@ def check(pool, layer, deltas):
         (OLMOE, "gate_up", "0.18.1", True),
         (OLMOE, "gate_up", "0.19.0", True),
         (OLMOE, "gate_up", "0.19.1", False),
+        (OLMOE, "gate_up", "0.19.1+moelora.0.1.0", False),
         (OLMOE, "gate_up", "0.21.2", False),
         (OLMOE, "gate_up", "1.0.0", False),
         (GPT_OSS, "down", "0.18.1", True),

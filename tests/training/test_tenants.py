@@ -1,15 +1,25 @@
 """Tenants train in one step as they do alone; what goes wrong for one stops that one."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from covering import extent
+from interrupts import interrupted
 from tenant_house import LAYERS, PLACES, E, House, K, R, alone, draw, same
 
 import moelora
+from moelora import folders
+from moelora.adapters import write
+from moelora.sparse import sparse_tensor
+from moelora.tenants import files as tenant_files
 from moelora.tenants import tenants as module
-from moelora.tenants.tenant import read_state
+from moelora.tenants.files import STATE_FILES, read_state, write_state
 from moelora.training import Tenants
+
+# Interrupts of a save: nightly at each 5th instruction, in CI at every 97th.
+EVERY = extent(nightly=5, ci=97)
 
 
 @pytest.fixture(params=PLACES)
@@ -193,33 +203,56 @@ def test_states_of_others_are_refused(tmp_path):
     for options, name in (({"sparse": True}, "SparseAdam"), ({"optimizer": sgd}, "SGD")):
         with pytest.raises(ValueError, match=f"of the optimizer AdamW, not of {name}"):
             house.add("law", tmp_path, resume=True, **options)
-    saved = torch.load(tmp_path / "training.pt")
+    saved = read_state(tmp_path)
     for changes, why in (
-        ({"format": 2}, "training.pt is of format 2, wanted 1"),
+        ({"format": 2}, "training.json is of format 2, wanted 1"),
         ({"factors": {}}, "is not of this adapter: .* is None there"),
     ):
-        torch.save(saved | changes, tmp_path / "training.pt")
+        write_state(tmp_path, saved | changes)
         with pytest.raises(ValueError, match=why):
             house.add("law", tmp_path, resume=True)
     assert not house.pool.names()
 
 
-@pytest.mark.parametrize("content", ["empty", "garbage", "truncated", "list"])
-def test_damaged_states_are_refused(content, tmp_path):
+def tagged(text):
+    """Content of training.json whose key `updates` has this value."""
+    return ('{"format": 1, "updates": ' + text + "}").encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("training.json", lambda whole: b""),
+        ("training.json", lambda whole: b"garbage" * 99),
+        ("training.json", lambda whole: whole[: len(whole) // 2]),
+        ("training.json", lambda whole: b"[1]"),
+        ("training.json", lambda whole: b"[" * 100_000),
+        ("training.json", lambda whole: b"{}"),
+        ("training.json", lambda whole: tagged('{"$tensor": "none"}')),
+        ("training.json", lambda whole: tagged('{"$tensor": [1]}')),
+        ("training.json", lambda whole: tagged('[{"$tensor": "0"}, {"$tensor": "0"}]')),
+        ("training.json", lambda whole: tagged('{"$other": 3}')),
+        ("training.json", lambda whole: tagged('{"$dict": [[{"$tuple": [[1]]}, 2]]}')),
+        ("training.json", lambda whole: tagged('{"$dict": 3}')),
+        ("training.json", lambda whole: tagged('{"$sparse": []}')),
+        ("training.json", lambda whole: whole.replace(b'"$tensor": "0"', b'"$tuple": []')),
+        ("training.safetensors", lambda whole: b""),
+        ("training.safetensors", lambda whole: b"\xff" * 64),
+        ("training.safetensors", lambda whole: whole[: len(whole) // 2]),
+        ("training.safetensors", lambda whole: whole.replace(b'"0":', b'"x":')),
+    ],
+)
+def test_damaged_states_are_refused(file, content, tmp_path):
     """Before another adapter is evicted for the new one."""
     house = House(PLACES[0].values[0], max_loras=1)
     house.add("law")
+    house.steps(["law"], range(1))
     house.tenants.save("law", tmp_path)
     house.tenants.remove("law")
     house.pool.add("served", tmp_path)
-    path = tmp_path / "training.pt"
-    whole = path.read_bytes()
-    parts = {"empty": b"", "garbage": b"garbage" * 99, "truncated": whole[: len(whole) // 2]}
-    if content == "list":
-        torch.save([1], path)
-    else:
-        path.write_bytes(parts[content])
-    with pytest.raises(ValueError, match=r"training\.pt is (damaged|of format None)"):
+    path = tmp_path / file
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"training\.\w+ (is|has) (damaged|not|a |of |tensors)"):
         house.add("law", tmp_path, resume=True)
     assert house.pool.names() == ["served"]
 
@@ -246,11 +279,11 @@ def test_states_with_other_content_are_refused(change, tmp_path):
     house.steps(["law"], range(1))
     house.tenants.save("law", tmp_path)
     house.tenants.remove("law")
-    saved = torch.load(tmp_path / "training.pt")
+    saved = read_state(tmp_path)
     (saved if change.keys() <= saved.keys() else next(iter(saved["factors"].values()))).update(
         change
     )
-    torch.save(saved, tmp_path / "training.pt")
+    write_state(tmp_path, saved)
     with pytest.raises(ValueError, match=rf"damaged: .*{next(iter(change))}"):
         house.add("law", tmp_path, resume=True)
     assert not house.pool.names()
@@ -336,7 +369,7 @@ def test_saved_folders_are_pefts(tmp_path):
         served.pool.add(name, tmp_path / name)
     found, wanted = (h.losses(["law", "code"], 9) for h in (served, house))
     assert found == wanted
-    with pytest.raises(FileNotFoundError, match=r"training.pt: it was saved without optimizer"):
+    with pytest.raises(FileNotFoundError, match=r"training.json: it was saved without optimizer"):
         served.add("other", tmp_path / "law", resume=True)
     assert "other" not in served.pool
 
@@ -610,13 +643,62 @@ def test_a_save_that_fails_leaves_the_folder(tmp_path, monkeypatch):
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     house.steps(["law"], range(1))
 
-    def full(state, path):
+    def full(state, path, metadata=None):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr(torch, "save", full)
+        patch.setattr("safetensors.torch.save_file", full)
+        house.tenants.save("law", tmp_path)
+    house.tenants["law"].optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(ValueError, match=r"training.json cannot hold \['groups'\]\[0\]\['hook'\]"):
         house.tenants.save("law", tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
     house.tenants.save("law", tmp_path, optimizer=False)
-    assert {path.name for path in tmp_path.iterdir()} == files.keys() - {"training.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == files.keys() - set(STATE_FILES)
+    assert not list(tmp_path.parent.glob(".saving-*"))
+
+
+def test_a_save_that_is_interrupted(tmp_path):
+    """The folder is the old one or the new one, byte for byte, and resumes."""
+    house = House(PLACES[0].values[0])
+    house.add("law")
+    snapshots = []
+    for name in ("old", "new"):
+        house.steps(["law"], range(1))
+        house.tenants.save("law", tmp_path / name)
+        snapshots.append({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()})
+    folder, number = tmp_path / "law", 1
+    files = {folders.__file__, write.__file__, tenant_files.__file__}
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        came = interrupted(lambda: house.tenants.save("law", folder), files, number)
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} in snapshots
+        if not came:
+            break
+        number += EVERY
+    assert number > 10 * EVERY
+
+
+def test_states_keep_their_types(tmp_path):
+    """What optimizers of others may have; tensors that share memory come apart."""
+    shared = torch.arange(4.0)
+    state = {
+        "numbers": [1, 2.5, float("inf"), True, None, "text", (0.9, (0.99,))],
+        "lists": {"old_dirs": [shared, shared], "al": [None]},
+        "keys": {
+            3: shared[1:],
+            ("layer", "up", "A"): {"$tensor": torch.ones((), dtype=torch.bool)},
+        },
+        "sparse": sparse_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (4, 2)),
+    }
+    write_state(tmp_path, state)
+    found = read_state(tmp_path)
+    assert found["numbers"] == state["numbers"] and found["keys"].keys() == state["keys"].keys()
+    assert all(torch.equal(t, shared) for t in found["lists"]["old_dirs"])
+    assert found["lists"]["al"] == [None]
+    assert torch.equal(found["keys"][3], shared[1:])
+    assert found["keys"]["layer", "up", "A"]["$tensor"].dtype == torch.bool
+    assert found["sparse"].is_coalesced()
+    assert torch.equal(found["sparse"].to_dense(), state["sparse"].to_dense())
