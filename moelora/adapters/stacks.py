@@ -215,7 +215,14 @@ class ExpertStacks:
         """Check the rank of gate and up in one slice, where separate pairs are concatenated."""
         if self.slices_of(layer) == 1 and layer.gated and "gate_up" not in ranks:
             joined = ranks.get("gate", 0) + ranks.get("up", 0)
-            check_rank(f"{layer.name}.gate_up_proj", joined, self.max_rank)
+            try:
+                check_rank(f"{layer.name}.gate_up_proj", joined, self.max_rank)
+            except ValueError as error:
+                two = "" if layer.interleaved else "w13_slices=2 or "
+                raise ValueError(
+                    f"{error}: its gate and up have an A each, and this pool one of both, of the "
+                    f"sum of their ranks; make the pool with {two}max_rank={joined}"
+                ) from None
 
     def stage(
         self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions

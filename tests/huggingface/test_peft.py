@@ -23,6 +23,7 @@ from hf_models import (
 from packaging.version import Version
 
 import moelora.integrations.peft as moelora_peft
+import moelora.integrations.transformers as moelora_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 
@@ -206,6 +207,36 @@ def test_copies_and_detached_models(tmp_path):
         torch.testing.assert_close(other(ids, adapter_names=NAMES).logits, wanted)
     moelora_peft.detach(copied)
     torch.testing.assert_close(copied(ids).logits, plain, rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unload", ["unload", "merge_and_unload"])
+def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
+    """And the other way round: each is loaded once the other is unloaded, also into copies."""
+    model = make_model(mixtral)
+    ids = tokens()
+    folders = save_adapters(model, tmp_path)
+    attached = load(model, {"a": folders["a"]})
+    moelora_peft.attach(attached)
+    wanted = attached(ids).logits
+    for call in (moelora_hf.unload_adapters, lambda m: moelora_hf.load_adapters(m, folders)):
+        with pytest.raises(RuntimeError, match=r"peft.detach\(peft_model\), then peft_model.unload"):
+            call(attached.get_base_model())
+    base = getattr(attached, unload)()
+    after = copy.deepcopy(base)
+    moelora_hf.load_adapters(base, folders)
+    if unload == "unload":
+        got = base(ids, adapter_names=["a"] * len(ids)).logits
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+    else:
+        torch.testing.assert_close(base(ids).logits, wanted, rtol=2e-4, atol=2e-4)
+    for served in (copy.deepcopy(base), base):
+        if served is base:
+            moelora_hf.unload_adapters(base)
+        expected = load(copy.deepcopy(after), {"c": folders["c"]})(ids).logits
+        served = load(served, {"c": folders["c"]})
+        moelora_peft.attach(served)
+        torch.testing.assert_close(served(ids).logits, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_why_this_is_needed(tmp_path):

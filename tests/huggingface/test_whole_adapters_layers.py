@@ -32,6 +32,7 @@ from whole_models import (
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.linears import linear_layers
+from moelora.training import Tenants
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized_folders  # noqa: E402
@@ -74,7 +75,7 @@ def test_targets(tmp_path):
     wanted = wanted_logits(model, folders, ROWS, ids)
     for targets in ("all", None):
         pool = moelora_hf.load_adapters(
-            model, {}, max_loras=3, max_rank=4, max_linear_rank=6, targets=targets
+            model, {}, max_loras=3, max_rank=4, max_linear_rank=6, w13_slices=2, targets=targets
         )
         pointers = [t.data_ptr() for t in pool._tensors()]
         for name, folder in folders.items():
@@ -97,6 +98,37 @@ def test_targets(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             moelora_hf.load_adapters(model, {}, targets=targets)
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "expected"),
+    [
+        ((), {}, (16, 16)),
+        ((), {"max_rank": 8}, (8, 8)),
+        ((), {"max_rank": 8, "max_linear_rank": 6}, (8, 6)),
+        (("attention",), {"max_rank": 8}, (8, 8)),
+        (("attention",), {"max_rank": 4}, (4, 6)),  # no less than the adapters need
+        (("attention",), {"max_linear_rank": 8}, (16, 8)),
+    ],
+)
+@torch.no_grad()
+def test_max_rank_is_the_limit_of_every_layer(first, ranks, expected, tmp_path):
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    ranks |= {"w13_slices": 2, "targets": "all"}
+    pool = moelora_hf.load_adapters(model, {n: folders[n] for n in first}, max_loras=3, **ranks)
+    assert (pool.max_rank, pool.max_linear_rank) == expected
+    for name in folders.keys() - set(first):
+        pool.add(name, folders[name])
+    wanted = wanted_logits(model, folders, ROWS, ids)
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
+def test_pools_without_adapters_fit_training():
+    """Gate and up share an A in what Tenants trains and saves."""
+    model = make_whole_model(qwen3).requires_grad_(False)
+    Tenants(moelora_hf.load_adapters(model, {}, max_loras=2, max_rank=4)).close()
 
 
 @torch.no_grad()

@@ -106,7 +106,8 @@ def attach(
     wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
     if not wrapped:
         raise ValueError("no adapter of this model targets its experts (target_parameters)")
-    if not isinstance(getattr(base, "_moelora", None), (AttachedExperts, type(None))):
+    current = getattr(base, "_moelora", None)
+    if getattr(current, "pool", None) is not None and not isinstance(current, AttachedExperts):
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
     sources.check_folders(folders, model.peft_config)
     if max_loras is not None:

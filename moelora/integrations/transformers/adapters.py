@@ -115,9 +115,10 @@ def load_adapters(
         for experts, linear layers and embeddings: attention, shared experts, dense MLPs, routers,
         `lm_head`, with weights in any format.
     max_loras, max_rank, max_linear_rank : int, optional
-        Size of the pool; `max_rank` is for factors of experts, `max_linear_rank` for all others. By
-        default just enough for `adapters`, whose ranks must then be at most 512. Set these to add
-        more adapters later with `pool.add(name, folder)`.
+        Size of the pool; `max_rank` is for factors of experts, `max_linear_rank` for all others, by
+        default `max_rank` if that is larger than what `adapters` need. By default just enough for
+        `adapters`, whose ranks must then be at most 512. Set these to add more adapters later with
+        `pool.add(name, folder)`.
     host : int, optional
         Number of adapters in host memory. With it there may be more `adapters` than `max_loras`:
         batches bring those that they name, and wait for slots that others use.
@@ -129,7 +130,8 @@ def load_adapters(
         Dtype of experts' factors, by default that of the experts. Factors of other layers have the
         dtype of their layer.
     w13_slices, shared_outer : optional
-        See `AdapterPool`; by default suitable for all of `adapters`.
+        See `AdapterPool`; by default suitable for all of `adapters`. Without `adapters`, gate and
+        up have one A (`w13_slices=1`), as PEFT's `target_parameters` and `Tenants` write them.
     layout : {"rank_major", "grouped_by_expert"} or mapping, optional
         Order of the columns of `lora_B` of `target_parameters`, for adapters that do not state it,
         or per adapter; see `AdapterPool.add`.
@@ -147,7 +149,8 @@ def load_adapters(
     NotImplementedError
         moelora cannot run these experts.
     """
-    if getattr(getattr(model, "_moelora", None), "pool", None) is not None:
+    serving = model.__dict__.get("_moelora")
+    if isinstance(serving, Serving) and serving.pool is not None:
         raise RuntimeError(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
@@ -182,7 +185,7 @@ def load_adapters(
         "max_rank": max_rank,
         "max_linear_rank": max_linear_rank,
     }
-    sizes = _smallest(list(infos.values()), specs)
+    sizes = _smallest(list(infos.values()), specs, max_rank)
     sizes |= {name: value for name, value in given.items() if value is not None}
     pool = new_pool(
         served_experts,
@@ -207,19 +210,24 @@ def load_adapters(
     return pool
 
 
-def _smallest(infos: Sequence[AdapterInfo], layers: Sequence[MoELayer]) -> dict[str, Any]:
-    """Sizes of the smallest pool for these adapters, as arguments of `new_pool`."""
+def _smallest(
+    infos: Sequence[AdapterInfo], layers: Sequence[MoELayer], max_rank: int | None
+) -> dict[str, Any]:
+    """Sizes of the smallest pool for these adapters, as arguments of `new_pool`.
+
+    `max_rank` is the caller's, which layers other than experts have room for, too.
+    """
     of_experts = [info for info in infos if info.max_rank]
     linear_ranks = [rank for info in infos for rank in info.linear_ranks.values()]
     # With interleaved rows, separate gate and up of a checkpoint share one slice.
     joined = any(layer.interleaved for layer in layers)
     return {
-        "w13_slices": 1 if of_experts and all(i.fused for i in of_experts) else 2,
+        "w13_slices": 1 if not infos or (of_experts and all(i.fused for i in of_experts)) else 2,
         "shared_outer": bool(of_experts) and all(i.shared_outer for i in of_experts),
         "max_rank": max(
             (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
         ),
-        "max_linear_rank": max(linear_ranks, default=16),
+        "max_linear_rank": max([*linear_ranks, max_rank or 0]) or 16,
     }
 
 
@@ -229,6 +237,7 @@ def _attach(
     experts: Mapping[str, tuple[Experts, MoELayer]],
     linears: Mapping[str, Linear],
 ) -> None:
+    _forget_attachment(model)
     model.set_experts_implementation(IMPLEMENTATION)
     serving = Serving()
     modules: dict[str, torch.nn.Module] = {n: module for n, (module, _) in experts.items()}
@@ -248,11 +257,25 @@ def _attach(
 
 def _refuse_peft(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
-            raise ValueError(
-                f"{plain_name(name)} is wrapped by PEFT; load adapters into the plain model, or "
-                "attach moelora.integrations.peft to what PEFT has loaded"
+        if not (hasattr(module, "base_layer") and hasattr(module, "lora_A")):
+            continue
+        if "_moelora_replaced" in model.__dict__:
+            raise RuntimeError(
+                f"{plain_name(name)} is wrapped by PEFT, and the model is attached to PEFT's "
+                "adapters; for adapters of moelora take PEFT's away first: "
+                "moelora.integrations.peft.detach(peft_model), then peft_model.unload()"
             )
+        raise ValueError(
+            f"{plain_name(name)} is wrapped by PEFT; load adapters into the plain model (which "
+            "peft_model.unload() returns), or attach moelora.integrations.peft to what PEFT has "
+            "loaded"
+        )
+
+
+def _forget_attachment(model: torch.nn.Module) -> None:
+    """Take away what `moelora.integrations.peft.attach` has left, once PEFT's layers are gone."""
+    if model.__dict__.pop("_moelora_replaced", None) is not None:
+        model.__dict__.pop("_moelora", None)
 
 
 def _layouts(
@@ -294,11 +317,11 @@ def _check_ranks(
     """Raises ValueError for ranks too large for a pool of default size."""
     for name, info in infos.items():
         largest = max(info.linear_ranks.values(), default=0)
-        for given, rank, option in (
+        for limit, rank, option in (
             (max_rank, info.max_rank, "max_rank"),
             (max_linear_rank, largest, "max_linear_rank"),
         ):
-            if given is None and rank > DEFAULT_RANKS:
+            if limit is None and rank > max(DEFAULT_RANKS, max_rank or 0):
                 raise ValueError(
                     f"adapter {name!r} has rank {rank}, which all factors of every slot would be "
                     f"padded to; by default a pool takes ranks up to {DEFAULT_RANKS}: pass "
@@ -387,6 +410,10 @@ def _generate(
 
 def unload_adapters(model: PreTrainedModel) -> None:
     """Detaches the pool. The model then runs as base model, and refuses `adapter_names`."""
+    if "_moelora_replaced" in model.__dict__:
+        _refuse_peft(model)
+        _forget_attachment(model)
+        return
     serving = _serving(model)
     model.__dict__.pop("generate", None)
     uninstall(model, serving)

@@ -200,7 +200,7 @@ def _load_experts(
     with_biases: bool,
 ) -> None:
     """As `load_quantized_experts`, of a checkpoint that was checked."""
-    if getattr(model, "_moelora", None) is not None:
+    if getattr(getattr(model, "_moelora", None), "pool", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     layers = moe_layers(model)
     for name, (module, _) in layers.items():
