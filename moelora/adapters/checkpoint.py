@@ -156,7 +156,9 @@ class _Reader:
         self._scalings: dict[str, float] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[str, Layout] = {}  # by parameter
+        self._copies: dict[str, str] = {}  # factors under a second name: the first one's
         adapters: dict[str, Key] = {}
+        spelled: dict[str, str] = {}
         for text in sorted(weights.keys()):
             key = parse(text)
             if key is None:
@@ -165,6 +167,11 @@ class _Reader:
             if key.adapter is not None:
                 adapters.setdefault(key.adapter, key)
             place = modules.locate(key)
+            first = spelled.setdefault(text.replace(".moe.experts.", ".experts."), text)
+            if first != text:
+                self._copies[text] = first
+                check_shape(text, weights.shape(text), [weights.shape(first)])
+                continue
             self._places.append(place)
             self._ranks[text], self._scalings[text] = lora.rank_and_scaling(*place.paths)
             self._shapes[text] = weights.shape(text)
@@ -227,6 +234,9 @@ class _Reader:
                 check_rank(name, rank, max_linear_rank, "max_linear_rank")
         for text, linear in self._saved.items():
             self._check_saved(text, linear, None if own is None else own(linear.name))
+        for text, first in self._copies.items():
+            if not torch.equal(*map(self._weights.tensor, (text, first))):
+                raise ValueError(f"{first} and {text} are the same factor, with other numbers")
         if isinstance(self._weights, State):
             keys = [place.key.text for place in self._places]
             self._finite = self._weights.check_together(keys)

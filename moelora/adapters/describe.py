@@ -18,7 +18,9 @@ from moelora.folders import reading
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_EXPERT = re.compile(r"\.experts\.(?:\d+\.\w+|\w+s\.\d+)$")
-_WRAPPED = re.compile(r"\.experts(?:\.base_layer)*$|\.(?:input_linear|output_linear|fc1|fc2)$")
+_WRAPPED = re.compile(
+    r"\.(?:experts|moe)(?:\.base_layer)*$|\.(?:input_linear|output_linear|fc1|fc2)$"
+)
 _STACK = re.compile(r"\.experts\.\w+$")
 
 

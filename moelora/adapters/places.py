@@ -12,7 +12,11 @@ Keys of experts, after the path of a layer's experts (`model.layers.0.mlp.expert
                                 also gate_up_proj, with one A and B of 2I rows
     [.base_layer]*              PEFT's `target_parameters`, see `checkpoint`; also as modules
                                 of their own: input_linear and output_linear beside the experts
-                                (GraniteMoE), fc1 and fc2 below them (Aria)
+                                (GraniteMoE), fc1 and fc2 below them (Aria); also of the block
+                                around the experts, if the stacks are its own parameters
+
+The block around the experts may have another name (`mlp`, `moe`, `feed_forward`), or be the decoder
+layer itself (Gemma-4).
 
 Keys of `target_parameters` do not name their parameter: PEFT nests one wrapper per targeted
 parameter, in registration order, so that the first is the innermost and has the most `base_layer`.
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -38,6 +42,7 @@ from moelora.adapters.layers import LinearLayer, MoELayer, Projection
 
 _BELOW = 3  # maximum number of segments of a key after its layer
 _WRAPPED = re.compile(r"(\.base_layer)*")
+_BLOCK = re.compile(r"\.(mlp|feed_forward|mixer)\.experts$")
 _NUMBER = r"(?P<expert>0|[1-9][0-9]{0,8})"
 _PROJECTION = re.compile(rf"(\.{_NUMBER})?\.(?P<name>[a-z0-9_]+)")
 _LIST = re.compile(rf"\.(?P<name>[a-z_]+_proj)s\.{_NUMBER}")
@@ -115,25 +120,33 @@ Place: TypeAlias = ExpertPlace | LinearPlace
 V = TypeVar("V")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _canonical(module: str) -> str:
+    return canonical(module)
+
+
+def _of_experts(module: str) -> str:
+    """Common name of a layer's experts in all blocks, of which a decoder layer has one."""
+    return _BLOCK.sub(".experts", _canonical(module))
+
+
 class _Names(Generic[V]):
     """Modules by path, or by an alternative name if there is none with that path."""
 
-    def __init__(self, modules: Iterable[tuple[str, V]]):
+    def __init__(
+        self, modules: Iterable[tuple[str, V]], canonical: Callable[[str], str] = _canonical
+    ):
         self.exact = dict(modules)
+        self._canonical = canonical
         self._others: dict[str, list[str]] = {}
         for name in self.exact:
-            self._others.setdefault(_canonical(name), []).append(name)
+            self._others.setdefault(canonical(name), []).append(name)
 
     def find(self, module: str) -> V | None:
         if module in self.exact:
             return self.exact[module]
-        names = self._others.get(_canonical(module), [])
+        names = self._others.get(self._canonical(module), [])
         return self.exact[names[0]] if len(names) == 1 else None
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _canonical(module: str) -> str:
-    return canonical(module)
 
 
 class Modules:
@@ -143,7 +156,7 @@ class Modules:
         self, lora: LoraConfig, layers: Sequence[MoELayer], linears: Sequence[LinearLayer]
     ):
         self._lora = lora
-        self._experts = _Names((layer.name, layer) for layer in layers)
+        self._experts = _Names(((layer.name, layer) for layer in layers), _of_experts)
         self._beside = _Names((_parent(layer.name), layer) for layer in layers)
         self._linears = _Names((linear.name, linear) for linear in linears)
 
@@ -196,6 +209,10 @@ class Modules:
         for _ in range(_BELOW + 1):
             if (layer := self._experts.find(name)) is not None:
                 return self._below(key, layer, name, below)
+            if _WRAPPED.fullmatch(below):
+                layer = self._experts.find(f"{name}.experts")
+                if layer is not None and self._lora.target_parameters:
+                    return self._below(key, layer, name, below)
             if (layer := self._beside.find(name)) is not None:
                 projection = _BESIDE.get(below.lstrip("."))
                 if projection is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from moelora import _C
 from moelora.adapters.config import CONFIG_FILE
+from moelora.adapters.engine_names import NAMES, OF_TRANSFORMERS, EngineNames
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
@@ -31,7 +32,6 @@ PREFIX = "base_model.model."
 # The first PEFT with these shapes for every experts module, and who wrote the file instead of it.
 WRITER = f"0.19.1+moelora.{_C.version()}"
 FILES = (CONFIG_FILE, f"{STEM}*")  # an adapter's, as patterns
-NAMES: Mapping[Projection, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 # Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
 Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
@@ -96,8 +96,7 @@ def write_per_expert(
     layers: Mapping[str, MoELayer],
     linears: Mapping[str, LinearLayer],
     *,
-    names: Mapping[Projection, str] = NAMES,
-    rename: Callable[[str], str] = str,
+    names: EngineNames = OF_TRANSFORMERS,
     base_model: str | None = None,
 ) -> None:
     """Save an adapter in a folder with one pair of factors for each expert.
@@ -113,10 +112,8 @@ def write_per_expert(
         Of no other adapter: `moelora.folders.replacing` makes one that takes its place.
     layers, linears : mapping
         The layers that `adapter` has pairs of, by name.
-    names : mapping, optional
-        Names of an expert's `gate`, `up` and `down`.
-    rename : callable, optional
-        Returns the name of a layer in the folder.
+    names : EngineNames, optional
+        Names of layers in the folder; by default those of `layers` and `linears`.
     base_model : str, optional
         `base_model_name_or_path` of the configuration.
 
@@ -125,20 +122,22 @@ def write_per_expert(
     ValueError
         The dtype of a B cannot represent it times its scaling; the message names the module.
     """
-    pairs = [*_per_expert(adapter, layers, names), *_linears(adapter, linears)]
+    pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     scalings = Counter(scaling for *_, scaling, _ in pairs if scaling)
     common = scalings.most_common(1)[0][0] if scalings else 1.0
     alpha = float(rank * common)
     state: dict[str, Tensor] = {}
-    targets = set()
+    # SGLang compares these names, the same for experts of all models, with those it has slots for.
+    targets = set(NAMES.values()) if adapter.experts else set()
     for _, name, own, scaling, tensors in pairs:
-        targets.add(name.rpartition(".")[2])
         (a_key, a), (b_key, b) = tensors.items()
         if scaling != common:
             b = _scaled(name, b, scaling / common)
-        state[f"{PREFIX}{rename(name)}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
-        state[f"{PREFIX}{rename(name)}.{b_key}"] = _plain(pad(b, (0, rank - own)))
+        for module in names.of(name):
+            targets.add(module.rpartition(".")[2])
+            state[f"{PREFIX}{module}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
+            state[f"{PREFIX}{module}.{b_key}"] = _plain(pad(b, (0, rank - own)))
     config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "r": rank,

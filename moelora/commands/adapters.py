@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moelora.adapters import Projection, load, peek
+from moelora.adapters import load, peek
 from moelora.adapters.columns import Layout
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.describe import Group, describe
+from moelora.adapters.engine_names import STACKED, names_of
 from moelora.adapters.write import FILES, write_per_expert
 from moelora.bench import console
 from moelora.files import file_in, read_json
@@ -141,11 +141,6 @@ def _factors(groups: list[Group]) -> Table:
     return table
 
 
-# Models whose experts vLLM names as their checkpoints do, unlike transformers.
-NAMED_AS_MIXTRAL = "mixtral", "minimax_m2"
-MIXTRAL: Mapping[Projection, str] = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
 def _write_per_expert(args: argparse.Namespace) -> str:
     """Write the adapter, which `_fits` has accepted; what was written, in a line."""
     from moelora.integrations.transformers import moe_layers
@@ -158,13 +153,18 @@ def _write_per_expert(args: argparse.Namespace) -> str:
     linears = {name: linear.layer for name, linear in linear_layers(empty, experts).items()}
     adapter = load(args.folder, None, [*layers.values()], [*linears.values()], layout=args.layout)
     base = read_json(file_in(Path(args.folder), CONFIG_FILE)).get("base_model_name_or_path")
+    kind = empty.config.model_type
     options: dict[str, Any] = {"base_model": base if isinstance(base, str) else None}
-    if empty.config.model_type in NAMED_AS_MIXTRAL:
-        options["names"] = MIXTRAL
-        options["rename"] = lambda name: name.replace(".mlp.", ".block_sparse_moe.")
+    options["names"] = names = names_of(kind)
     with replacing(args.per_expert, (*FILES, *STATE_FILES)) as new:
         write_per_expert(adapter, new, layers, linears, **options)
-    return f"written with one pair for each expert: {args.per_expert}"
+    said = f"written with one pair for each expert: {args.per_expert}"
+    if kind in STACKED:
+        said += f"; SGLang reads it, and vLLM the experts of {kind} only as stacks, as they were"
+    if names.second is not None:
+        one, other = (part.strip(".") for part in names.second)
+        said += f"; vLLM calls them {one} or {other}, by release: each pair is there as both"
+    return said
 
 
 def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], list[str]]:
