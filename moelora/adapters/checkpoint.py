@@ -24,7 +24,7 @@ from moelora.adapters.factors import Factor, check_dtype, check_rank, check_shap
 from moelora.adapters.keys import Key, module_of, parse
 from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
-from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
+from moelora.adapters.places import PRUNED, ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
 from moelora.folders import reading
 from moelora.storage import check_held
@@ -51,7 +51,7 @@ def load(
     source : path or mapping
         A PEFT folder, or the tensors by name.
     config : mapping, optional
-        Content of adapter_config.json, for a state dict.
+        Content of adapter_config.json, for a state dict; or PEFT's `LoraConfig`.
     layers : sequence of MoELayer
     linears : sequence of LinearLayer
         Other layers that may have factors; by default none, so that their factors are refused.
@@ -159,6 +159,7 @@ class _Reader:
         self._copies: dict[str, str] = {}  # factors under a second name: the first one's
         adapters: dict[str, Key] = {}
         spelled: dict[str, str] = {}
+        last: dict[MoELayer, tuple[int, str]] = {}  # expert of each layer, and its key
         for text in sorted(weights.keys()):
             key = parse(text)
             if key is None:
@@ -173,6 +174,8 @@ class _Reader:
                 check_shape(text, weights.shape(text), [weights.shape(first)])
                 continue
             self._places.append(place)
+            if isinstance(place, ExpertPlace) and place.expert is not None:
+                last[place.layer] = max(last.get(place.layer, (-1, "")), (place.expert, text))
             self._ranks[text], self._scalings[text] = lora.rank_and_scaling(*place.paths)
             self._shapes[text] = weights.shape(text)
             parameter = place.parameter if isinstance(place, ExpertPlace) else None
@@ -181,6 +184,12 @@ class _Reader:
                     self._layouts[parameter] = lora.columns.of(parameter, layout)
                 except ValueError as error:
                     raise ValueError(f"{text}: {error}") from None
+        for layer, (expert, text) in last.items():
+            if expert >= layer.num_experts:
+                raise ValueError(
+                    f"{text}: expert {expert} of {layer.num_experts} experts; the adapter is of "
+                    f"{expert + 1} experts, the model has {layer.num_experts}: {PRUNED}"
+                )
         if len(adapters) > 1:
             first, second = list(adapters.values())[:2]
             raise ValueError(
@@ -198,7 +207,9 @@ class _Reader:
         self._of_experts, self._of_linears = ExpertPairs(), LinearPairs()
         for place in self._places:
             text = place.key.text
-            check_shape(text, self._shapes[text], self._forms(place))
+            shape, rank = self._shapes[text], self._ranks[text]
+            hint = place.hint(shape, rank) if isinstance(place, ExpertPlace) else ""
+            check_shape(text, shape, self._forms(place), hint)
             factor = self._factor(place)
             if isinstance(place, LinearPlace):
                 self._of_linears.add(place, factor, self._shapes[text])

@@ -121,7 +121,9 @@ class LoraConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> LoraConfig:
-        """Check a configuration in PEFT's JSON form. ValueError names the option."""
+        """Check a configuration, in PEFT's JSON form or PEFT's own; ValueError names the option."""
+        if hasattr(raw, "to_dict"):
+            raw = raw.to_dict()
         if not isinstance(raw, Mapping):
             raise ValueError(f"the configuration is a {type(raw).__name__}, wanted an object")
         if raw.get("peft_type", _plain_type(raw)) != "LORA":

@@ -67,7 +67,8 @@ def exchanges(
         layouts = {layout for layout in wanted if wanted[layout] == shape}
         if not layouts:
             forms = " or ".join(str(form) for form in dict.fromkeys(wanted.values()))
-            raise ValueError(f"{place.key.text}: shape is {shape}, wanted {forms}")
+            hint = place.hint(shape, rank)
+            raise ValueError(f"{place.key.text}: shape is {shape}, wanted {forms}{hint}")
     if not wrapped:
         return False
     if len(layouts) == 1:

@@ -71,15 +71,20 @@ def common_dtype(factors: Sequence[Factor]) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def check_shape(key: str, shape: tuple[int, ...], wanted: Sequence[tuple[int | None, ...]]) -> None:
-    """Raise ValueError unless the shape is one of those wanted; None matches any size."""
+def check_shape(
+    key: str, shape: tuple[int, ...], wanted: Sequence[tuple[int | None, ...]], hint: str = ""
+) -> None:
+    """Raise ValueError unless the shape is one of those wanted; None matches any size.
+
+    `hint` ends the message.
+    """
     for form in wanted:
         if len(form) == len(shape) and all(
             w in (None, n) for w, n in zip(form, shape, strict=True)
         ):
             return
     forms = " or ".join(str(form).replace("None", "rows") for form in dict.fromkeys(wanted))
-    raise ValueError(f"{key}: shape is {shape}, wanted {forms}")
+    raise ValueError(f"{key}: shape is {shape}, wanted {forms}{hint}")
 
 
 def check_dtype(key: str, dtype: torch.dtype | str) -> torch.dtype:

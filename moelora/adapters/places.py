@@ -61,6 +61,13 @@ _OF_UNGATED: dict[str, Projection] = {
     "w1": "up",
     "w2": "down",
 }
+PRUNED = "serve it with the model that it was trained on, not one with fewer experts (pruned)"
+_WITHOUT = "take these factors out of the adapter, or train without (exclude_modules)"
+# Parts of names of modules that no adapters are served for.
+_ASIDE = {
+    "a layer of multi-token prediction (MTP), which transformers does not load": ("mtp", "nextn"),
+    "a vision or audio tower, where no adapters are served": ("visual", "vision", "audio"),
+}
 # Modules whose `weight` is an expert stack: next to a layer's experts, and among them.
 _BESIDE: dict[str, Projection] = {"input_linear": "gate_up", "output_linear": "down"}
 _AMONG: dict[str, Projection] = {"fc1": "gate_up", "fc2": "down"}
@@ -79,7 +86,7 @@ _PARTS = [
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A factor of experts. `expert` is None for all experts at once.
+    """A factor of experts. `expert` is None for all experts at once; the layer may have fewer.
 
     `parameter` is the name of a parameter that PEFT has wrapped, otherwise None. `paths` are
     matched with the configuration's patterns, best first.
@@ -96,6 +103,23 @@ class ExpertPlace:
     def absent(self) -> bool:
         """Whether the layer lacks this projection, so that the factor must be empty."""
         return not self.layer.gated and self.projection in ("gate", "gate_up")
+
+    def number_of_experts(self, shape: tuple[int, ...], rank: int) -> int:
+        """The number of experts that a stack of this shape has factors of."""
+        if self.parameter is None:
+            return shape[0] if self.expert is None and len(shape) == 3 else self.layer.num_experts
+        stacked = shape[0 if self.key.side == "A" else -1] if len(shape) == 2 else 1
+        return stacked // rank if stacked % rank == 0 else self.layer.num_experts
+
+    def hint(self, shape: tuple[int, ...], rank: int) -> str:
+        """What to add to the refusal of a shape if it is one of more or fewer experts."""
+        count = self.number_of_experts(shape, rank)
+        if count in (1, self.layer.num_experts):
+            return ""
+        return (
+            f"; of rank {rank}, as the configuration says, it is of {count} experts, and the model "
+            f"has {self.layer.num_experts}; {PRUNED}"
+        )
 
     def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
         """Shape of a factor of `target_parameters`."""
@@ -164,21 +188,38 @@ class Modules:
         """Layer and position of a factor; ValueError if unknown."""
         place = self._linear(key) or self._expert(key) or self._part(key)
         if place is None:
-            raise ValueError(f"{key.text:.200} {self._unknown()}")
+            raise ValueError(f"{key.text:.200} {self._unknown(key)}")
         return place
 
     def linear(self, module: str) -> LinearLayer | None:
         """The linear layer or embedding of this name."""
         return self._linears.find(module)
 
-    def _unknown(self) -> str:
+    def _unknown(self, key: Key) -> str:
+        cause = self._cause(key)
+        cause = f": {cause}; {_WITHOUT}" if cause else ""
         if not self._linears.exact:
             first = next(iter(self._experts.exact), None)
             return (
-                "is not a LoRA factor of an expert; the experts of this pool are "
+                f"is not a LoRA factor of an expert{cause}; the experts of this pool are "
                 f"{first}, ...; adapters of other layers, too, are for load_adapters"
             )
-        return "is not a LoRA factor of a layer of this model"
+        return f"is not a LoRA factor of a layer of this model{cause}"
+
+    def _cause(self, key: Key) -> str:
+        """Why the model may lack the key's layer; "" if that is unknown."""
+        for what, parts in _ASIDE.items():
+            if any(re.search(rf"(^|[._]){part}([._]|$)", key.module) for part in parts):
+                return f"it is of {what}"
+        number = _layer_of(key.module)
+        layers = map(_layer_of, (*self._experts.exact, *self._linears.exact))
+        count = 1 + max((n for n in layers if n is not None), default=-1)
+        if number is None or not 0 < count <= number:
+            return ""
+        return (
+            f"it is of layer {number}, and the model has layers 0 to {count - 1} (layers of "
+            "multi-token prediction, MTP, come after those, and transformers loads none)"
+        )
 
     def _linear(self, key: Key) -> LinearPlace | None:
         linear = self._linears.find(key.module)
@@ -240,8 +281,6 @@ class Modules:
                 f"{key.text}: {below.lstrip('.')} of {layer.name} is not one of {sorted(known)}"
             )
         expert = None if match["expert"] is None else int(match["expert"])
-        if expert is not None and expert >= layer.num_experts:
-            raise ValueError(f"{key.text}: expert {expert} of {layer.num_experts} experts")
         return ExpertPlace(key, layer, projection, expert, None, (key.path, key.module))
 
     def _parameter(self, key: Key, layer: MoELayer, name: str, depth: int) -> str:
@@ -270,6 +309,12 @@ class Modules:
         if below or parameter != "weight":
             paths.append(f"{layer.name}.{parameter}")
         return ExpertPlace(key, layer, projection, None, parameter, tuple(paths))
+
+
+def _layer_of(module: str) -> int | None:
+    """Number of a module's decoder layer."""
+    match = re.match(r"layers\.(\d{1,9})\.", _canonical(module))
+    return None if match is None else int(match[1])
 
 
 def _parent(name: str) -> str:

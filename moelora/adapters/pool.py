@@ -186,7 +186,8 @@ class AdapterPool:
             A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors; or
             an `Adapter` from `load`.
         config : mapping, optional
-            The content of `adapter_config.json` that goes with a state dict.
+            The content of `adapter_config.json` that goes with a state dict, or PEFT's
+            `LoraConfig`.
         layout : {"rank_major", "grouped_by_expert"}, optional
             Column order of `lora_B` of `target_parameters`, if the adapter does not state
             it: older adapters of Unsloth are grouped by expert.

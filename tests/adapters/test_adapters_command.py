@@ -8,12 +8,16 @@ import torch
 from dialects import DIALECTS, draw, merge
 from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
-from small_models import config, make, tokens
+from small_models import MODELS, SIZES, config, make, tokens
+from vllm_names import VLLM
 
 import moelora
 import moelora.integrations.transformers as moelora_hf
 from moelora.__main__ import main
 from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters.engine_names import names_of
+from moelora.integrations.transformers.empty import empty_model
+from moelora.integrations.transformers.linears import linear_layers
 
 
 @functools.cache
@@ -94,6 +98,8 @@ def test_a_layout_that_nobody_can_tell(ask):
         ("qwen3_moe", "tinker", "mlp.experts.3.down_proj"),
         ("gpt_oss", "peft", "mlp.experts.3.up_proj"),
         ("mixtral", "peft", "block_sparse_moe.experts.3.w2"),
+        ("gemma4_text", "peft", "model.layers.1.experts.3.down_proj"),
+        ("gemma4_text", "peft", "model.layers.1.moe.experts.3.down_proj"),
     ],
 )
 @torch.no_grad()
@@ -116,6 +122,51 @@ def test_one_pair_for_each_expert(tmp_path, capsys, model_type, dialect, key):
     moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
     got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+LAYERS = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}}
+LAYERS |= {name: SIZES | MODELS[name] for name in VLLM.keys() & MODELS.keys()}
+
+
+@pytest.mark.parametrize("model_type", VLLM)
+def test_the_names_are_those_of_vllm(model_type):
+    """Of all releases: factors of other names are loaded there, and never used."""
+    options = LAYERS.get(model_type, {})
+    model = empty_model(transformers.AutoConfig.for_model(model_type, **options))
+    layers = moelora_hf.moe_layers(model)
+    linears = linear_layers(model, layers)
+    _, block, (gate, down, up), others = VLLM[model_type]
+    names = names_of(model_type)
+    for name, (_, layer) in layers.items():
+        start = name[: name.index(".", name.index("layers.") + len("layers."))]
+        place = ".".join(filter(None, (start, block, "experts")))
+        assert names.of(f"{name}.3.x")[0] == f"{place}.3.x"
+        written = [
+            names.projections[p] for p in ("gate", "down", "up") if p != "gate" or layer.gated
+        ]
+        assert written == ([gate, down, up] if layer.gated else [down, gate])
+        for theirs, vllms in others.items():
+            if f"{start}.{theirs}" in linears:
+                assert names.of(f"{start}.{theirs}") == [f"{start}.{vllms}"]
+    every = {name.split(".", 3)[-1] for name in linears}
+    assert others.keys() <= every, "a name that transformers no longer has"
+
+
+@torch.no_grad()
+def test_factors_under_both_names_are_equal(tmp_path):
+    """What is written for several releases is read as one, unless the names have other numbers."""
+    folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(make("gemma4_text"), "split"))
+    path = folder / "adapter_model.safetensors"
+    state = load_file(path)
+    key = next(key for key in state if ".experts.3.up_proj.lora_B" in key)
+    second = key.replace(".experts.", ".moe.experts.")
+    save_file(state | {second: state[key].clone()}, path)
+    model = make("gemma4_text")
+    moelora_hf.load_adapters(model, {"a": folder})
+    moelora_hf.unload_adapters(model)
+    save_file(state | {second: state[key] + 1}, path)
+    with pytest.raises(ValueError, match=f"{key} and {second} are the same factor, with other"):
+        moelora_hf.load_adapters(model, {"a": folder})
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import ast
 import re
 
 import pytest
+from vllm_names import PROJ, VLLM
 from vllm_sources import RELEASES, Sources, needs_sources
 
 from moelora.integrations.vllm import interface
@@ -29,6 +30,21 @@ def test_methods_are_known_or_not_there(sources, name):
     if problem is not None:
         assert name == "compressed_tensors_marlin"
         assert problem.startswith("there is no vllm.")
+
+
+@pytest.mark.parametrize("model_type", VLLM)
+def test_models_have_the_names_that_are_written(sources, model_type):
+    """`moelora adapters --per-expert` is tested against this table."""
+    files, block, projections, others = VLLM[model_type]
+    names = (f"vllm.model_executor.models.{name}" for name in files.split())
+    text = "\n".join(map(sources.text, names))
+    for attribute in filter(
+        None, [block, *(n for name in others.values() for n in name.split("."))]
+    ):
+        if attribute not in ("up_proj", "proj"):
+            assert re.search(rf"self\.{attribute}\b", text), attribute
+    found = re.search(r"ckpt_names=\(([^)]*)\)", text)
+    assert (ast.literal_eval(f"({found[1]})") if found else PROJ) == projections
 
 
 # What formats.py reads of a method or of the layer that it loaded, by name.

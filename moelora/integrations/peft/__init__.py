@@ -33,6 +33,7 @@ from torch import nn
 
 from moelora.adapters import AdapterPool
 from moelora.checks import check_count
+from moelora.integrations.peft import generate as _generate  # noqa: F401  checks names of rows
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch

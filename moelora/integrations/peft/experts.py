@@ -17,7 +17,7 @@ from moelora.adapters.names import BASE
 from moelora.integrations.peft import linears, sources, training
 from moelora.integrations.peft.wrappers import factors_of, rank_of
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
-from moelora.integrations.transformers.projection import expert_weights
+from moelora.integrations.transformers.projection import expert_weights, refuse_fsdp1
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +53,7 @@ class Watched(nn.Parameter):
 
 def _watch(module: nn.Module) -> list[Any]:
     """Values that identify the current content of `module.weight`, now and later."""
+    refuse_fsdp1(module, "weight")
     weight = module._parameters["weight"]  # avoids the overhead of module.weight
     assert weight is not None
     if weight.is_inference():  # has no counter
@@ -73,7 +74,7 @@ def unwatch(modules: Iterable[nn.Module]) -> None:
     again.
     """
     for module in modules:
-        if type(module._parameters["weight"]) is Watched:
+        if type(module._parameters.get("weight")) is Watched:
             module._parameters["weight"].__class__ = nn.Parameter  # type: ignore[assignment]
 
 

@@ -18,6 +18,7 @@ from moelora.integrations.transformers.projection import (
     expert_weights,
     is_loaded_fp8,
     is_quantized,
+    refuse_fsdp1,
     up_name,
 )
 from moelora.reference import activate
@@ -71,6 +72,7 @@ def experts_forward(
 def _refuse_gradients(experts: Experts, *weights: torch.Tensor | moelora.QuantizedWeights) -> None:
     for name, weight in zip((up_name(experts), "down_proj"), weights, strict=True):
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
+            refuse_fsdp1(experts, name)
             raise RuntimeError(
                 f"{type(experts).__name__}.{name} requires a gradient, which "
                 'experts_implementation="moelora" never computes: call the model under '

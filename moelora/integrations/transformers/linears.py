@@ -93,7 +93,10 @@ def _elsewhere(name: str, text: str) -> str:
         return "of experts that do not go through transformers' experts interface"
     if "." not in name or not text or name.startswith(f"{text}."):
         return ""
-    return f"which is outside {text} and takes other tokens than those of the text"
+    return (
+        f"which is outside {text} and takes other tokens than those of the text; merge these "
+        "factors into the weights, or train without (exclude_modules)"
+    )
 
 
 def _linear(name: str, module: nn.Module) -> Linear | None:

@@ -88,6 +88,21 @@ class QuantizedProjection(nn.Module):
 OF_FP8 = ("_scale_inv", "_activation_scale")  # suffixes of parameters other than weights
 
 
+def refuse_fsdp1(module: nn.Module, name: str) -> None:
+    """Raises RuntimeError for a weight that FSDP of version 1 has replaced.
+
+    It joins parameters to one and leaves views of it as attributes, of which one requires a
+    gradient as soon as another does.
+    """
+    if isinstance(module.__dict__.get(name), Tensor):
+        raise RuntimeError(
+            f"{name} of {type(module).__name__} is no parameter but a view of those that FSDP of "
+            "version 1 (FullyShardedDataParallel) has joined, which moelora does not train or "
+            "serve; take FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in "
+            "accelerate's configuration"
+        )
+
+
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 

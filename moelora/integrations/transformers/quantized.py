@@ -132,8 +132,8 @@ def load_quantized(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
-            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing), which the model "
-            "wants"
+            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing), which "
+            f"{model_class.__name__} wants{_of_text_model(checkpoint, missing, config)}"
         )
     _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
@@ -226,6 +226,22 @@ def _load_experts(
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
     say_dequantized(checkpoint, [module for module, _ in layers.values()])
+
+
+def _of_text_model(checkpoint: Folder, missing: list[str], config: PreTrainedConfig) -> str:
+    """What to do if the folder has the missing tensors, under the names of the text model alone."""
+    pairs = ((name.replace("language_model.", "", 1), name) for name in missing)
+    plain = [name for name, full in pairs if name != full and name in checkpoint]
+    text = config.get_text_config()
+    if not plain or text is config:
+        return ""
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text))
+    architecture = "" if cls is None else f' and architectures ["{cls.__name__}"]'
+    return (
+        f": it has {plain[0]}, as {len(plain)} of them are called in the text model alone; its "
+        f"config.json must be that of the text model, text_config with model_type "
+        f'"{text.model_type}"{architecture}'
+    )
 
 
 def _check_dtype(name: str, dtype: Any) -> None:
