@@ -269,6 +269,14 @@ def test_a_folder_that_is_not_empty_is_replaced_by_force_alone(ask, tmp_path, ca
     assert ask("per-expert", "--per-expert", str(out / "README.md"))[0] == 2
 
 
+def of_more_experts(state):
+    """Stacks of eight experts, for a model of six."""
+    for key in [key for key in state if ".experts." in key]:
+        side = "A" if "lora_A" in key else "B"
+        more = state[key].narrow("BA".index(side) ^ 1, 0, 8)
+        state[key] = torch.cat([state[key], more], "BA".index(side) ^ 1)
+
+
 def rename(old, new):
     def change(state):
         for key in [key for key in state if old in key]:
@@ -280,8 +288,25 @@ def rename(old, new):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (rename("layers.0", "layers.7"), r"layers.7.mlp.down_proj.lora_A.weight is not a LoRA"),
-        (rename("experts.5.", "experts.6."), "expert 6 of 6 experts"),
+        (
+            rename("layers.0", "layers.7"),
+            "layers.7.mlp.down_proj.lora_A.weight is not a LoRA factor of a layer of this model: "
+            "it is of layer 7, and the model has layers 0 to 1 (layers of multi-token prediction,",
+        ),
+        (
+            rename("model.model.layers.0", "model.mtp.layers.0"),
+            "it is of a layer of multi-token prediction (MTP), which transformers does not load; "
+            "take these factors out of the adapter, or train without (exclude_modules)",
+        ),
+        (
+            rename("model.model.layers.0.mlp", "model.model.visual.blocks.0.mlp"),
+            "it is of a vision or audio tower, where no adapters are served; take these factors",
+        ),
+        (
+            rename("experts.5.", "experts.7."),
+            "expert 7 of 6 experts; the adapter is of 8 experts, the model has 6: serve it with "
+            "the model that it was trained on, not one with fewer experts (pruned)",
+        ),
         (
             lambda s: s.pop("base_model.model.lm_head.lora_B.weight"),
             "lm_head.lora_A.weight has no base_model.model.lm_head.lora_B.weight",
@@ -304,6 +329,15 @@ def test_the_key_that_is_in_the_way(ask, change, problem):
     status, text = ask("per-expert", change=change)
     assert status == 1
     assert f"problem: {problem}" in text or problem in text.partition("problem: ")[2]
+
+
+def test_stacks_of_more_experts_than_the_model_has(ask):
+    for dialect in ("peft", "peft-0.18"):
+        status, text = ask(dialect, change=of_more_experts)
+        assert status == 1
+        assert (
+            "of rank 4, as the configuration says, it is of 8 experts, and the model has 6" in text
+        )
 
 
 def test_an_option_that_is_not_supported(tmp_path, capsys):

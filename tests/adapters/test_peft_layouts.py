@@ -8,6 +8,7 @@ import torch
 from adapter_cases import CONFIG, E, assert_unchanged, rand, snapshot, write
 
 from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters.config import LoraConfig
 
 R = 3
 OLMOE = MoELayer("model.layers.0.mlp.experts", E, 32, 16)  # K = 2I: gate_up_proj is square
@@ -178,3 +179,12 @@ def test_the_installed_peft(tmp_path, model, target):
     name = "w2" if target == "down_proj" else "w13"
     got = stacks[f"{name}_lora_b"][0] @ stacks[f"{name}_lora_a"][0]
     torch.testing.assert_close(got[:, :, : delta.size(2)], delta, rtol=1e-4, atol=1e-4)
+
+
+def test_a_configuration_of_peft():
+    """Its object says what its JSON does."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_parameters=["down_proj"], use_rslora=True)
+    parsed, plain = LoraConfig.parse(config), LoraConfig.parse(config.to_dict())
+    assert parsed.rank_and_scaling("down_proj") == plain.rank_and_scaling("down_proj") == (4, 4.0)
+    assert parsed.target_parameters == plain.target_parameters == {"down_proj"}

@@ -220,7 +220,9 @@ def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
     moelora_peft.attach(attached)
     wanted = attached(ids).logits
     for call in (moelora_hf.unload_adapters, lambda m: moelora_hf.load_adapters(m, folders)):
-        with pytest.raises(RuntimeError, match=r"peft.detach\(peft_model\), then peft_model.unload"):
+        with pytest.raises(
+            RuntimeError, match=r"peft.detach\(peft_model\), then peft_model.unload"
+        ):
             call(attached.get_base_model())
     base = getattr(attached, unload)()
     after = copy.deepcopy(base)
@@ -266,6 +268,18 @@ def test_misuse(tmp_path):
         with pytest.raises(error, match=why):
             moelora_peft.attach(model, **wrong)
     moelora_peft.attach(model)
+    batch = {"input_ids": ids, "adapter_names": NAMES, "max_new_tokens": 2, "do_sample": True}
+    beams = transformers.GenerationConfig(num_beams=3)
+    for copies, why in (
+        (
+            {"num_return_sequences": 2},
+            "repeat each prompt and its name 2 times, without num_return_",
+        ),
+        ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences=3 with adapter_names"),
+        ({"generation_config": beams}, "num_beams=3 with .*; pass num_beams=3 to generate"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            model.generate(**batch, **copies)
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(ids, adapter_names=["d"] * 5)
     experts = model.base_model.model.model.layers[0].mlp.experts

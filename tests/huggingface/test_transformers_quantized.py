@@ -515,3 +515,26 @@ def test_no_folders(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no safetensors files that transformers would load"):
         moelora_hf.load_quantized(tmp_path)
+
+
+def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
+    """The text model's tensors beside config.json of the class that has a tower, too."""
+    text = json.loads((folders["fp8", 128] / "config.json").read_text())
+    both = transformers.Qwen3VLMoeConfig(text_config={"head_dim": 32}).to_dict()
+    both["text_config"] |= {k: v for k, v in text.items() if k in both["text_config"]}
+    both["text_config"]["model_type"] = "qwen3_vl_moe_text"
+    both["vision_config"] |= {"depth": 1, "hidden_size": 16, "intermediate_size": 16}
+    both["vision_config"] |= {
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "deepstack_visual_indexes": [],
+    }
+    both["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    both["quantization_config"] = text["quantization_config"]
+    folder = changed(folders["fp8", 128], tmp_path, config=lambda config: both)
+    with pytest.raises(
+        ValueError,
+        match="which Qwen3VLMoeForConditionalGeneration wants: it has model.embed_tokens.weight, "
+        r"as \d+ of them are called in the text model alone; its config.json must be that of the",
+    ):
+        moelora_hf.load_quantized(folder)

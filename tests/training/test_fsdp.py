@@ -7,7 +7,10 @@ import torch
 from ranks import ON_CPUS, run_two
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
+import torch.distributed.fsdp  # noqa: E402
+
+import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,3 +49,29 @@ def test_gradients_are_those_of_one_process(tmp_path, environment, experts):
             base = model(tokens).logits
             assert not torch.equal(model(tokens, adapter_names=["trained"]).logits, base)
         assert pool.names() == ["trained"]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_version_1_is_refused(tmp_path, use_orig_params, training):
+    """It joins the parameters of adapters and experts to one: the message names version 2."""
+    folder = ROOT / "examples/demo_model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=experts))
+    moelora_peft.attach(model.train(training))
+    model.requires_grad_(model.training or not use_orig_params)
+    tokens = torch.tensor([list(b"def train(self):")])
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = torch.distributed.fsdp.FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+        with torch.set_grad_enabled(training):
+            with pytest.raises(
+                RuntimeError, match="FSDP of version 1 .*; take FSDP2: .*fully_shard"
+            ):
+                sharded(input_ids=tokens)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -16,7 +16,9 @@ def _checking(generate: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: peft.PeftModel, *args: Any, **kwargs: Any) -> Any:
         attached = isinstance(getattr(self.base_model, "_moelora", None), AttachedExperts)
         if attached and kwargs.get("adapter_names") is not None:
-            _check_copies(kwargs, kwargs.get("generation_config") or self.generation_config)
+            _check_copies(
+                kwargs, kwargs.get("generation_config") or getattr(self, "generation_config", None)
+            )
         return generate(self, *args, **kwargs)
 
     return checked
@@ -42,6 +44,5 @@ def _check_copies(kwargs: dict[str, Any], config: Any) -> None:
         )
 
 
-peft.PeftModelForCausalLM.generate = _checking(  # type: ignore[method-assign] # on purpose
-    peft.PeftModelForCausalLM.generate
-)
+for _cls in (peft.PeftModel, peft.PeftModelForCausalLM, peft.PeftModelForSeq2SeqLM):
+    _cls.generate = _checking(_cls.generate)  # type: ignore[method-assign] # on purpose
