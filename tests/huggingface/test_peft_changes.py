@@ -103,6 +103,9 @@ def test_a_name_loses_and_gains_experts(model, folders):
     model.delete_adapter("first")
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(tokens(), adapter_names=NAMES)
+    new = peft.LoraConfig(target_parameters=model.peft_config["second"].target_parameters)
+    model.add_adapter("first", new)  # untrained, and of no folder
+    torch.testing.assert_close(*plain(model, "first"), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("inference", [False, True])

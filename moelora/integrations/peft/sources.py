@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import peft
 import torch
 from peft.tuners.lora import LoraLayer as _LoraLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -50,8 +51,11 @@ ASIDE: dict[str, Any] = {
 def base_of(model: Model) -> PreTrainedModel:
     """The transformers model: the one inside PEFT's, or the one whose `load_adapter` was called."""
     if isinstance(model, peft.PeftModel):
-        return cast("PreTrainedModel", model.get_base_model())
-    if not getattr(model, "_hf_peft_config_loaded", False):
+        # `get_base_model` asks the active adapter, which may have been deleted.
+        tuner = model.base_model
+        return cast("PreTrainedModel", tuner.model if isinstance(tuner, BaseTuner) else tuner)
+    # An attached model may have lost its last adapter since.
+    if not (getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "_moelora_replaced")):
         raise ValueError(
             f"model is a {type(model).__name__} without adapters of PEFT, wanted a PeftModel or a "
             "transformers model after load_adapter"
@@ -116,6 +120,26 @@ def _remembering(load_adapter: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _forgetting(add_adapter: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(add_adapter)
+
+    @functools.wraps(add_adapter)
+    def add(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new adapter may have the name of one that was deleted."""
+        result = add_adapter(self, *args, **kwargs)
+        name = signature.bind(self, *args, **kwargs).arguments.get("adapter_name") or "default"
+        self.__dict__.get("_moelora_loads", {}).pop(name, None)
+        return result
+
+    return add
+
+
+peft.PeftModel.add_adapter = _forgetting(  # type: ignore[method-assign] # on purpose
+    peft.PeftModel.add_adapter
+)
+PreTrainedModel.add_adapter = _forgetting(  # type: ignore[method-assign] # on purpose
+    PreTrainedModel.add_adapter
+)
 peft.PeftModel.load_adapter = _remembering(  # type: ignore[method-assign] # on purpose
     peft.PeftModel.load_adapter
 )
