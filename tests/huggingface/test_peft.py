@@ -1,7 +1,9 @@
 """PEFT models whose experts are attached to moelora: mixed batches through PEFT's own interface."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hf_models import (
     PLACES,
     ROWS,
     assert_logits,
+    gpt_oss,
     make_model,
     mixtral,
     oracle,
@@ -130,6 +133,9 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
     assert_logits(model(ids).logits, base, base)
     with pytest.raises(RuntimeError, match=r"takes no adapter_names; load with peft\.PeftModel"):
         model(ids, adapter_names=["a"] * len(ids))
+    model.enable_adapters()
+    model.delete_adapter(["a", "b"])
+    assert_logits(model(ids).logits, base, base)
     moelora_peft.detach(model)
     assert not hasattr(model, "_moelora")
 
@@ -140,6 +146,75 @@ def test_continuous_batching_takes_no_adapter_names(tmp_path):
     moelora_peft.attach(model)
     with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: PEFT"):
         model.generate_batch(tokens(rows=1).tolist(), adapter_names=["a"])
+
+
+def merged_states(model, ids):
+    """Logits while adapters are merged, unmerged and deleted, and a text of a merged model."""
+    model.set_adapter("a")
+    model.merge_adapter()
+    yield model(ids).logits
+    yield model.base_model(ids).logits
+    yield model.generate(input_ids=ids, max_new_tokens=3, do_sample=False).float()
+    model.set_adapter("c")  # unmerges
+    yield model(ids).logits
+    model.merge_adapter()
+    with model.disable_adapter():  # unmerges, too
+        yield model(ids).logits
+    yield model(ids).logits
+    model.merge_adapter()
+    model.unmerge_adapter()
+    yield model(ids).logits
+    model.delete_adapter("a")
+    model.delete_adapter("c")
+    yield model.base_model(ids).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
+def test_merged_adapters(config, tmp_path):
+    """What PEFT's model computes while adapters are merged, and after the last one is deleted."""
+    model, ids = make_model(config), tokens(length=5)
+    alone = load(model, save_adapters(model, tmp_path, "ac"))
+    attached = copy.deepcopy(alone)
+    moelora_peft.attach(attached)
+    for n, (got, wanted) in enumerate(
+        zip(merged_states(attached, ids), merged_states(alone, ids), strict=True)
+    ):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4, msg=f"state {n}")
+    moelora_peft.detach(attached)
+    assert not hasattr(attached.get_submodule("base_model.model"), "_moelora")
+
+
+@pytest.mark.parametrize("how", ["unload", "merge_and_unload"])
+@pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
+def test_unloaded_models(config, how, tmp_path):
+    """They are models of transformers: nothing of PEFT or of a pool is left, and they train."""
+    plain, ids = make_model(config), tokens()
+    folders = save_adapters(plain, tmp_path, "ac")
+    alone = load(copy.deepcopy(plain), folders)
+    attached = copy.deepcopy(alone)
+    moelora_peft.attach(attached)
+    attached(ids)
+    wanted, base = (getattr(each, how)() for each in (alone, attached))
+    with torch.no_grad():
+        torch.testing.assert_close(base(ids).logits, wanted(ids).logits, rtol=2e-4, atol=2e-4)
+    assert base.get_experts_implementation() == plain.get_experts_implementation()
+    assert not any(hasattr(module, "_moelora") for module in base.modules())
+    freed = weakref.ref(attached)
+    del attached
+    gc.collect()
+    assert freed() is None
+    with pytest.raises(ValueError, match="without adapters of PEFT"):
+        moelora_peft.detach(base)
+    base.requires_grad_(True)(ids, labels=ids).loss.backward()
+    assert all(p.grad.any() for n, p in base.named_parameters() if n.endswith("experts.down_proj"))
+    base.requires_grad_(False)
+    moelora_hf.load_adapters(base, {"c": folders["c"]})
+    with torch.no_grad():
+        got = base(ids, adapter_names=["c"] * 5).logits
+        torch.testing.assert_close(
+            got, with_peft(wanted, folders["c"])(ids).logits, rtol=2e-4, atol=2e-4
+        )
 
 
 @torch.no_grad()
@@ -182,8 +257,13 @@ def test_adapters_that_come_later(tmp_path):
     run(["b"] * 5)
     run(["a"] * 4 + ["c"])
     assert sorted(pool.names()) == ["a", "c"]
-    with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 2 are pinned or in use"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no slot for adapter 'b': all 2 .* or in use; attach\(model, max_loras=\)",
+    ):
         run(ROWS)
+    with pytest.raises(ValueError, match=r"'b' has rank 8.* for 5; attach\(model, max_rank=8\)"):
+        moelora_peft.attach(model, max_rank=5)
     moelora_peft.attach(model)
     torch.testing.assert_close(run(ROWS), wanted[tuple(ROWS)], rtol=2e-4, atol=2e-4)
 
@@ -296,8 +376,11 @@ def test_misuse(tmp_path):
         model(ids)
     model.set_adapter("a")
     model.merge_adapter()
-    with pytest.raises(RuntimeError, match="an adapter is merged into the experts"):
-        model(ids)
+    with pytest.raises(ValueError, match="adapter_names with an adapter merged into model.layers"):
+        experts(torch.zeros(35, 32), None, None, adapter_names=["a", "b"])
+    experts.base_layer.unmerge()
+    with pytest.raises(NotImplementedError, match="has adapter 'a' beside others that are merged"):
+        experts(torch.zeros(35, 32), None, None)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ OPTIONS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "autocast": {"bf16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
 }
 
 

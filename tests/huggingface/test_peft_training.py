@@ -118,18 +118,30 @@ def test_gradient_checkpointing(reentrant):
 BACKENDS = ["aot_eager", "aot_eager_decomp_partition"]
 
 
+@pytest.mark.parametrize("config", extent(nightly=[mixtral, gpt_oss], ci=[gpt_oss]))
 @pytest.mark.parametrize("backend", extent(nightly=BACKENDS, ci=BACKENDS[1:]))
-def test_compiled(backend):
+def test_compiled(backend, config):
     torch._dynamo.reset()
-    model, ids = make_model(one_layer(mixtral)), tokens()
+    model, ids = make_model(one_layer(config)), tokens()
     ours = adapted(model)
     moelora_peft.attach(ours)
-    wanted = gradients(ours, ids)
     compiled = torch.compile(ours, backend=backend)
+    compiled(ids, labels=ids).loss.backward()  # first, before the experts have run
+    found = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad and "experts" in n}
+    wanted = gradients(ours, ids)
+    assert_alike(found, wanted)
+    ours.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(ids).logits, ours(ids).logits)
+            for name, parameter in ours.named_parameters():
+                if "lora_" in name:
+                    parameter.data.mul_(1.25)
+    ours.train()
+    wanted = gradients(ours, ids)
     ours.zero_grad(set_to_none=True)
     compiled(ids, labels=ids).loss.backward()
-    found = {n: p.grad for n, p in ours.named_parameters() if n in wanted}
-    assert_alike(found, wanted)
+    assert_alike({n: p.grad for n, p in ours.named_parameters() if n in wanted}, wanted)
 
 
 def steps(model, ids, count=6, evaluate=False):

@@ -14,7 +14,9 @@ tokens to rows; attention and all other layers, `set_adapter`, `disable_adapter`
 PEFT's.
 
 In training (`model.train()`, or under grad mode with adapters that require gradients) there are no
-copies: gradients are those of PEFT's own parameters.
+copies: gradients are those of PEFT's own parameters. Nor are there any in compiled models.
+While adapters are merged, experts run on their merged weights; `unload` and `merge_and_unload`
+detach the model.
 
 Importing this module makes `load_adapter` of PEFT and of transformers record the source of an
 adapter: `attach` refuses adapters that PEFT has not loaded completely.
@@ -22,13 +24,15 @@ adapter: `attach` refuses adapters that PEFT has not loaded completely.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from moelora.adapters import AdapterPool
@@ -67,7 +71,9 @@ def attach(
         `adapter_names`.
     max_loras, max_rank : int, optional
         Size of the pool; by default just enough for PEFT's current adapters. Adapters that
-        it loads later are copied on first use, replacing the least recently used ones.
+        it loads later are copied on first use, replacing the least recently used ones: a call
+        raises `moelora.adapters.NoSlot` if its batch has more than `max_loras`, and ValueError if
+        an adapter's rank exceeds `max_rank`.
     dtype : torch.dtype, optional
         Of the factors, by default that of the experts.
     folders : mapping, optional
@@ -149,21 +155,50 @@ def attach(
 def detach(model: peft.PeftModel | PreTrainedModel) -> None:
     """Return the experts' adapters to PEFT, with the experts implementation that `attach` replaced.
 
+    PEFT's `unload` and `merge_and_unload` do so, too: what they return is a model of transformers.
+
     Experts that `load_quantized` has read only run in moelora: PEFT cannot apply adapters to them.
     """
-    base = base_of(model)
-    serving = base.__dict__.pop("_moelora", None)
+    _release(base_of(model))
+
+
+def _release(base: PreTrainedModel) -> None:
+    """What `detach` does, on the transformers model."""
+    serving = base.__dict__.get("_moelora")
+    if not isinstance(serving, (AttachedExperts, type(None))):
+        return  # of load_adapters
+    base.__dict__.pop("_moelora", None)
     replaced = base.__dict__.pop("_moelora_replaced", None)
     if replaced is not None:
         current = base.get_experts_implementation()
         base.set_experts_implementation(
             {k: replaced.get(k) if now == IMPLEMENTATION else now for k, now in current.items()}
         )
-    for module in base.modules():
-        if serving is None or module.__dict__.get("_moelora") is not serving:
+    if serving is None:
+        return
+    # PEFT's `unload` has taken the wrappers out of the model.
+    wrappers = (wrapper for chain in serving.wrappers.values() for wrapper in chain)
+    for module in (*base.modules(), *wrappers):
+        if module.__dict__.get("_moelora") is not serving:
             continue
         del module._moelora
         module.__dict__.pop("forward", None)
         for wrapper in wrappers_of(module):
             for side in (wrapper.lora_A, wrapper.lora_B):
                 unwatch(side.values())
+
+
+def _detaching(unload: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(unload)
+    def _unload_and_optionally_merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+        base = unload(self, *args, **kwargs)
+        _release(base)
+        return base
+
+    return _unload_and_optionally_merge
+
+
+# Of `unload` and `merge_and_unload`.
+BaseTuner._unload_and_optionally_merge = _detaching(  # type: ignore[method-assign] # on purpose
+    BaseTuner._unload_and_optionally_merge
+)

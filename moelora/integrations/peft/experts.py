@@ -12,11 +12,12 @@ import peft
 import torch
 from torch import nn
 
-from moelora.adapters import AdapterPool
+from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
 from moelora.integrations.peft import linears, sources, training
 from moelora.integrations.peft.wrappers import factors_of, rank_of
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
+from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.projection import expert_weights, refuse_fsdp1
 
 if TYPE_CHECKING:
@@ -167,9 +168,14 @@ class AttachedExperts:
         finally:
             self.now.shape = outer
 
+    @property
+    def configs(self) -> Mapping[str, Any]:
+        """Of current adapters; transformers deletes the attribute with the last one."""
+        return getattr(self.model, "peft_config", {})
+
     def take_layers(self) -> None:
         """Install `adapter_names` support in layers that PEFT has wrapped since."""
-        names = list(self.model.peft_config)
+        names = list(self.configs)
         if names != self.known:
             experts = chain.from_iterable(self.wrappers.values())
             linears.install(self.model, self, experts)
@@ -177,9 +183,8 @@ class AttachedExperts:
 
     def copy(self, name: str) -> None:
         """Copy the current factors of a PEFT adapter into the pool."""
-        configs: Mapping[str, Any] = self.model.peft_config
-        if name not in configs:
-            raise ValueError(f"no adapter {name!r}; PEFT has {sorted(configs)}")
+        if name not in self.configs:
+            raise ValueError(f"no adapter {name!r}; PEFT has {sorted(self.configs)}")
         load = sources.load_of(self.model, name)
         if self.checked.get(name, self) is not load:
             sources.check(self.model, name)
@@ -192,11 +197,27 @@ class AttachedExperts:
             if name in wrapper.lora_A
         }
         if found:
-            state, config = _checkpoint(found, name, configs[name].to_dict())
-            self.pool.add(name, state, config=config, replace=True)
+            state, config = _checkpoint(found, name, self.configs[name].to_dict())
+            self._add(name, state, config)
         elif name in self.pool:
             self.pool.remove(name)
         self.copied[name] = stamps
+
+    def _add(self, name: str, state: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Add an adapter to the pool, or raise with the arguments of `attach` that make room."""
+        pool = self.pool
+        if config["r"] > pool.max_rank:
+            raise ValueError(
+                f"adapter {name!r} has rank {config['r']}, the pool has room for "
+                f"{pool.max_rank}; attach(model, max_rank={config['r']}) makes room"
+            )
+        try:
+            pool.add(name, state, config=config, replace=True)
+        except NoSlot as error:
+            raise NoSlot(
+                f"{error}; attach(model, max_loras=) sets how many adapters a batch, and batches "
+                "that run at the same time, may use"
+            ) from None
 
     def slot(self, layer: str, name: str) -> int:
         """Slot with PEFT's current factors; -1 for an adapter without experts' factors."""
@@ -242,20 +263,28 @@ class AttachedExperts:
     def trained(
         self, layer: str, slots: Sequence[str], names: Sequence[str], hidden_states: torch.Tensor
     ) -> dict[str, Any]:
-        """The same for adapters in training, which have `slots` in this call only."""
+        """The same, read from PEFT's parameters: `slots` are adapters' in this call only.
+
+        For adapters in training, and for compilers, which cannot trace what a pool remembers.
+        """
         wrappers = self.wrappers[layer]
         slots = [
             name for name in slots if name in wrappers[0].lora_A
         ]  # others belong to other layers
-        for wrapper in wrappers:
-            for side in (wrapper.lora_A, wrapper.lora_B):
-                unwatch(side[name] for name in slots)
+        if not slots:
+            return {}
+        if not torch.compiler.is_compiling():
+            for wrapper in wrappers:
+                for side in (wrapper.lora_A, wrapper.lora_B):
+                    unwatch(side[name] for name in slots)
         ids = [slots.index(name) if name in slots else -1 for name in names]
         if len(set(ids)) == 1:  # independent of the tokens
             mapping = hidden_states.new_full((hidden_states.shape[0],), ids[0], dtype=torch.int32)
         else:
             mapping = self._token_mapping(layer, ids, hidden_states)
-        dtype = expert_weights(wrappers[0].get_base_layer())[1].dtype
+        experts = wrappers[0].get_base_layer()
+        lay_out(experts)
+        dtype = expert_weights(experts)[1].dtype
         return training.arguments(wrappers, slots, mapping, dtype)
 
     def _token_mapping(
@@ -271,11 +300,12 @@ class AttachedExperts:
                 "tokens of the batch there; call the PEFT model with one adapter at a time"
             )
         key = (ids, tokens, hidden_states.device)
-        latest = self._mapping
+        latest = None if torch.compiler.is_compiling() else self._mapping
         if latest is None or latest[0] != key:
             rows = torch.tensor(ids, dtype=torch.int32).to(hidden_states.device)
             latest = key, rows[:, None].expand(-1, tokens // len(ids)).reshape(-1)
-            self._mapping = latest
+            if not torch.compiler.is_compiling():
+                self._mapping = latest
         return latest[1]
 
 
@@ -321,19 +351,41 @@ def forward(
     layer = wrapper._moelora_layer
     experts = wrapper.get_base_layer()
     check_implementation(layer, experts.config)
-    if any(w.merged for w in serving.wrappers[layer]):
-        raise RuntimeError("an adapter is merged into the experts; call unmerge_adapter first")
+    wrappers = serving.wrappers[layer]
     active = wrapper.active_adapters or [BASE]
     if wrapper.disable_adapters:
+        for each in wrappers:
+            if each.merged:
+                each.unmerge()  # as PEFT does
         active, adapter_names = [BASE], None
+    elif any(each.merged for each in wrappers):
+        _check_merged(layer, wrappers, active, adapter_names)
+        active = [BASE]
     if adapter_names is None and len(active) > 1:
         raise NotImplementedError(
             f"adapters {active} are active at once; moelora applies one per row"
         )
     names = active if adapter_names is None else adapter_names
     trained = sorted(set(names) - {BASE})
-    if training.is_trained(serving.wrappers[layer], trained):
+    if torch.compiler.is_compiling() or training.is_trained(wrappers, trained):
         adapters = serving.trained(layer, trained, names, hidden_states)
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
     with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
+
+
+def _check_merged(
+    layer: str, wrappers: Sequence[Wrapper], active: list[str], names: Sequence[str] | None
+) -> None:
+    """Raise unless the weights alone are what PEFT computes while adapters are merged into them."""
+    if names is not None:
+        raise ValueError(
+            f"adapter_names with an adapter merged into {layer}; call unmerge_adapter first"
+        )
+    for wrapper in wrappers:
+        left = [name for name in active if name in wrapper.lora_A]
+        if left and not wrapper.merged:
+            raise NotImplementedError(
+                f"{layer}.{wrapper.parameter_name} has adapter {left[0]!r} beside others that are "
+                "merged into the layer; call merge_adapter, or unmerge_adapter, of the model"
+            )

@@ -52,14 +52,15 @@ def arguments(
         Dtype of the experts. Float32 factors are kept; others are converted to it.
     """
     found: dict[str, Any] = {"token_lora_mapping": mapping}
-    scalings = [{float(w.scaling[name]) for w in wrappers if name in w.scaling} for name in names]
-    common = all(len(s) == 1 for s in scalings)
+    scalings = [{w.scaling[name] for w in wrappers if name in w.scaling} for name in names]
+    # Tensors, as PEFT makes them for hotswapping compiled models, are not read on the host.
+    common = all(len(s) == 1 and not any(isinstance(x, Tensor) for x in s) for s in scalings)
     for wrapper in wrappers:
         w = "w2" if wrapper.parameter_name == "down_proj" else "w13"
         pairs = [factors_of(wrapper, name) for name in names]
         if not common:
             pairs = [
-                (a, (b.float() * float(wrapper.scaling[name])).to(b.dtype))
+                (a, (b.float() * wrapper.scaling[name]).to(b.dtype))
                 for name, (a, b) in zip(names, pairs, strict=True)
             ]
         rank = max(a.shape[1] for a, _ in pairs)
@@ -70,6 +71,6 @@ def arguments(
             a, b = a.to(dtype), b.to(dtype)
         found[f"{w}_lora_a"], found[f"{w}_lora_b"] = a, b
     if common:  # filled on the device: a copy from the host would synchronize
-        ones = [mapping.new_full((1,), *s, dtype=torch.float32) for s in scalings]
+        ones = [mapping.new_full((1,), float(*s), dtype=torch.float32) for s in scalings]
         found["lora_scalings"] = torch.cat(ones)
     return found

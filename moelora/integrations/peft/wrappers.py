@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         num_experts: int
         lora_A: Mapping[str, nn.Linear]
         lora_B: Mapping[str, nn.Linear]
-        scaling: Mapping[str, float]
+        scaling: Mapping[str, float | Tensor]
         merged: bool
         active_adapters: list[str]
         disable_adapters: bool
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         _moelora_layer: str
 
         def get_base_layer(self) -> Experts: ...
+
+        def unmerge(self) -> None: ...
 
 
 def is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:

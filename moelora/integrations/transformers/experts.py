@@ -200,11 +200,27 @@ def _rows_first(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     stay the same, only strides change; there is no second copy that could become stale.
     """
     if torch.compiler.is_compiling():
-        _lay_out_now(experts)
+        lay_out(experts)
         return _views(experts)
     with _laying:  # no other thread reads a parameter while it is rearranged
         _lay_out(experts)
         return _views(experts)
+
+
+def lay_out(experts: Experts) -> None:
+    """Rearranges the weights as `_rows_first` needs them.
+
+    Compilers guard on the strides that they meet first: call this before a traced function reads
+    the weights in any other way. Not when adapters are attached: FSDP2 takes only contiguous
+    parameters.
+    """
+    if not experts.is_transposed or is_quantized(experts):
+        return
+    if torch.compiler.is_compiling():
+        _lay_out_now(experts)
+        return
+    with _laying:
+        _lay_out(experts)
 
 
 def _views(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
