@@ -235,7 +235,7 @@ def _of_text_model(checkpoint: Folder, missing: list[str], config: PreTrainedCon
     text = config.get_text_config()
     if not plain or text is config:
         return ""
-    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     architecture = "" if cls is None else f' and architectures ["{cls.__name__}"]'
     return (
         f": it has {plain[0]}, as {len(plain)} of them are called in the text model alone; its "
