@@ -1,4 +1,5 @@
 /* The tensors of each operator as rows of operators.inc, and what all of them are checked for. */
+#include <assert.h>
 #include <string.h>
 
 #include "core/check.h"
@@ -33,7 +34,7 @@ static bool is_output(const moelora_row *row) {
   return row->use == MOELORA_WRITTEN || row->use == MOELORA_MAY_WRITE;
 }
 
-/* The argument of a row with one tensor. */
+/* Returns the argument of a row with one tensor. */
 static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) {
   return MOELORA_ARG(row->name, (const moelora_tensor *)((const char *)all->args + row->at));
 }
@@ -93,7 +94,7 @@ moelora_status moelora_check_views(moelora_arguments *all) {
 
 /* ---- sizes ---- */
 
-/* Length of the name at the start of `shape`, up to the next comma or bracket. */
+/* Returns the length of the name at the start of `shape`, up to the next comma or bracket. */
 static size_t name_length(const char *shape) {
   size_t length = 0;
   while (shape[length] != ',' && shape[length] != ']' && shape[length])
@@ -111,11 +112,12 @@ static moelora_named_size *find_size(moelora_arguments *all, const char *name, s
 
 void moelora_name_size(moelora_arguments *all, const char *name, int64_t value,
                        moelora_source source) {
+  assert(all->num_sizes < MOELORA_MAX_NAMED);
   all->sizes[all->num_sizes++] = (moelora_named_size){name, name_length(name), value, source};
 }
 
-/* The name of dimension `dim` in the second alternative of "[M, K] or [M * top_k, K]"; NULL: there
- * is none. */
+/* Finds the name of dimension `dim` in the second alternative of "[M, K] or [M * top_k, K]"; NULL:
+ * there is none. */
 static const char *alternative(const char *shape, int32_t dim) {
   const char *at = strstr(shape, "or [");
   for (at = at ? at + 4 : NULL; at && dim > 0; dim--)
@@ -136,7 +138,7 @@ static moelora_status check_named(moelora_arguments *all, const moelora_row *row
     return MOELORA_OK;
   const char *second = alternative(row->shape, dim);
   const moelora_named_size *other = second ? find_size(all, second, name_length(second)) : named;
-  if (other == named)
+  if (!other || other == named)
     return moelora_check_size(arg, dim, named->value, named->source);
   MOELORA_REQUIRE(size == other->value,
                   "%s.size(%d) is %lld, expected %s, which is %lld, or %.*s, which is %lld",
@@ -173,6 +175,7 @@ typedef struct tensors {
 
 static void add(tensors *list, moelora_arg arg, bool written) {
   if (!moelora_is_absent(arg.tensor)) {
+    assert(list->count < MAX_TENSORS);
     list->of[list->count].arg = arg;
     list->of[list->count++].written = written;
   }
