@@ -39,7 +39,7 @@ typedef struct moelora_device_info {
                                                    const moelora_exec *exec);
 #include "core/operators.inc"
 
-/* A backend executes plans. A NULL slot means that the operator is not supported.
+/* A backend executes plans. It has all operators.
  *
  * Each operator lays out its workspace in one function of (problem, plan, exec), used by two
  * slots: the one that runs it, and *_workspace, which returns the size and gets an exec without a

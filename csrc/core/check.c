@@ -43,6 +43,10 @@ const char *moelora_format_name(moelora_format format) {
   return moelora_is_format(format) ? names[format] : "unknown";
 }
 
+int32_t moelora_tile_bytes(moelora_format format) {
+  return moelora_is_format(format) ? moelora_tile_size(format) : 0;
+}
+
 const char *moelora_kernel_name(moelora_kernel_format kernel) {
   static const char *const names[] = {
 #define MOELORA_KERNEL(NAME, TEXT, FORMAT) TEXT,

@@ -1,6 +1,5 @@
 /* Public operators: check, plan, run. operators.inc says what each one needs. */
 #include "core/check.h"
-#include "core/format.h"
 #include "core/plan.h"
 
 #include <stdio.h>
@@ -49,12 +48,6 @@ static moelora_status begin(const void *args, const moelora_exec *exec, moelora_
   (*prepared)->sized_for.workspace = NULL;
   (*prepared)->sized_for.workspace_bytes = 0;
   return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
-}
-
-static moelora_status check_supported(const prepared *call, bool supported, const char *name) {
-  return supported ? MOELORA_OK
-                   : moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name,
-                                  call->backend->name);
 }
 
 static moelora_status check_built(const moelora_variant *variant) {
@@ -121,7 +114,6 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
       p->state = CALL_EMPTY;                                                                       \
       return MOELORA_OK;                                                                           \
     }                                                                                              \
-    MOELORA_TRY(check_supported(p, p->backend->NAME, "moelora_" #NAME));                           \
     MOELORA_TRY(moelora_plan_##NAME(problem, &p->device, plan));                                   \
     named_size sizes[MAX_SIZES];                                                                   \
     size_t count = 0;
@@ -136,7 +128,6 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
     return p->backend->NAME(&p->of.NAME, exec);                                                    \
   }                                                                                                \
   static moelora_status run_##NAME(prepared *p, const moelora_exec *exec) {                        \
-    MOELORA_TRY(check_supported(p, p->backend->NAME, "moelora_" #NAME));                           \
     p->launch = launch_##NAME;                                                                     \
     return launch_on_device(p, exec);                                                              \
   }
@@ -145,7 +136,7 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
 /* ---- running ---- */
 
 /* The size of a workspace depends on the device and the number of threads. */
-static moelora_status check_same_device(const prepared *p, const moelora_exec *exec) {
+static moelora_status check_exec(const prepared *p, size_t want, const moelora_exec *exec) {
   const moelora_exec *sized = &p->sized_for;
   MOELORA_REQUIRE(exec->device == sized->device && exec->device_index == sized->device_index,
                   "exec is device %d, index %d; the call was prepared for device %d, index %d",
@@ -154,14 +145,10 @@ static moelora_status check_same_device(const prepared *p, const moelora_exec *e
                   "exec.parallel_for runs %d threads, the call was prepared for %d: give "
                   "moelora_prepare_* the parallel_for and num_threads of moelora_run",
                   moelora_workers(exec), moelora_workers(sized));
-  return MOELORA_OK;
-}
-
-static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
-  if (want && (!exec->workspace || exec->workspace_bytes < want))
+  const size_t bytes = exec->workspace ? exec->workspace_bytes : 0;
+  if (bytes < want)
     return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL,
-                        "the workspace has %zu bytes, expected at least %zu",
-                        exec->workspace ? exec->workspace_bytes : 0, want);
+                        "the workspace has %zu bytes, expected at least %zu", bytes, want);
   MOELORA_REQUIRE(!want || (uintptr_t)exec->workspace % 256 == 0,
                   "the workspace starts at %p, expected a multiple of 256 bytes", exec->workspace);
   return MOELORA_OK;
@@ -175,8 +162,7 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
     return MOELORA_OK;
   MOELORA_REQUIRE(p->state == CALL_READY,
                   "the call is not prepared: moelora_prepare_* was not called, or refused it");
-  MOELORA_TRY(check_same_device(p, exec));
-  MOELORA_TRY(check_workspace(exec, call->workspace_bytes));
+  MOELORA_TRY(check_exec(p, call->workspace_bytes, exec));
   return launch_on_device(p, exec);
 }
 
@@ -190,10 +176,6 @@ moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tenso
   MOELORA_REQUIRE(out, "out is NULL");
   MOELORA_TRY(moelora_check_pack(w, out, &p->of.pack_weights));
   return run_pack_weights(p, exec);
-}
-
-int32_t moelora_tile_bytes(moelora_format format) {
-  return moelora_is_format(format) ? moelora_tile_size(format) : 0;
 }
 
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
