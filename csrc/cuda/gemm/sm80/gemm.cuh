@@ -28,13 +28,13 @@ namespace {
  * never selects them. */
 constexpr int kMaxUnalignedTokens = 32;
 
-/* Shared memory. */
+/* Shared memory of a CTA. */
 template <class E, int STAGES> struct SharedStorage {
   struct Stage {
     uint8_t sW[E::W_BYTES];    // m64 tiles of weights, or rows of B
     SwizzledRow sX[E::TOKENS]; // token rows, or rows of xa
   };
-  struct Scales { // W8A8: of a step
+  struct Scales { // of one step, W8A8 only
     uint8_t weights[E::ALL_SCALES];
     float tokens[E::TOKENS];
   };
@@ -45,24 +45,20 @@ template <class E, int STAGES> struct SharedStorage {
   static_assert(sizeof(Stage) == E::STAGE_BYTES && sizeof(Scales) == E::SLOT_BYTES, "no padding");
 };
 
-/* Loads and multiplies a tile. The CTA keeps one across its tiles. */
+/* Loads a tile and multiplies its weights. The CTA keeps one MainLoop for all of its tiles. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   using L = OperandLoader<E, T, VECTORS>;
   using F = Fragments<E, T>;
   using Storage = SharedStorage<E, STAGES>;
-  using Adapters = TileAdapters<E, STAGES>;
-  static constexpr int LEAST = // n8 tiles that the smallest `multiply` has
-      WarpTile<E>::N8_TILES < 4 ? WarpTile<E>::N8_TILES : WarpTile<E>::N8_TILES / 2;
   const moelora_gemm_launch &g;
   const uint32_t base;
-  const int depth_steps; // of the K loop
   L loader;
 
   __device__ __forceinline__ uint32_t stage(int step) const {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
-  /* Slots of scales, after all stages. */
+  /* Addresses of members of the shared memory. */
   __device__ __forceinline__ uint32_t slots() const {
     return base + (uint32_t)offsetof(Storage, scales);
   }
@@ -73,75 +69,6 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   __device__ __forceinline__ void wait() {
     copy_async_wait<STAGES - 2>();
     __syncthreads();
-  }
-
-  /* Starts the copies of a tile's first STAGES - 1 steps, and lists its adapters. */
-  __device__ __forceinline__ void load_first_stages(const Tile &tile) {
-    const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
-    Segments<E::LANES> segments;
-    if (lists)
-      segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
-    loader.open(g, tile);
-    auto from = loader.source(g, 0);
-#pragma unroll 1
-    for (int step = 0; step < STAGES - 1; step++) {
-      loader.copy_all(g, from, stage(step), slots(), step < depth_steps);
-      from.advance(g);
-      copy_async_commit();
-    }
-    if (lists) {
-      Adapters listed(adapters());
-      listed.find(g, tile, segments);
-    }
-  }
-
-  /* Step of the first adapter stage. If the K loop is short, the stages before it are empty. */
-  __device__ __forceinline__ int first_adapter_step() const { return max(depth_steps, STAGES - 1); }
-
-  /* Starts the copies of the adapter stage STAGES - 1 steps ahead; false if there is none. */
-  __device__ __forceinline__ bool load_adapters_ahead(Adapters &listed, const Tile &tile, int step,
-                                                      int first) {
-    const int ahead = step + STAGES - 1, slabs = listed.slabs_at(g, ahead - first);
-    if (slabs > 0)
-      load_slabs<E, T>(g, tile, listed, ahead, ahead == first, slabs, stage(ahead));
-    return slabs > 0;
-  }
-
-  /* K loop of a tile with `count` rows. Returns the next step. */
-  __device__ __forceinline__ int multiply_weights(WarpTile<E> &sum, Partial<E> &partial,
-                                                  Adapters &listed, const Tile &tile, int count,
-                                                  int first) {
-    int step = 0;
-    while (step < depth_steps) {
-      const bool deep = step + STAGES - 1 < depth_steps;
-      int end = depth_steps - (STAGES - 1);
-      if (!deep)
-        end = load_adapters_ahead(listed, tile, step, first) ? step + 1 : depth_steps;
-      multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
-      step = end;
-    }
-    if constexpr (E::Format::HAS_TILE_SCALE && !E::TRANSPOSED)
-      scale_accumulators<E, T>(sum, g, tile);
-    return step;
-  }
-
-  /* Adapter stages of a tile, from `step` on. */
-  __device__ __forceinline__ void multiply_adapters(WarpTile<E> &sum, Adapters &listed,
-                                                    const Tile &tile, int step, int first) {
-#pragma unroll 1
-    for (;; step++) {
-      load_adapters_ahead(listed, tile, step, first);
-      copy_async_commit();
-      if (step >= first) {
-        const int slabs = listed.slabs_at(g, step - first);
-#pragma unroll 1
-        for (int slot = 0; slot < slabs; slot++)
-          expand<E, T>(sum, has_gate_up_slices(g), listed, step, slot, stage(step));
-        if (slabs < slabs_in_stage<E>(g))
-          break;
-      }
-      wait();
-    }
   }
 
   /* Multiplies stages [step, end) with the first WIDTH n8 tiles of each warp, and prefetches
@@ -309,19 +236,11 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
   }
 }
 
-/* Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in time.
- * With a static schedule they drift apart, and L2 evicts the shared data before it is reused.
- * Thread 32 fetches the CTA's next tile. */
-__device__ __forceinline__ int fetch_tile(const moelora_gemm_launch &g, int tiles) {
-  return threadIdx.x == 32 && tiles > (int)gridDim.x
-             ? (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1)
-             : tiles;
-}
-
 template <class E, class T, int STAGES, bool VECTORS>
 __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
     gemm_sm80(const __grid_constant__ LaunchOf<E> g) {
   using S = WarpTile<E>;
+  constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
   __shared__ int next; // next tile of this CTA
   wait_for_previous_kernel();
@@ -331,23 +250,44 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   const int depth_steps = TransposedDepth<E>::steps(g);
 
   // The shuffle keeps the address in a register; otherwise the compiler recomputes it per stage.
-  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0),
-                                            depth_steps};
+  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
   S sum;
   Partial<E> partial;
+  const uint32_t adapter_storage = main_loop.adapters();
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; 0 before the first tile
   for (int index = blockIdx.x;;) {
     // Load the first stages of the tile.
     const bool last = index >= tiles;
     if (!last) {
-      const int fetched = fetch_tile(g, tiles);
+      // Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in
+      // time. With a static schedule they drift apart, and L2 evicts the shared data before it is
+      // reused.
+      int fetched = tiles;
+      if (threadIdx.x == 32 && tiles > (int)gridDim.x)
+        fetched = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
         tile = tile_of_expert<E>(g, index, columns, blocks);
       count = g.schedule.blocks.counts[tile.block];
-      main_loop.load_first_stages(tile);
+      const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
+      Segments<E::LANES> segments;
+      if (lists)
+        segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
+      main_loop.loader.open(g, tile);
+      auto from = main_loop.loader.source(g, 0);
+#pragma unroll 1
+      for (int step = 0; step < STAGES - 1; step++) {
+        main_loop.loader.copy_all(g, from, main_loop.stage(step), main_loop.slots(),
+                                  step < depth_steps);
+        from.advance(g);
+        copy_async_commit();
+      }
+      if (lists) {
+        TileAdapters<E, STAGES> adapters(adapter_storage);
+        adapters.find(g, tile, segments);
+      }
       if (threadIdx.x == 32)
         next = fetched;
     }
@@ -358,16 +298,46 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     if (last)
       break;
 
-    // Multiply the weights.
+    // Multiply the weights. If the K loop is short, the stages before the first adapter stage are
+    // empty.
     sum.clear();
     partial.clear();
     main_loop.wait();
-    const int first = main_loop.first_adapter_step();
-    TileAdapters<E, STAGES> adapters(main_loop.adapters());
-    const int step = main_loop.multiply_weights(sum, partial, adapters, tile, count, first);
+    const int first = max(depth_steps, STAGES - 1);
+    TileAdapters<E, STAGES> adapters(adapter_storage);
+    auto load_ahead = [&](int step) { // starts the copies of the adapter stage, if there is one
+      const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
+      if (slabs > 0)
+        load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));
+      return slabs > 0;
+    };
+    int step = 0;
+    while (step < depth_steps) {
+      const bool deep = step + STAGES - 1 < depth_steps;
+      int end = depth_steps - (STAGES - 1);
+      if (!deep)
+        end = load_ahead(step) ? step + 1 : depth_steps;
+      main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
+      step = end;
+    }
+    if constexpr (E::Format::HAS_TILE_SCALE && !E::TRANSPOSED)
+      scale_accumulators<E, T>(sum, g, tile);
 
     // Multiply the adapters.
-    main_loop.multiply_adapters(sum, adapters, tile, step, first);
+#pragma unroll 1
+    for (;; step++) {
+      load_ahead(step);
+      copy_async_commit();
+      if (step >= first) {
+        const int slabs = adapters.slabs_at(g, step - first);
+#pragma unroll 1
+        for (int slot = 0; slot < slabs; slot++)
+          expand<E, T>(sum, has_gate_up_slices(g), adapters, step, slot, main_loop.stage(step));
+        if (slabs < slabs_in_stage<E>(g))
+          break;
+      }
+      main_loop.wait();
+    }
     index = next;
     __syncthreads(); // all threads are done with the stages and `next`
     finished = tile, finished_count = count;
