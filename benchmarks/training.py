@@ -22,6 +22,9 @@ FP8 by two names: fp8, whose activations are in FP8, as they are served, and w8a
 activations are in bfloat16. Errors are those of the same weights dequantized, with activations in
 bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
 
+`--grouped-mm` also times, of one tenant, the step that dequantizes whole stacks in both passes and
+calls torch._grouped_mm (`grouped_mm_us`).
+
 `--peers DIR` has bench_train.py, which measures other projects' kernels in the same way: on bf16
 weights, on MXFP4 weights, and with eight tenants.
 """
@@ -40,6 +43,7 @@ from typing import NamedTuple
 import torch
 
 import moelora
+from benchmarks import grouped_mm
 from moelora import _C
 from moelora.bench import results
 from moelora.bench.formats import FORMATS
@@ -170,12 +174,13 @@ def bound(shape, tokens, adapters, pairs, bandwidth, flops, bits=16):
 
 
 class Step:
-    def __init__(self, arguments, dout):
+    def __init__(self, arguments, dout, layer=moelora.fused_experts_lora):
+        self.layer = layer
         trained = {n: arguments[n].requires_grad_() for n in TRAINED if n in arguments}
         self.arguments, self.dout, self.leaves = arguments, dout, list(trained.values())
 
     def forward(self):
-        return moelora.fused_experts_lora(**self.arguments)
+        return self.layer(**self.arguments)
 
     def run(self):
         for leaf in self.leaves:
@@ -244,6 +249,14 @@ def error_ratio(adapters, kind="bf16", device="cuda"):
         off, allowed = ((v.double() - want.double()).abs().max().item() for v in (got, other))
         ratios.append(off / allowed if allowed else math.inf)
     return max(ratios)
+
+
+def measure_grouped_mm(step, flush):
+    """Microseconds of the same step that dequantizes and calls torch._grouped_mm."""
+    other = Step(step.arguments, step.dout, grouped_mm.fused_experts_lora)
+    for _ in range(WARM_UP):
+        other.run()
+    return measure(other.run, flush)
 
 
 def profile(step):
@@ -332,6 +345,7 @@ def main(argv=None):
     parser.add_argument("--variant", help="force these kernel variants")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--deadline-s", type=float, help="begin no case later than that")
+    parser.add_argument("--grouped-mm", action="store_true", help="and time it, of one tenant")
     parser.add_argument("--peers", help="a folder with bench_train.py")
     parser.add_argument("--peer-names", default="", help="some of them")
     parser.add_argument("--peers-s", default=500.0, type=float, help="seconds for them")
@@ -353,6 +367,8 @@ def main(argv=None):
             _C.force_variant(args.variant)
             row, step = measure_case(name, tokens, adapters, format_name, args, flush)
             row["max_err_ratio"] = ratios[adapters, kind]
+            if args.grouped_mm and adapters.tenants == 1:
+                row["grouped_mm_us"] = round(measure_grouped_mm(step, flush), 1)
             print(json.dumps(row), flush=True)
             if args.profile:
                 profile(step)

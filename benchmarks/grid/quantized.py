@@ -8,11 +8,13 @@ from cases import Problem, Spec
 
 import moelora
 from benchmarks.grid.calls import DTYPES, plans, portable, present, with_plans
+from moelora.bench.formats import FORMATS as DRAWN
 
 # Format: columns of a group (0: all), zero points.
 FORMATS = {
     "mxfp4": (32, False),
     "nvfp4": (16, False),
+    "nf4": (64, False),
     "int4": (64, False),
     "int4 zeros": (0, True),
     "int4 of 32": (32, False),
@@ -64,6 +66,9 @@ def packed(w: torch.Tensor, name: str, gate_up: str | None, seed: int):
         of_tensor = (torch.rand(experts, generator=make) * 0.02 + 0.01).to(w.device)
         make_weights = moelora.QuantizedWeights.from_nvfp4
         return make_weights(values, scales, weight_scale_2=of_tensor, **options)
+    if name == "nf4":
+        drawn = DRAWN["nf4"].draw(experts, rows, columns, make, w.dtype)
+        return DRAWN["nf4"].pack(*(t.to(w.device) for t in drawn), **options)
     words = draw(-(2**31), 2**31, experts, rows, columns // 8)
     scales = torch.rand(experts, rows, groups, generator=make).to(w) * 0.02
     points = draw(-(2**31), 2**31, experts, -(-rows // 8), groups) if zeros else None

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from moelora.formats import FORMATS as ROWS
 from moelora.quantized import QuantizedWeights
 from moelora.quantized_readers import NVFP4_BLOCK
 
 INT4_GROUP = 128
+NF4_BLOCK = 64
 FP8_BLOCK = 128
 
 
@@ -31,6 +34,19 @@ def draw_nvfp4(
         _integers((experts, rows, columns // 2), 0, 256, generator),
         _integers((experts, rows, columns // NVFP4_BLOCK), 100, 124, generator),
         torch.full((experts,), 5e-5, device=generator.device),
+    )
+
+
+def draw_nf4(
+    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Codes [E, N, K/2] and absmax [E, N, K/64], with the same deviation."""
+    absmax = torch.rand(
+        (experts, rows, columns // NF4_BLOCK), generator=generator, device=generator.device
+    )
+    return (
+        _integers((experts, rows, columns // 2), 0, 256, generator),
+        absmax.add_(0.5).mul_(0.02 / 0.56),
     )
 
 
@@ -72,6 +88,17 @@ def _pack_nvfp4(
     return QuantizedWeights.from_nvfp4(values, scales, weight_scale_2=of_tensor, **options)
 
 
+def _pack_nf4(codes: torch.Tensor, absmax: torch.Tensor, **options: Any) -> QuantizedWeights:
+    state = SimpleNamespace(
+        absmax=absmax.flatten(),
+        shape=(*codes.shape[:2], 2 * codes.size(2)),
+        code=torch.tensor(next(f.codes for f in ROWS if f.kernel == "nf4")),
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
+    )
+    return QuantizedWeights.from_bnb(codes, state, **options)
+
+
 @dataclass(frozen=True)
 class Format:
     """A checkpoint layout of quantized weights."""
@@ -91,6 +118,7 @@ FORMATS = {
         "MXFP4, a scale of 8 bits for 32", 4.25, 32, draw_mxfp4, QuantizedWeights.from_mxfp4
     ),
     "nvfp4": Format("NVFP4, a scale of 8 bits for 16", 4.5, NVFP4_BLOCK, draw_nvfp4, _pack_nvfp4),
+    "nf4": Format("NF4, a float32 scale for 64", 4.5, NF4_BLOCK, draw_nf4, _pack_nf4),
     "int4": Format(
         f"INT4 as of GPTQ, a scale of 16 bits for {INT4_GROUP}",
         4 + 16 / INT4_GROUP,

@@ -76,7 +76,7 @@ def test_formats_by_model_and_weights_of_a_dtype(bench):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, int4"),
+        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, nf4, int4"),
         (["--format", "bf16", "--dtypes", "fp16"], "--format is bf16, but --dtypes is fp16"),
         (["--format", "int4", "--dtypes", "fp32"], "quantized weights serve bf16 and fp16"),
         (["--models", "gpt-oss-20b@int4"], "int4 takes multiples of 128"),
