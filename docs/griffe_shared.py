@@ -1,11 +1,11 @@
-"""The API reference, made from the sources, has what docstrings share (moelora/docstrings.py)."""
+"""Expand what docstrings share (moelora/operators/docstrings.py) in the API reference."""
 
 import importlib.util
 from pathlib import Path
 
 import griffe
 
-SOURCE = Path(__file__).resolve().parents[1] / "moelora/docstrings.py"
+SOURCE = Path(__file__).resolve().parents[1] / "moelora/operators/docstrings.py"
 
 
 def _load():

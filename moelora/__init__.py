@@ -7,14 +7,11 @@ hidden size, `I` intermediate size of an expert, `R` maximum rank of a stack of 
 
 import torch  # noqa: F401  loads the libraries that moelora._C is linked against
 
-from moelora import startup as _startup  # noqa: F401  explains why the extension does not load
+from moelora.operators import startup as _startup  # noqa: F401  explains why the extension does not load
 
 # isort: split
 from moelora import _C
-from moelora import fake as _fake  # noqa: F401  registers the shape functions
-from moelora import tuned as _tuned
 from moelora.adapters import AdapterPool, LinearLayer, MoELayer
-from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 from moelora.integrations.sglang.batch import (
     MoELoRABatchInfo,
     moe_lora_buffers,
@@ -33,7 +30,10 @@ from moelora.integrations.vllm.ops import (
     fused_moe_lora_expand,
     fused_moe_lora_shrink,
 )
-from moelora.ops import (
+from moelora.operators import fake as _fake  # noqa: F401  registers the shape functions
+from moelora.operators import tuned as _tuned
+from moelora.operators.delta import moe_lora_down_delta, moe_lora_gate_up_delta
+from moelora.operators.experts import (
     PackedWeights,
     QuantizedWeights,
     fused_experts_lora,

@@ -25,7 +25,7 @@ from moelora.bench.baselines import Options, require
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
-from moelora.ops import Activation
+from moelora.operators.experts import Activation
 
 TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # hard-coded in the packed files
 

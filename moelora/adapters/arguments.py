@@ -10,8 +10,8 @@ import torch
 
 from moelora.adapters.layers import LinearLayer, MoELayer
 from moelora.adapters.stacks import Place, places_of
-from moelora.checks import check_count, check_mapping
-from moelora.storage import check_held
+from moelora.operators.checks import check_count, check_mapping
+from moelora.operators.storage import check_held
 
 Layer = TypeVar("Layer", MoELayer, LinearLayer)
 

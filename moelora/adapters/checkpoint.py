@@ -21,13 +21,13 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.config import LoraConfig
 from moelora.adapters.expert_pairs import ExpertPairs
 from moelora.adapters.factors import Factor, check_dtype, check_rank, check_shape
+from moelora.adapters.folders import reading
 from moelora.adapters.keys import Key, module_of, parse
 from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import PRUNED, ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
-from moelora.folders import reading
-from moelora.storage import check_held
+from moelora.operators.storage import check_held
 
 # Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
 Own: TypeAlias = Callable[[str], "torch.Tensor | None"]

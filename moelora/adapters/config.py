@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moelora.adapters.columns import DETAIL, MARK, Columns
+from moelora.adapters.files import file_in, read_json
 from moelora.adapters.patterns import Patterns
-from moelora.files import file_in, read_json
 
 CONFIG_FILE = "adapter_config.json"
 

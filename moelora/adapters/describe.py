@@ -11,10 +11,10 @@ from typing import Any
 from moelora.adapters.columns import Columns
 from moelora.adapters.config import CONFIG_FILE, LoraConfig
 from moelora.adapters.factors import partner
+from moelora.adapters.files import file_in, read_json
+from moelora.adapters.folders import reading
 from moelora.adapters.keys import WRAPPERS, Key, parse
 from moelora.adapters.weights import Weights, open_weights, weight_files
-from moelora.files import file_in, read_json
-from moelora.folders import reading
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_EXPERT = re.compile(r"\.experts\.(?:\d+\.\w+|\w+s\.\d+)$")

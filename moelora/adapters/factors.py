@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.storage import check_held
+from moelora.operators.storage import check_held
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

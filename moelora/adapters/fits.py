@@ -8,7 +8,7 @@ import torch
 
 from moelora.adapters.factors import check_dtype, check_plain, check_rank, check_shape
 from moelora.adapters.layers import Adapter, LinearLayer, LinearPair, MoELayer, Pair, Projection
-from moelora.checks import check_mapping, is_number
+from moelora.operators.checks import check_mapping, is_number
 
 
 def check_parts(adapter: Adapter) -> None:

@@ -32,7 +32,7 @@ from moelora.adapters.names import check_name, distinct, listed
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.versions import Versions
-from moelora.checks import check_count, check_flag, check_mapping
+from moelora.operators.checks import check_count, check_flag, check_mapping
 
 
 class AdapterPool:

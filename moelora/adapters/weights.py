@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from moelora.adapters.factors import check_plain, first_not_finite
+from moelora.adapters.files import file_in, read_json
 from moelora.adapters.torch_file import TorchFile
-from moelora.files import file_in, read_json
 
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")

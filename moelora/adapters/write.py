@@ -53,7 +53,7 @@ def write(
         Pairs of experts are those of whole parameters: `gate_up` (`up` without a gate) and `down`,
         with one scaling for all experts.
     folder : path
-        Of no other adapter: `moelora.folders.replacing` makes one that takes its place.
+        Of no other adapter: `moelora.adapters.folders.replacing` makes one that takes its place.
     layers, linears : mapping
         The layers that `adapter` has pairs of, by name.
     base_model : str, optional
@@ -109,7 +109,7 @@ def write_per_expert(
     ----------
     adapter : Adapter
     folder : path
-        Of no other adapter: `moelora.folders.replacing` makes one that takes its place.
+        Of no other adapter: `moelora.adapters.folders.replacing` makes one that takes its place.
     layers, linears : mapping
         The layers that `adapter` has pairs of, by name.
     names : EngineNames, optional

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
-from moelora.quantized import QuantizedWeights
+from moelora.weights.quantized import QuantizedWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXES = {

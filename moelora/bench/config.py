@@ -7,7 +7,7 @@ from typing import Any
 
 from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
-from moelora.ops import Activation
+from moelora.operators.experts import Activation
 
 # Names of a layer's sizes in configurations, most specific first.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moelora.formats import FORMATS as ROWS
-from moelora.quantized import QuantizedWeights
-from moelora.quantized_readers import NVFP4_BLOCK
+from moelora.operators.formats import FORMATS as ROWS
+from moelora.weights.quantized import QuantizedWeights
+from moelora.weights.readers import NVFP4_BLOCK
 
 INT4_GROUP = 128
 NF4_BLOCK = 64

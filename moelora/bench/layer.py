@@ -9,8 +9,8 @@ import torch
 
 from moelora.bench import cases
 from moelora.bench.shapes import Model
-from moelora.quantized import QuantizedWeights
 from moelora.reference.fp8 import numbers_of
+from moelora.weights.quantized import QuantizedWeights
 
 
 class Layer:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moelora import _C
-from moelora.tuned import cpu_name
+from moelora.operators.tuned import cpu_name
 
 # Bytes per second read and written, bf16 flops per second; measured once with long runs.
 KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}

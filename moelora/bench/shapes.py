@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from moelora.bench.formats import FORMATS
-from moelora.ops import ACTIVATIONS, Activation
-from moelora.quantized_fp8 import GateUp
+from moelora.operators.experts import ACTIVATIONS, Activation
+from moelora.weights.fp8 import GateUp
 
 
 @dataclass(frozen=True)

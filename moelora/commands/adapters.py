@@ -18,12 +18,12 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.describe import Group, describe
 from moelora.adapters.engine_names import STACKED, names_of
+from moelora.adapters.files import file_in, read_json
+from moelora.adapters.folders import replacing
 from moelora.adapters.write import FILES, write_per_expert
 from moelora.bench import console
-from moelora.files import file_in, read_json
-from moelora.folders import replacing
-from moelora.tenants.files import STATE_FILES
-from moelora.terminal import printable
+from moelora.operators.terminal import printable
+from moelora.training.tenants.files import STATE_FILES
 
 STACKS = (
     "vLLM reads stacks of experts only for models whose experts it keeps in stacks (gpt-oss, "

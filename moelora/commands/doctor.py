@@ -12,7 +12,7 @@ import torch
 
 from moelora import _C
 from moelora.integrations import reason_against_build, reason_against_device, shown
-from moelora.terminal import printable
+from moelora.operators.terminal import printable
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from moelora import _C
 from moelora.bench import console
 from moelora.commands import selftest
-from moelora.tuned import cpu_name
+from moelora.operators.tuned import cpu_name
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _C, dump, trace
-from moelora.terminal import printable
+from moelora import _C
+from moelora.operators import dump, trace
+from moelora.operators.terminal import printable
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

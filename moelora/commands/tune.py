@@ -3,8 +3,8 @@
     moelora tune --models qwen3 --tp 2 --tokens 1,16,256,4096 --dir plans
     MOELORA_CONFIG_DIR=plans python serve.py
 
-The file (see help(moelora.tuned)) contains the best variants for each number of tokens: those with
-the least geometric mean of the times with and without adapters. Variants of the grouped GEMM, or of
+The file (see help(moelora.operators.tuned)) contains the best variants for each number of tokens:
+those with the least geometric mean of the times with and without adapters. Variants of the grouped GEMM, or of
 a whole layer in one launch, are measured first; on a GPU those of alignment, shrink and the sum
 over top-k follow, with the best GEMM. A variant only replaces that of the built-in table if it is
 faster by more than the spread of its times.
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moelora import _C, tuned
+from moelora import _C
 from moelora.bench import cases, command, results, shapes
 from moelora.bench import console as wide_console
 from moelora.bench.baselines import Options
@@ -35,6 +35,7 @@ from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
 from moelora.bench.layer import Layer
 from moelora.bench.progress import CaseProgress
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
+from moelora.operators import tuned
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in variant names
 TABLE = "table"

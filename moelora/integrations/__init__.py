@@ -51,7 +51,7 @@ def reason_against_device() -> str | None:
 
 @functools.cache
 def _tried_out(index: int) -> str | None:
-    from moelora.ops import fused_experts_lora
+    from moelora.operators.experts import fused_experts_lora
 
     name = torch.cuda.get_device_name(index)
     try:

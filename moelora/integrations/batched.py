@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.call import typed
-from moelora.ops import Weights, fused_experts_lora
-from moelora.storage import check_held
+from moelora.operators.call import typed
+from moelora.operators.experts import Weights, fused_experts_lora
+from moelora.operators.storage import check_held
 
 
 @typed

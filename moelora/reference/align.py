@@ -10,7 +10,7 @@ from torch import Tensor
 from moelora.reference.routing import adapter_per_token, expert_per_choice
 
 if TYPE_CHECKING:
-    from moelora.align import AlignMode
+    from moelora.operators.align import AlignMode
 
 
 def align_max_blocks_ref(

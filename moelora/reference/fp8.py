@@ -11,8 +11,8 @@ from torch import Tensor
 from moelora.reference.routing import as_tensor
 
 if TYPE_CHECKING:
-    from moelora.ops import Weights
-    from moelora.quantized import QuantizedWeights
+    from moelora.operators.experts import Weights
+    from moelora.weights.quantized import QuantizedWeights
 
 ROWS, COLUMNS, LARGEST = 64, 128, 448.0
 

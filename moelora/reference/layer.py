@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from moelora.ops import ACTIVATIONS
+from moelora.operators.experts import ACTIVATIONS
 from moelora.reference.fp8 import numbers_of, rule_of
 from moelora.reference.routing import (
     Factors,
@@ -20,7 +20,7 @@ from moelora.reference.routing import (
 )
 
 if TYPE_CHECKING:
-    from moelora.ops import Activation, Weights
+    from moelora.operators.experts import Activation, Weights
 
 OAI = ("swigluoai", "swigluoai_uninterleave")
 ALPHAS = dict.fromkeys(OAI, 1.702) | {"situ": 1.0}

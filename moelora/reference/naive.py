@@ -21,7 +21,7 @@ from moelora.reference.routing import (
 )
 
 if TYPE_CHECKING:
-    from moelora.ops import Activation, Weights
+    from moelora.operators.experts import Activation, Weights
 
 
 def _naive_project(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moelora.ops import Weights
+    from moelora.operators.experts import Weights
 
 Factors: TypeAlias = Tensor | Sequence[Tensor] | None
 

@@ -7,8 +7,8 @@ import pytest
 from covering import extent
 from interrupts import interrupted, killed
 
-from moelora import folders
-from moelora.folders import reading, replacing
+from moelora.adapters import folders
+from moelora.adapters.folders import reading, replacing
 
 # Nightly at each instruction, in CI at every eleventh.
 EVERY = extent(nightly=1, ci=11)

@@ -14,7 +14,7 @@ from checks import guarded_empty
 from delta_cases import delta_kwargs
 
 import moelora
-from moelora.call import _fits
+from moelora.operators.call import _fits
 
 M, TOP_K, E, K, I, L, R = 5, 2, 4, 64, 32, 2, 16
 ERRORS = (ValueError, RuntimeError, TypeError)

@@ -12,7 +12,7 @@ from cases import same_bits
 from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator
 
 import moelora
-from moelora import trace
+from moelora.operators import trace
 
 REFUSED = "has elements up to byte .* of a storage of .* bytes: it was freed or shrunk"
 # Elements before the first one, and what is left of the storage's bytes.

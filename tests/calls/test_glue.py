@@ -14,7 +14,9 @@ from glue_cases import DEVICES, LORAS, TOP_K, E, I, K, M, inputs, op_calls, oper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora
-from moelora import _C, fake, ops
+from moelora import _C
+from moelora.operators import experts as ops
+from moelora.operators import fake
 
 ROOT = Path(__file__).resolve().parents[2]
 

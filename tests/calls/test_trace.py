@@ -14,9 +14,10 @@ from conftest import needs_gpu
 from safetensors.torch import save_file
 
 import moelora
-from moelora import _C, dump, trace
+from moelora import _C
 from moelora.__main__ import main
 from moelora.commands import selftest
+from moelora.operators import dump, trace
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from vllm_sources import Sources
 
 import moelora
 from moelora.integrations.sglang import marlin
-from moelora.quantized_readers import nibbles
+from moelora.weights.readers import nibbles
 
 BF16 = torch.bfloat16
 SPEC = Spec(tokens=9, hidden=128, inter=64, dtype=BF16, scalings=False, mix="all_different")

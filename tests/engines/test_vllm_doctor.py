@@ -293,13 +293,13 @@ def fake_gpu(monkeypatch, launch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H900")
     tiny, calls = integrations._tiny_layer, []
     monkeypatch.setattr(integrations, "_tiny_layer", lambda device: tiny(torch.device("cpu")))
-    operator = moelora.ops.fused_experts_lora
+    operator = moelora.operators.experts.fused_experts_lora
 
     def fused_experts_lora(**given):
         calls.append(given)
         return operator(**given) if len(calls) % 2 else launch(operator(**given))
 
-    monkeypatch.setattr(moelora.ops, "fused_experts_lora", fused_experts_lora)
+    monkeypatch.setattr(moelora.operators.experts, "fused_experts_lora", fused_experts_lora)
     return calls
 
 

@@ -5,7 +5,7 @@ import torch
 from cases import Spec
 from quantized_cases import ALL_FORMATS, build
 
-from moelora.formats import FORMATS, code_of
+from moelora.operators.formats import FORMATS, code_of
 
 
 def test_codes_stay_as_state_dicts_hold_them():

@@ -5,7 +5,7 @@ import torch
 from quantized_cases import HALVES
 
 from moelora import QuantizedWeights
-from moelora.quantized_rounding import ROUNDINGS
+from moelora.weights.rounding import ROUNDINGS
 
 # The largest distance of neighbors in a format, relative to the largest number of a group.
 STEPS = {"nf4": 0.31, "fp4": 0.34, "mxfp4": 0.5, "nvfp4": 0.36, "int4": 1 / 7, "fp8": 1 / 14}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
-from moelora.files import file_in
+from moelora.adapters.files import file_in
 from moelora.integrations.transformers.folder import Folder
 from moelora.integrations.transformers.folder_experts import read_experts
 from moelora.integrations.transformers.names import expert_linears

@@ -23,7 +23,9 @@ SIZES = {
 
 def test_names_are_those_of_the_core():
     header = (ROOT / "csrc/core/activation.h").read_text()
-    assert list(moelora.ops.ACTIVATIONS) == re.findall(r'^ *ROW\(\w+, "(\w+)"', header, re.M)
+    assert list(moelora.operators.experts.ACTIVATIONS) == re.findall(
+        r'^ *ROW\(\w+, "(\w+)"', header, re.M
+    )
 
 
 def check(p: Problem, device: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from cases import Spec, same_bits
 from delta_cases import delta_kwargs
 
 import moelora
-from moelora.call import enabled_or_absent, ids_or_absent, weights_or_absent
+from moelora.operators.call import enabled_or_absent, ids_or_absent, weights_or_absent
 
 INT32 = torch.iinfo(torch.int32)
 WIDE = 2**32

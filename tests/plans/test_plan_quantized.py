@@ -116,7 +116,7 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
     variant, layout = (
         test_decode.one_launch(p),
-        moelora.formats.FORMATS[p.w13.layout[0]].name.lower(),
+        moelora.operators.formats.FORMATS[p.w13.layout[0]].name.lower(),
     )
     sizes = set()
     for spec in test_decode.SPECS.values():

@@ -14,11 +14,12 @@ from c_programs import ROOT, compile_program, run
 from conftest import needs_gpu
 
 import moelora
-from moelora import _C, tuned
+from moelora import _C
 from moelora.__main__ import main
 from moelora.bench import shapes
 from moelora.bench.timing import Times
 from moelora.commands import tune
+from moelora.operators import tuned
 
 SMALL, LARGE = "gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"
 OLD = "gemm_bf16_64x128x64_sm80"

@@ -24,10 +24,11 @@ from covering import extent
 
 import moelora
 from benchmarks import tables
-from moelora import _C, tuned
+from moelora import _C
 from moelora.__main__ import main
 from moelora.bench import shapes
-from moelora.docstrings import ENTRIES, GROUPS, expand
+from moelora.operators import tuned
+from moelora.operators.docstrings import ENTRIES, GROUPS, expand
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -19,7 +19,8 @@ import pytest
 import torch
 from checkout import LEFT_OUT
 
-from moelora import _C, startup
+from moelora import _C
+from moelora.operators import startup
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_binutils = pytest.mark.skipif(not shutil.which("readelf"), reason="no binutils")

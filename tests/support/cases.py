@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from moelora.ops import ACTIVATIONS as ACTIVATION_NUMBERS
+from moelora.operators.experts import ACTIVATIONS as ACTIVATION_NUMBERS
 
 POISON = float("nan")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import moelora
 from moelora import _C, QuantizedWeights
-from moelora.formats import FORMATS as ROWS
+from moelora.operators.formats import FORMATS as ROWS
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

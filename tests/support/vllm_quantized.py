@@ -12,7 +12,7 @@ from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantiz
 from torch import Tensor, nn
 from vllm_layer import VLLM, Layer, load
 
-from moelora.quantized_readers import AWQ_ORDER
+from moelora.weights.readers import AWQ_ORDER
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gradient_cases import by_autograd, by_hand, grad_like, leaves
 from torch.autograd import forward_ad
 
 import moelora
-from moelora.autograd import PROJECTIONS, WANTED_OF_PROJECTION
+from moelora.operators.autograd import PROJECTIONS, WANTED_OF_PROJECTION
 
 CALLS = op_calls()
 TRAINED = (

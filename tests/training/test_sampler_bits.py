@@ -7,7 +7,7 @@ from conftest import on_gpu
 
 import moelora
 from moelora.bench.formats import FORMATS
-from moelora.quantized import QuantizedWeights
+from moelora.weights.quantized import QuantizedWeights
 
 TOKENS = 5120
 EXPERTS, TOP_K, HIDDEN, INTER, RANKS = 8, 2, 256, 128, (16, 8, 32)

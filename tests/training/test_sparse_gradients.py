@@ -8,7 +8,7 @@ from cases import Spec, same_bits
 from gradient_cases import FEW_PLACES, grad_like
 
 import moelora
-from moelora.sparse import set_sparse
+from moelora.operators.sparse import set_sparse
 from moelora.training import touched_pairs
 
 SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")

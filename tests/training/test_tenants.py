@@ -10,13 +10,12 @@ from interrupts import interrupted
 from tenant_house import LAYERS, PLACES, E, House, K, R, alone, draw, same
 
 import moelora
-from moelora import folders
-from moelora.adapters import write
-from moelora.sparse import sparse_tensor
-from moelora.tenants import files as tenant_files
-from moelora.tenants import tenants as module
-from moelora.tenants.files import STATE_FILES, read_state, write_state
+from moelora.adapters import folders, write
+from moelora.operators.sparse import sparse_tensor
 from moelora.training import Tenants
+from moelora.training.tenants import files as tenant_files
+from moelora.training.tenants import tenants as module
+from moelora.training.tenants.files import STATE_FILES, read_state, write_state
 
 # Interrupts of a save: nightly at each 5th instruction, in CI at every 97th.
 EVERY = extent(nightly=5, ci=97)

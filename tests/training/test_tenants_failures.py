@@ -8,8 +8,8 @@ import torch
 from tenant_house import PLACES, House, alone, calls_in_backward, same
 
 import moelora
-from moelora.tenants.factors import Factor
 from moelora.training import Tenants
+from moelora.training.tenants.factors import Factor
 
 FLOAT32 = PLACES[0].values[0]
 

@@ -10,8 +10,8 @@ import moelora
 from moelora.adapters import held as held_module
 from moelora.adapters import host, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
-from moelora.tenants import factors, rows, tenant, tenants
 from moelora.training import Tenants
+from moelora.training.tenants import factors, rows, tenant, tenants
 
 FLOAT32 = PLACES[0].values[0]
 

@@ -13,9 +13,9 @@ from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
 
 import moelora
 from moelora.adapters.write import write
-from moelora.sparse import set_sparse
-from moelora.tenants import tenants as module
+from moelora.operators.sparse import set_sparse
 from moelora.training import Tenants, touched_pairs
+from moelora.training.tenants import tenants as module
 
 SPARSE = [p for p in PLACES if p.values[0][3]]
 SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")

@@ -36,7 +36,6 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from moelora.adapters import AdapterPool
-from moelora.checks import check_count
 from moelora.integrations.peft import generate as _generate  # noqa: F401  checks names of rows
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
@@ -46,6 +45,7 @@ from moelora.integrations.peft.wrappers import rank_of, wrappers_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.linears import plain_name
+from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,11 +28,11 @@ from moelora.adapters.config import CONFIG_FILE, LoraConfig
 from moelora.adapters.keys import parse
 from moelora.adapters.places import ExpertPlace, Modules
 from moelora.adapters.weights import open_weights
-from moelora.checks import check_mapping
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.linears import linear_layers, plain_name
-from moelora.storage import check_held
+from moelora.operators.checks import check_mapping
+from moelora.operators.storage import check_held
 
 if TYPE_CHECKING:
     Model = peft.PeftModel | PreTrainedModel

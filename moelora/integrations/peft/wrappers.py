@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
-from moelora.storage import check_held
+from moelora.operators.storage import check_held
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts

@@ -16,7 +16,7 @@ from moelora.integrations.sglang.batch import (
     prepare_moe_lora_batch_of_pool,
 )
 from moelora.integrations.sglang.ops import run_moe_lora
-from moelora.ops import fused_experts_lora
+from moelora.operators.experts import fused_experts_lora
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from moelora.adapters import AdapterPool
-from moelora.call import typed
-from moelora.checks import check_count, dtype_name
-from moelora.storage import check_held
+from moelora.operators.call import typed
+from moelora.operators.checks import check_count, dtype_name
+from moelora.operators.storage import check_held
 
 
 @dataclass(frozen=True, eq=False)

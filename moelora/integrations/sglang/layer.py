@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.call import typed, weights_or_absent
 from moelora.integrations.sglang.quantized import (
     Tiles,
     device_of,
     kind_of,
     reason_against_weights,
 )
-from moelora.ops import Activation, fused_experts_lora
-from moelora.quantized import QuantizedWeights
-from moelora.storage import check_held
+from moelora.operators.call import typed, weights_or_absent
+from moelora.operators.experts import Activation, fused_experts_lora
+from moelora.operators.storage import check_held
+from moelora.weights.quantized import QuantizedWeights
 
 BATCH = (
     "token_lora_mapping",

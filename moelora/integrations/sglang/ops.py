@@ -32,7 +32,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moelora.call import (
+from moelora.integrations.sglang.batch import MoELoRABatchInfo
+from moelora.operators.call import (
     absent_tensor,
     check_dimensions,
     enabled_or_absent,
@@ -42,9 +43,8 @@ from moelora.call import (
     typed,
     weights_or_absent,
 )
-from moelora.delta import known_experts, one_expert
-from moelora.integrations.sglang.batch import MoELoRABatchInfo
-from moelora.storage import check_held
+from moelora.operators.delta import known_experts, one_expert
+from moelora.operators.storage import check_held
 
 
 def _routes(

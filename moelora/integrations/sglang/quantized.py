@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.sglang import marlin
-from moelora.quantized import QuantizedWeights
-from moelora.quantized_fp8 import GateUp
+from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights.fp8 import GateUp
+from moelora.weights.quantized import QuantizedWeights
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -16,7 +16,6 @@ from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
 from moelora.adapters.columns import check as check_layout
 from moelora.adapters.names import check_name
-from moelora.checks import check_count
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -41,6 +40,7 @@ from moelora.integrations.transformers.projection import (
     not_packed,
 )
 from moelora.integrations.transformers.serving import Serving
+from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.integrations.transformers.scheme import Scheme, unread
-from moelora.quantized_bnb import PARTS as BESIDE
-from moelora.quantized_bnb import STATE, tensor_of
+from moelora.weights.bnb import PARTS as BESIDE
+from moelora.weights.bnb import STATE, tensor_of
 
 PREFIX = "weight."  # a weight's statistics are called after it
 PARTS = frozenset(f"{PREFIX}{part}" for part in BESIDE)

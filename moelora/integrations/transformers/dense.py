@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.quantized_fp8 import FP8_SCALES
-from moelora.quantized_readers import AWQ_ORDER, E2M1, SCALES, nibbles
+from moelora.weights.fp8 import FP8_SCALES
+from moelora.weights.readers import AWQ_ORDER, E2M1, SCALES, nibbles
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

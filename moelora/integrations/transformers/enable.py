@@ -11,7 +11,7 @@ from moelora.integrations.transformers.experts import activation_of
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_loaded_fp8, up_name
-from moelora.quantized_fp8 import Activations
+from moelora.weights.fp8 import Activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,8 +24,8 @@ from moelora.integrations.transformers.projection import (
 from moelora.reference import activate
 
 if TYPE_CHECKING:
-    from moelora import ops
     from moelora.integrations.transformers.projection import Experts
+    from moelora.operators import experts as ops
 
 
 def experts_forward(

@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from moelora.checks import dtype_name
-from moelora.files import file_in, read_json
+from moelora.adapters.files import file_in, read_json
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.names import OF_ONE
 from moelora.integrations.transformers.scheme import KEPT, Scheme
@@ -27,8 +26,9 @@ from moelora.integrations.transformers.schemes import (
     scheme_of,
     split,
 )
-from moelora.quantized_fp8 import Activations
-from moelora.quantized_rounding import ROUNDINGS
+from moelora.operators.checks import dtype_name
+from moelora.weights.fp8 import Activations
+from moelora.weights.rounding import ROUNDINGS
 
 SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"

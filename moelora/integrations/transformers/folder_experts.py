@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moelora import QuantizedWeights
-from moelora.checks import dtype_name
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
@@ -21,8 +20,9 @@ from moelora.integrations.transformers.projection import (
     up_name,
 )
 from moelora.integrations.transformers.scheme import Scheme
-from moelora.quantized_fp8 import Activations, GateUp
-from moelora.quantized_rounding import Rounding
+from moelora.operators.checks import dtype_name
+from moelora.weights.fp8 import Activations, GateUp
+from moelora.weights.rounding import Rounding
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts

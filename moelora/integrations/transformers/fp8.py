@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
 from moelora import QuantizedWeights
-from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.experts import activation_of, experts_forward
 from moelora.integrations.transformers.floats import fp8
@@ -28,7 +27,8 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.transformers.scheme import Scheme
-from moelora.quantized_fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
+from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights.fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

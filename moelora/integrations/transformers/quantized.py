@@ -15,8 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.utils.logging import tqdm
 
 from moelora import QuantizedWeights
-from moelora.fake import COMPUTE_DTYPES
-from moelora.files import file_in
+from moelora.adapters.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder
 from moelora.integrations.transformers.folder_experts import (
@@ -29,8 +28,9 @@ from moelora.integrations.transformers.layers import is_offloaded, moe_layers, o
 from moelora.integrations.transformers.names import OF_ONE, expert_linears
 from moelora.integrations.transformers.projection import set_parameters, set_quantized
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
-from moelora.quantized_fp8 import Activations
-from moelora.quantized_rounding import Rounding
+from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights.fp8 import Activations
+from moelora.weights.rounding import Rounding
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts

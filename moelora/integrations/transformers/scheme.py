@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.adapters.patterns import Patterns
-from moelora.formats import FORMATS
-from moelora.quantized_fp8 import Activations, GateUp
+from moelora.operators.formats import FORMATS
+from moelora.weights.fp8 import Activations, GateUp
 
 *_FIRST, _LAST = (f.name for f in FORMATS[1:] if f.name.lower() == f.kernel)
 KEPT = f"{', '.join(_FIRST)} or {_LAST}"  # as `QuantizedWeights` has them

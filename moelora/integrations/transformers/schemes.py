@@ -26,7 +26,7 @@ from moelora.integrations.transformers.scheme import (
     settings_in,
     unread,
 )
-from moelora.quantized_readers import ZERO_OFFSETS
+from moelora.weights.readers import ZERO_OFFSETS
 
 # Tensors of a quantized linear layer other than its weight, in any scheme.
 PARTS = frozenset(

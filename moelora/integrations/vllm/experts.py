@@ -16,7 +16,7 @@ from moelora.integrations.vllm import OWN_PATH, adapters, interface, say_once, w
 from moelora.integrations.vllm.served import Call, Served, quantization
 
 if TYPE_CHECKING:
-    from moelora.ops import Weights
+    from moelora.operators.experts import Weights
 
 # vLLM classes that claim LoRA support but ignore it in apply.
 DROPPING = ("TritonWNA16Experts",)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.integrations.interface import Interface
-from moelora.quantized_readers import PerExpert
+from moelora.weights.readers import PerExpert
 
 _QUANT = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.call import (
+from moelora.operators.call import (
     absent_tensor,
     enabled_or_absent,
     ids_or_absent,
@@ -22,7 +22,7 @@ from moelora.call import (
     typed,
     weights_or_absent,
 )
-from moelora.delta import known_experts, one_expert
+from moelora.operators.delta import known_experts, one_expert
 
 UNLIMITED = 2**31 - 1
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moelora import _C, autograd, trace
+from moelora import _C
 from moelora._C import error_number
-from moelora.checks import dtype_name
-from moelora.docstrings import expand
-from moelora.storage import holds
+from moelora.operators import autograd, trace
+from moelora.operators.checks import dtype_name
+from moelora.operators.docstrings import expand
+from moelora.operators.storage import holds
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -40,7 +41,7 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate an operator to name the argument of a wrong type if a call fails.
 
     Only failed calls are examined, so that successful ones have no overhead and nothing valid is
-    rejected. Also expands the shared entries of its docstring (moelora/docstrings.py).
+    rejected. Also expands the shared entries of its docstring (docstrings.py).
     """
 
     if function.__doc__:

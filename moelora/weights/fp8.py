@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from moelora.call import typed
-from moelora.quantized_readers import (
+from moelora.operators.call import typed
+from moelora.operators.storage import check_held
+from moelora.weights.readers import (
     SCALES,
     Checkpoint,
     Numbers,
@@ -16,7 +17,6 @@ from moelora.quantized_readers import (
     Stack,
     check_scales,
 )
-from moelora.storage import check_held
 
 TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from moelora.sparse import sparse_tensor
+from moelora.operators.sparse import sparse_tensor
 
 
 @dataclass(frozen=True)

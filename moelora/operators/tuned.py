@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from moelora import _C
-from moelora.terminal import printable
+from moelora.operators.terminal import printable
 
 DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype

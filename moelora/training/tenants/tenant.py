@@ -16,11 +16,11 @@ from torch.optim import Optimizer, SparseAdam
 from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
-from moelora.checks import check_count, check_number
-from moelora.tenants import files
-from moelora.tenants.factors import Factor, padded
-from moelora.tenants.files import STATE_FILE
-from moelora.tenants.rows import Rows
+from moelora.operators.checks import check_count, check_number
+from moelora.training.tenants import files
+from moelora.training.tenants.factors import Factor, padded
+from moelora.training.tenants.files import STATE_FILE
+from moelora.training.tenants.rows import Rows
 
 # Stacks or factors (A, B) by layer and projection; "" is that of linear layers and embeddings.
 Place: TypeAlias = "tuple[str, Projection | str]"

@@ -24,23 +24,23 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer, SparseAdam
 
 from moelora.adapters.columns import Layout
+from moelora.adapters.folders import reading, replacing
 from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import FILES, write
-from moelora.folders import reading, replacing
-from moelora.sparse import set_sparse, sparse_tensor, warn_silently
-from moelora.tenants.arguments import check_arguments
-from moelora.tenants.branches import Branches
-from moelora.tenants.factors import collect
-from moelora.tenants.files import STATE_FILES, write_state
-from moelora.tenants.new import new_adapter
-from moelora.tenants.optimizers import make_optimizer
-from moelora.tenants.resumed import check_resumed, of_tenant
-from moelora.tenants.rows import Rows, is_sparse
-from moelora.tenants.steps import Step, check_loss, named, numbers
-from moelora.tenants.tenant import (
+from moelora.operators.sparse import set_sparse, sparse_tensor, warn_silently
+from moelora.training.tenants.arguments import check_arguments
+from moelora.training.tenants.branches import Branches
+from moelora.training.tenants.factors import collect
+from moelora.training.tenants.files import STATE_FILES, write_state
+from moelora.training.tenants.new import new_adapter
+from moelora.training.tenants.optimizers import make_optimizer
+from moelora.training.tenants.resumed import check_resumed, of_tenant
+from moelora.training.tenants.rows import Rows, is_sparse
+from moelora.training.tenants.steps import Step, check_loss, named, numbers
+from moelora.training.tenants.tenant import (
     Progress,
     Tenant,
     check_optimizer,

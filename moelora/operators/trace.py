@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _C, dump
-from moelora.checks import dtype_name
+from moelora import _C
+from moelora.operators import dump
+from moelora.operators.checks import dtype_name
 
 MAX_DUMPS = 8  # per process: a repeating error should not fill the disk
 DUMP_MIB = 4096  # per process: one call of a layer of a large model

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelora.autograd import WANTED_OF_PROJECTION, by_projection_argument
-from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
-from moelora.delta import delta_arguments, moe_lora_gate_up_delta
-from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
-from moelora.ops import Weights, fused_moe_lora_gemm, projection_arguments
+from moelora.operators.autograd import WANTED_OF_PROJECTION, by_projection_argument
+from moelora.operators.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.operators.delta import delta_arguments, moe_lora_gate_up_delta
+from moelora.operators.experts import Weights, fused_moe_lora_gemm, projection_arguments
+from moelora.training.gradients import FactorGradients, Options, buffers, in_form, requested
 
 FACTORS = ("lora_a", "lora_b")
 

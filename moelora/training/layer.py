@@ -1,4 +1,4 @@
-"""Explicit backward of a layer: the forward that saves for it, and the gradients; and `Tenants`.
+"""Explicit backward of a layer: the forward that saves for it, and the gradients.
 
 Autograd runs both for `fused_experts_lora`. Call them directly without autograd, or to accumulate
 gradients into given buffers.
@@ -12,33 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelora.autograd import WANTED, by_argument
-from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
-from moelora.checks import check_count, dtype_name
-from moelora.gradients import FactorGradients, Options, buffers, in_form, requested
-from moelora.ops import Weights, fused_experts_lora, layer_arguments
-from moelora.projection_training import (
-    ProjectionGradients,
-    fused_moe_lora_gemm_backward,
-    moe_lora_delta_backward,
-)
-from moelora.sparse import index_of_pairs
-from moelora.storage import check_held
-from moelora.tenants import Step, Tenant, Tenants
-
-__all__ = [
-    "Gradients",
-    "ProjectionGradients",
-    "Saved",
-    "Step",
-    "Tenant",
-    "Tenants",
-    "fused_experts_lora_backward",
-    "fused_experts_lora_saving",
-    "fused_moe_lora_gemm_backward",
-    "moe_lora_delta_backward",
-    "touched_pairs",
-]
+from moelora.operators.autograd import WANTED, by_argument
+from moelora.operators.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.operators.checks import check_count, dtype_name
+from moelora.operators.experts import Weights, fused_experts_lora, layer_arguments
+from moelora.operators.sparse import index_of_pairs
+from moelora.operators.storage import check_held
+from moelora.training.gradients import FactorGradients, Options, buffers, in_form, requested
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")

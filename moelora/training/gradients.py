@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from moelora.call import Factors, absent_tensor, factor_list, or_absent
+from moelora.operators.call import Factors, absent_tensor, factor_list, or_absent
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
-from moelora.call import (
+from moelora.operators.call import (
     absent_tensor,
     choose,
     enabled_or_absent,

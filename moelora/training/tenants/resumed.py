@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.checks import check_number, dtype_name, is_number
-from moelora.tenants.rows import is_sparse
+from moelora.operators.checks import check_number, dtype_name, is_number
+from moelora.training.tenants.rows import is_sparse
 
 # Per optimizer of `Tenants.add`, and others that torch has: moments of the shape of the factor.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from moelora import _C
-from moelora.checks import dtype_name
-from moelora.storage import holds, reach
+from moelora.operators.checks import dtype_name
+from moelora.operators.storage import holds, reach
 
 KEY = "moelora_dump"
 STRINGS = ("op", "error", "moelora", "torch")

@@ -13,8 +13,8 @@ from typing import Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from moelora.checks import dtype_name
-from moelora.storage import check_held
+from moelora.operators.checks import dtype_name
+from moelora.operators.storage import check_held
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]

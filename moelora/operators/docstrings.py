@@ -6,7 +6,7 @@ line and the indented lines below it are appended to the entry's description:
     {topk_ids} A row whose id is out of range becomes 0.
 
 A question mark, as in `{token_lora_mapping?}`, means that the argument is optional. `typed`
-(moelora/call.py) expands the docstrings of operators, and docs/griffe_shared.py those that the API
+(call.py) expands the docstrings of operators, and docs/griffe_shared.py those that the API
 reference reads from the sources. This module must not import moelora.
 """
 

@@ -18,7 +18,7 @@ def check_torch(version: str) -> None:
         raise ImportError(f"torch is {version}, moelora needs {wanted} or later: its stable C ABI")
 
 
-def explain(error: ImportError, folder: Path = Path(__file__).parents[1]) -> ImportError:
+def explain(error: ImportError, folder: Path = Path(__file__).parents[2]) -> ImportError:
     """Why the extension of the package in `folder` does not load, and what to do about it."""
     if isinstance(error, ModuleNotFoundError) or "cannot import name '_C'" in str(error):
         if not (folder / "csrc").is_dir():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.files import file_in, read_json
+from moelora.adapters.files import file_in, read_json
 
 STATE_FILE = "training.json"
 TENSORS_FILE = "training.safetensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moelora.checks import check_count, check_number
+from moelora.operators.checks import check_count, check_number
 
 
 def check_arguments(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelora.sparse import sparse_tensor
-from moelora.tenants.rows import Rows, is_sparse
+from moelora.operators.sparse import sparse_tensor
+from moelora.training.tenants.rows import Rows, is_sparse
 
 
 @dataclass

@@ -3,8 +3,8 @@
 `None` stands for an absent argument.
 All functions work on CPU and CUDA tensors, all on one device, never synchronize with the host,
 and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
-backward (moelora/training.py), and so have `fused_moe_lora_gemm` and the deltas; the others raise
-where autograd would need one.
+backward (autograd.py), and so have `fused_moe_lora_gemm` and the deltas; the others raise where
+autograd would need one.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from moelora.align import moe_align_block_size, moe_lora_align_block_size, moe_sorting
-from moelora.call import (
+from moelora.operators.align import moe_align_block_size, moe_lora_align_block_size, moe_sorting
+from moelora.operators.call import (
     Factors,
     absent_tensor,
     choose,
@@ -28,9 +28,9 @@ from moelora.call import (
     typed,
     weights_or_absent,
 )
-from moelora.checks import dtype_name
-from moelora.fake import PACK
-from moelora.quantized import QuantizedWeights
+from moelora.operators.checks import dtype_name
+from moelora.operators.fake import PACK
+from moelora.weights.quantized import QuantizedWeights
 
 __all__ = [
     "PackedWeights",

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from moelora.sparse import Buffers, Pairs, is_marked
-from moelora.storage import holds
-from moelora.trace import name_of
+from moelora.operators.sparse import Buffers, Pairs, is_marked
+from moelora.operators.storage import holds
+from moelora.operators.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _written: dict[Any, tuple[int, ...]] = {}

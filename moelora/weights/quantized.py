@@ -10,15 +10,16 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from moelora import quantized_bnb, quantized_rounding
-from moelora import quantized_readers as readers
-from moelora.call import operators, run, typed
-from moelora.fake import COMPUTE_DTYPES
-from moelora.formats import FORMATS, code_of
-from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
-from moelora.quantized_readers import PerExpert
-from moelora.quantized_rounding import Rounding
-from moelora.storage import check_held
+from moelora.operators.call import operators, run, typed
+from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.operators.formats import FORMATS, code_of
+from moelora.operators.storage import check_held
+from moelora.weights import bnb as quantized_bnb
+from moelora.weights import readers as readers
+from moelora.weights import rounding as quantized_rounding
+from moelora.weights.fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
+from moelora.weights.readers import PerExpert
+from moelora.weights.rounding import Rounding
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
 X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from moelora.formats import FORMATS
-from moelora.quantized_readers import LARGEST_SCALE, Checkpoint, Format, Numbers
-from moelora.storage import check_held
+from moelora.operators.formats import FORMATS
+from moelora.operators.storage import check_held
+from moelora.weights.readers import LARGEST_SCALE, Checkpoint, Format, Numbers
 
 QUANT_TYPES: dict[str, Format] = {
     "nf4": "nf4",

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from moelora.formats import FORMATS
-from moelora.quantized_readers import Checkpoint, Numbers
+from moelora.operators.formats import FORMATS
+from moelora.weights.readers import Checkpoint, Numbers
 
 Rounding: TypeAlias = Literal["nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)

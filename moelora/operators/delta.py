@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.call import (
+from moelora.operators.call import (
     Factors,
     absent_tensor,
     check_dimensions,
@@ -32,7 +32,7 @@ from moelora.call import (
     typed,
     weights_or_absent,
 )
-from moelora.storage import check_held
+from moelora.operators.storage import check_held
 
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:

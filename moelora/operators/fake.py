@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _C, autograd
-from moelora.formats import FORMATS
+from moelora import _C
+from moelora.operators import autograd
+from moelora.operators.formats import FORMATS
 
 PACK = 64
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)

@@ -1,0 +1,1 @@
+"""The operators in Python, and how one calls the compiled code."""

@@ -1,0 +1,6 @@
+"""Training of several adapters of a pool in one step."""
+
+from moelora.training.tenants.tenant import Tenant
+from moelora.training.tenants.tenants import Step, Tenants
+
+__all__ = ["Step", "Tenant", "Tenants"]
