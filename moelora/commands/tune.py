@@ -4,10 +4,10 @@
     MOELORA_CONFIG_DIR=plans python serve.py
 
 The file (see help(moelora.operators.tuned)) contains the best variants for each number of tokens:
-those with the least geometric mean of the times with and without adapters. Variants of the grouped GEMM, or of
-a whole layer in one launch, are measured first; on a GPU those of alignment, shrink and the sum
-over top-k follow, with the best GEMM. A variant only replaces that of the built-in table if it is
-faster by more than the spread of its times.
+those with the least geometric mean of the times with and without adapters. Variants of the grouped
+GEMM, or of a whole layer in one launch, are measured first; on a GPU those of alignment, shrink and
+the sum over top-k follow, with the best GEMM. A variant only replaces that of the built-in table if
+it is faster by more than the spread of its times.
 """
 
 import argparse

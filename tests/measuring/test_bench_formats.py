@@ -283,7 +283,8 @@ def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     assert tables.section("formats_all") == tables.section("from formats") == tables.files.AWAITED
     write(tmp_path, "h200-formats", [case()], device="NVIDIA H200")
-    caption, _, titles, _, row = tables.section("formats_all").splitlines()
+    caption, _, titles, _, row, _, source = tables.section("formats_all").splitlines()
+    assert source.startswith("Measured at ")
     assert caption == "NVIDIA H200:"
     assert titles == (
         "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
@@ -318,7 +319,7 @@ def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
     write(tmp_path, "cpu-formats", rows[:1], **about)
     assert "FP8" not in tables.section("cpu_format_ranges")
     write(tmp_path, "cpu-formats", rows, **about)
-    _, _, titles, _, row, _ = tables.section("cpu_formats").splitlines()
+    _, _, titles, _, row, *_ = tables.section("cpu_formats").splitlines()
     assert "| in bf16 | unpacked in the call | without |" in titles
     assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row
 
@@ -339,4 +340,5 @@ def test_what_amx_saves_is_said_from_quiet_cases(monkeypatch, tmp_path):
     write(tmp_path, "cpu-avx512", [row(tokens, 10.0, 1.0) for tokens in (1, 64, 512)], **about)
     said = " ".join(tables.section("cpu_amx_ranges").split())
     assert said.endswith("0.90 to 0.90 at 1, 0.20 to 0.20 at 512 tokens."), said
-    assert len(tables.section("cpu_amx").splitlines()) == 2 + 2 + 2  # without that of 64 tokens
+    rows = [row for row in tables.section("cpu_amx").splitlines() if row.startswith("| Qwen3")]
+    assert len(rows) == 2  # without that of 64 tokens
