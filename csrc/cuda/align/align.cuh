@@ -149,8 +149,8 @@ static __device__ __forceinline__ int32_t blocks_for(const align_sort &s, int32_
   return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
 }
 
-/* Number of blocks of a group with `count` items. SORTING allocates at least one block per local
- * expert. */
+/* Returns the number of blocks of a group with `count` items. SORTING allocates at least one block
+ * per local expert. */
 static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const align_shared &shared,
                                                     uint32_t group, int32_t count) {
   if (count == 0)

@@ -82,8 +82,8 @@ typedef struct moelora_gradient_uses {
                      * moelora_is_few_gradient does not hold for all gradients */
 } moelora_gradient_uses;
 
-/* Whether the kernel for pairs of few rows can write a gradient: overwritten, with the dtype of a
- * call, 16-byte accesses to units of 8 elements, and bytes between lines in 32 bits. */
+/* Returns whether the kernel for pairs of few rows can write a gradient: overwritten, with the
+ * dtype of a call, 16-byte accesses to units of 8 elements, and bytes between lines in 32 bits. */
 static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
   return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
          g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_i < 1 << 30 &&

@@ -122,7 +122,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       to = (threadIdx.x / 8) * kRowBytes + ((lane ^ (int)threadIdx.x / 8 & 7) << 4);
       stage = shrink.base;
     }
-    /* Offset of this thread's chunk of row n of B in a stage. */
+    /* Returns the offset of this thread's chunk of row n of B in a stage. */
     static __device__ __forceinline__ uint32_t b_chunk(int n) {
       return n * kRowBytes + (((int)threadIdx.x % (2 * S::TILES) ^ n & 7) << 4);
     }

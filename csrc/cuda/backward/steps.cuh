@@ -17,7 +17,7 @@ inline bool has_adapters(const moelora_routes *routes, const moelora_factors *lo
 struct SummedGradients {
   const moelora_gradient *factors[2 * MOELORA_MAX_SLICES], *biases[2];
   int num_factors, num_biases;
-  int32_t rank_columns; // at least those of a product of factors
+  int32_t rank_columns; // enough for the factors of a projection
   moelora_gradient_pairs pairs;
 
   void add_ranks(const moelora_factors *lora) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
   return e;
 }
 
-/* Address of the ranks in B's row of g + 8 half; NULL if the slice has no such row. */
+/* Returns the address of the ranks in B's row of g + 8 half; NULL if the slice has no such row. */
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {

@@ -12,7 +12,7 @@ namespace decode {
 constexpr int kBatch = 4; // blocks that are multiplied and then reloaded together
 constexpr int kAhead = 1; // chunks that a warp prefetches to L2 before a grid sync; 0: none
 
-/* Number of blocks of a K span in which this lane's eight elements are within K. */
+/* Returns the number of blocks of a K span in which this lane's eight elements are within K. */
 __device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, const KSpan &span) {
   const int k = span.first * kBlockDepth + threadIdx.x % 4 * 8;
   return min(span.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);

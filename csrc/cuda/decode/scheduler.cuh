@@ -117,7 +117,7 @@ __device__ __forceinline__ int outputs_of(const DecodeParams &p, int kind) {
   return (int)(kind == W13 ? p.p.intermediate : p.p.hidden);
 }
 
-/* Row of w13 or w2, and of its bias, that computes an output. */
+/* Returns the row of w13 or w2, and of its bias, that computes an output. */
 __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, int output,
                                               int half) {
   if (kind == W2 || !p.gated)
@@ -127,8 +127,8 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
 
 /* ---- W13 and W2 items ---- */
 
-/* Number of warps that multiply the rows of a half: in gated W13 items half of the warps multiply
- * gate rows, the others the matching up rows. */
+/* Returns the number of warps that multiply the rows of a half: in gated W13 items half of the
+ * warps multiply gate rows, the others the matching up rows. */
 __device__ __forceinline__ int warps_of_half(const DecodeParams &p) {
   return p.gated ? kWarps / 2 : kWarps;
 }
@@ -153,14 +153,14 @@ __device__ __forceinline__ WorkItem item_of(const DecodeParams &p, const WorkIte
   return item;
 }
 
-/* Whether the warp has product `work.part` of the item. */
+/* Returns whether the warp has product `work.part` of the item. */
 __device__ __forceinline__ bool has_product(const DecodeParams &p, const Tables &t,
                                             const WorkIterator &work, const WorkItem &item) {
   return work.kind == W2 ? work.part < t.active_experts
                          : work.part == 0 && item.tile * 16 < p.p.intermediate;
 }
 
-/* Position before the first product of an item. */
+/* Returns the position before the first product of an item. */
 __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
   return {kind, index, kind == W13 ? 0 : (int)threadIdx.x / 32};
 }

@@ -71,7 +71,7 @@ __device__ __forceinline__ void restore(const DecodeParams &p, SlabProducer &s,
   s.left = saved.left;
 }
 
-/* Address of the first tile of this warp's product. */
+/* Returns the address of the first tile of this warp's product. */
 __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
                                                      const WorkItem &item) {
   const moelora_weights &w = weights_of(p, item.kind);

@@ -84,7 +84,8 @@ __device__ __forceinline__ void begin() {
   start_next_kernel();
 }
 
-/* Row i of a window is flat row `row`. Marks it as written, if `marks` and if requested. */
+/* Stores the addresses of row i of a window, which is flat row `row`. Marks the row as written if
+ * `marks` is set and the caller wants to know. */
 template <int ROWS>
 __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddresses<ROWS> &addresses,
                                                int i, uint32_t row, bool marks) {

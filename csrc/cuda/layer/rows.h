@@ -1,4 +1,4 @@
-/* Small kernels over rows of a layer, whose inputs and outputs do not fit into a projection. */
+/* Small kernels that copy or zero rows of a layer where no projection can do it on the way. */
 #ifndef MOELORA_CUDA_ROWS_H
 #define MOELORA_CUDA_ROWS_H
 

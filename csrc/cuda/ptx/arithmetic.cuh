@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return d;
 }
 
-/* Bytes of x as PTX's prmt selects them. Bit 3 of a selector copies the byte's sign bit to all of
- * its bits, which __byte_perm ignores. */
+/* Returns the bytes of x as PTX's prmt selects them. Bit 3 of a selector copies the byte's sign bit
+ * to all of its bits, which __byte_perm ignores. */
 template <int SELECTOR> __device__ __forceinline__ uint32_t select_bytes(uint32_t x) {
   uint32_t d;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(x), "n"(SELECTOR));

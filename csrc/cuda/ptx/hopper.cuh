@@ -34,8 +34,8 @@ __device__ __forceinline__ void barrier_arrive_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Whether this lane is elected; the warp must be converged. elect.sync tells the compiler that a
- * single lane is active, so it emits TMA instructions without a loop over lanes. */
+/* Returns whether this lane is elected; the warp must be converged. elect.sync tells the compiler
+ * that a single lane is active, so it emits TMA instructions without a loop over lanes. */
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                : "memory");
 }
 
-/* Whether a wait would return immediately. */
+/* Returns whether a wait would return immediately. */
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n"

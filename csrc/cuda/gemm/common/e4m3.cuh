@@ -62,7 +62,7 @@ __device__ __forceinline__ float group_scale(float most) {
   return most < __builtin_inff() ? divide_rounded(most, kMaxE4m3, 1.f / kMaxE4m3) : most;
 }
 
-/* Elements 2i and 2i + 1 in e4m3, in the low 16 bits. */
+/* Returns the elements 2i and 2i + 1 in e4m3, in the low 16 bits. */
 __device__ __forceinline__ uint32_t e4m3_pair(const FloatColumns &n, int i) {
   return __nv_cvt_float2_to_fp8x2(make_float2(n.v[2 * i], n.v[2 * i + 1]), __NV_SATFINITE,
                                   __NV_E4M3);

@@ -40,7 +40,8 @@ struct SwizzledRow {
 };
 static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
-/* Bytes of the weights of a stage, rounded up to the alignment that the swizzle of X requires. */
+/* Returns the bytes of the weights of a stage, rounded up to the alignment that the swizzle of X
+ * requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
@@ -143,8 +144,8 @@ __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_l
   return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
 }
 
-/* Offset at which this lane reads the first k16 slab of a transposed m64 tile, as operand A of
- * mma.m16n8k16. */
+/* Returns the offset at which this lane reads the first k16 slab of a transposed m64 tile, as
+ * operand A of mma.m16n8k16. */
 __device__ __forceinline__ uint32_t transposed_offset() {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);

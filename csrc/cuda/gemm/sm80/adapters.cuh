@@ -17,7 +17,8 @@ template <class E> struct FactorRows {
   static constexpr int BYTES = SLABS * 32, M64_BYTES = 64 * BYTES;
   static_assert(E::ROWS * BYTES <= E::W_BYTES, "a slab fits the weight half of a stage");
 
-  /* Offset of a chunk of a row. The swizzle avoids bank conflicts between eight rows. */
+  /* Returns the offset of a chunk of a row. The swizzle avoids bank conflicts between eight rows.
+   */
   static __device__ __forceinline__ uint32_t at(int row, int chunk) {
     return row * BYTES + ((chunk ^ row / (4 / SLABS) & 2 * SLABS - 1) << 4);
   }

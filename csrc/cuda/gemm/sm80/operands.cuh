@@ -290,7 +290,8 @@ template <class E> struct TransposedDepth {
     return is_split(g.weights.w) ? 2 * (int)g.weights.w.half_tiles
                                  : (g.tokens.k + kDepth - 1) / kDepth;
   }
-  /* Column of y of a step's first row; `end` is past the last one that its tiles cover. */
+  /* Returns the column of y of a step's first row; `end` is past the last one that its tiles cover.
+   */
   static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
     const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
     *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;

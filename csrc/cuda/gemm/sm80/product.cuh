@@ -91,7 +91,8 @@ template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct Wei
 template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
-  /* Offset in a stage from which this lane reads the first k16 slab; slab k is at `^ k << 5`. */
+  /* Returns the offset in a stage from which this lane reads the first k16 slab; slab k is at `^ k
+   * << 5`. */
   static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
@@ -107,7 +108,7 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
   }
 };
 
-/* 4-bit weights: dequantized from a lane's part of whole tiles. */
+/* 4-bit weights. A lane loads its part of whole tiles and dequantizes it slab by slab. */
 template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
   TileFragment<E::FORMAT, T> tiles[E::TILES];

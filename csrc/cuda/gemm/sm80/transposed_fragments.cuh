@@ -1,4 +1,5 @@
-/* Operand A of the portable backward: k16 slabs of transposed weights. */
+/* Loads operand A of the portable backward: k16 slabs of weights, which are transposed on the way.
+ */
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 

@@ -48,7 +48,7 @@ template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_la
 template <class S> struct SlabLayout {
   int width; // slabs that share a row: 1, or all slabs of the stage
 
-  /* Offsets of an m64 tile, given its index within a slab, and of a slab. */
+  /* Return the offsets of an m64 tile, given its index within a slab, and of a slab. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
@@ -266,8 +266,8 @@ copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &li
 
 /* ---- consumers ---- */
 
-/* Offset in sX from which a lane loads a pair of n8 tiles of a k16 slab with one ldmatrix. Slab K
- * is at `^ K << 5`. */
+/* Returns the offset in sX from which a lane loads a pair of n8 tiles of a k16 slab with one
+ * ldmatrix. Slab K is at `^ K << 5`. */
 __device__ __forceinline__ uint32_t token_offset() {
   const int lane = threadIdx.x & 31, row = lane & 7;
   return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);

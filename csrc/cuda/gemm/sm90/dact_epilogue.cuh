@@ -160,7 +160,8 @@ template <class S, class T> struct DactEpilogue {
     store_matrix_x2_trans(sH + t * BLOCK_BYTES + in_block(), outputs.h[0], outputs.h[1]);
   }
 
-  /* Offset within a block of this lane's row of an 8 x 8 matrix, for ldmatrix and stmatrix. */
+  /* Returns the offset within a block of this lane's row of an 8 x 8 matrix, for ldmatrix and
+   * stmatrix. */
   static __device__ __forceinline__ uint32_t in_block() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row = lane & 7;
     return row * kRowBytes + ((2 * warp + (lane >> 3 & 1) ^ row) << 4);
@@ -178,8 +179,8 @@ template <class S, class T> struct DactEpilogue {
            ((((warp & 1) * 4 + m8 * 2 + pair / 2) ^ token) << 4);
   }
 
-  /* Sums the parts of dt over the eight lanes of a pair of tokens. On return a lane has that of
-   * m64 tile `lane >> 2 & 1` and of the second of its two tokens if `lane >> 3 & 1`. */
+  /* Sums the parts of dt over the eight lanes of a pair of tokens. On return a lane has
+   * that of m64 tile `lane >> 2 & 1` and of the second of its two tokens if `lane >> 3 & 1`. */
   static __device__ __forceinline__ float sum(const BackOutputs<T> (&outputs)[2]) {
     const int lane = threadIdx.x & 31, t = lane >> 2 & 1, q = lane >> 3 & 1;
     float two[2];

@@ -96,8 +96,8 @@ template <class S, class T> struct NonFinite {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* Address of this thread's part of chunk i of a consumer's rows of B. The rows belong to two m64
-   * tiles that are `next` bytes apart. */
+  /* Returns the address of this thread's part of chunk i of a consumer's rows of B. The rows belong
+   * to two m64 tiles that are `next` bytes apart. */
   static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
     return sB + i / 2 * (width == 1 ? S::TILES * kSlabBytes : kSlabBytes) + (i & 1) * next +
            (threadIdx.x & 127) * 16;

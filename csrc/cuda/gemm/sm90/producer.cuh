@@ -163,17 +163,17 @@ template <class S> struct TileParts {
   }
 };
 
-/* Whether weights and factors are loaded with evict_first: they are read once if a cluster usually
- * has all tokens of an expert. Factors too, because they would displace other data from L2. The
- * largest native tiles run for experts with more tokens than a cluster has. */
+/* Returns whether weights and factors are loaded with evict_first: they are read once if a cluster
+ * usually has all tokens of an expert. Factors too, because they would displace other data from L2.
+ * The largest native tiles run for experts with more tokens than a cluster has. */
 template <class S>
 __device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
   return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.read_again;
 }
 
-/* Rows of a tile that consumers multiply. With tokens as operand A, each consumer multiplies 64
- * tokens, and one without tokens leaves the tensor cores to the other. If both CTAs of a cluster
- * process the same block, it is faster to multiply the whole stage. */
+/* Returns the rows of a tile that consumers multiply. With tokens as operand A, each consumer
+ * multiplies 64 tokens, and one without tokens leaves the tensor cores to the other. If both CTAs
+ * of a cluster process the same block, it is faster to multiply the whole stage. */
 template <class S>
 __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int count) {
   return S::UNPAIRED_BLOCKS && tile.is_shared() ? S::TOKENS : count;
