@@ -2,7 +2,7 @@
 
     python examples/quantized.py
 
-Makes checkpoint folders as gpt-oss (MXFP4) and quantized Qwen3-MoE models (INT4, FP8) have them,
+Makes checkpoint folders as gpt-oss (MXFP4) and quantized Qwen3-MoE models (INT4, FP8, NF4) have,
 loads each without ever dequantizing a stack of experts, and serves one batch whose rows carry
 different adapters; FP8 experts multiply activations as they are, so that only the weights are
 compared. The result is compared with transformers and PEFT with dequantized weights:
@@ -29,7 +29,10 @@ from transformers.utils import logging
 
 import moelora.integrations.transformers as moelora_hf
 
-CHECKPOINTS = [("mxfp4", 32), ("gptq", 64), ("compressed-tensors", 32), ("fp8", 128)]
+CHECKPOINTS = [
+    *(("mxfp4", 32), ("gptq", 64), ("compressed-tensors", 32), ("fp8", 128)),
+    ("bitsandbytes", 64),
+]
 ROWS = ["law", "__base__", "code", "poems", "law", "__base__"]
 TOKENS = 12
 BFLOAT16 = 2.0**-8  # largest relative error of rounding to it

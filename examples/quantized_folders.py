@@ -2,10 +2,12 @@
 
 As the real ones have it: gpt-oss with MXFP4 experts, all of a layer in one tensor; Qwen3-MoE with
 INT4 ones, in tensors of GPTQ, AWQ or compressed-tensors for each expert, or with FP8 ones, in
-blocks as Qwen and DeepSeek publish them or by rows as compressed-tensors does. Attention is FP8
-too where experts are; routers, embeddings and biases are bfloat16.
+blocks as Qwen and DeepSeek publish them or by rows as compressed-tensors does, or with NF4 ones of
+bitsandbytes. Attention is FP8 or NF4 too where experts are; routers, embeddings and biases are
+bfloat16.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
+
+from moelora.formats import FORMATS
 
 COMMON = {
     "vocab_size": 128,
@@ -130,8 +134,27 @@ def fp8_channel(w: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
     return {".weight": q, ".weight_scale": scales}, q.float() * scales.float()
 
 
+def nf4(w: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
+    """(N, K) float -> NF4 codes of bitsandbytes, with the largest magnitude of each block."""
+    codes = torch.tensor(next(f.codes for f in FORMATS if f.kernel == "nf4"))
+    blocks = w.float().reshape(-1, block)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    q = (blocks / absmax).unsqueeze(-1).sub(codes).abs().argmin(-1)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(w.shape)}
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    pairs = q.reshape(-1, 2)
+    tensors = {
+        ".weight": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8),
+        ".weight.absmax": absmax.flatten(),
+        ".weight.quant_map": codes,
+        ".weight.quant_state.bitsandbytes__nf4": text,
+    }
+    return tensors, (codes[q] * absmax).view_as(w)
+
+
 FP8 = {"fp8": fp8_block, "float-quantized": fp8_channel}
-LINEAR = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors, **FP8}
+ATTENTION = {**FP8, "bitsandbytes": nf4}
+LINEAR = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors, **ATTENTION}
 
 
 def settings(kind: str, group: int) -> dict:
@@ -148,6 +171,9 @@ def settings(kind: str, group: int) -> dict:
     if kind == "fp8":
         config = {"fmt": "e4m3", "activation_scheme": "dynamic"}
         return {"quant_method": kind, **config, "weight_block_size": [group, group]}
+    if kind == "bitsandbytes":
+        config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        return {"quant_method": kind, **config, "llm_int8_skip_modules": ["lm_head"]}
     if kind == "float-quantized":
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
         inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -175,10 +201,11 @@ def make_folder(
     ----------
     folder : Path
         Where to.
-    kind : {"mxfp4", "gptq", "awq", "compressed-tensors", "fp8", "float-quantized"}
+    kind : {"mxfp4", "gptq", "awq", "compressed-tensors", "fp8", "float-quantized", "bitsandbytes"}
         The format; MXFP4 is a gpt-oss, the others are a Qwen3-MoE.
     group : int
-        Columns that share a scale of INT4: 32 or 64. Rows and columns of a block of "fp8".
+        Columns that share a scale of INT4: 32 or 64. Rows and columns of a block of "fp8"; elements
+        of one of "bitsandbytes".
     config : PreTrainedConfig, optional
         Of another model, whose experts are concatenated as those of Qwen3-MoE.
     """
@@ -193,8 +220,8 @@ def make_folder(
     tensors = {}
     for name, parameter in model.state_dict().items():
         where, _, projection = name.rpartition(".")
-        if kind in FP8 and name.endswith("_proj.weight"):
-            found, meant = FP8[kind](parameter, group)
+        if kind in ATTENTION and name.endswith("_proj.weight"):
+            found, meant = ATTENTION[kind](parameter, group)
             parameter.copy_(meant)
             tensors |= {where + suffix: tensor for suffix, tensor in found.items()}
         elif not where.endswith(".experts") or projection.endswith("_bias"):

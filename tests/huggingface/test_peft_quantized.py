@@ -14,9 +14,9 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.projection import QuantizedProjection
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from quantized_folders import make_folder
+from quantized_folders import make_folder, qwen3_moe
 
-KINDS = {"mxfp4": 32, "gptq": 64, "compressed-tensors": 32, "fp8": 128}
+KINDS = {"mxfp4": 32, "gptq": 64, "compressed-tensors": 32, "fp8": 128, "bitsandbytes": 64}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": TARGETS}
 
 
@@ -39,8 +39,8 @@ def adapted(model, seed=0, **options):
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **LORA | options))
 
 
-def tokens(rows=8, length=12):
-    return torch.randint(2, 128, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens(rows=8, length=12, seed=1):
+    return torch.randint(2, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def gradients(model, ids):
@@ -50,22 +50,30 @@ def gradients(model, ids):
 
 
 def test_gradients_are_those_of_dequantized_weights(made):
-    exact, ids = made[2], tokens()
+    exact = made[2]
     ours = adapted(load(made), init_lora_weights=False).train()
     moelora_peft.attach(ours)
     exact = adapted(copy.deepcopy(exact), init_lora_weights=False).train()
     state = {n: p for n, p in ours.state_dict().items() if "lora_" in n}
     exact.load_state_dict(state, strict=False)
     naive = copy.deepcopy(exact).bfloat16()
-    found, wanted, theirs = (gradients(m, ids) for m in (ours, exact, naive))
-    assert found.keys() == wanted.keys() and len(found) == 12
-    assert all(want.any() for want in wanted.values())
-    ours, theirs, whole = (
-        torch.cat([(g[n] - other.get(n, 0)).flatten() for n in wanted]).norm()
-        for g, other in ((found, wanted), (theirs, wanted), (wanted, {}))
-    )
-    # In 16 bits routers fall the other way between two nearly equal experts, here and there.
-    assert ours <= 2 * theirs + 0.02 * whole, (ours, theirs, whole)
+    norms = []
+    for seed in (1, 2, 3):
+        ids = tokens(seed=seed)
+        found, wanted, theirs = (gradients(m, ids) for m in (ours, exact, naive))
+        assert found.keys() == wanted.keys() and len(found) == 12
+        assert all(want.any() for want in wanted.values())
+        pairs = (found, wanted), (theirs, wanted), (wanted, {})
+        norms.append(
+            [
+                torch.cat([(g[n] - other.get(n, 0)).flatten() for n in wanted]).norm()
+                for g, other in pairs
+            ]
+        )
+    # In 16 bits routers fall the other way between two nearly equal experts, here and there: in
+    # other batches for ours than for theirs.
+    error, allowed, whole = torch.tensor(norms).sum(0)
+    assert error <= 2 * allowed + 0.02 * whole, norms
 
 
 def test_trainer(made, tmp_path):
@@ -110,6 +118,62 @@ def test_trainer(made, tmp_path):
     trainer = transformers.Trainer(resumed, options, train_dataset=data)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == losses
+
+
+def test_as_peft_prepares_models_of_bitsandbytes(tmp_path):
+    """Parameters become float32, tiles stay; the adapter names its base; merging is refused."""
+    folder = tmp_path / "base"
+    make_folder(folder, "bitsandbytes", 64)
+    model = load((folder, {}, None))
+    tiles = [m.tiles.clone() for m in model.modules() if isinstance(m, QuantizedProjection)]
+    model = adapted(peft.prepare_model_for_kbit_training(model))
+    moelora_peft.attach(model.train())
+    found = gradients(model, tokens())
+    assert len(found) == 12 and all(grad.isfinite().all() for grad in found.values())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    experts = [m.tiles for m in model.modules() if isinstance(m, QuantizedProjection)]
+    assert len(experts) == 4 and all(map(torch.equal, experts, tiles))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
+    assert saved.base_model_name_or_path == str(folder)
+    with pytest.raises(ValueError, match="in tiles, which adapters cannot be merged into"):
+        model.merge_and_unload()
+
+
+@torch.no_grad()
+def test_an_adapter_trained_on_nf4_serves_on_other_copies_of_its_base(tmp_path):
+    """Logits differ no more than those of the copies without an adapter, twice over."""
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(qwen3_moe()).bfloat16()
+    for name, parameter in plain.named_parameters():
+        if ".experts." in name:
+            parameter.normal_(std=0.1)
+    plain.save_pretrained(tmp_path / "base")
+    ids = tokens(4)
+    trained = moelora_hf.load_quantized(tmp_path / "base", experts="nf4")
+    model = adapted(trained, init_lora_weights=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.mul_(0.2)
+    model.save_pretrained(tmp_path / "adapter")
+
+    def logits(served):
+        moelora_hf.load_adapters(served, {"a": tmp_path / "adapter"})
+        return served(ids).logits.float(), served(ids, adapter_names=["a"] * 4).logits.float()
+
+    base, adapter = logits(moelora_hf.load_quantized(tmp_path / "base", experts="nf4"))
+    assert (adapter - base).abs().mean() > 0.05, "the adapter does something"
+    copies = {form: {"experts": form} for form in ("mxfp4", "fp8")} | {"bf16": None}
+    for form, options in copies.items():
+        if options is None:
+            copy_ = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "base", dtype=torch.bfloat16
+            )
+        else:
+            copy_ = moelora_hf.load_quantized(tmp_path / "base", **options)
+        other_base, other = logits(copy_)
+        gap = (other - adapter).abs().mean()
+        assert gap <= 2 * (other_base - base).abs().mean(), form
 
 
 def test_a_second_adapter_and_sampling(tmp_path):

@@ -20,7 +20,7 @@ from quantized_folders import make_adapters, make_folder, nibbles_to_words
 
 KINDS = [
     *(("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)),
-    *(("fp8", 128), ("float-quantized", 0)),
+    *(("fp8", 128), ("float-quantized", 0), ("bitsandbytes", 64)),
 ]
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 LAYER = "model.layers.0.mlp.experts"

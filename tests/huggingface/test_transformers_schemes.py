@@ -544,3 +544,31 @@ def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
     loaded = moelora_hf.load_quantized(tmp_path, experts="nf4").state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(loaded[name], exact.state_dict()[name].bfloat16())
+
+
+@torch.no_grad()
+def test_what_bitsandbytes_itself_has_saved(tmp_path):
+    """Attention in nested NF4 but for a module that it skips, experts in 16 bits."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    plain(tmp_path / "plain", "qwen3_moe")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head", "o_proj"],
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "nf4")
+    loaded = moelora_hf.load_quantized(tmp_path / "nf4", experts="nf4")
+    kinds = set()
+    for name, parameter in loaded.named_parameters():
+        wanted = model.get_parameter(name)
+        kinds.add(type(wanted).__name__)
+        if hasattr(wanted, "quant_state"):
+            wanted = functional.dequantize_4bit(wanted.data, wanted.quant_state)
+        assert torch.equal(parameter, wanted), name
+    assert kinds == {"Parameter", "Params4bit"}
+    assert loaded(IDS).logits.isfinite().all()

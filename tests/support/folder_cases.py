@@ -181,11 +181,13 @@ def mxfp8(w: Tensor) -> Made:
     return {".weight": q.flatten(-2), ".weight_scale": (exponents + 127).to(torch.uint8)}, meant
 
 
-def bnb(w: Tensor, form: str = "nf4") -> Made:
+def bnb(w: Tensor, form: str = "nf4", storage: torch.dtype = torch.uint8) -> Made:
+    """`storage`: as `bnb_4bit_quant_storage` has it for FSDP."""
     numbers = quantized_cases.quantize(w[None], quantized_cases.FORMATS[form])
     weight, state = quantized_cases.bnb_tensor(numbers.q[0], numbers.scales[0], numbers.format.name)
     parts = {f".weight.{name}": part for name, part in state.items()}
-    return {".weight": weight, **parts}, numbers.dequantized(torch.float32)[0]
+    tensors = {".weight": weight.flatten().view(storage)[:, None], **parts}
+    return tensors, numbers.dequantized(torch.float32)[0]
 
 
 def bnb_int8(w: Tensor) -> Made:
@@ -440,7 +442,7 @@ CASES = {
         "transform_config rotates activations before a layer, which is not supported",
     ),
     "bnb_nf4": Case(bnb, bnb, BNB),
-    "bnb_fp4": Case(lambda w: bnb(w, "fp4_of_bnb"), unquantized, BNB),
+    "bnb_fp4": Case(lambda w: bnb(w, "fp4_of_bnb", torch.bfloat16), None, BNB),
     "bnb_nf4_of_attention": Case(unquantized, bnb, BNB),
     "bnb_int8": Case(
         bnb_int8, bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; exp"
