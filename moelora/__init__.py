@@ -32,17 +32,9 @@ from moelora.integrations.vllm.ops import (
 )
 from moelora.operators import fake as _fake  # noqa: F401  registers the shape functions
 from moelora.operators import tuned as _tuned
+from moelora.operators.align import moe_align_block_size, moe_lora_align_block_size, moe_sorting
 from moelora.operators.delta import moe_lora_down_delta, moe_lora_gate_up_delta
-from moelora.operators.experts import (
-    PackedWeights,
-    QuantizedWeights,
-    fused_experts_lora,
-    fused_moe_lora_gemm,
-    moe_align_block_size,
-    moe_lora_align_block_size,
-    moe_sorting,
-    prepack_weights,
-)
+from moelora.operators.experts import fused_experts_lora, fused_moe_lora_gemm
 from moelora.training import (
     Gradients,
     ProjectionGradients,
@@ -52,6 +44,7 @@ from moelora.training import (
     fused_moe_lora_gemm_backward,
     moe_lora_delta_backward,
 )
+from moelora.weights import PackedWeights, QuantizedWeights, prepack_weights
 
 __version__ = _C.version()
 _tuned.load_configured()

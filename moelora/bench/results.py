@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-import moelora
+from moelora import _C
 
 Case: TypeAlias = dict[str, Any]  # a row of a result file
 
@@ -59,7 +59,7 @@ def meta() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "gpu_state": gpu_state() if cuda else "",
-        "moelora": moelora.__version__,
+        "moelora": _C.version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "command": "python " + shlex.join(sys.orig_argv[1:]),

@@ -22,6 +22,7 @@ from moelora.operators import autograd, trace
 from moelora.operators.checks import dtype_name
 from moelora.operators.docstrings import expand
 from moelora.operators.storage import holds
+from moelora.operators.tiles import TiledWeights
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -123,6 +124,8 @@ def _in_words(wanted: Any) -> str:
         return f"a {origin.__name__.lower()} of {_in_words(typing.get_args(wanted)[0])}"
     if typing.get_origin(wanted) is typing.Literal:
         return " or ".join({type(option).__name__ for option in typing.get_args(wanted)})
+    if wanted is TiledWeights:  # users know the classes of it
+        return " or ".join(sorted(kind.__name__ for kind in wanted.__subclasses__()))
     return "None" if wanted is types.NoneType else getattr(wanted, "__name__", str(wanted))
 
 

@@ -7,13 +7,10 @@ backward (autograd.py), and so have `fused_moe_lora_gemm` and the deltas; the ot
 autograd would need one.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 from torch import Tensor
 
-from moelora.operators.align import moe_align_block_size, moe_lora_align_block_size, moe_sorting
 from moelora.operators.call import (
     Factors,
     absent_tensor,
@@ -29,19 +26,7 @@ from moelora.operators.call import (
     weights_or_absent,
 )
 from moelora.operators.checks import dtype_name
-from moelora.operators.fake import PACK
-from moelora.weights.quantized import QuantizedWeights
-
-__all__ = [
-    "PackedWeights",
-    "QuantizedWeights",
-    "fused_experts_lora",
-    "fused_moe_lora_gemm",
-    "moe_align_block_size",
-    "moe_lora_align_block_size",
-    "moe_sorting",
-    "prepack_weights",
-]
+from moelora.operators.tiles import NOT_QUANTIZED, TiledWeights
 
 # In the order of moelora_activation in csrc/moelora.h.
 Activation: TypeAlias = Literal[
@@ -50,44 +35,7 @@ Activation: TypeAlias = Literal[
 ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation))}
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeights:
-    """Expert weights in tiles of 64 x 64, from `prepack_weights`.
-
-    Each tile is contiguous in memory, so that a kernel reads it in one burst.
-
-    Attributes
-    ----------
-    data : Tensor, shape (E, N / 64, K / 64, 64, 64)
-        The tiles; `data[e, i, j]` is `w[e, 64*i : 64*i+64, 64*j : 64*j+64]`.
-    """
-
-    data: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """The logical shape (E, N, K)."""
-        experts, rows, columns = self.data.shape[:3]
-        return torch.Size((experts, rows * PACK, columns * PACK))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    def to(self, device: torch.device | str) -> "PackedWeights":
-        """These weights on another device."""
-        return PackedWeights(self.data.to(device))
-
-    def unpack(self) -> Tensor:
-        """The weights as one tensor of shape (E, N, K)."""
-        return self.data.transpose(2, 3).reshape(self.shape)
-
-
-Weights: TypeAlias = Tensor | PackedWeights | QuantizedWeights
+Weights: TypeAlias = Tensor | TiledWeights
 
 
 def _data(weights: Weights) -> Tensor:
@@ -99,8 +47,8 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
 
     Tiles do not record their dtype and number of columns.
     """
-    if not isinstance(weights, QuantizedWeights):
-        return 0, 0, 0, 0, 0.0
+    if isinstance(weights, Tensor) or weights.layout == NOT_QUANTIZED:
+        return NOT_QUANTIZED
     if weights.dtype != x.dtype:
         made, got = (dtype_name(d) for d in (weights.dtype, x.dtype))
         raise ValueError(f"{name} was quantized for {made}, expected {got} as of the activations")
@@ -402,32 +350,3 @@ def fused_experts_lora(
         return run(operators.fused_experts_lora.default, *args, *last)
     run(operators.fused_experts_lora_out.default, *args, out, *last)
     return out
-
-
-@typed
-def prepack_weights(w: Tensor | QuantizedWeights) -> PackedWeights | QuantizedWeights:
-    """Copy expert weights into tiles of 64 x 64 that kernels read in one burst.
-
-    Parameters
-    ----------
-    w : Tensor, shape (E, N, K), or QuantizedWeights
-        Expert weights; `N` and `K` are multiples of 64. Quantized ones are already in tiles
-        and are returned unchanged.
-
-    Returns
-    -------
-    PackedWeights
-        Accepted wherever `w13`, `w2` or `w` is.
-
-    Raises
-    ------
-    ValueError
-        `w` is not 3-D, or a size is not a multiple of 64.
-    TypeError
-        `w` is not a tensor.
-    RuntimeError
-        `w` requires a gradient, and grad mode is on.
-    """
-    if isinstance(w, QuantizedWeights):
-        return w
-    return PackedWeights(run(operators.prepack_weights.default, w))

@@ -14,9 +14,8 @@ from moelora.operators.call import operators, run, typed
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.operators.formats import FORMATS, code_of
 from moelora.operators.storage import check_held
-from moelora.weights import bnb as quantized_bnb
-from moelora.weights import readers as readers
-from moelora.weights import rounding as quantized_rounding
+from moelora.operators.tiles import TiledWeights
+from moelora.weights import bnb, readers, rounding
 from moelora.weights.fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.weights.readers import PerExpert
 from moelora.weights.rounding import Rounding
@@ -28,7 +27,7 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeights(FromFP8):
+class QuantizedWeights(FromFP8, TiledWeights):
     """Quantized expert weights: 4-bit (MXFP4, NVFP4, INT4, NF4) or FP8.
 
     Created by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
@@ -332,7 +331,7 @@ class QuantizedWeights(FromFP8):
         NotImplementedError
             There is no kernel for this device.
         """
-        made = quantized_rounding.checkpoint(w, format)
+        made = rounding.checkpoint(w, format)
         if format == "fp8":
             return cls._pack_fp8(made, activations, "token", 0.0, gate_up, dtype)
         if activations != "native":
@@ -384,7 +383,7 @@ class QuantizedWeights(FromFP8):
         -----
         Dettmers et al., QLoRA, 2023 (arXiv:2305.14314). Layouts of bitsandbytes 0.50.
         """
-        return _pack(cls, quantized_bnb.checkpoint(weight, quant_state), gate_up, dtype)
+        return _pack(cls, bnb.checkpoint(weight, quant_state), gate_up, dtype)
 
     @classmethod
     @typed

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hf_models import gpt_oss, make_model, one_layer, save_adapter, tokens, with_peft
 
-import moelora
 import moelora.integrations.transformers as moelora_hf
+from moelora.operators import experts as ops
 
 NAMES = ("gate_up_proj", "down_proj")
 
@@ -46,13 +46,13 @@ def test_parameters_keep_everything_but_their_strides(model, monkeypatch):
     wanted = {i: logits(untouched, i) for i in ("eager", "grouped_mm", "batched_mm")}
     before = [p for *_, p in parameters(model)]
     seen = []
-    fused = moelora.fused_experts_lora
+    fused = ops.fused_experts_lora
 
     def spy(hidden_states, w13, w2, *args, **kwargs):
         seen.extend([w13.data_ptr(), w2.data_ptr()])
         return fused(hidden_states, w13, w2, *args, **kwargs)
 
-    monkeypatch.setattr(moelora, "fused_experts_lora", spy)
+    monkeypatch.setattr(ops, "fused_experts_lora", spy)
     logits(model)
     after = list(parameters(model))
     for (*_, now), then, (*_, original) in zip(after, before, parameters(untouched), strict=True):

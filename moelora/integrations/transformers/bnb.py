@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers.scheme import Scheme, unread
+from moelora.weights import QuantizedWeights
 from moelora.weights.bnb import PARTS as BESIDE
 from moelora.weights.bnb import STATE, tensor_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense, floats
 from moelora.integrations.transformers.scheme import (
     KEPT,
@@ -17,6 +16,7 @@ from moelora.integrations.transformers.scheme import (
     matches,
     settings_in,
 )
+from moelora.weights import QuantizedWeights
 
 
 def compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from moelora import fused_moe_lora, moe_lora_down_delta
 from moelora.adapters import LinearLayer
 from moelora.adapters.linears import LinearFactors
 from moelora.integrations.transformers.linears import Linear
 from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, Tokens
+from moelora.integrations.vllm.ops import fused_moe_lora
+from moelora.operators.delta import moe_lora_down_delta
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.serving import Routes, Serving

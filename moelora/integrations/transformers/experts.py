@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-import moelora
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.linears import device_of
 from moelora.integrations.transformers.projection import (
@@ -21,11 +20,12 @@ from moelora.integrations.transformers.projection import (
     refuse_fsdp1,
     up_name,
 )
+from moelora.operators import experts as ops
 from moelora.reference import activate
+from moelora.weights import QuantizedWeights
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
-    from moelora.operators import experts as ops
 
 
 def experts_forward(
@@ -53,7 +53,7 @@ def experts_forward(
     if adapters is None:
         serving = getattr(self, "_moelora", None)
         adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
-    out = moelora.fused_experts_lora(
+    out = ops.fused_experts_lora(
         hidden_states.to(w13.dtype),
         w13,
         w2,
@@ -69,7 +69,7 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _refuse_gradients(experts: Experts, *weights: torch.Tensor | moelora.QuantizedWeights) -> None:
+def _refuse_gradients(experts: Experts, *weights: torch.Tensor | QuantizedWeights) -> None:
     for name, weight in zip((up_name(experts), "down_proj"), weights, strict=True):
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             refuse_fsdp1(experts, name)
@@ -82,7 +82,7 @@ def _refuse_gradients(experts: Experts, *weights: torch.Tensor | moelora.Quantiz
 
 
 # Name, alpha and limit, as arguments of fused_experts_lora.
-Activation: TypeAlias = "tuple[ops.Activation, float | None, float | None]"
+Activation: TypeAlias = tuple[ops.Activation, float | None, float | None]
 
 _activations: weakref.WeakKeyDictionary[Experts, Activation] = weakref.WeakKeyDictionary()
 LIMITS = ("limit", "swiglu_limit")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.scheme import (
     KEPT,
@@ -19,6 +18,7 @@ from moelora.integrations.transformers.scheme import (
     check_values,
     settings_in,
 )
+from moelora.weights import QuantizedWeights
 
 
 def fp8(config: Mapping[str, Any]) -> Scheme:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
@@ -21,6 +20,7 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.operators.checks import dtype_name
+from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, GateUp
 from moelora.weights.rounding import Rounding
 

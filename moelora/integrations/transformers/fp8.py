@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.experts import activation_of, experts_forward
 from moelora.integrations.transformers.floats import fp8
@@ -28,6 +27,7 @@ from moelora.integrations.transformers.projection import (
 from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from moelora import QuantizedWeights
+from moelora.weights import QuantizedWeights
 
 if TYPE_CHECKING:
 

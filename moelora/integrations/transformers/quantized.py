@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from moelora import QuantizedWeights
 from moelora.adapters.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder
@@ -29,6 +28,7 @@ from moelora.integrations.transformers.names import OF_ONE, expert_linears
 from moelora.integrations.transformers.projection import set_parameters, set_quantized
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations
 from moelora.weights.rounding import Rounding
 

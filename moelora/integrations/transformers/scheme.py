@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.adapters.patterns import Patterns
 from moelora.operators.formats import FORMATS
+from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, GateUp
 
 *_FIRST, _LAST = (f.name for f in FORMATS[1:] if f.name.lower() == f.kernel)

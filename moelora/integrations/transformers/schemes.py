@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from moelora import QuantizedWeights
 from moelora.integrations.transformers import bnb, dense
 from moelora.integrations.transformers.compressed import compressed_tensors
 from moelora.integrations.transformers.floats import modelopt, of_fp8
@@ -26,6 +25,7 @@ from moelora.integrations.transformers.scheme import (
     settings_in,
     unread,
 )
+from moelora.weights import QuantizedWeights
 from moelora.weights.readers import ZERO_OFFSETS
 
 # Tensors of a quantized linear layer other than its weight, in any scheme.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from moelora import moe_lora_align_block_size
 from moelora.adapters.held import Held
+from moelora.operators.align import moe_lora_align_block_size
 
 # Up to this number of tokens, kernels group tokens by adapter themselves; more are sorted once for
 # all layers of a pass.

@@ -11,9 +11,9 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-from moelora import fused_experts_lora
 from moelora.integrations.vllm import OWN_PATH, adapters, interface, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
+from moelora.operators.experts import fused_experts_lora
 
 if TYPE_CHECKING:
     from moelora.operators.experts import Weights

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.integrations.interface import Interface
+from moelora.weights import QuantizedWeights
 from moelora.weights.readers import PerExpert
 
 _QUANT = "vllm.model_executor.layers.quantization"

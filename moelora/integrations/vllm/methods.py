@@ -26,12 +26,12 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
-from moelora import QuantizedWeights
 from moelora.integrations.vllm import OWN_PATH, interface, say_once, unexpected, wrap
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
 from moelora.operators.fake import COMPUTE_DTYPES
+from moelora.weights import QuantizedWeights
 
 
 def install() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import QuantizedWeights
 from moelora.integrations.vllm import SWITCH
 from moelora.integrations.vllm.experts import TritonExpertsWithLoRA
+from moelora.weights import QuantizedWeights
 
 
 class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
