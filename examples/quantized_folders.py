@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from moelora.formats import FORMATS
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
-
-from moelora.formats import FORMATS
 
 COMMON = {
     "vocab_size": 128,
