@@ -207,14 +207,16 @@ typedef enum moelora_row_order {
  * mma.m16n8k16 and wgmma:
  *
  *   values [4 warps][32 lanes][4 slabs of k16] uint32
- *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4, NVFP4) or 16 bits (INT4)
+ *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4, NVFP4), 16 bits (INT4) or float32
+ *                                               (NF4, BNB_FP4)
  *   zeros  [4 warps][8][2 rows][G]              uint8 (ZP)
  *   scale  [4] float32                          of the tile, 0, 0, 0 (NVFP4)
  *
  * Lane t of warp w holds rows r = 16 w + t / 4 and r + 8. In its word of slab s, values i of the
  * low and the high half are register a_i of the instruction: columns c and c + 1 = 16 s + 2 (t %
  * 4) of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3).
- * For INT4, value i is nibble i of its half; for e2m1, its sign, exponent and mantissa are bits
+ * For INT4, value i is nibble i of its half; for NF4 and BNB_FP4, nibble 2 i (low half) or 2 i + 1
+ * (high half) of the word; for e2m1, its sign, exponent and mantissa are bits
  * 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3). Scales of r and r + 8 are
  * at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32, else 1. The representation of a scale
  * depends on the dtype of the activations: an MXFP4 scale 2^(s - 127) is stored as the byte s + 126
@@ -244,8 +246,9 @@ int32_t moelora_tile_bytes(moelora_format format);
 
 /* Quantized weights as stored in checkpoints: values [E, N, K/2] uint8, the even column in the low
  * nibble; scales [E, N, K/group], uint8 e8m0 (MXFP4) or e4m3 (NVFP4), or float32, bf16 or fp16
- * (INT4); for ZP formats zeros [E, N, K/group] uint8; for NVFP4 tensor_scales [E, 1] float32, or
- * [E, 2] for gate and up. A group is 16 (NVFP4), 32 (MXFP4 and G32), a multiple of 64, or K.
+ * (INT4, NF4, BNB_FP4); for ZP formats zeros [E, N, K/group] uint8; for NVFP4 tensor_scales [E, 1]
+ * float32, or [E, 2] for gate and up. A group is 16 (NVFP4), 32 (MXFP4 and G32), a multiple of 64,
+ * or K.
  *
  * FP8: values [E, N, K] uint8 of e4m3; scales [E, N/block_rows, K/block_columns] float32, both
  * rounded up; the scale of element (n, k) is [n / block_rows, k / block_columns]. block_columns is
@@ -259,8 +262,8 @@ typedef struct moelora_quantized {
 /* Packs quantized weights into tiles [E, row tiles, K tiles, bytes per tile] uint8, for
  * activations of `dtype`, bf16 or fp16. The caller must rule out values that tiles cannot
  * represent: MXFP4 scales above 2, or NaN; NVFP4 scales that are negative or NaN, and tensor_scales
- * that are not finite; INT4 scales that are not finite or exceed 65504 in magnitude; FP8 values
- * that are NaN, and scales that are not finite or exceed 255 in magnitude. */
+ * that are not finite; scales of INT4, NF4 and BNB_FP4 that are not finite or exceed 65504 in
+ * magnitude; FP8 values that are NaN, and scales that are not finite or exceed 255 in magnitude. */
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec);
