@@ -286,6 +286,7 @@ class Versions:
         """Reserve a slot for the next version of a trainer: that of the version before or, while
         batches hold that, another. Call with `lock`; `settle` writes it when `change` is done.
         """
+        self.slots.streams.note()  # the current streams have made what will be copied
         old = self.loaded[name]
         place = self._reserve(name, old.version + 1) if old.batches else None
         old.unwritten = Unwritten(change, write, place)

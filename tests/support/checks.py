@@ -146,7 +146,7 @@ def beside_other_work(count):
 class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
     """Records what operators of torch return inside: `nbytes` of the largest, off the meta device.
 
-    Of views as much as they show, and of expanded ones as much as there is.
+    Not of views, nor of arguments that are written in place; of expanded ones as much as there is.
     """
 
     def __init__(self):
@@ -154,11 +154,18 @@ class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
         self.nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {storage.data_ptr() for _, storage in _stored((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
-                tensor = tensor._values()
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                own = min(tensor.nbytes, tensor.untyped_storage().nbytes())
-                self.nbytes = max(self.nbytes, own)
+        for nbytes, storage in _stored(out):
+            if storage.data_ptr() not in before:
+                self.nbytes = max(self.nbytes, min(nbytes, storage.nbytes()))
         return out
+
+
+def _stored(tree):
+    """Bytes and storages of tensors, off the meta device; of sparse ones those of their values."""
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, torch.Tensor):
+            tensor = tensor._values() if tensor.is_sparse else tensor
+            if not tensor.is_meta:
+                yield tensor.nbytes, tensor.untyped_storage()

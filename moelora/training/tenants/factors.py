@@ -3,9 +3,10 @@
     factor     stack[slot] = scale * parameter        (E, R, in) and (E, out, R), R padded
     gradient   parameter.grad = scale * stack.grad[slot], summed over batches
 
-The optimizer updates copies of what is current: slots are written by the pool, all factors of a
-tenant under one reservation, once the update is. Between updates a parameter is a view of its slot
-if the stack is float32 and the pool keeps the scaling beside it. Gradients are taken from the stack
+The optimizer updates copies of what is current, for a sparse tenant only those of experts that it
+reaches. Slots are written by the pool, all factors of a tenant under one reservation, once the
+update is current. Between updates a parameter is a view of its slot if the stack is float32 and the
+pool keeps the scaling beside it. Gradients are taken from the stack
 after every backward, and held by tenant (rows.py), as are those of a folder.
 """
 
@@ -45,7 +46,7 @@ class Factor:
 
     def view(self) -> Tensor:
         """What is in the slot."""
-        return self.stack[self.slot].detach()
+        return self.stack.detach()[self.slot]
 
     def is_served(self) -> bool:
         """Whether the slot has the numbers of the parameter."""
@@ -71,9 +72,13 @@ class Factor:
         """Whether `publish` writes finite numbers; of one element."""
         return (self.parameter.detach() * self.scale).to(self.stack.dtype).isfinite().all()
 
-    def publish(self, value: Tensor, slot: int) -> None:
-        """Write a parameter's value to a slot."""
-        self.stack[slot].detach().copy_(value if self.scale == 1.0 else value * self.scale)
+    def publish(self, value: Tensor, slot: int, experts: Tensor | None) -> None:
+        """Write a parameter's value to a slot: of all experts, or of some that `value` has."""
+        into, value = self.stack.detach()[slot], value if self.scale == 1.0 else value * self.scale
+        if experts is None:
+            into.copy_(value)
+        else:
+            into.index_copy_(0, experts, value.to(into.dtype))
 
     def own(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape, which may be sparse, without padding."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from traceback import format_exception
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.operators.checks import check_count, check_number
+from moelora.operators.sparse import sparse_tensor
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.files import STATE_FILE
@@ -62,12 +63,24 @@ def own_factors(pool: AdapterPool, adapter: Adapter) -> dict[Place, tuple[Tensor
 
 @dataclass(frozen=True)
 class Progress:
-    """What is current of a tenant: float32 factors, sums of gradients, and the counts of both."""
+    """What is current of a tenant: float32 factors, sums of gradients, and the counts of both.
+
+    Until `Tenant.settle`, a sparse update has only the experts that it has reached in `values`.
+    """
 
     values: tuple[Tensor, ...]
     held: tuple[Rows | None, ...]
     pending: int = 0
     updates: int = 0
+
+
+class Update(NamedTuple):
+    """What was current when an update began, and the experts of each factor that it reaches."""
+
+    values: tuple[Tensor, ...]
+    updates: int
+    states: dict[Any, dict[str, Any]]  # of the optimizer
+    experts: list[Tensor | None]  # int64 on the device of the factor; None: all
 
 
 class Tenant:
@@ -121,8 +134,7 @@ class Tenant:
             )
         factors = self.factors()
         self._devices = [pool.places[place[0]].device for place in self._pairs for _ in "AB"]
-        # Of the optimizer before an update: how many there were, and its state.
-        self._states: tuple[int, dict[Any, Any]] | None = None
+        self._update: Update | None = None  # until it is settled
         self.become(Progress(tuple(f.parameter.data for f in factors), (None,) * len(factors)))
         self._check_here()
 
@@ -212,12 +224,30 @@ class Tenant:
         if error is not None:
             _release(error)
 
-    def begin(self) -> None:
-        """Give the optimizer copies of what is current to update."""
+    def begin(self, held: Sequence[Rows | None]) -> None:
+        """Give the optimizer copies of what is current to update, and gradients.
+
+        Of a sparse tenant both, and what the optimizer keeps of each expert, are only of experts
+        that have a gradient: the copies are the rows that the update replaces.
+        """
         states = {key: {**state} for key, state in self.optimizer.state.items()}
-        self._states = self.updates, states
-        for factor, value in zip(self.factors(), self.current.values, strict=True):
-            factor.parameter.data = value.clone()
+        values = self.current.values
+        self._update = Update(values, self.updates, states, [None] * len(values))
+        for n, (factor, value, rows) in enumerate(zip(self.factors(), values, held, strict=True)):
+            parameter, index = factor.parameter, None
+            grad = factor.gradient(rows, self.is_sparse())
+            if self.is_sparse():
+                index = torch.zeros(0, dtype=torch.int64, device=value.device)
+                if grad is not None:
+                    index, rest = grad._indices()[0], value.shape[1:]
+                    among = torch.arange(index.numel(), device=index.device)[None]
+                    grad = sparse_tensor(among, grad._values(), (index.numel(), *rest))
+                for key, kept in states.get(parameter, {}).items():
+                    if isinstance(kept, Tensor) and kept.shape == value.shape:
+                        self.optimizer.state[parameter][key] = kept[index]
+            self._update.experts[n] = index
+            parameter.data = value.clone() if index is None else value[index]
+            parameter.grad = grad
 
     def after_update(self) -> Progress:
         """What the optimizer has made of `begin`, once it is current."""
@@ -225,35 +255,65 @@ class Tenant:
         values = tuple(factor.parameter.data for factor in factors)
         return Progress(values, (None,) * len(factors), 0, self.updates + 1)
 
-    def publish(self, progress: Progress, slot: int, device: torch.device) -> None:
-        """Write the factors of a device to a slot."""
-        for factor, value, where in zip(
-            self.factors(), progress.values, self._devices, strict=True
-        ):
-            if where == device:
-                factor.publish(value, slot)
+    def writer(self, progress: Progress) -> Callable[[int, torch.device], None]:
+        """Writes the factors of a device, or the experts that an update has reached, to a slot."""
+        assert self._update is not None
+        parts = list(
+            zip(self.factors(), progress.values, self._update.experts, self._devices, strict=True)
+        )
+
+        def write(slot: int, device: torch.device) -> None:
+            for factor, value, experts, where in parts:
+                if where == device:
+                    factor.publish(value, slot, experts)
+
+        return write
 
     def settle(self) -> None:
         """After `begin`, let parameters be what is current, in memory of the slot where that has
-        it."""
-        if self._states is None:
+        it. If an interrupt ends it, the next call does all of it."""
+        if self._update is None:
             return
-        loaded = self._pool._versions.of_trainer(self.name, self._trainer)
+        before, loaded = self._update, self._pool._versions.of_trainer(self.name, self._trainer)
         if loaded is not None:
+            if (arrival := loaded.arriving()) is not None:
+                arrival.wait()  # another thread may have settled the pool, on its own stream
             for factor in self.factors():
                 factor.slot = loaded.slot
-            values = zip(self.factors(), self.current.values, strict=True)
-            served = tuple(f.view() if f.is_served() else value for f, value in values)
-            self.become(replace(self.current, values=served))
-        for factor, value in zip(self.factors(), self.current.values, strict=True):
-            factor.parameter.data, factor.parameter.grad = value, None
-        if self._states[0] == self.updates:
+        if before.updates == self.updates:
             # An update that did not end may have made half of a state.
-            before, state = self._states[1], self.optimizer.state
-            for key in [key for key in state if key not in before]:
+            state = self.optimizer.state
+            for key in [key for key in state if key not in before.states]:
                 del state[key]
-            state.update(before)
-        self._states = None
+            state.update(before.states)
+        else:
+            self._join_states(before)
+        values = []
+        for factor, now, old, experts in zip(
+            self.factors(), self.current.values, before.values, before.experts, strict=True
+        ):
+            if factor.is_served():
+                now = old if loaded is None else factor.view()
+            elif experts is not None and now is not old:
+                now = old.index_copy_(0, experts, now)
+            values.append(now)
+        self.become(replace(self.current, values=tuple(values)))
+        for factor, value in zip(self.factors(), values, strict=True):
+            factor.parameter.grad, factor.parameter.data = None, value
+        self._update = None
+
+    def _join_states(self, before: Update) -> None:
+        """Put what the optimizer keeps of experts that an update has reached beside the rest."""
+        for factor, old, experts in zip(self.factors(), before.values, before.experts, strict=True):
+            if experts is None:
+                continue
+            parameter, shape = factor.parameter, (experts.numel(), *old.shape[1:])
+            kept, state = before.states.get(parameter, {}), self.optimizer.state.get(parameter, {})
+            for key, part in state.items():
+                whole = kept.get(key)
+                if isinstance(part, Tensor) and part.shape == shape and part is not whole:
+                    whole = part.new_zeros(old.shape) if whole is None else whole
+                    state[key] = whole.index_copy_(0, experts, part)
 
     def drop(self) -> None:
         """Drop the gradients that are accumulated."""

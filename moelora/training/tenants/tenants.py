@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from types import FrameType
@@ -502,9 +501,7 @@ class Tenants:
         """Give parameters their gradients; returns the norm of each tenant's."""
         norms = []
         for tenant in due:
-            tenant.begin()
-            for factor, rows in zip(tenant.factors(), after[tenant].held, strict=True):
-                factor.parameter.grad = factor.gradient(rows, tenant.is_sparse())
+            tenant.begin(after[tenant].held)
             grads = [p.grad for p in tenant.parameters() if p.grad is not None]
             grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
             norms.append(get_total_norm(grads) if grads else torch.zeros((), device="cpu"))
@@ -543,7 +540,7 @@ class Tenants:
                     tenant.stop(REPLACED)
             published = [tenant for tenant in updated if tenant.stopped is None]
             for tenant in published:
-                versions.stage(tenant.name, change, partial(tenant.publish, after[tenant]))
+                versions.stage(tenant.name, change, tenant.writer(after[tenant]))
             for tenant, progress in after.items():
                 if tenant.stopped is None:
                     tenant.stage(change, progress)
