@@ -42,17 +42,16 @@ def covering(choices: Sequence[Mapping[str, Hashable]]) -> list[int]:
     names = independent(choices)
     together = 2 if len(names) > 2 else 1
     groups = list(itertools.combinations(names, together))
-    parts = [{(g, *(choice[n] for n in g)) for g in groups} for choice in choices]
-    left = set().union(*parts)
+    parts = {i: {(g, *(c[n] for n in g)) for g in groups} for i, c in enumerate(choices)}
     chosen: list[int] = []
     used: Counter[Hashable] = Counter()
-    while left:
+    while any(parts.values()):
         best = max(
-            (i for i in range(len(choices)) if i not in chosen),
-            key=lambda i: (len(parts[i] & left), -sum(used[n, choices[i][n]] for n in names), -i),
+            parts, key=lambda i: (len(parts[i]), -sum(used[n, choices[i][n]] for n in names), -i)
         )
         chosen.append(best)
-        left -= parts[best]
+        covered = parts[best]
+        parts = {i: left for i, part in parts.items() if (left := part - covered)}
         used.update((n, choices[best][n]) for n in names)
     return sorted(chosen)
 
