@@ -1,7 +1,6 @@
 """The benchmark command checks its baselines, writes what it promises, and compares it fairly."""
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -12,10 +11,9 @@ import torch
 from checkout import needs_checkout
 from conftest import needs_gpu
 
-from benchmarks import layer
 from benchmarks.compare import variants
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, plot, results, shapes, timing
+from moelora.bench import cases, compare, machine, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require
 from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours
@@ -102,12 +100,6 @@ def test_several_numbers_of_adapters(bench, tmp_path, capsys):
     out = tmp_path / "picture.svg"
     assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
     assert "<!-- Cost over the number of adapters -->" in out.read_text()
-
-
-def test_the_panel_of_counts_has_only_what_was_measured_with_several():
-    rows = [case(1.0, adapters=a, tokens=m) for a, m in ((1, 16), (8, 16), (8, 64))]
-    assert plot.with_several_counts(rows) == rows[:2]
-    assert plot.with_several_counts([case(1.0), case(2.0)]) == []
 
 
 def test_a_limit_holds_for_one_command(monkeypatch):
@@ -358,13 +350,6 @@ def test_grouped_mm_adds_the_adapters(activation, monkeypatch):
         assert not rank or relative_error(reference[0], reference[rank]) > 2e-2
 
 
-def test_repeated_draws_differ_between_experts():
-    generator = torch.Generator().manual_seed(0)
-    w = cases.normal((3, 1024, 2048), 1.0, generator, torch.float32)
-    assert not torch.equal(w[0], w[2])
-    assert w[2].std() == pytest.approx(1.0, abs=0.01)
-
-
 def mapping(mix, tokens=400, adapters=3):
     generator = torch.Generator().manual_seed(0)
     return cases.draw_batch(TOY, tokens, adapters, generator, mix).mapping
@@ -392,17 +377,6 @@ def test_a_recorded_histogram_is_followed(tmp_path):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="counts"):
             cases.read_histogram(path, 4)
-
-
-def test_only_known_goals_are_missed():
-    row = {"dtype": "fp32", "tokens": 1, "rank": 16, "ratio": 0.9, "share": 0.7, "overhead": 0.5}
-    assert layer.cpu_goals(row) == {"speedup": 1.0, "share of the bound": 0.8}
-    row |= {"tokens": 512, "ratio": 2.0}
-    assert layer.cpu_goals(row) == {"adapters": 0.15}
-    row |= {"model": "qwen3", "format": "fp32"}
-    goals, errors = layer.misses({"cpu_features": ["avx2"]}, [row])
-    assert goals == ["misses its goal: qwen3 fp32 M=512 rank 16: adapters, wanted 0.15"]
-    assert layer.misses({}, [row]) == ([], []) and not errors
 
 
 # ---- comparing and drawing ----
@@ -482,22 +456,6 @@ def test_one_number_of_tokens_is_drawn_as_bars(bench, tmp_path):
     assert f"moelora {meta['moelora']}, torch {meta['torch']}" in text
 
 
-def test_few_numbers_of_tokens_are_drawn_as_bars(bench, tmp_path):
-    """As `bench --quick` measures: a curve would be a line between two points."""
-    bench("--dtypes", "fp32", "--ranks", "4", tokens="1,3")
-    out = tmp_path / "picture.svg"
-    assert main(["plot", str(bench.path), "-o", str(out)]) == 0
-    text = out.read_text()
-    for way in ("1 token: moelora", "3 tokens: moelora", "3 tokens: moelora, no adapters"):
-        assert f"<!-- {way} -->" in text, way
-
-
-def test_pictures_have_the_names_of_models():
-    row = {"model": "dsv2lite", "experts": 64, "dtype": "bf16", "rank": 16}
-    assert plot._case(row) == "DeepSeek-V2-Lite bf16 rank 16"
-    assert plot._case(row | {"experts": 8}) == "DeepSeek-V2-Lite (8 experts) bf16 rank 16"
-
-
 @needs_checkout
 def test_files_that_are_none(tmp_path, capsys):
     wrong = tmp_path / "wrong.json"
@@ -518,69 +476,6 @@ def test_baselines_say_what_they_need():
     assert "one A for gate and up" in absent["transformers"]
     with pytest.raises(Skipped):
         _load("dense")(fp32, Options()).runs([cases.draw_batch(TOY, 4, 2, torch.Generator())])
-
-
-class Event:
-    """torch.cuda.Event on a clock that only baselines move."""
-
-    now = 0.0
-
-    def __init__(self, enable_timing):
-        self.at = None
-
-    def record(self):
-        self.at = Event.now
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later):
-        return later.at - self.at
-
-
-class Graph:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def replay(self):
-        for call in self.calls:
-            call()
-
-    def reset(self):
-        self.calls = None
-
-
-def test_turns_of_a_gpu(monkeypatch):
-    """What the timer makes of graphs, without a GPU: microseconds of one call of many."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    timer = timing.GraphTimer.__new__(timing.GraphTimer)
-    timer.stream, timer.peaks = None, machine.Peaks(1e9, 1e12)
-    seen = []
-
-    def takes(ms):
-        def call(i):
-            seen.append(i)
-            Event.now += ms
-
-        return call
-
-    def capture(calls):
-        calls[0]()
-        if len(seen) == 1:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return Graph(calls)
-
-    timer.capture = capture
-    synchronizes, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
-    runs = {("loop", 8): synchronizes, ("ours", 8): ordinary}
-    times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
-    assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
-    assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
-    assert synchronizes.eager and not ordinary.eager
-    assert {0, 1, 2} <= set(seen), "batches rotate"
-    assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
-    assert timer.medians({"a": takes(0.004)}, [0], 1.0, 0) == {"a": 4.0}
 
 
 # ---- on a GPU ----
@@ -639,19 +534,3 @@ def test_forced_variants_stand_beside_the_plan(capsys):
     assert rows[0]["bound_us"] < rows[2]["bound_us"]  # more experts
     variants.show(rows[0] | {"variants_us": {"slower": 11.0, "faster": 9.0}})
     assert capsys.readouterr().out.endswith("slower 11.0  faster 9.0*\n")
-
-
-def test_variants_that_a_load_might_want(monkeypatch):
-    names = ["gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "sum_8"]
-    monkeypatch.setattr(variants._C, "usable", lambda: names)
-    assert variants.candidates(1) == ["gemm_bf16_16x128x64_sm90", "decode_bf16_sm80"]
-    assert variants.candidates(30) == ["gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"]
-    assert variants.candidates(100) == ["gemm_bf16_128x256x64_sm90"]
-    assert variants.candidates(5000) == ["gemm_bf16_128x256x64_sm90"]
-    assert variants.candidates(1, "gemm") == ["gemm_bf16_16x128x64_sm90"]
-
-
-def test_plans_that_are_behind_a_variant():
-    row = {"us": 11.0, "variants_us": {"slower": 12.0, "faster": 10.0}}
-    assert variants.behind(row) == pytest.approx(10)
-    assert variants.behind(row | {"variants_us": {}}) == 0

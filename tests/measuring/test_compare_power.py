@@ -1,37 +1,8 @@
 """Clocks and watts: what nvidia-smi's lines say, and of which time."""
 
-import time
-
 import pytest
 
 from benchmarks.compare import power
-
-
-@pytest.mark.parametrize(
-    "line, want",
-    [
-        ("1530, 736.21\n", (1530.0, 736.21)),
-        ("1530, [N/A]\n", None),
-        ("No devices were found\n", None),
-        ("\n", None),
-    ],
-)
-def test_a_line_of_the_driver(line, want):
-    assert power.sample(line) == want
-
-
-def test_medians_are_of_the_time_asked_for():
-    early = ["echo 100, 10", "echo 200, 20", "echo [N/A], 30", "sleep 0.3"]
-    late = ["echo 1000, 700", "echo 1500, 710", "echo 1400, 900", "exec sleep 300"]
-    sampler = power.Sampler(["sh", "-c", "; ".join(early + late)])
-    deadline = time.monotonic() + 240
-    while len(sampler.samples) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    sampler.stop()
-    first_late = sampler.samples[2][0]
-    assert sampler.since(first_late) == (1400.0, 710.0)
-    assert sampler.since(0.0) == (1000.0, 700.0)
-    assert sampler.since(time.perf_counter()) == (None, None)
 
 
 def test_the_second_half_is_the_working_one(monkeypatch):

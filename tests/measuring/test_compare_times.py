@@ -43,29 +43,9 @@ def test_builds_with_other_results_are_found():
     assert same["same_bits"] and not other["same_bits"]
 
 
-@pytest.mark.parametrize("text", ["now", "now=", "now=no/such/file"])
-def test_builds_are_files(text):
-    with pytest.raises(SystemExit, match="NAME=MODULE"):
-        times.main([text, "--device", "cpu"])
-
-
-def test_a_build_that_ends_is_named(tmp_path):
-    module = tmp_path / "broken.so"
-    module.write_text("not a module")
-    with pytest.raises(SystemExit, match="broken ended"):
-        times.main([f"broken={module}", "--device", "cpu", "--shape", SHAPE])
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_comparison_says_how_it_is_called(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: benchmarks.compare {command} ")
-
-
-def test_other_words_list_the_comparisons(capsys):
-    for words, status in (([], 0), (["--help"], 0), (["digests"], 2)):
-        assert main(words) == status
-        said = capsys.readouterr().out
-        assert all(f"benchmarks.compare {command} " in said for command in COMMANDS)

@@ -57,26 +57,6 @@ def test_models_of_other_architectures(tmp_path, family):
         assert (model(ids).logits - base).abs().max() > 0.1
 
 
-def test_numbers_have_the_sizes_that_keep_answers_apart(made):
-    _, manifest = made
-    model = load(manifest)
-    logits = model(torch.tensor([PROMPTS[0]])).logits
-    assert 2 < logits.std() < 4
-    base = engine_reference.weight_of(model, 0, 1, "down").clone()
-    with engine_reference.merged(model, Path(manifest["adapters"][1])):
-        delta = engine_reference.weight_of(model, 0, 1, "down") - base
-    assert torch.equal(engine_reference.weight_of(model, 0, 1, "down"), base)
-    assert delta.std() / base.std() == pytest.approx(engine_model.DELTA, rel=0.2)
-
-
-def test_the_same_words_make_the_same_model(made, tmp_path):
-    out, _ = made
-    words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8"]
-    engine_model.main([*words, "--out", str(tmp_path / "again")])
-    for file in sorted(out.rglob("*.safetensors")):
-        assert (tmp_path / "again" / file.relative_to(out)).read_bytes() == file.read_bytes()
-
-
 def replies(made, wrong=0.0):
     """What moelora's layers answer, as a check of `benchmarks.engines.serving`."""
     _, manifest = made
@@ -105,11 +85,3 @@ def test_answers_are_held_against_merged_adapters(made, tmp_path, capsys, wrong)
     assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
     ends = [line.split()[-1] for line in (base, first, second)]
     assert ends == ["BAD" if wrong else "ok"] * 3
-
-
-def test_adapters_of_the_wrong_name_are_told(made, tmp_path):
-    check = replies(made)
-    check["alone"][1:] = check["alone"][:0:-1]
-    answers.write_replies(tmp_path / "lps.json", check)
-    words = ["--model", str(made[0]), "--lps", str(tmp_path / "lps.json")]
-    assert engine_reference.main(words) == 1

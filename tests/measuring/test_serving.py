@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tomllib")
 
-from benchmarks.serving.__main__ import main, parse  # noqa: E402
+from benchmarks.serving.__main__ import main  # noqa: E402
 
 SERVER = """
 import os, sys
@@ -76,17 +76,3 @@ def test_a_server_that_somebody_else_started(run):
     words = ("--url", "http://127.0.0.1:1", "--engines", "mine", "--served-model", "law")
     rows = run(*words, "--adapters", "a,b", "--workloads", "load_8")["cases"]
     assert [(r["engine"], r["workload"], r["adapters"]) for r in rows] == [("mine", "load_8", 2)]
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("--engines", "vllm,mine"), "--engines has ['mine'], engines.json has vllm + moelora, "),
-        (("--workloads", "decode"), "--workloads has ['decode'], workloads.json has first_minute"),
-        (("--url", "http://127.0.0.1:1"), "--url wants one name for --engines and the server's"),
-    ],
-)
-def test_refused_options(options, said, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--out", "never-written.json", *options])
-    assert said in capsys.readouterr().err

@@ -1,25 +1,18 @@
 """The end-to-end benchmark: its comparisons, and all its stages on a pretended vLLM."""
 
-import itertools
-import json
 import re
 import shutil
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("tomllib")
 
 import e2e_vllm  # noqa: E402
-from conftest import needs_gpu  # noqa: E402
 from e2e import topics  # noqa: E402
 
 from benchmarks import vllm_e2e  # noqa: E402
-from benchmarks.engines import answers, jobs, vllm_bits, vllm_engine  # noqa: E402
-from moelora.bench.engine import serving  # noqa: E402
+from benchmarks.engines import answers, jobs  # noqa: E402
 
 
 @pytest.fixture
@@ -58,92 +51,6 @@ def test_one_gpu(tmp_path, peers):
 
 
 @pytest.mark.slow
-def test_engines_with_lora_alone(tmp_path, peers):
-    code, written, log = run(tmp_path, peers, "--only", "speed", "--lora-only", "--layers", "8")
-    assert code == 0, log
-    assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
-        (engine, batch) for engine in ("vllm", "moelora") for batch in ("base", "4 mixed")
-    ]
-    assert [row["wanted"] for row in topics(written, "target")] == [1.4, 1.3]
-
-
-@pytest.mark.slow
-def test_engines_that_start_together(tmp_path, peers, monkeypatch):
-    """They take turns, so that they meet the same disturbances: no two are measured at a time."""
-    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
-    words = ("--only", "speed", "--at-once", "3", "--reps", "1", "--sequences", "1")
-    code, written, log = run(tmp_path, peers, *words)
-    assert code == 0, log
-    assert len(topics(written, "speed")) == 6
-    turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
-    up, measured = ([pid for what, pid in turns if what == word] for word in ("up", "measured"))
-    assert [what for what, _ in turns[:3]] == ["up"] * 3 and len(up) == 4
-    order = [pid for pid, _ in itertools.groupby(measured)]
-    assert set(order[:3]) == set(up[:3])
-    repetitions = 2 * 3  # of prefill, decode and first token, with adapters and without
-    without = 1 + repetitions // 2  # the engine without LoRA has ended; each warmed up first
-    assert order[: 3 * without] == order[:3] * without
-    assert order.count(up[3]) == 1  # started later, alone
-
-
-def test_targets_are_those_of_the_format():
-    speed = {"prefill_tok_s": 130, "decode_tok_s": 120}
-    rows = [fields | speed for fields in (vllm_e2e.OURS_MIXED, vllm_e2e.VLLM_BASE)]
-    rows.append(vllm_e2e.VLLM_MIXED | {"prefill_tok_s": 100, "decode_tok_s": 100})
-    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows, "int4")]
-    assert found == [(1.3, 1.3, True), (1.2, 1.25, False)]
-    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows)]
-    assert found == [(1.0, 1.0, True), (1.3, 1.4, False), (1.0, 0.92, True), (1.2, 1.3, False)]
-
-
-@pytest.mark.slow
-def test_several_batches_of_decode(tmp_path, peers):
-    words = ("--only", "speed", "--lora-only", "--sequences", "1,64,256")
-    code, written, log = run(tmp_path, peers, *words)
-    assert code == 0, log
-    for row in topics(written, "speed"):
-        for end in ("", "_1", "_256"):
-            assert row[f"decode{end}_tok_s"] > 0 and row[f"ttft{end}_ms"] > 0
-            whole, first = (sorted(row[f"{n}{end}_s"])[2] for n in ("decode", "first"))
-            assert row[f"tpot{end}_ms"] == pytest.approx(1e3 * (whole - first) / 127, abs=1e-4)
-
-
-def test_waiting_kernels_do_not_make_the_gpu_busier():
-    """One that was launched early overlaps the one before it; a pause does not count."""
-    assert vllm_engine.busy([(5, 9, "launched early"), (0, 6, "before"), (20, 21, "later")]) == 10
-    first = {"seconds": [0.5], "new_tokens": 1, "gpu_ms": {"busy": 4.0}}
-    decode = {"seconds": [2.0], "new_tokens": 128, "gpu_ms": {"busy": 34.0}}
-    found = serving.times_to_tokens({"first_16": first, "decode_16": decode})
-    assert found["tpot_busy_16_ms"] == 2.0  # 15 tokens while kernels are timed
-    found = serving.times_to_tokens({"first": first | {"gpu_ms": None}, "decode": decode})
-    assert set(found) == {"ttft_ms", "tpot_ms"}
-
-
-def test_an_engine_waits_before_each_repetition():
-    """Of prefill, decode and first token, each warmed up before, with adapters and without."""
-    asked, results = [], {}
-    engine = SimpleNamespace(
-        adapters=["law"],
-        prompts=lambda lengths: [[0] * n for n in lengths],
-        generate=lambda prompts, adapters, new: asked.append((len(prompts), new)),
-    )
-    turns = [len(asked) for _ in serving.speed(engine, 2, [4], results.update)]
-    assert turns == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
-    assert asked == [(16, 1)] * 3 + [(4, 128)] * 3 + [(4, 1)] * 3 + asked[:9]
-    assert set(results["speed"]) == {"base", "1 mixed"}
-    assert all(len(one["seconds"]) == 2 for one in results["speed"]["base"].values())
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_kernels_are_timed():
-    x = torch.ones(64, 64, device="cuda")
-    found = vllm_engine.gpu_milliseconds(lambda: [x @ x for _ in range(3)] and x.sum().item())
-    assert 0 < found["busy"] <= found["total"]
-    assert found["total"] == pytest.approx(sum(ms for ms, _ in found["top"]), abs=0.02)
-
-
-@pytest.mark.slow
 def test_batch_invariance(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--only", "invariance")
     assert code == 0, log
@@ -155,23 +62,6 @@ def test_batch_invariance(tmp_path, peers):
         assert row["differing"] == row["unmatched"] == 0
     compared = {row["compared"] for row in topics(written, "answers")}
     assert compared >= {f"{run}: mixed, each alone" for run in runs}
-
-
-@pytest.mark.slow
-def test_an_installed_vllm_is_not_unpacked(tmp_path, peers, monkeypatch, capsys):
-    site, out = tmp_path / "installed", tmp_path / "out.json"
-    words = ["--only", "answers", "--out", str(out), "--work", str(tmp_path / "work")]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        vllm_e2e.main(words)
-    assert "vLLM is not installed here" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    subprocess.run(["bash", peers / "install_chunk.sh"], env={"SITE": str(site)}, check=True)
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    assert vllm_e2e.main(words) == 0
-    written = json.loads(out.read_text())
-    stages = [stage["stage"] for stage in written["meta"]["stages"]]
-    assert stages == ["make tiny", "moelora", "vllm", "reference of moelora"]
 
 
 def test_no_stage_starts_after_the_budget(tmp_path, peers):
@@ -265,38 +155,6 @@ def test_a_reference_judges_engines_that_round_activations():
     said["moelora"][0] = said["moelora"][0].replace("0.0800", "0.0900")
     assert not answers.judge(said)[0]["ok"]
     assert answers.judge({"moelora": said["moelora"]}) == []
-
-
-class Experts(torch.nn.Module):
-    """Adds to rows what depends on their adapter, and if it is wrong on the batch."""
-
-    adapters, wrong = (), False
-
-    def forward(self, hidden_states, router_logits):
-        more = torch.tensor([0.5 * a for a in self.adapters], dtype=hidden_states.dtype)
-        out = hidden_states + more[:, None] + router_logits.sum(-1, keepdim=True)
-        return out + 2**-6 if self.wrong and len(out) > 1 else out
-
-
-def rows_of(model, x, adapters, rows, phase):
-    rows.phase, model.layer.experts.adapters = phase, adapters
-    model.layer.experts(hidden_states=x, router_logits=x[:, :2].float())
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_rows_of_layers_are_found_again_by_their_bits(wrong):
-    model, rows = torch.nn.Module(), vllm_bits.Rows()
-    model.layer = torch.nn.Module()
-    model.layer.experts = Experts()
-    model.layer.experts.wrong = wrong
-    assert rows.attach(model) == 1
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[1] = x[0]  # of two adapters
-    for i in range(4):
-        rows_of(model, x[i : i + 1], [i], rows, "alone")
-    rows_of(model, x[[3, 0, 4, 1, 2]], [3, 0, 4, 1, 2], rows, "mixed")
-    found = rows.compare("alone", "mixed")
-    assert found == {"rows": 5, "matched": 3, "differing": 3 * wrong, "unmatched": 1}
 
 
 def test_adapters_that_do_nothing_are_told():

@@ -21,7 +21,7 @@ print("reference check OK")
 """
 
 VLLM = """\
-import importlib.metadata, os, sys, time
+import importlib.metadata, os, sys
 from types import SimpleNamespace as N
 
 import torch
@@ -39,18 +39,8 @@ class LLM:
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
         self.experts = Experts()
-        if os.environ.get("SLEEP") == self.name:
-            time.sleep(100)
-        self.turn("up")
-        if os.environ.get("SAY"):
-            print(os.environ["SAY"])
         if options.get("enable_expert_parallel"):
             sys.exit("no experts here")
-
-    def turn(self, what):
-        if file := os.environ.get("TURNS"):
-            with open(file, "a") as turns:
-                turns.write(f"{what} {os.getpid()}\\n")
 
     def collective_rpc(self, function):
         kernel = N(fused_experts=type(self.name, (), {})())
@@ -59,7 +49,6 @@ class LLM:
         return [function(N(get_model=lambda: model))]
 
     def generate(self, prompts, sampling, use_tqdm, lora_request):
-        self.turn("measured")
         rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])
         self.experts(hidden_states=rows, router_logits=rows)
         return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
