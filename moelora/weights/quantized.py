@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelora.operators.call import operators, run, typed
 from moelora.operators.fake import COMPUTE_DTYPES
-from moelora.operators.formats import FORMATS, code_of
+from moelora.operators.formats import CODES, FORMATS, code_of
 from moelora.operators.storage import check_held
 from moelora.operators.tiles import TiledWeights
 from moelora.weights import bnb, readers, rounding
@@ -175,7 +175,8 @@ class QuantizedWeights(FromFP8, TiledWeights):
             x_format=X_FORMATS[x_format],
             x_scale=struct.unpack("<f", struct.pack("<i", bits))[0],
         )
-        if weights.layout[0] != code:
+        properties = of.kernel, weights._group_columns(), of.has_zeros, of.row_scales
+        if CODES.get(properties) != code:
             raise ValueError(f"{prefix}layout has format {code} and group_size {group_size}")
         if (weights.x_format == "static") != (weights.x_scale > 0):
             raise ValueError(f"{prefix}layout has x_format {x_format}, x_scale {weights.x_scale}")

@@ -197,7 +197,9 @@ def bnb_tensor(q: Tensor, absmax: Tensor, name: str) -> tuple[Tensor, dict[str, 
     settings |= {"shape": list(q.shape), "dtype": "bfloat16"}
     state = {"absmax": absmax.reshape(-1), "quant_map": CODES[name].clone()}
     text = json.dumps(settings).encode()
-    state[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    state[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(text), dtype=torch.uint8, device="cpu"
+    )
     return by_bytes(q.unflatten(1, (-1, 2)).flip(2).flatten(1)).reshape(-1, 1), state
 
 
