@@ -57,8 +57,8 @@ typedef struct operands {
 
 static operands parse_format(const char *name) {
   static const char *const names[MOELORA_FORMATS] = {
-      "native",      "mxfp4", "int4",    "int4_g32", "int4_zp",
-      "int4_zp_g32", "fp8",   "fp8_g64", "fp8_rows", "nvfp4",
+      "native", "mxfp4",   "int4",     "int4_g32", "int4_zp", "int4_zp_g32",
+      "fp8",    "fp8_g64", "fp8_rows", "nvfp4",    "nf4",     "bnb_fp4",
   };
   if (strcmp(name, "w8a8") == 0 || strcmp(name, "w8a8_g64") == 0)
     return (operands){name[4] ? MOELORA_FP8_G64 : MOELORA_FP8, MOELORA_X_GROUP};

@@ -572,3 +572,36 @@ def test_what_bitsandbytes_itself_has_saved(tmp_path):
         assert torch.equal(parameter, wanted), name
     assert kinds == {"Parameter", "Params4bit"}
     assert loaded(IDS).logits.isfinite().all()
+
+
+def stacked(folder, kind, **options):
+    """A folder of bfloat16 whose experts' parameters bitsandbytes has replaced; its model."""
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    model = plain(folder, kind)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        for own in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(module, own, quant_type="nf4", **options)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = folder_cases.BNB
+    (folder / "config.json").write_text(json.dumps(settings))
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / TENSORS)
+    return model
+
+
+@pytest.mark.parametrize("compress_statistics", [False, True])
+def test_stacks_that_bitsandbytes_has_replaced(tmp_path, compress_statistics):
+    model = stacked(tmp_path, "qwen3_moe", compress_statistics=compress_statistics)
+    loaded = moelora_hf.load_quantized(tmp_path)
+    layers = moelora_hf.moe_layers(model)
+    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
+        for own in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(module, own).weights.unpack(), getattr(layers[name][0], own))
+    assert loaded(IDS).logits.isfinite().all()
+
+
+def test_stacks_whose_blocks_run_along_rows_are_refused(tmp_path):
+    stacked(tmp_path, "gpt_oss")
+    with pytest.raises(NotImplementedError, match=r"stored \(E, K, N\).* with experts='nf4'"):
+        moelora_hf.load_quantized(tmp_path)

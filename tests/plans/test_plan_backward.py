@@ -89,7 +89,7 @@ def test_forced(backward, forced):
     assert other == (forced if family == "sm80" else "back_bf16_128x128x64_sm80")
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
 @pytest.mark.parametrize("device", [AMPERE, ADA])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 32), (256, 32), (4096, 128)])
 def test_quantized_weights(backward, device, name, tokens, rows):
@@ -98,7 +98,7 @@ def test_quantized_weights(backward, device, name, tokens, rows):
     assert variant == f"back_bf16_{kernel}_{rows}x128x64_sm80" and found == rows
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
 def test_quantized_weights_on_hopper(backward, name):
     kernel = "w8a16" if name == "fp8" else name
     assert backward(HOPPER, "formats", name, name)[0] == f"back_bf16_{kernel}_128x256x128_sm90"

@@ -48,7 +48,7 @@ def test_fp8_tokens_with_scales_of_64_columns_take_portable_tiles(answer):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_a_layer_trains_by_the_instructions_that_serve_it(answer, dtype):
     """Of rows that store values for a backward, some fit a w2 with FP8 tokens: in one family."""
-    kernels = ("native", "mxfp4", "nvfp4", "int4", "fp8", "w8a8")
+    kernels = ("native", "mxfp4", "nvfp4", "nf4", "int4", "fp8", "w8a8")
     for name, tokens in itertools.product(kernels, (16, 1024, 4096)):
         words = answer(
             ("cuda", 90), "formats", name, "w8a8", tokens=tokens, dtype=DTYPES[dtype.upper()]

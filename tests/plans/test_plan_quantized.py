@@ -11,11 +11,11 @@ import moelora
 FIXTURES = (answer, print_plan)
 
 # Formats of weights, and the kernels that are written for them.
-KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4"} | dict.fromkeys(
+KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "nf4": "nf4"} | dict.fromkeys(
     ["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4"
 )
 PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
-PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4")]
+PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4"), ("nf4", "nf4"), ("mxfp4", "nf4")]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
             weights = one.block_n * one.block_k * 2
             if name != "native":
                 values = 64 * 64 // 2
-                scales = {"mxfp4": 128, "nvfp4": 256 + 16}.get(name, 64 * 2 * 3)
+                scales = {"mxfp4": 128, "nvfp4": 256 + 16, "nf4": 256}.get(name, 64 * 2 * 3)
                 weights = one.block_n * one.block_k // 64**2 * (values + scales)
             tile = weights + one.block_m * one.block_k * 2
             assert one.family == "SM90" or one.stages * tile <= kib * 1024, one

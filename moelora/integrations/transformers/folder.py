@@ -34,7 +34,10 @@ SINGLE_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 SINGLE, INDEX = f"model{SINGLE_SUFFIX}", f"model{INDEX_SUFFIX}"
 OF_MODELOPT = "hf_quant_config.json"  # where config.json says nothing, as ModelOpt's exports before
 # Tensors of experts, wherever they are: one for all of them, or one for each.
-OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
+OF_EXPERTS = re.compile(
+    r"\.experts\.(\d+\.|\w+_(blocks|scales)$"
+    r"|\w+\.((nested_)?absmax|(nested_)?quant_map|quant_state\.\w+)$)"
+)
 # 16-bit experts in one tensor.
 STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
 # Tensors of a quantizer for all experts at once, of schemes that have them for each.
@@ -246,7 +249,8 @@ class Folder:
             known = ", ".join(map(repr, ROUNDINGS))
             raise ValueError(f"experts is {rounding!r:.80}, wanted None, or one of {known}")
         linears = (linear for linear in self.linears if OF_EXPERTS.search(f"{linear}."))
-        blocks = (name for name in self if name.endswith("_blocks") and OF_EXPERTS.search(name))
+        ends = ("_blocks", ".absmax")
+        blocks = (name for name in self if name.endswith(ends) and OF_EXPERTS.search(name))
         if (name := next(linears, next(blocks, None))) is not None:
             raise ValueError(
                 f"{self.path}: experts is {rounding!r}, and {name} is quantized, wanted None, or a "
@@ -259,7 +263,7 @@ class Folder:
         others = [linear for linear in self.linears if not OF_EXPERTS.search(f"{linear}.")]
         parts = {f"{linear}.{part}" for linear in others for part in self.linears[linear]}
         of_cache = {name for name in self if name.endswith(OF_CACHE)}
-        skipped = parts | of_cache
+        skipped = parts | of_cache | {name for name in self if f"{name}.absmax" in self}
         if rounding is not None:
             skipped |= {name for name in self if STACKED.search(name)}
         self.unread -= parts | of_cache

@@ -84,6 +84,10 @@ def _read_experts(
             _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
             _stacked(folder, f"{layer}.down_proj", down, None, dtype),
         )
+    elif f"{layer}.{up_name(experts)}.absmax" in folder:
+        if activations is not None:
+            raise ValueError(f"activations is {activations!r}, wanted None: weights are not FP8")
+        found = _stacks_of_bnb(folder, layer, experts, interleaved, dtype)
     else:
         of_up = _names(folder, layer, up_name(experts), 1 + experts.has_gate, up[0], linears)
         of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
@@ -103,6 +107,37 @@ def _read_experts(
         found = first, _per_expert(folder, of_down, down, None, dtype, activations)
     _refuse_others(folder, layer, experts, linears)
     return found
+
+
+def _stacks_of_bnb(
+    folder: Folder, layer: str, experts: Experts, interleaved: bool, dtype: torch.dtype
+) -> tuple[QuantizedWeights, QuantizedWeights]:
+    """Parameters that bitsandbytes has replaced (`nn.parametrize`): statistics are called after
+    them."""
+    made = []
+    for own, shape in zip((up_name(experts), "down_proj"), sizes(experts), strict=True):
+        name = f"{layer}.{own}"
+        if experts.is_transposed:
+            raise NotImplementedError(
+                f"{folder.path}: {name} is stored (E, K, N), so that blocks of bitsandbytes run "
+                "along rows, which no kernel reads; load a folder of 16 bits with experts='nf4'"
+            )
+        gate_up: GateUp | None = None
+        if experts.has_gate and own != "down_proj":
+            gate_up = "interleaved" if interleaved else "concatenated"
+        state = {
+            key.removeprefix(f"{name}."): folder[key]
+            for key in folder
+            if key.startswith(f"{name}.")
+        }
+        try:
+            weights = QuantizedWeights.from_bnb(folder[name], state, gate_up=gate_up, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if weights.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
+        made.append(weights)
+    return made[0], made[1]
 
 
 def _rounded(
