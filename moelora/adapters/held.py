@@ -32,8 +32,16 @@ class Unwritten(NamedTuple):
 
 
 @dataclass(eq=False)
+class Lineage:
+    """What all versions of an adapter share until its name is removed or replaced."""
+
+    version: int = 1  # the newest, from 1
+    enabled: bool = True
+
+
+@dataclass(eq=False)
 class Loaded:
-    """A version of an adapter in its slot; `version` counts from 1 while the name is known.
+    """A version of an adapter in its slot.
 
     Attributes
     ----------
@@ -49,8 +57,7 @@ class Loaded:
     pinned: bool
     version: int = 1
     arrival: Arrival | None = None  # None: all of it is there
-    enabled: bool = True  # in a pool without host memory; otherwise its source says
-    lineage: object = field(default_factory=object)  # of all versions since `add`
+    lineage: Lineage = field(default_factory=Lineage)
     users: weakref.WeakSet[Held] = field(default_factory=weakref.WeakSet)
     trainer: object | None = None
     trained: bool = False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moelora.adapters.columns import Layout
+from moelora.adapters.held import Lineage
 from moelora.adapters.slots import Staged
 
 
@@ -28,8 +29,7 @@ class Source:
     folder: Path | None
     layout: Layout | None
     staged: Staged | None = None
-    version: int = 1
-    enabled: bool = True
+    lineage: Lineage = field(default_factory=Lineage)
     busy: int = 0  # threads that bring or replace it, or wait to
     failure: Exception | None = None  # why it could not be brought the last time
     lock: Any = field(default_factory=threading.RLock)

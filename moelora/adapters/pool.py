@@ -356,9 +356,7 @@ class AdapterPool:
         from 1."""
         check_name(name)
         with self._lock:
-            if self._host is not None:
-                return self._host.source(name).version
-            return self._entry(name).version
+            return self._versions.lineage(name).version
 
     def remove(self, name: str) -> None:
         """Forget an adapter, and free its slot. RuntimeError while a batch holds a version."""

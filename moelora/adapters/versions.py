@@ -25,7 +25,16 @@ from functools import partial
 
 import torch
 
-from moelora.adapters.held import Change, Held, Loaded, NoSlot, Reservation, Residents, Unwritten
+from moelora.adapters.held import (
+    Change,
+    Held,
+    Lineage,
+    Loaded,
+    NoSlot,
+    Reservation,
+    Residents,
+    Unwritten,
+)
 from moelora.adapters.host import Host, Source
 from moelora.adapters.slots import Slots, Staged
 from moelora.adapters.turns import Turn, Turns
@@ -79,12 +88,9 @@ class Versions:
         else:
             self.host.source(name)
 
-    def lineage(self, name: str) -> object:
-        """What all versions of an adapter share until it is removed or replaced.
-
-        KeyError for an unknown name.
-        """
-        return self.entry(name).lineage if self.host is None else self.host.source(name).lock
+    def lineage(self, name: str) -> Lineage:
+        """KeyError for an unknown name."""
+        return (self.entry(name) if self.host is None else self.host.source(name)).lineage
 
     def check_new(self, name: str, replace: bool = False) -> None:
         """ValueError for a known name, RuntimeError for one in use; call with `lock`."""
@@ -226,15 +232,16 @@ class Versions:
         with self.lock:
             if ahead:
                 self._turns.check_slot(None, f"adapter {name!r}")
-            place = self._reserve(name, source.version, ahead)
-        enabled = source.enabled
+            version = source.lineage.version
+            place = self._reserve(name, version, ahead)
+        enabled = source.lineage.enabled
         with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
             with self.lock:
                 if self._known().source(name) is source and name not in self.loaded:
-                    if source.enabled != enabled:
-                        self.slots.enable(place.slot, source.enabled)
-                    self._list(place, Loaded(place.slot, False, source.version, arrival))
+                    if source.lineage.enabled != enabled:
+                        self.slots.enable(place.slot, not enabled)
+                    self._list(place, Loaded(place.slot, False, version, arrival, source.lineage))
                     source.failure = None
 
     def _reserve(self, name: str, version: int, ahead: bool = False) -> Reservation:
@@ -308,9 +315,8 @@ class Versions:
         version = old.version + 1
         place = place or self.residents.reserve(name, version, old.slot)
         arrival = self.slots.renew(place.slot, old.slot, write)
-        if self.host is not None:
-            self.host.source(name).version = version
-        new = Loaded(place.slot, old.pinned, version, arrival, old.enabled, old.lineage)
+        old.lineage.version = version
+        new = Loaded(place.slot, old.pinned, version, arrival, old.lineage)
         new.trainer, new.trained = old.trainer, True
         self.residents.succeed(name, new)
         self.residents.free(place)
@@ -432,20 +438,23 @@ class Versions:
         with self.lock:
             self.check_new(name, replace)
             self._check_room(name, source)
+            lineage = Lineage() if source is None else source.lineage
             if name in self.loaded:
                 self._write_back(name)
                 place = self.residents.reserve(name, 1, self.loaded[name].slot)
                 with self._reserved(place):
                     del self.loaded[name]
                     self._write(place, staged)
-                    return self._list(place, Loaded(place.slot, pinned, trainer=trainer), source)
+                    loaded = Loaded(place.slot, pinned, lineage=lineage, trainer=trainer)
+                    return self._list(place, loaded, source)
             place = self._reserve(name, 1)
         with self._reserved(place):
             self._write(place, staged)
             with self.lock:
                 self.check_new(name, replace)
                 self._check_room(name, source)
-                return self._list(place, Loaded(place.slot, pinned, trainer=trainer), source)
+                loaded = Loaded(place.slot, pinned, lineage=lineage, trainer=trainer)
+                return self._list(place, loaded, source)
 
     def _list(self, place: Reservation, loaded: Loaded, source: Source | None = None) -> int:
         """List an adapter whose slot has been written. Returns the slot."""
@@ -456,7 +465,7 @@ class Versions:
         return loaded.slot
 
     def replace(
-        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: object
+        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: Lineage
     ) -> int:
         """Replace the version of a name, in a slot or in none.
 
@@ -466,11 +475,11 @@ class Versions:
         if new is None:
             return self._replace(name, staged, switch, None, lineage)
         with self.locked(name) as old:
-            new.version, new.lock = old.version + 1, old.lock
+            new.lineage, new.lock = old.lineage, old.lock
             return self._replace(name, staged, switch, new, lineage)
 
     def _replace(
-        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: object
+        self, name: str, staged: Staged, switch: bool, new: Source | None, lineage: Lineage
     ) -> int:
         with self.lock:
             self._check_unchanged(name, lineage)
@@ -482,15 +491,15 @@ class Versions:
             # Batches may hold older versions while the latest one is in no slot.
             if loaded is None and not (switch and self.residents.batches(name)):
                 return self._install(name, None, switch, new)
-            place = self._reserve(name, 1 if loaded is None else loaded.version + 1)
-            enabled = self._enabled(name)
+            place = self._reserve(name, lineage.version + 1)
+            enabled = lineage.enabled
         with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
             if arrival is not None:
                 arrival.synchronize()
             with self.lock:
                 self._check_unchanged(name, lineage)
-                if self._enabled(name) != enabled:
+                if lineage.enabled != enabled:
                     self.slots.enable(place.slot, not enabled)
                 return self._install(name, place, switch, new)
 
@@ -504,27 +513,23 @@ class Versions:
     ) -> int:
         """Register a version of a name in a slot, after writing `staged` to it, or in no slot."""
         self._check_room(name, new)
-        enabled = self._enabled(name)
         if name in self.loaded:
             self._write_back(name)
-        old = self.residents.retire(name)
-        version = 1 if old is None else old.version + 1
+        lineage, old = self.lineage(name), self.residents.retire(name)
         if place is not None and staged is not None:
-            self._write(place, staged, enabled)
+            self._write(place, staged, lineage.enabled)
+        lineage.version += 1
         if new is not None:
-            new.enabled, version = enabled, new.version
             self._known().put(name, new)
-        if place is None:
-            return version
-        loaded = Loaded(place.slot, old is not None and old.pinned, version, enabled=enabled)
-        if old is not None:
-            loaded.lineage = old.lineage
-        self._list(place, loaded)
-        if switch:
-            self.residents.switch(name, loaded)
-        return version
+        if place is not None:
+            pinned = old is not None and old.pinned
+            loaded = Loaded(place.slot, pinned, lineage.version, lineage=lineage)
+            self._list(place, loaded)
+            if switch:
+                self.residents.switch(name, loaded)
+        return lineage.version
 
-    def _check_unchanged(self, name: str, lineage: object) -> None:
+    def _check_unchanged(self, name: str, lineage: Lineage) -> None:
         """KeyError unless the name still has versions of this `lineage`."""
         if not self.is_known(name) or self.lineage(name) is not lineage:
             raise KeyError(f"adapter {name!r} was removed, evicted or replaced during the call")
@@ -532,11 +537,6 @@ class Versions:
     def _check_room(self, name: str, source: Source | None) -> None:
         if source is not None and source.folder is None:
             self._known().check_room(name)
-
-    def _enabled(self, name: str) -> bool:
-        if self.host is not None:
-            return self.host.source(name).enabled
-        return self.loaded[name].enabled
 
     def remove(self, name: str) -> None:
         """Forget an adapter. RuntimeError while a batch holds it."""
@@ -553,11 +553,8 @@ class Versions:
     def enable(self, name: str, enabled: bool) -> None:
         """Enable or disable all versions of an adapter."""
         with self.lock:
-            self.check_known(name)
-            if self.host is not None:
-                self.host.source(name).enabled = enabled
+            self.lineage(name).enabled = enabled
             if name in self.loaded:
-                self.loaded[name].enabled = enabled
                 self.slots.enable(self.loaded[name].slot, enabled)
             for other, loaded in self.residents.retired():
                 if other == name:
