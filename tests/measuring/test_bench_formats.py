@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import baselines as peers
-from benchmarks import layer, tables
+from benchmarks import layer
 from benchmarks.baselines import vllm_quantized
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, compare, machine, results, shapes
@@ -237,14 +237,6 @@ def test_products_of_fp8_have_twice_the_rate(bench, monkeypatch, format, rate):
     assert rows[1]["bound_us"] == pytest.approx(1e6 * rows[1]["gflop"] * 1e9 / rate, rel=0.05)
 
 
-def test_vllm_shares_what_needs_no_padding(monkeypatch):
-    layer, marlin = theirs(monkeypatch, TOY.quantized("int4"))
-    qweight, scales, _ = marlin.weights.quantised(3, "w2")
-    assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
-    assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
-    assert vllm_quantized.computed(layer, "silu") is None
-
-
 # ---- the command and the table ----
 
 
@@ -277,68 +269,3 @@ def case(**more):
         "max_err_ratio": 1.0,
         **more,
     }
-
-
-def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
-    assert tables.section("formats_all") == tables.section("from formats") == tables.files.AWAITED
-    write(tmp_path, "h200-formats", [case()], device="NVIDIA H200")
-    caption, _, titles, _, row, _, source = tables.section("formats_all").splitlines()
-    assert source.startswith("Measured at ")
-    assert caption == "NVIDIA H200:"
-    assert titles == (
-        "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
-        "vLLM with | without | vLLM without | error |"
-    )
-    assert row == (
-        "| Qwen3-30B-A3B | 1 | 16 | int4 | 5.0 | **10.0** | 6.83 | 0.50 | 30.0 | 68.3 | 8.0 | "
-        "28.9 | 1.00 |"
-    )
-    assert "`benchmarks/results/h200-formats.json`" in tables.section("from formats")
-
-
-def write(root, name, rows, **about):
-    results.write(root / f"benchmarks/results/{name}.json", rows, **about)
-
-
-def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
-    for name in ("cpu_format_ranges", "cpu_formats", "from cpu-formats"):
-        assert tables.section(name) == tables.files.AWAITED
-    more = {"ours_bf16_base_us": 10.0, "ours_unpacking_us": 50.0, "ours_unpacking_base_us": 16.0}
-    rows = [case(**more), case(format="fp8_block", **more | {"ours_bf16_us": 8.0})]
-    about = {"cores": 2, "cpu_features": ["avx2"]}
-    write(tmp_path, "cpu-formats", rows, **about)
-    assert " ".join(tables.section("cpu_format_ranges").split()) == (
-        "On 2 CPU cores (avx2), with adapters and without, weights of four bits take 0.20 to 0.50 "
-        "of the time of `unpack()` and the bf16 layer (more in 0 of 2 cases), 0.33 to 0.80 of that "
-        "of the bf16 layer alone (more in 0 of 2); weights of FP8 take 0.20 to 0.50 of the time of "
-        "`unpack()` and the bf16 layer (more in 0 of 2 cases), 0.80 to 1.25 of that of the bf16 "
-        "layer alone (more in 1 of 2)."
-    )
-    write(tmp_path, "cpu-formats", rows[:1], **about)
-    assert "FP8" not in tables.section("cpu_format_ranges")
-    write(tmp_path, "cpu-formats", rows, **about)
-    _, _, titles, _, row, *_ = tables.section("cpu_formats").splitlines()
-    assert "| in bf16 | unpacked in the call | without |" in titles
-    assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row
-
-
-def test_what_amx_saves_is_said_from_quiet_cases(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
-    for name in ("cpu_amx_ranges", "cpu_amx", "from cpu-amx"):
-        assert tables.section(name) == tables.files.AWAITED
-
-    def row(tokens, us, most):
-        spread = {"ours": [us, most * us], "ours_base": [us, us]}
-        times = {"ours_us": us, "ours_base_us": us / 2, "spread_us": spread}
-        return case(**{"tokens": tokens, "experts": 16, **times})
-
-    about = {"threads": 16, "cpu_features": ["avx2", "amx_bf16"]}
-    amx = [row(1, 9.0, 1.3), row(64, 5.0, 1.5), row(512, 2.0, 1.1)]
-    write(tmp_path, "cpu-amx", amx, **about)
-    write(tmp_path, "cpu-avx512", [row(tokens, 10.0, 1.0) for tokens in (1, 64, 512)], **about)
-    said = " ".join(tables.section("cpu_amx_ranges").split())
-    assert said.endswith("0.90 to 0.90 at 1, 0.20 to 0.20 at 512 tokens."), said
-    rows = [row for row in tables.section("cpu_amx").splitlines() if row.startswith("| Qwen3")]
-    assert len(rows) == 2  # without that of 64 tokens
