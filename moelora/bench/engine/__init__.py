@@ -29,8 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moelora.bench import console, results
-from moelora.bench.engine import picture
+from moelora.bench import console, plot, results
 from moelora.bench.engine.jobs import Job
 from moelora.bench.engine.serving import DECODE, PREFILL, speed_row
 from moelora.bench.engine.worker import UNKNOWN
@@ -108,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     show(rows, runs, where)
     if rows and args.picture != "none":
         try:
-            where.print(picture.draw(args.out, args.picture or Path(args.out).with_suffix(".png")))
+            picture = args.picture or Path(args.out).with_suffix(".png")
+            where.print(plot.save(plot.engines(args.out), picture))
         except ImportError as error:
             where.print(str(error), highlight=False)
     where.print(args.out)
