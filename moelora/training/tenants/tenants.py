@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from types import FrameType
@@ -19,7 +18,6 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer, SparseAdam
 
 from moelora.adapters.columns import Layout
@@ -29,15 +27,12 @@ from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import FILES, write
-from moelora.operators.sparse import set_sparse, sparse_tensor, warn_silently
+from moelora.operators.sparse import set_sparse, warn_silently
 from moelora.training.tenants.arguments import check_arguments
-from moelora.training.tenants.branches import Branches
-from moelora.training.tenants.factors import collect
 from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
 from moelora.training.tenants.resumed import check_resumed, of_tenant
-from moelora.training.tenants.rows import Rows, is_sparse
 from moelora.training.tenants.steps import Step, check_loss, named, numbers
 from moelora.training.tenants.tenant import (
     Progress,
@@ -47,6 +42,7 @@ from moelora.training.tenants.tenant import (
     read_state,
     stacks_of,
 )
+from moelora.training.tenants.updates import accumulate, check_finite, take_gradients, update
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
@@ -434,17 +430,17 @@ class Tenants:
             steps[name] = Step(number)
             if not math.isfinite(number):
                 tenants[name].stop(f"its loss is {number}")
-        alive = {name: value for name, value in values.items() if tenants[name].stopped is None}
-        after = self._accumulate(alive)
+        alive = {tenants[name]: loss for name, loss in values.items() if not tenants[name].stopped}
+        after = accumulate(self._stacks, alive)
         due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
-        for tenant, norm in zip(due, self._take_gradients(due, after), strict=True):
+        for tenant, norm in zip(due, take_gradients(due, after), strict=True):
             steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
             if not math.isfinite(norm):
                 tenant.stop(f"the norm of its gradients is {norm}")
             else:
-                self._update(tenant, norm)
+                update(tenant, norm)
         updated = [tenant for tenant in due if tenant.stopped is None]
-        self._check_finite(updated)
+        check_finite(updated)
         after |= {tenant: tenant.after_update() for tenant in updated}
         for name in self._publish(updated, after):
             steps[name] = steps[name]._replace(updated=True)
@@ -452,83 +448,6 @@ class Tenants:
             if tenants[name].stopped is not None:
                 steps[name] = step._replace(stopped=tenants[name].stopped)
         return steps
-
-    def _accumulate(self, losses: Mapping[str, Tensor]) -> dict[Tenant, Progress]:
-        """Backward; returns what is accumulated of each tenant with it."""
-        for stack in self._stacks:
-            stack.grad = None  # of backwards outside of a step
-        if not losses:
-            return {}
-        self._backward(losses)
-        tenants = [self[name] for name in losses]
-        rows = iter(collect(self._stacks, [f for tenant in tenants for f in tenant.factors()]))
-        after = {}
-        for tenant in tenants:
-            now = tenant.current
-            last = now.pending + 1 >= tenant.accumulation
-            held = tuple(_plus(held, next(rows), last) for held in now.held)
-            after[tenant] = replace(now, held=held, pending=now.pending + 1)
-        return after
-
-    def _backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Of the sum of losses, each divided by its tenant's number of batches."""
-        device = next(iter(losses.values())).device
-        branches = Branches(losses if len(losses) > 1 else {})
-        try:
-            with torch.enable_grad():  # the caller may be under no_grad
-                each = [
-                    loss.reshape(()).to(device, torch.float32) / self[name].accumulation
-                    for name, loss in losses.items()
-                ]
-                torch.stack(each).sum().backward()  # type: ignore[no-untyped-call] # of torch
-        except Exception as error:
-            what, state = f"raised {named(error)}", "as before this step, which does not count"
-            if (name := branches.failed()) is None:
-                raise RuntimeError(
-                    f"the backward of the losses of {list(losses)} {what}; all tenants are {state}"
-                ) from error
-            self[name].stop(f"the backward of its loss {what}", error)
-            raise RuntimeError(
-                f"the backward of the loss of {name!r} {what}; it is stopped, and all other "
-                f"tenants are {state}: repeat it without {name!r}"
-            ) from error
-        finally:
-            branches.close()
-
-    def _take_gradients(
-        self, due: Sequence[Tenant], after: Mapping[Tenant, Progress]
-    ) -> list[float]:
-        """Give parameters their gradients; returns the norm of each tenant's."""
-        norms = []
-        for tenant in due:
-            tenant.begin(after[tenant].held)
-            grads = [p.grad for p in tenant.parameters() if p.grad is not None]
-            grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
-            norms.append(get_total_norm(grads) if grads else torch.zeros((), device="cpu"))
-        return numbers(norms)
-
-    def _update(self, tenant: Tenant, norm: float) -> None:
-        parameters = tenant.parameters()
-        if tenant.max_norm is not None and tenant.is_sparse():
-            scale = min(tenant.max_norm / (norm + 1e-6), 1.0)  # as torch has it
-            for parameter in parameters:
-                grad = parameter.grad
-                if grad is not None:
-                    values = grad._values() * scale
-                    parameter.grad = sparse_tensor(grad._indices(), values, grad.shape)
-        elif tenant.max_norm is not None:
-            clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm, device="cpu"))
-        try:
-            tenant.optimizer.step()
-        except Exception as error:
-            tenant.stop(f"its optimizer raised {named(error)}", error)
-
-    def _check_finite(self, tenants: Sequence[Tenant]) -> None:
-        flags = iter(numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
-        for tenant in tenants:
-            bad = sum(not next(flags) for _ in tenant.factors())
-            if bad and tenant.stopped is None:
-                tenant.stop("its update is not finite in the dtype of the pool")
 
     def _publish(self, updated: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> list[str]:
         """Let what follows the step be current, of all tenants at once, and write it to the slots;
@@ -609,16 +528,6 @@ class Tenants:
             write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
             if state is not None:
                 write_state(new, state)
-
-
-def _plus(held: Rows | None, rows: Rows | None, last: bool) -> Rows | None:
-    """The sum; of a `last` batch, whose gradients are used before the next one, without a copy."""
-    if held is not None and rows is not None:
-        return held.plus(rows)
-    rows = held if rows is None else rows
-    # What is held must not change before the step is current; and a view keeps a whole stack.
-    copied = rows is not None and (rows is held) == last
-    return replace(rows, values=rows.values.clone()) if rows is not None and copied else rows
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:
