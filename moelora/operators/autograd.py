@@ -11,6 +11,7 @@ second or forward-mode derivatives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,8 +178,14 @@ FROZEN = {
 }
 
 
-def _names(op: Any) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
+@functools.cache
+def _names(op: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def _in_order(op: Any, given: dict[str, Any]) -> list[Any]:
+    """The arguments of `op` by name; those that `given` lacks are its last, and have defaults."""
+    return [given[name] for name in _names(op) if name in given]
 
 
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
@@ -226,13 +233,7 @@ WANTED = {
     "w13_bias": 64,
     "w2_bias": 128,
 }
-_ARGUMENTS = 21  # of a layer, before the layout arguments
-_PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 14, "w2_bias": 15} | {
-    "w13_lora_a": 6,
-    "w13_lora_b": 7,
-    "w2_lora_a": 8,
-    "w2_lora_b": 9,
-}
+SAVED = ("gate_up", "w13_shrink", "w2_shrink")
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
@@ -292,48 +293,50 @@ class _Layer(torch.autograd.Function):
             return tuple(nothing)
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
         saved = [next(tensors) for _ in range(3)]
+        names = _names(torch.ops.moelora.fused_experts_lora_saving.default)
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
-        needs = _nested(ctx.counts, ctx.needs_input_grad[3:])
-        wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
-        grad_out = _in_rows(grad_out)
-        common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[3:]), strict=True))
+        wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[name],))))
+        given = dict(zip((*names, *SAVED), (*args, *saved), strict=True))
+        given |= {"grad_out": _in_rows(grad_out), "wanted": wanted, "float32": False}
+        ops = torch.ops.moelora
         if ctx.pairs is not None:
-            grads = _sparse_gradients(grad_out, saved, common, last, wanted, ctx.pairs)
+            out = ops.fused_experts_lora_backward_out.default
+            grads = _sparse_gradients(out, given, WANTED, ctx.pairs)
         else:
             over = not ctx.keeps and _may_overwrite(saved[0])
-            ops = torch.ops.moelora
             op = ops.fused_experts_lora_backward_over if over else ops.fused_experts_lora_backward
-            found = op.default(grad_out, *saved, *common, wanted, False, *last)
-            grads = by_argument(found, len(args[6]))
-        result = [[None] * count if count >= 0 else None for count in ctx.counts]
-        for name, place in _PLACES.items():
-            if WANTED[name] & wanted:
-                result[place] = grads[name]
-        return None, None, None, *_flat(tuple(result))
+            found = op.default(*_in_order(op.default, given))
+            grads = by_argument(found, len(given["w13_lora_a"]))
+        return None, None, None, *_of_inputs(ctx, names, grads, WANTED, wanted)
+
+
+def _of_inputs(
+    ctx: Any, names: Sequence[str], grads: dict[str, Any], bits: dict[str, int], wanted: int
+) -> list[Any]:
+    """The gradients of all inputs, as `_flat` has them; None of those that are not wanted."""
+    none = ([None] * count if count >= 0 else None for count in ctx.counts)
+    return _flat(
+        tuple(
+            grads[name] if bits.get(name, 0) & wanted else nothing
+            for name, nothing in zip(names, none, strict=True)
+        )
+    )
 
 
 def _sparse_gradients(
-    grad_out: Tensor,
-    saved: list[Tensor],
-    common: list[Any],
-    last: list[Any],
-    wanted: int,
-    pairs: Pairs,
+    op: Any, given: dict[str, Any], bits: dict[str, int], pairs: Pairs
 ) -> dict[str, Any]:
-    """Gradients of a layer by argument, those of factors only for `pairs`."""
-    names = [name for name in WANTED if "lora" in name]
-    factors = Buffers(
-        [common[_PLACES[name]] for name in names], [bool(WANTED[n] & wanted) for n in names], pairs
-    )
-    others = {
-        name: _like(common[place], bool(WANTED[name] & wanted))
-        for name, place in _PLACES.items()
-        if name not in names
-    }
-    torch.ops.moelora.fused_experts_lora_backward_out.default(
-        *(grad_out, *saved, *common, others["hidden_states"], others["topk_weights"]),
-        *(*factors.given, others["w13_bias"], others["w2_bias"], pairs.index, False, *last),
-    )
+    """Gradients by argument of `op`, a backward that writes to buffers; those of factors only for
+    `pairs`."""
+    wants = {name: bool(bit & given["wanted"]) for name, bit in bits.items()}
+    names = [name for name in bits if "lora" in name]
+    factors = Buffers([given[name] for name in names], [wants[name] for name in names], pairs)
+    others = {n: _like(given[n], is_wanted) for n, is_wanted in wants.items() if n not in names}
+    to = others | dict(zip(names, factors.given, strict=True))
+    buffers = {f"grad_{name}": value for name, value in to.items()}
+    options = {"grad_pairs": pairs.index, "accumulate": False}
+    op(*_in_order(op, given | buffers | options))
     return others | dict(zip(names, factors.gradients(), strict=True))
 
 
@@ -391,52 +394,28 @@ class _Projection(torch.autograd.Function):
         wanted = sum(
             bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
         )
-        result: list[Any] = [[None] * count if count >= 0 else None for count in ctx.counts]
+        grads = {}
         if wanted:
-            grad = _in_rows(grad_out.contiguous())
-            found = _projection_backward(grad, given, wanted, ctx.pairs)
-            for name, bit in WANTED_OF_PROJECTION.items():
-                if bit & wanted:
-                    result[names.index(name)] = found[name]
+            given |= {"grad_out": _in_rows(grad_out.contiguous()), "wanted": wanted}
+            grads = _projection_backward(given, ctx.pairs)
+        result = _of_inputs(ctx, names, grads, WANTED_OF_PROJECTION, wanted)
         if needs.get("out") and given["add_inputs"]:
             result[0] = grad_out
-        return None, None, None, *_flat(tuple(result))
+        return None, None, None, *result
 
 
-def _projection_backward(
-    grad_out: Tensor, given: dict[str, Any], wanted: int, pairs: Pairs | None
-) -> dict[str, Any]:
+def _projection_backward(given: dict[str, Any], pairs: Pairs | None) -> dict[str, Any]:
     """Gradients by argument, of the arguments of an operator of PROJECTIONS; those of factors
     only for `pairs`, if given."""
     absent = given["x"].new_empty(0)
-    a, b = given["lora_a"], given["lora_b"]
-    bias = given.get("bias", absent)
-    before = (
-        *(grad_out, given["x"], given.get("w", absent), given["topk_weights"], given["topk_ids"]),
-        *(given["token_lora_mapping"], a, b, given["lora_ranks"], given["lora_scalings"]),
-        *(given["adapter_enabled"], bias, given["expert_map"], given["mul_routed_weight"]),
-        given.get("num_experts", 0),
-    )
-    layout = ("w_format", "w_order", "w_rows", "w_x_format", "w_x_scale")
-    last = [given[n] for n in layout if n in given]
-    ops, bits = torch.ops.moelora, WANTED_OF_PROJECTION
-    if pairs is None:
-        found = ops.fused_moe_lora_gemm_backward.default(*before, wanted, False, *last)
-        return by_projection_argument(found, len(a), len(b))
-    factors = Buffers([a, b], [bool(bits[n] & wanted) for n in ("lora_a", "lora_b")], pairs)
-    others = {
-        name: _like(value, bool(bits[name] & wanted))
-        for name, value in (
-            ("x", given["x"]),
-            ("topk_weights", given["topk_weights"]),
-            ("bias", bias),
-        )
-    }
-    ops.fused_moe_lora_gemm_backward_out.default(
-        *(*before, others["x"], others["topk_weights"], *factors.given, others["bias"]),
-        *(pairs.index, False, *last),
-    )
-    return others | dict(zip(("lora_a", "lora_b"), factors.gradients(), strict=True))
+    given = {"w": absent, "bias": absent, "num_experts": 0, "float32": False} | given
+    ops = torch.ops.moelora
+    if pairs is not None:
+        op = ops.fused_moe_lora_gemm_backward_out.default
+        return _sparse_gradients(op, given, WANTED_OF_PROJECTION, pairs)
+    op = ops.fused_moe_lora_gemm_backward.default
+    found = op(*_in_order(op, given))
+    return by_projection_argument(found, len(given["lora_a"]), len(given["lora_b"]))
 
 
 def by_projection_argument(found: Sequence[Tensor], num_a: int, num_b: int) -> dict[str, Any]:
