@@ -57,13 +57,22 @@ def one_expert(
     return topk_ids.clamp_max(0), None, 1
 
 
-def delta_arguments(*arguments: Any) -> tuple[Any, ...]:
-    """The arguments of a delta from `x` to `mul_routed_weight`, for its compiled operator.
-
-    In the order of its signature, with `num_experts` before `mul_routed_weight`.
-    """
-    x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, *options = arguments
-    lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight = options
+def delta_arguments(
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor,
+    lora_a: Factors,
+    lora_b: Factors,
+    lora_ranks: Tensor | None,
+    lora_scalings: Tensor | None,
+    adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
+    num_experts: int | None,
+    mul_routed_weight: bool,
+) -> tuple[Any, ...]:
+    """The arguments of a delta from `x` to `mul_routed_weight`, in the order of its schema."""
     a, b = factor_list(lora_a), factor_list(lora_b)
     if not a or not b:
         raise ValueError(f"lora_a has {len(a)} slices, lora_b has {len(b)}, expected at least 1")
@@ -87,8 +96,8 @@ def delta_arguments(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
-def _delta(op: Any, add_inputs: bool, out: Tensor | None, *arguments: Any) -> Tensor:
-    args = delta_arguments(*arguments)
+def _delta(op: Any, add_inputs: bool, out: Tensor | None, **arguments: Any) -> Tensor:
+    args = delta_arguments(**arguments)
     if out is None:
         add_inputs = False
         x, b, topk_ids = args[0], args[2], args[4]
@@ -164,9 +173,21 @@ def moe_lora_gate_up_delta(
     `fused_experts_lora`.
     """
     return _delta(
-        *(operators.moe_lora_gate_up_delta.default, add_inputs, out),
-        *(x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b),
-        *(lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight),
+        operators.moe_lora_gate_up_delta.default,
+        add_inputs,
+        out,
+        x=x,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        lora_ranks=lora_ranks,
+        lora_scalings=lora_scalings,
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+        num_experts=num_experts,
+        mul_routed_weight=mul_routed_weight,
     )
 
 
@@ -222,7 +243,19 @@ def moe_lora_down_delta(
     {errors}
     """
     return _delta(
-        *(operators.moe_lora_down_delta.default, add_inputs, out),
-        *(x, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b),
-        *(lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts, mul_routed_weight),
+        operators.moe_lora_down_delta.default,
+        add_inputs,
+        out,
+        x=x,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        lora_ranks=lora_ranks,
+        lora_scalings=lora_scalings,
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+        num_experts=num_experts,
+        mul_routed_weight=mul_routed_weight,
     )

@@ -77,10 +77,23 @@ def _last_of_layer(
     return *first, format2, *rest2
 
 
-def projection_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+def projection_arguments(
+    x: Tensor,
+    w: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None,
+    lora_a: Factors | None,
+    lora_b: Factors | None,
+    lora_ranks: Tensor | None,
+    lora_scalings: Tensor | None,
+    adapter_enabled: Tensor | None,
+    bias: Tensor | None,
+    expert_map: Tensor | None,
+    mul_routed_weight: bool,
+) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """The arguments of `fused_moe_lora_gemm` except `out`, as `layer_arguments` has a layer's."""
-    x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, *options = arguments
-    lora_ranks, lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight = options
     absent = absent_tensor(x)
     args = (
         x,
@@ -168,8 +181,19 @@ def fused_moe_lora_gemm(
     the base product instead of being added to its output by further kernels.
     """
     args, last = projection_arguments(
-        *(x, w, topk_weights, topk_ids, token_lora_mapping, lora_a, lora_b, lora_ranks),
-        *(lora_scalings, adapter_enabled, bias, expert_map, mul_routed_weight),
+        x,
+        w,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        lora_ranks=lora_ranks,
+        lora_scalings=lora_scalings,
+        adapter_enabled=adapter_enabled,
+        bias=bias,
+        expert_map=expert_map,
+        mul_routed_weight=mul_routed_weight,
     )
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
@@ -177,18 +201,35 @@ def fused_moe_lora_gemm(
     return out
 
 
-def layer_arguments(*arguments: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+def layer_arguments(
+    hidden_states: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None,
+    w13_lora_a: Factors | None,
+    w13_lora_b: Factors | None,
+    w2_lora_a: Factors | None,
+    w2_lora_b: Factors | None,
+    lora_ranks: Tensor | None,
+    lora_scalings: Tensor | None,
+    adapter_enabled: Tensor | None,
+    w13_one_a: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    activation: Activation,
+    activation_alpha: float | None,
+    activation_limit: float | None,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """The arguments of `fused_experts_lora` except `out`, for its compiled operators.
 
-    In the order of its signature. Returns those of every call, and the trailing ones, which most
-    calls omit.
+    In the order of its schema. Returns those of every call, and the trailing ones, which most calls
+    omit.
     """
-    hidden_states, w13, w2, topk_weights, topk_ids, *options = arguments
-    token_lora_mapping, w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b, *options = options
-    lora_ranks, lora_scalings, adapter_enabled, w13_one_a, *options = options
-    w13_bias, w2_bias, *options = options
-    activation, activation_alpha, activation_limit, expert_map, *options = options
-    (apply_router_weight_on_input,) = options
     absent = absent_tensor(hidden_states)
     args = (
         hidden_states,
@@ -340,11 +381,27 @@ def fused_experts_lora(
     torch.Size([4, 64])
     """
     args, last = layer_arguments(
-        *(hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping),
-        *(w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b),
-        *(lora_ranks, lora_scalings, adapter_enabled, w13_one_a, w13_bias, w2_bias),
-        *(activation, activation_alpha, activation_limit, expert_map),
-        apply_router_weight_on_input,
+        hidden_states,
+        w13,
+        w2,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping=token_lora_mapping,
+        w13_lora_a=w13_lora_a,
+        w13_lora_b=w13_lora_b,
+        w2_lora_a=w2_lora_a,
+        w2_lora_b=w2_lora_b,
+        lora_ranks=lora_ranks,
+        lora_scalings=lora_scalings,
+        adapter_enabled=adapter_enabled,
+        w13_one_a=w13_one_a,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        activation=activation,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
     )
     if out is None:
         return run(operators.fused_experts_lora.default, *args, *last)

@@ -40,15 +40,15 @@ class Options:
         function.__annotations__ |= self._hints
         return function
 
-    def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """In their order, with defaults. TypeError for an unknown or a missing one."""
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """By name, with defaults. TypeError for an unknown or a missing one."""
         for name in given:
             if name not in self.parameters:
                 raise TypeError(f"got an unexpected keyword argument {name!r}")
         for name, parameter in self.parameters.items():
             if parameter.default is parameter.empty and name not in given:
                 raise TypeError(f"missing a required argument: {name!r}")
-        return [given.get(name, p.default) for name, p in self.parameters.items()]
+        return {name: given.get(name, p.default) for name, p in self.parameters.items()}
 
 
 def requested(

@@ -95,8 +95,9 @@ def fused_experts_lora_saving(
     NotImplementedError
         The device has no kernel for it.
     """
-    given = hidden_states, w13, w2, topk_weights, topk_ids
-    args, last = layer_arguments(*given, *OPTIONS.values(options))
+    args, last = layer_arguments(
+        hidden_states, w13, w2, topk_weights, topk_ids, **OPTIONS.values(options)
+    )
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
     return out, Saved(*saved)
 
@@ -174,8 +175,9 @@ def fused_experts_lora_backward(
     gradient of a token without an adapter has the bits that it has without adapters. Activations
     that quantized weights round to FP8 have the gradient of the identity there.
     """
-    given = hidden_states, w13, w2, topk_weights, topk_ids
-    args, last = layer_arguments(*given, *OPTIONS.values(options))
+    args, last = layer_arguments(
+        hidden_states, w13, w2, topk_weights, topk_ids, **OPTIONS.values(options)
+    )
     present = [
         *("hidden_states", "topk_weights"),
         *(name for name in FACTORS if factor_list(options.get(name))),
@@ -190,7 +192,7 @@ def fused_experts_lora_backward(
         return grads
     names, bits = requested(wanted, present, WANTED, pairs, accumulate)
     found = run(operators.fused_experts_lora_backward.default, *before, bits, float32, *last)
-    results = by_argument(found, len(args[6]))
+    results = by_argument(found, len(factor_list(options.get("w13_lora_a"))))
     dtypes = {"topk_weights": topk_weights.dtype}
     return Gradients(
         **{name: in_form(results[name], options.get(name), dtypes.get(name)) for name in names}

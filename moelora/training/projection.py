@@ -94,7 +94,7 @@ def fused_moe_lora_gemm_backward(
     -----
     Sums, rounding and the isolation of adapters are those of `fused_experts_lora_backward`.
     """
-    args, last = projection_arguments(x, w, topk_weights, topk_ids, *OPTIONS.values(options))
+    args, last = projection_arguments(x, w, topk_weights, topk_ids, **OPTIONS.values(options))
     arguments = {"topk_weights": topk_weights, **options}
     return _backward(
         (grad_out, *args, 0), last, x, arguments, wanted, float32, grads, accumulate, pairs
@@ -145,7 +145,7 @@ def moe_lora_delta_backward(
     """
     arguments = DELTA_OPTIONS.values(options)
     x_rows, a, b, weights, ids, mapping, *tables, expert_map, experts, weighted = delta_arguments(
-        x, topk_weights, topk_ids, *arguments
+        x, topk_weights, topk_ids, **arguments
     )
     absent = absent_tensor(x)
     before = (
