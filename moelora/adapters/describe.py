@@ -28,7 +28,8 @@ _STACK = re.compile(r"\.experts\.\w+$")
 class Group:
     """Factors whose names differ only in numbers (layers, experts).
 
-    `form` is the apparent form, `a` and `b` the shapes of each side.
+    `form` is the apparent form, `a` and `b` the shapes of each side, `ranks` those by the
+    configuration.
     """
 
     name: str
@@ -125,9 +126,20 @@ def _groups(keys: list[Key], weights: Weights, lora: LoraConfig | None) -> Itera
         group = groups.setdefault(name, Group(name, _form(key, shape)))
         group.modules.add(key.module)
         (group.a if key.side == "A" else group.b).add(shape)
-        if lora is not None and "target_parameters" not in group.form:  # named after a parameter
-            group.ranks.add(lora.rank_and_scaling(key.path, key.module)[0])
+        if lora is not None:
+            group.ranks |= _ranks(key, group.form, lora)
     yield from groups.values()
+
+
+def _ranks(key: Key, form: str, lora: LoraConfig) -> set[int]:
+    """The ranks that a factor may have by the configuration. That of a stack is its parameter's:
+    the names of factors end at the module, whose parameters may differ in rank."""
+    if "target_parameters" not in form:
+        return {lora.rank_and_scaling(key.path, key.module)[0]}
+    path, module = (re.sub(r"(?:\.base_layer)+$", "", name) for name in (key.path, key.module))
+    leaves = {parameter.rpartition(".")[2] for parameter in lora.target_parameters}
+    wrapped = [n for n in leaves if lora.targets_parameter(f"{module}.{n}")]
+    return {lora.rank_and_scaling(f"{path}.{n}", f"{module}.{n}")[0] for n in wrapped}
 
 
 def _faults(

@@ -47,7 +47,7 @@ from moelora.bench.harness import Bench, Situation
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
 from moelora.bench.progress import CaseProgress
-from moelora.bench.results import Case, baseline_name, unit_of
+from moelora.bench.results import Case, baseline_name, shown
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # Default cases. On a CPU, layers are cut to fit 12 GB of memory.
@@ -89,19 +89,15 @@ QUICK = {
 }
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="time a layer beside its baselines, or an engine; plot and compare results",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser)
     parser.set_defaults(run=run)
     topics = parser.add_subparsers(metavar="engine | plot | compare")
-    engine.add_command(topics)
-    plot.add_command(topics)
-    compare.add_command(topics)
+    for topic in (engine, plot, compare):
+        name = topic.__name__.rpartition(".")[2]
+        topic.add_arguments(topics.add_parser(name, help=topic.ABOUT))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -361,8 +357,7 @@ def result(row: Case) -> str:
     }
     if row["best_rival"]:
         times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
-    unit, _, scale = unit_of(row)
-    return f"{what}: " + ", ".join(f"{name} {us / scale:,.1f} {unit}" for name, us in times.items())
+    return f"{what}: " + ", ".join(f"{name} {shown(us)} us" for name, us in times.items())
 
 
 def is_clear(row: Case) -> bool:
@@ -417,8 +412,7 @@ def show(rows: list[Case], remarks: list[str], console: Console) -> None:
 
 
 def table_of(rows: list[Case]) -> Table:
-    unit, _, scale = unit_of(rows[0])
-    table = Table(title=f"{unit} per layer", caption=" ".join(CAPTION.split()))
+    table = Table(title="us per layer", caption=" ".join(CAPTION.split()))
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
     beside = {
         "unpacked": [row.get(f"ours_{row['dtype']}_us") for row in rows],
@@ -432,7 +426,7 @@ def table_of(rows: list[Case]) -> Table:
         table.add_column(baseline_name(name), justify="right")
 
     def cell(us: float | None) -> str:
-        return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
+        return "-" if us is None else shown(us)
 
     def unless_noise(row: Case, name: str, text: str) -> str:
         return "within noise" if compare.within_noise(row, name) else text

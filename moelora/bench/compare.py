@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from moelora.bench import console, results
-from moelora.bench.results import Case
+from moelora.bench.results import Case, shown
 
 # Fields that identify a case within a file; absent fields count as None.
 IDENTITY = (
@@ -19,12 +19,11 @@ DEFAULT_FIELDS = {"tp": 1}
 SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = topics.add_parser(
-        "compare",
-        help="flag what became slower between two files",
-        description="Exit status 0: nothing is slower; 1: something is, or no case in common.",
-    )
+ABOUT = "flag what became slower between two files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Exit status 0: nothing is slower; 1: something is, or no case in common."
     parser.add_argument("before", help="result file of the older build")
     parser.add_argument("after", help="result file of the newer one, of the same cases")
     parser.add_argument(
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         if args.all or c["verdict"] != "same":
             color = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
             table.add_row(
-                *(describe(c["case"]), c["what"], f"{c['before_us']:.1f}", f"{c['after_us']:.1f}"),
+                *(describe(c["case"]), c["what"], shown(c["before_us"]), shown(c["after_us"])),
                 *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),
                 f"[{color}]{c['verdict']}[/]",
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moelora.bench import results
-from moelora.bench.results import Case, baseline_name, unit_of
+from moelora.bench.results import Case, baseline_name, shown
 from moelora.bench.shapes import MODELS
 
 NAMES = {  # of fields of result files
@@ -49,8 +49,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = topics.add_parser("plot", help="draw result files of bench")
+ABOUT = "draw result files of bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", help="result files")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
@@ -159,7 +161,6 @@ def ways(row: Case) -> dict[str, tuple[float, str]]:
 
 def times(axes: Axes, rows: Sequence[Case]) -> None:
     """A bar for each way to run a case: moelora, the bound, the baselines."""
-    _, unit, scale = unit_of(rows[0])
     labels: list[str] = []
     places: list[float] = []
     several = {name: bool(_varying(rows, name)) for name in ("tokens", "adapters")}
@@ -169,18 +170,18 @@ def times(axes: Axes, rows: Sequence[Case]) -> None:
         what += [_count(row[name], name) for name, varies in several.items() if varies]
         for name, (us, color) in ways(row).items():
             places.append(len(labels) + group)  # a gap between cases
-            bar = axes.barh(places[-1], us / scale, color=color)
-            axes.bar_label(bar, fmt="{:,.4g}", padding=2, fontsize=8)
+            bar = axes.barh(places[-1], us, color=color)
+            axes.bar_label(bar, fmt=shown, padding=2, fontsize=8)
             labels.append(", ".join(what) + ": " + name if what else name)
     axes.set_yticks(places, labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter("{x:,.4g}")
+    axes.xaxis.set_major_formatter("{x:,g}")
     title = ["A layer"] if len(cases) > 1 else ["A layer", *cases]
     for name, varies in several.items():
         if not varies and name in rows[0]:
             title.append(_count(rows[0][name], name))
-    axes.set(xlabel=f"{unit} (lower is better)", title=", ".join(title))
+    axes.set(xlabel="microseconds (lower is better)", title=", ".join(title))
     axes.grid(axis="x", alpha=0.3)
 
 

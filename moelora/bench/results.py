@@ -107,6 +107,6 @@ def baseline_name(field: str) -> str:
     return name.replace("_", " ") + (" without" if base else "")
 
 
-def unit_of(row: Case) -> tuple[str, str, float]:
-    """Unit of the times of a case, short and in full, and its microseconds."""
-    return ("ms", "milliseconds", 1e3) if row["ours_us"] > 5e3 else ("us", "microseconds", 1.0)
+def shown(us: float) -> str:
+    """Microseconds as every table, line and picture has them."""
+    return f"{us:,.{0 if us >= 100 else 1}f}"

@@ -31,8 +31,7 @@ STACKS = (
 )
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("adapters", help="what an adapter is, and whether it will load")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="with adapter_config.json and the weights beside it")
     parser.add_argument(
         "--model",
@@ -136,7 +135,8 @@ def _factors(groups: list[Group]) -> Table:
     table = Table("factors of", "number", "what", "A", "B", "rank")
     for group in groups:
         shapes = [" ".join(str(list(s)) for s in sorted(side)) for side in (group.a, group.b)]
-        ranks = ", ".join(map(str, sorted(group.ranks)))
+        among = " or " if "target_parameters" in group.form else ", "
+        ranks = among.join(map(str, sorted(group.ranks)))
         table.add_row(_text(group.name), str(len(group.modules)), group.form, *shapes, ranks)
     return table
 

@@ -15,10 +15,7 @@ from moelora.integrations import reason_against_build, reason_against_device, sh
 from moelora.operators.terminal import printable
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "doctor", help="whether an installed vLLM or SGLang runs moelora, and where"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
@@ -44,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     found = {report: version for report in (VLLM, SGLANG) if (version := report.version())}
     if not found:
         print(
-            "moelora doctor: neither vLLM nor SGLang is installed in this environment",
+            "moelora doctor: neither vLLM nor SGLang is installed for this Python: "
+            f"{sys.executable} -m pip install vllm (or sglang) adds one; where an engine has an "
+            "environment of its own, install moelora into that and run moelora doctor there",
             file=sys.stderr,
         )
         return 2

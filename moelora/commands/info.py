@@ -17,8 +17,7 @@ from moelora.commands import selftest
 from moelora.operators.tuned import cpu_name
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("info", help="versions, devices, kernel variants, a self-test")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-test", action="store_true", help="only say what is there")
     parser.set_defaults(run=run)
 

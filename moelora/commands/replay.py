@@ -12,8 +12,7 @@ from moelora.operators import dump, trace
 from moelora.operators.terminal import printable
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("replay", help="repeat a call that MOELORA_DUMP wrote")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="what MOELORA_DUMP left")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="(default: cuda where it can be used)"

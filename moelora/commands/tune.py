@@ -43,13 +43,9 @@ TABLE = "table"
 Measured: TypeAlias = dict[str, dict[int, Times]]  # by variant and rank
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="find the best kernel variants for a layer on this machine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_case_options(parser)
     where = os.environ.get("MOELORA_CONFIG_DIR")
     parser.add_argument(
@@ -179,8 +175,8 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                     scores = {v: round(score(t), 2) for v, t in measured.items()}
                     details[str(tokens)], plan = scores, plans[str(tokens)]
                     progress.end(
-                        f"{what}: {plan} {scores[plan]:,.0f} us, "
-                        f"built-in table {scores[TABLE]:,.0f} us, of {len(scores)} measured"
+                        f"{what}: {plan} {results.shown(scores[plan])} us, "
+                        f"built-in table {results.shown(scores[TABLE])} us, of {len(scores)} measured"
                     )
                 content = describe(layer, args, plans, details)
                 written.append(tuned.write(args.dir, content))
@@ -226,7 +222,7 @@ def show(name: str, content: dict[str, Any], console: Console) -> None:
     )
     for tokens, variant in content["plans"].items():
         scores = content["measured"]["score_us"][tokens]
-        table.add_row(tokens, variant, f"{scores[variant]:.1f}", f"{scores[TABLE]:.1f}")
+        table.add_row(tokens, variant, *(results.shown(scores[v]) for v in (variant, TABLE)))
     console.print(table)
 
 

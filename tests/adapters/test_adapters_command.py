@@ -75,6 +75,21 @@ def test_an_adapter_that_loads(ask, dialect):
     assert ("--per-expert OUT writes" in text) == ("stack of experts" in text)
 
 
+@pytest.mark.parametrize(
+    ("patterns", "ranks"),
+    [({}, "4"), ({"experts.down_proj": 8}, "4 or 8"), ({r"experts\.\w+": 8}, "8")],
+)
+def test_ranks_of_stacks_are_those_of_their_parameters(tmp_path, capsys, patterns, ranks):
+    dialect = DIALECTS["peft"]
+    folder = dialect.write(tmp_path / "a", drawn(dialect.kind, dialect.embeddings))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": patterns}))
+    main(["adapters", str(folder)])
+    rows = [row for row in capsys.readouterr().out.splitlines() if "stack of experts, PEFT" in row]
+    tables = [row for row in rows if row.count("\u2502") > 5]
+    assert tables and all(row.rstrip(" \u2502").endswith(f" {ranks}") for row in tables)
+
+
 def test_without_a_model(ask):
     status, text = ask("peft", model=False)
     assert status == 0

@@ -170,8 +170,8 @@ def test_two_adapters_of_one_name_are_refused(tmp_path, vllm, adapters, capsys):
 
 def settled(tmp_path, adapters, *more):
     parser = argparse.ArgumentParser()
-    engine.add_command(parser.add_subparsers())
-    return engine.settle(parser.parse_args(words(tmp_path, adapters, *more)[1:]))
+    engine.add_arguments(parser)
+    return engine.settle(parser.parse_args(words(tmp_path, adapters, *more)[2:]))
 
 
 def test_what_a_worker_is_told(tmp_path, vllm, adapters):

@@ -1,16 +1,18 @@
-"""`moelora`: what it says where a package is missing, and into a pipe."""
+"""`moelora`: what it imports, suggests and completes, and says where a package is missing."""
 
+import contextlib
 import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from moelora import _C
-from moelora.__main__ import main
+from moelora_cli import COMMANDS, main
 
 # One interpreter that imports torch and moelora takes seconds; the tests below share two.
 
@@ -60,7 +62,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import moelora
-from moelora.__main__ import main
+from moelora_cli import main
 
 def call(words):
     out, err = io.StringIO(), io.StringIO()
@@ -104,9 +106,9 @@ def test_without_rich_commands_without_tables_work_and_others_say_so(without_pac
     found = [tuple(each) for each in without_packages[0]]
     assert [(status, err) for status, _, err in found[: len(FINE)]] == [(0, "")] * len(FINE)
     assert ["moelora " + _C.version() in out for _, out, _ in found[: len(FINE)]] == [1, 0, 0, 0]
-    assert re.search(r"\n +bench +needs rich: pip install 'moelora\[cli\]'\n", found[1][1])
-    needs = (2, "", "moelora needs rich: pip install 'moelora[cli]'\n")
-    assert found[len(FINE) :] == [needs] * len(REFUSED)
+    for (status, out, err), words in zip(found[len(FINE) :], REFUSED, strict=True):
+        needs = f"moelora {words[0]} needs rich: pip install 'moelora[cli]'\n"
+        assert (status, out, err) == (2, "", needs)
 
 
 def test_without_rich_a_dump_is_replayed(without_packages):
@@ -115,12 +117,88 @@ def test_without_rich_a_dump_is_replayed(without_packages):
     assert "raises now: " in out
 
 
-@pytest.mark.parametrize("words", [["info", "--what"], ["bench", "compare", "a", "b", "c"]])
-def test_unknown_words_are_refused(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["info", "--what"], "unrecognized arguments: --what"),
+        (["bench", "compare", "a", "b", "c"], "bench compare: error: unrecognized arguments: c"),
+        (["--verison"], "unrecognized arguments: --verison; did you mean --version?"),
+        (["adaptors", "--model", "m"], "invalid choice: 'adaptors'"),
+        (["adaptors", "--model", "m"], "; did you mean adapters?"),
+        (["bench", "--tokns=16"], "unrecognized arguments: --tokns; did you mean --tokens?"),
+        (["bench", "--tokns", "16", "plot"], "--tokns; did you mean --tokens?"),
+        (["bench", "comprae", "a", "b"], "; did you mean compare?"),
+        (["bench", "plot", "a", "--picutre", "b"], "bench plot: error: unrecognized"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_nearest_right_one(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_help_and_typos_import_neither_torch_nor_the_package():
+    """`main` is what the installed command calls."""
+    words = [[], ["--help"], ["-h", "bench"], ["adaptors"]]
+    code = f"""
+import contextlib, sys
+from moelora_cli import main
+for words in {words}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+        main(words)
+print(sorted({{"moelora", "torch", "numpy", "rich"}} & sys.modules.keys()))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert all(about in " ".join(done.stderr.split()) for _, about in COMMANDS.values())
+
+
+@pytest.fixture(scope="module", params=["bash", "zsh", "fish"])
+def complete(request, tmp_path_factory):
+    """Function that completes a line in a shell, as the printed script lets it."""
+    shell = request.param
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    script = tmp_path_factory.mktemp("completion") / shell
+    with script.open("w") as file, contextlib.redirect_stdout(file):
+        assert main(["completion", shell]) == 0
+
+    def words(line):
+        if shell == "fish":
+            code = f"source {script}; complete -C '{line}'"
+        else:  # zsh calls bash's functions so
+            emulated = "emulate -L sh; setopt ksharrays;" if shell == "zsh" else ""
+            code = f"""source {script}
+ask() {{ {emulated} COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _moelora; }}
+ask {line} {"''" if line.endswith(" ") else ""}; printf '%s\n' "${{COMPREPLY[@]}}" """
+        command = [shell, "-f", "-c", code] if shell == "zsh" else [shell, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        offered = {text.split("\t")[0] for text in done.stdout.splitlines()} - {""}
+        if shell == "zsh":  # it selects what begins as the word does
+            offered = {word for word in offered if word.startswith(line.split(" ")[-1])}
+        return offered
+
+    return words
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("moelora ad", {"adapters"}),
+        ("moelora bench --dev", {"--device"}),
+        ("moelora bench --quick --dead", {"--deadline-s"}),
+        ("moelora bench --device c", {"cpu", "cuda"}),
+        ("moelora bench pl", {"plot"}),
+        ("moelora bench plot --picture ", {"roofline", "beside", "arrivals", "engine"}),
+        ("moelora completion ", {"bash", "zsh", "fish"}),
+        ("moelora info --no", {"--no-test"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(complete, line, words):
+    found = complete(line)
+    assert found - {"-h", "--help"} == words
 
 
 def test_without_safetensors_only_reading_adapters_fails(without_packages):
@@ -147,10 +225,10 @@ def test_info_ends_with_a_block_for_a_bug_report(capsys):
     assert _C.__file__ not in block
 
 
-COMMANDS = (["bench"], ["plot"], ["bench", "plot"], ["bench", "compare"], ["tune"], ["replay"])
+OF_VALUES = (["bench"], ["plot"], ["bench", "plot"], ["bench", "compare"], ["tune"], ["replay"])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_VALUES)
 def test_help_says_what_is_taken_where_nothing_is_said(command, capsys):
     """Every option that takes a value; one without a default says what its absence means."""
     with pytest.raises(SystemExit):

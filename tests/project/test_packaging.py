@@ -123,7 +123,7 @@ def test_wheel(wheel):
         (entry_points,) = (n for n in names if n.endswith("/entry_points.txt"))
         plugins = archive.read(entry_points).decode()
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "moelora").rglob("*.py")}
-    assert modules <= names
+    assert {"moelora_cli.py", *modules} <= names
     assert {"moelora/_C.abi3.so", "moelora/_C.pyi", "moelora/py.typed"} <= names
     assert any(n.endswith("/LICENSE") for n in names)
     assert not any(n.startswith(("tests", "csrc", "benchmarks", "examples")) for n in names)
@@ -131,7 +131,7 @@ def test_wheel(wheel):
     assert headers["Requires-Python"] == ">=3.10"
     assert headers["Version"] == _C.version()
     assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
-    assert "[console_scripts]\nmoelora = moelora.__main__:main" in plugins
+    assert "[console_scripts]\nmoelora = moelora_cli:main" in plugins
     assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
     needed = [r for r in headers.get_all("Requires-Dist") if "extra ==" not in r]
     assert needed == ["torch>=2.11", "numpy", "safetensors"]

@@ -60,13 +60,12 @@ ENGINES = (
 WITH_LORA = [setup.name for setup in ENGINES if setup.lora]
 
 
-def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = topics.add_parser(
-        "engine",
-        help="time vLLM with moelora and without, on your model and adapters",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+ABOUT = "time vLLM with moelora and without, on your model and adapters"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", help="as for vllm serve: a folder, or a name on the Hub")
     about = "adapters: PEFT folders, or NAME=FOLDER"
