@@ -13,8 +13,18 @@ NOTEBOOKS = {  # by page
     DOCS / "quick-start.md": HERE / "quick_start.ipynb",
     DOCS / "tenants.md": HERE / "tenants.ipynb",
 }
-# Paths in the page are of the repository's top, Jupyter starts where the notebook is.
-START = 'import os\n\nif not os.path.isdir("examples"):\n    os.chdir("..")'
+# Paths in the page are of the repository's top. Jupyter starts where the notebook is, or elsewhere;
+# an editable install says where the checkout is.
+START = """\
+import os
+from pathlib import Path
+
+import moelora
+
+near = Path.cwd(), *Path.cwd().parents, Path(moelora.__file__).parents[1]
+checkouts = [folder for folder in near if (folder / "examples/demo_model").is_dir()]
+assert checkouts, "open the notebook in a clone of moelora's repository, which has the demo's model"
+os.chdir(checkouts[0])"""
 
 
 def cells(page: str) -> list[dict]:

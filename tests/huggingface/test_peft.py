@@ -66,6 +66,7 @@ def test_mixed_batch(config, place, tmp_path):
     wanted, naive = (oracle(m, folders, ROWS, ids) for m in (exact, model))
     model = load(model, folders)
     pool = moelora_peft.attach(model)
+    assert moelora_hf.pool(model) is pool
     assert pool.names() == ["a", "b", "c"]
     assert_logits(model(ids, adapter_names=NAMES).logits, wanted, naive)
 

@@ -266,6 +266,9 @@ def test_modules_that_others_have_wrapped(tmp_path):
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     layer = model.model.layers[1]
     layer.mlp = wrap.checkpoint_wrapper(layer.mlp)
+    with pytest.raises(RuntimeError, match="load_adapters"):
+        moelora_hf.pool(model)
     pool = moelora_hf.load_adapters(model, folders)
+    assert moelora_hf.pool(model) is pool
     assert "model.layers.1.mlp.experts" in pool.layers
     torch.testing.assert_close(model(ids, adapter_names=ROWS).logits, wanted)

@@ -235,7 +235,7 @@ def test_pages_and_notebooks_begin_where_moelora_was_installed(installed):
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         start, first = cells_of(path)[:2]
         assert "import moelora" in first
-        installed(f"{start}\nimport moelora", "examples")
+        installed(f"{start}\nimport moelora", "/")
 
 
 @needs_checkout
@@ -247,7 +247,7 @@ def test_notebooks_are_pages_and_run(monkeypatch):
     for page, path in make_notebook.NOTEBOOKS.items():
         assert path.read_text() == make_notebook.notebook(page), "python examples/make_notebook.py"
         assert cells_of(path)[1:] == [block.strip() for block in runnable(page)]
-    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.chdir("/")
     names = {"__name__": "notebook"}
     for cell in cells_of(ROOT / "examples/quick_start.ipynb"):  # the other's run as the page
         exec(compile(cell, "quick_start.ipynb", "exec"), names)

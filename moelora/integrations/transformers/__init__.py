@@ -34,6 +34,7 @@ from moelora.integrations.transformers.adapters import (
     enable_checkpointing,
     load_adapters,
     new_pool,
+    pool,
     unload_adapters,
     use_adapters,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "load_quantized_experts",
     "moe_layers",
     "new_pool",
+    "pool",
     "unload_adapters",
     "use_adapters",
 ]

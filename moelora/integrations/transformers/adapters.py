@@ -408,6 +408,27 @@ def _generate(
         return generate(model, *args, **kwargs)
 
 
+def pool(model: torch.nn.Module) -> AdapterPool:
+    """The pool of a model, for code that did not call `load_adapters` itself.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model that went through `load_adapters`, or a PEFT model that went through
+        `moelora.integrations.peft.attach`.
+
+    Raises
+    ------
+    RuntimeError
+        The model has no adapters.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found: AdapterPool | None = getattr(base.__dict__.get("_moelora"), "pool", None)
+    if found is None:
+        raise no_adapters(model)
+    return found
+
+
 def unload_adapters(model: PreTrainedModel) -> None:
     """Detaches the pool. The model then runs as base model, and refuses `adapter_names`."""
     if "_moelora_replaced" in model.__dict__:
