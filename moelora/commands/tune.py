@@ -176,7 +176,8 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                     details[str(tokens)], plan = scores, plans[str(tokens)]
                     progress.end(
                         f"{what}: {plan} {results.shown(scores[plan])} us, "
-                        f"built-in table {results.shown(scores[TABLE])} us, of {len(scores)} measured"
+                        f"built-in table {results.shown(scores[TABLE])} us, of {len(scores)} "
+                        "measured"
                     )
                 content = describe(layer, args, plans, details)
                 written.append(tuned.write(args.dir, content))

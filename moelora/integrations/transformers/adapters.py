@@ -422,7 +422,9 @@ def pool(model: torch.nn.Module) -> AdapterPool:
     RuntimeError
         The model has no adapters.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
     found: AdapterPool | None = getattr(base.__dict__.get("_moelora"), "pool", None)
     if found is None:
         raise no_adapters(model)
