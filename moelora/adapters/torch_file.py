@@ -348,8 +348,10 @@ class _Pickle:
                 pass
             case (
                 _Global(name),
-                (_Storage(dtype, record), int(offset), tuple(size), tuple(stride), *_),
+                (_Storage(dtype, record), int(offset), tuple(size), tuple(stride), _, _, *flags),
             ) if name == _TENSOR:
+                if flags:  # of `tensor.imag` of a conjugate: negated when read
+                    raise ValueError("a tensor has metadata, such as that of a negated view")
                 if len(size) != len(stride) or len(size) > MAX_DIMS:
                     raise ValueError(f"a tensor has {len(size)} sizes and {len(stride)} strides")
                 numbers = (offset, *size, *stride)

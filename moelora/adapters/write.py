@@ -27,6 +27,7 @@ from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.engine_names import NAMES, OF_TRANSFORMERS, EngineNames
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
+from moelora.files import write_tensors
 
 PREFIX = "base_model.model."
 # The first PEFT with these shapes for every experts module, and who wrote the file instead of it.
@@ -163,8 +164,6 @@ def _scaled(name: str, b: Tensor, factor: float) -> Tensor:
 
 def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Write both files, with the options of PEFT that are the same for every adapter."""
-    from safetensors.torch import save_file
-
     config = {
         "peft_type": "LORA",
         "peft_version": WRITER,
@@ -180,7 +179,7 @@ def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE
-    save_file(state, tensors, metadata={"format": "pt"})
+    write_tensors(tensors, state)
     text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     # safetensors 0.8 makes files that only their owner can read; servers run as other users.
     tensors.chmod(stat.S_IMODE(text.stat().st_mode))

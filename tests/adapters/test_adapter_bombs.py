@@ -133,6 +133,10 @@ TORCH = {
         "have 409600 bytes, .*clone",
     ),
     "past-the-end": (archive(state(a=tensor((2,), (1 << 60,)))), "a ends at byte 46116"),
+    "negated": (
+        archive(state(a=A.replace(b")RtR", b")R}" + text("neg") + b"\x88stR"))),
+        "metadata, such as that of a negated view",
+    ),
     "negative": (archive(state(a=tensor((-1,), (1,)))), "out of range"),
     "empty-and-endless": (
         archive(state(**KEPT | {list(KEPT)[0]: tensor((0, 1 << 62, 1 << 62), (1, 1, 1))})),

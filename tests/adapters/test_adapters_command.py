@@ -2,6 +2,7 @@
 
 import functools
 import json
+import resource
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.__main__ import main
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.engine_names import names_of
+from moelora.commands import adapters as command
 from moelora.integrations.transformers.empty import empty_model
 from moelora.integrations.transformers.linears import linear_layers
 
@@ -282,6 +284,25 @@ def test_a_folder_that_is_not_empty_is_replaced_by_force_alone(ask, tmp_path, ca
     assert main(["adapters", str(out)]) == 0
     assert f"moelora {moelora.__version__}, as PEFT 0.19.1 writes" in capsys.readouterr().out
     assert ask("per-expert", "--per-expert", str(out / "README.md"))[0] == 2
+
+
+def test_a_full_disk_leaves_the_folder(ask, tmp_path, monkeypatch):
+    def full(*args, write=command.write_per_expert, **options):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            write(*args, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    out = tmp_path / "out"
+    assert ask("per-expert", "--per-expert", str(out))[0] == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(command, "write_per_expert", full)
+    status, text = ask("per-expert", "--per-expert", str(out), "--force")
+    assert status == 1 and "adapter_model.safetensors cannot be written" in text
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert not list(tmp_path.glob(".saving-*"))
 
 
 def of_more_experts(state):
