@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from moelora import _C
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.engine_names import NAMES, OF_TRANSFORMERS, EngineNames
+from moelora.adapters.files import write_tensors
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
-from moelora.files import write_tensors
 
 PREFIX = "base_model.model."
 # The first PEFT with these shapes for every experts module, and who wrote the file instead of it.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.adapters.files import file_in, read_json
+from moelora.adapters.files import file_in, read_json, write_tensors
 
 STATE_FILE = "training.json"
 TENSORS_FILE = "training.safetensors"
@@ -34,11 +34,10 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
     Raises ValueError for a value of a type that the files cannot hold, before anything is written.
     """
-    from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_encoded(dict(state), "", tensors), indent=1)
-    save_file(tensors, folder / TENSORS_FILE)
+    write_tensors(folder / TENSORS_FILE, tensors)
     (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
