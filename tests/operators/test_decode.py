@@ -81,7 +81,8 @@ def one_launch(p: Problem | Quantized) -> str | None:
     """The variant that takes all of such a layer; plans without it do so where it is fastest."""
     if not isinstance(p, Quantized):
         return None
-    return f"decode_{SHORT[dense(p).spec.dtype]}_{p.w13.format}_sm80"
+    kernels = {"bnb_fp4": "nf4"}.get(p.w13.format, p.w13.format)
+    return f"decode_{SHORT[dense(p).spec.dtype]}_{kernels}_sm80"
 
 
 def run(p: Problem | Quantized, device: str, **kwargs) -> torch.Tensor:
