@@ -76,10 +76,12 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(0, 1)
     MOELORA_ENTRY(0, 2)
     MOELORA_ENTRY(0, 3)
-    MOELORA_ENTRY(1, 0) MOELORA_ENTRY(1, 1) MOELORA_ENTRY(1, 2) MOELORA_ENTRY(1, 3)
+    MOELORA_ENTRY(1, 0)
+    MOELORA_ENTRY(1, 1)
+    MOELORA_ENTRY(1, 2)
+    MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
-        constexpr float NF4_UNIT = 1 / code_unit<T>(NF4),
-                        FP4_UNIT = 1 / code_unit<T>(FP4);
+    constexpr float NF4_UNIT = 1 / code_unit<T>(NF4), FP4_UNIT = 1 / code_unit<T>(FP4);
     const float unit = is_fp4 ? FP4_UNIT : NF4_UNIT;
     absmax[0] = __uint_as_float(load_shared_4(at));
     absmax[1] = __uint_as_float(load_shared_4(at + 4));
