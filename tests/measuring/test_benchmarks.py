@@ -1,6 +1,7 @@
 """The benchmark command checks its baselines, writes what it promises, and compares it fairly."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,7 +14,7 @@ from conftest import needs_gpu
 
 from benchmarks.compare import variants
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, results, shapes, timing
+from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require
 from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours
@@ -100,6 +101,12 @@ def test_several_numbers_of_adapters(bench, tmp_path, capsys):
     out = tmp_path / "picture.svg"
     assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
     assert "<!-- Cost over the number of adapters -->" in out.read_text()
+
+
+def test_the_panel_of_counts_has_only_what_was_measured_with_several():
+    rows = [case(1.0, adapters=a, tokens=m) for a, m in ((1, 16), (8, 16), (8, 64))]
+    assert plot.with_several_counts(rows) == rows[:2]
+    assert plot.with_several_counts([case(1.0), case(2.0)]) == []
 
 
 def test_a_limit_holds_for_one_command(monkeypatch):
@@ -456,6 +463,12 @@ def test_one_number_of_tokens_is_drawn_as_bars(bench, tmp_path):
     assert f"moelora {meta['moelora']}, torch {meta['torch']}" in text
 
 
+def test_pictures_have_the_names_of_models():
+    row = {"model": "dsv2lite", "experts": 64, "dtype": "bf16", "rank": 16}
+    assert plot._case(row) == "DeepSeek-V2-Lite bf16 rank 16"
+    assert plot._case(row | {"experts": 8}) == "DeepSeek-V2-Lite (8 experts) bf16 rank 16"
+
+
 @needs_checkout
 def test_files_that_are_none(tmp_path, capsys):
     wrong = tmp_path / "wrong.json"
@@ -476,6 +489,69 @@ def test_baselines_say_what_they_need():
     assert "one A for gate and up" in absent["transformers"]
     with pytest.raises(Skipped):
         _load("dense")(fp32, Options()).runs([cases.draw_batch(TOY, 4, 2, torch.Generator())])
+
+
+class Event:
+    """torch.cuda.Event on a clock that only baselines move."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+class Graph:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def reset(self):
+        self.calls = None
+
+
+def test_turns_of_a_gpu(monkeypatch):
+    """What the timer makes of graphs, without a GPU: microseconds of one call of many."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    timer = timing.GraphTimer.__new__(timing.GraphTimer)
+    timer.stream, timer.peaks = None, machine.Peaks(1e9, 1e12)
+    seen = []
+
+    def takes(ms):
+        def call(i):
+            seen.append(i)
+            Event.now += ms
+
+        return call
+
+    def capture(calls):
+        calls[0]()
+        if len(seen) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graph(calls)
+
+    timer.capture = capture
+    synchronizes, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
+    runs = {("loop", 8): synchronizes, ("ours", 8): ordinary}
+    times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
+    assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
+    assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
+    assert synchronizes.eager and not ordinary.eager
+    assert {0, 1, 2} <= set(seen), "batches rotate"
+    assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
+    assert timer.medians({"a": takes(0.004)}, [0], 1.0, 0) == {"a": 4.0}
 
 
 # ---- on a GPU ----

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ import e2e_vllm  # noqa: E402
 from e2e import topics  # noqa: E402
 
 from benchmarks import vllm_e2e  # noqa: E402
-from benchmarks.engines import answers, jobs  # noqa: E402
+from benchmarks.engines import answers, jobs, vllm_engine  # noqa: E402
+from moelora.bench.engine import serving  # noqa: E402
 
 
 @pytest.fixture
@@ -48,6 +50,32 @@ def test_one_gpu(tmp_path, peers):
     answers = topics(written, "answers")
     assert {row["compared"] for row in answers} >= {"moelora, vllm", "moelora, vllm: mixed"}
     assert all(row["same_tokens"] == row["requests"] == 6 for row in answers)
+
+
+def test_waiting_kernels_do_not_make_the_gpu_busier():
+    """One that was launched early overlaps the one before it; a pause does not count."""
+    assert vllm_engine.busy([(5, 9, "launched early"), (0, 6, "before"), (20, 21, "later")]) == 10
+    first = {"seconds": [0.5], "new_tokens": 1, "gpu_ms": {"busy": 4.0}}
+    decode = {"seconds": [2.0], "new_tokens": 128, "gpu_ms": {"busy": 34.0}}
+    found = serving.times_to_tokens({"first_16": first, "decode_16": decode})
+    assert found["tpot_busy_16_ms"] == 2.0  # 15 tokens while kernels are timed
+    found = serving.times_to_tokens({"first": first | {"gpu_ms": None}, "decode": decode})
+    assert set(found) == {"ttft_ms", "tpot_ms"}
+
+
+def test_an_engine_waits_before_each_repetition():
+    """Of prefill, decode and first token, each warmed up before, with adapters and without."""
+    asked, results = [], {}
+    engine = SimpleNamespace(
+        adapters=["law"],
+        prompts=lambda lengths: [[0] * n for n in lengths],
+        generate=lambda prompts, adapters, new: asked.append((len(prompts), new)),
+    )
+    turns = [len(asked) for _ in serving.speed(engine, 2, [4], results.update)]
+    assert turns == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
+    assert asked == [(16, 1)] * 3 + [(4, 128)] * 3 + [(4, 1)] * 3 + asked[:9]
+    assert set(results["speed"]) == {"base", "1 mixed"}
+    assert all(len(one["seconds"]) == 2 for one in results["speed"]["base"].values())
 
 
 @pytest.mark.slow
