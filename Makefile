@@ -254,6 +254,7 @@ tables: build
 # The site of docs/ with the API reference, in build/site; what mkdocs warns of is an error.
 docs: build/docs/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+	build/docs/bin/python tests/project/check_site.py build/site
 
 # One version of the site beside the others, on the branch gh-pages of this checkout: `main`, or a tag,
 # which becomes what readers see first. PUSH=--push publishes it.

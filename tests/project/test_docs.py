@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_site
 import pytest
 import torch
 from checkout import needs_checkout
@@ -157,6 +158,23 @@ def test_links_lead_somewhere(page):
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), target
+
+
+def test_a_built_site_is_checked(tmp_path):
+    """`make docs` fails for links that lead nowhere, and for files that are no part of a site."""
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page/index.html").write_text('<h2 id="a">A</h2><a href=../style.css>')
+    (tmp_path / "style.css").touch()
+    good = '<a href="page/#a"> <a href=page/> <a href="https://example.org/x"> <a href="#">'
+    (tmp_path / "index.html").write_text(good)
+    assert check_site.problems(tmp_path) == []
+    (tmp_path / "index.html").write_text(good + '<img src="b.png"><a class="x" href="page/#b">')
+    (tmp_path / "__pycache__").mkdir()
+    assert check_site.problems(tmp_path) == [
+        "__pycache__ is published",
+        "index.html: b.png leads nowhere",
+        "index.html: page/#b has no such anchor",
+    ]
 
 
 def blocks(page, language):
