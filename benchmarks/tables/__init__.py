@@ -38,6 +38,7 @@ from benchmarks.tables.layers import (
     quantized_layers,
 )
 from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
+from benchmarks.tables.models import table as models
 from benchmarks.tables.text import table, wrapped
 from benchmarks.tables.training import (
     on_other_cards,
@@ -58,6 +59,7 @@ PAGES = (
     "docs/training.md",
     "docs/transformers.md",
     "docs/adapters.md",
+    "docs/answers.md",
 )
 PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
     "docs/layer.png": ("layer", []),
@@ -91,7 +93,7 @@ MADE = {
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
     "sampler_bits_fp8": ("e2e-sampler-fp8", lambda: wrapped(sampler_bits("e2e-sampler-fp8"))),
 }
-COMPUTED = {"training-memory": training_memory.table, "claim": claim}
+COMPUTED = {"training-memory": training_memory.table, "claim": claim, "models": models}
 SENTENCES = {
     f.__name__: f
     for f in (

@@ -115,15 +115,16 @@ def claim():
         for peer in ("unsloth", "axolotl")
     ]
     items = (
-        f"""**What it gains**: {release("vLLM", "e2e-12-layers")} serves four adapters on all experts
-        of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and **{decode:.1f} times** the
-        decode throughput of vLLM's own LoRA kernels. A training step of one MoE layer, with an
-        adapter of rank 16 and {MANY_TOKENS} tokens or more, is {" and ".join(training)}.""",
-        f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64, prefill
-        runs at {kept_prefill:.2f} and decode at {kept_decode:.2f} of the throughput of vLLM without
-        any adapters.""",
-        f"""**Measured on**: twelve of the model's 48 layers, in bf16, on {card("e2e-12-layers")}, with
-        vLLM's compilation off (`mode` 0); training steps on {card("training")}.""",
+        f"""**What it gains**: {release("vLLM", "e2e-12-layers")} serves four adapters on all
+        experts of Qwen3-30B-A3B with **{prefill:.1f} times** the prefill and
+        **{decode:.1f} times** the decode throughput of vLLM's own LoRA kernels. A training step of
+        one MoE layer, with an adapter of rank 16 and {MANY_TOKENS} tokens or more, is
+        {" and ".join(training)}.""",
+        f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64,
+        prefill runs at {kept_prefill:.2f} and decode at {kept_decode:.2f} of the throughput of
+        vLLM without any adapters.""",
+        f"""**Measured on**: twelve of the model's 48 layers, in bf16, on {card("e2e-12-layers")},
+        with vLLM's compilation off (`mode` 0); training steps on {card("training")}.""",
     )
     return "\n".join(f"- {wrapped(item)}".replace("\n", "\n  ") for item in items)
 
