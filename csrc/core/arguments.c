@@ -5,9 +5,9 @@
 #include "core/check.h"
 
 #define ROW(NAME, SHAPE, DTYPE, FIELD, USE)                                                        \
-  {NAME, NULL, SHAPE, offsetof(args_type, FIELD), MOELORA_CLASS_##DTYPE, USE},
+  {NAME, NULL, SHAPE, offsetof(args_type, FIELD), MOELORA_CLASS_##DTYPE, USE, 0},
 #define PAIR(NAME_A, NAME_B, FIELD, USE)                                                           \
-  {NAME_A, NAME_B, "", offsetof(args_type, FIELD), MOELORA_CLASS_special, USE},
+  {NAME_A, NAME_B, "", offsetof(args_type, FIELD), MOELORA_CLASS_special, USE, 0},
 #define OPERATOR(NAME, ...)                                                                        \
   void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all) {    \
     typedef moelora_##NAME##_args args_type;                                                       \
@@ -16,6 +16,8 @@
 #define OPTIONAL(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_READ)
 #define OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_WRITTEN)
 #define OPTIONAL_OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_WRITE)
+#define AT_LEAST(NAME, LEAST, FIELD)                                                               \
+  {NAME, NULL, "", offsetof(args_type, FIELD), MOELORA_CLASS_number, MOELORA_READ, LEAST},
 #define FACTORS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_READ)
 #define FACTOR_GRADIENTS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_WRITTEN)
 #define END(NAME)                                                                                  \
@@ -43,8 +45,43 @@ static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) 
  * and not of absent optional tensors. */
 static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
   const bool optional = row->use == MOELORA_MAY_READ || row->use == MOELORA_MAY_WRITE;
-  return row->dtype != MOELORA_CLASS_special &&
+  return row->dtype < MOELORA_CLASS_special &&
          !(optional && moelora_is_absent(arg_of(all, row).tensor));
+}
+
+/* ---- shapes as text: "[M, K] or [M * top_k, K]" ---- */
+
+/* Returns the length of the name at the start of `shape`, up to the next comma or bracket. */
+static size_t name_length(const char *shape) {
+  return strcspn(shape, ",]");
+}
+
+static int32_t count_dims(const char *shape) {
+  int32_t ndim = 1;
+  for (; *shape != ']'; shape++)
+    ndim += *shape == ',';
+  return ndim;
+}
+
+/* Returns the alternative after `shape`, or NULL. */
+static const char *next_shape(const char *shape) {
+  const char *at = strstr(shape, "or [");
+  return at ? at + 3 : NULL;
+}
+
+/* Returns the first alternative with `ndim` dimensions; the first of all if none has them. */
+static const char *shape_with(const char *shape, int32_t ndim) {
+  const char *at = shape;
+  while (at && count_dims(at) != ndim)
+    at = next_shape(at);
+  return at ? at : shape;
+}
+
+static const char *name_of_dim(const char *shape, int32_t dim) {
+  const char *name = shape + 1;
+  for (; dim > 0; dim--)
+    name += name_length(name) + 2;
+  return name;
 }
 
 /* ---- views ---- */
@@ -79,12 +116,13 @@ static moelora_status check_strides(const moelora_row *row, moelora_arg arg) {
 moelora_status moelora_check_views(moelora_arguments *all) {
   for (int32_t i = 0; i < all->count; i++) {
     const moelora_row *row = &all->rows[i];
+    if (row->dtype == MOELORA_CLASS_number)
+      MOELORA_TRY(moelora_check_at_least(
+          row->name, *(const int32_t *)((const char *)all->args + row->at), row->least));
     if (!is_checked(all, row))
       continue;
     const moelora_arg arg = arg_of(all, row);
-    int32_t ndim = 1;
-    for (const char *at = row->shape; *at != ']'; at++)
-      ndim += *at == ',';
+    const int32_t ndim = count_dims(shape_with(row->shape, arg.tensor->ndim));
     MOELORA_TRY(moelora_check_view(arg, ndim, row->shape));
     MOELORA_TRY(check_class(all, row, arg));
     MOELORA_TRY(check_strides(row, arg));
@@ -93,14 +131,6 @@ moelora_status moelora_check_views(moelora_arguments *all) {
 }
 
 /* ---- sizes ---- */
-
-/* Returns the length of the name at the start of `shape`, up to the next comma or bracket. */
-static size_t name_length(const char *shape) {
-  size_t length = 0;
-  while (shape[length] != ',' && shape[length] != ']' && shape[length])
-    length++;
-  return length;
-}
 
 static moelora_named_size *find_size(moelora_arguments *all, const char *name, size_t length) {
   for (int32_t i = 0; i < all->num_sizes; i++)
@@ -116,19 +146,11 @@ void moelora_name_size(moelora_arguments *all, const char *name, int64_t value,
   all->sizes[all->num_sizes++] = (moelora_named_size){name, name_length(name), value, source};
 }
 
-/* Finds the name of dimension `dim` in the second alternative of "[M, K] or [M * top_k, K]"; NULL:
- * there is none. */
-static const char *alternative(const char *shape, int32_t dim) {
-  const char *at = strstr(shape, "or [");
-  for (at = at ? at + 4 : NULL; at && dim > 0; dim--)
-    at += name_length(at) + 2;
-  return at;
-}
-
 /* Compares a dimension with the size of its name, which it defines if nothing else did. */
-static moelora_status check_named(moelora_arguments *all, const moelora_row *row, moelora_arg arg,
-                                  int32_t dim, const char *name) {
+static moelora_status check_named(moelora_arguments *all, const char *shape, moelora_arg arg,
+                                  int32_t dim) {
   const int64_t size = arg.tensor->size[dim];
+  const char *name = name_of_dim(shape, dim);
   const moelora_named_size *named = find_size(all, name, name_length(name));
   if (!named) {
     moelora_name_size(all, name, size, moelora_size_of(arg, dim));
@@ -136,8 +158,10 @@ static moelora_status check_named(moelora_arguments *all, const moelora_row *row
   }
   if (size == named->value || named->value == MOELORA_ANY_SIZE)
     return MOELORA_OK;
-  const char *second = alternative(row->shape, dim);
-  const moelora_named_size *other = second ? find_size(all, second, name_length(second)) : named;
+  const char *second = next_shape(shape);
+  if (second && count_dims(second) == arg.tensor->ndim)
+    name = name_of_dim(second, dim);
+  const moelora_named_size *other = find_size(all, name, name_length(name));
   if (!other || other == named)
     return moelora_check_size(arg, dim, named->value, named->source);
   MOELORA_REQUIRE(size == other->value,
@@ -154,9 +178,9 @@ moelora_status moelora_check_sizes(moelora_arguments *all) {
     if (!is_checked(all, row))
       continue;
     const moelora_arg arg = arg_of(all, row);
-    const char *name = row->shape + 1;
-    for (int32_t dim = 0; dim < arg.tensor->ndim; dim++, name += name_length(name) + 2)
-      MOELORA_TRY(check_named(all, row, arg, dim, name));
+    const char *shape = shape_with(row->shape, arg.tensor->ndim);
+    for (int32_t dim = 0; dim < arg.tensor->ndim; dim++)
+      MOELORA_TRY(check_named(all, shape, arg, dim));
   }
   return MOELORA_OK;
 }
@@ -186,6 +210,8 @@ moelora_status moelora_check_apart(const moelora_arguments *all) {
   list.count = 0;
   for (int32_t i = 0; i < all->count; i++) {
     const moelora_row *row = &all->rows[i];
+    if (row->dtype == MOELORA_CLASS_number)
+      continue;
     if (!row->name_b) {
       const moelora_arg arg = arg_of(all, row);
       if (arg.tensor != all->aliased)

@@ -16,23 +16,9 @@ static bool is_foreign(moelora_dtype dtype) {
 const char *moelora_dtype_name(moelora_dtype dtype) {
   if (is_foreign(dtype))
     return foreign_names[dtype - MOELORA_FOREIGN];
-  switch (dtype) {
-  case MOELORA_F32:
-    return "float32";
-  case MOELORA_BF16:
-    return "bfloat16";
-  case MOELORA_F16:
-    return "float16";
-  case MOELORA_I32:
-    return "int32";
-  case MOELORA_I64:
-    return "int64";
-  case MOELORA_BOOL:
-    return "bool";
-  case MOELORA_U8:
-    return "uint8";
-  }
-  return "unknown";
+  static const char *const names[] = {"float32", "bfloat16", "float16", "int32",
+                                      "int64",   "bool",     "uint8"};
+  return (size_t)dtype < sizeof names / sizeof *names ? names[dtype] : "unknown";
 }
 
 const char *moelora_format_name(moelora_format format) {
@@ -181,6 +167,12 @@ moelora_status moelora_check_at_least_one(moelora_arg arg) {
   return MOELORA_OK;
 }
 
+moelora_status moelora_check_at_least(const char *name, int64_t value, int64_t least) {
+  MOELORA_REQUIRE(value >= least, "%s is %lld, expected at least %lld", name, (long long)value,
+                  (long long)least);
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_rows(moelora_arg arg) {
   const moelora_tensor *t = arg.tensor;
   int32_t last = t->ndim - 1;
@@ -203,14 +195,6 @@ moelora_status moelora_check_contiguous(moelora_arg arg) {
     want *= t->size[i];
   }
   return MOELORA_OK;
-}
-
-moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, int64_t want,
-                                    moelora_source source, const char *layout) {
-  MOELORA_TRY(moelora_check_view(arg, 1, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, dtype, NULL));
-  MOELORA_TRY(moelora_check_contiguous(arg));
-  return moelora_check_size(arg, 0, want, source);
 }
 
 moelora_status moelora_check_distinct(moelora_arg arg) {
@@ -273,6 +257,12 @@ int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim) {
   for (int32_t i = inner; i > dim; i--) /* overflow implies that there are no elements */
     (void)__builtin_mul_overflow(tensor->size[i], stride, &stride);
   return stride;
+}
+
+void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t count) {
+  for (int32_t i = 0; i < count; i++)
+    strides[i] = i < tensor->ndim ? moelora_stride(tensor, i) : 0;
+  return tensor->data;
 }
 
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b) {

@@ -97,13 +97,12 @@ moelora_status moelora_check_compute_dtype(moelora_arg arg);
 moelora_status moelora_check_id_dtype(moelora_arg arg);
 /* Requires that every dimension has elements. */
 moelora_status moelora_check_at_least_one(moelora_arg arg);
+/* Requires a number of the arguments that is not below `least`. */
+moelora_status moelora_check_at_least(const char *name, int64_t value, int64_t least);
 /* Requires stride 1 in the last dimension. */
 moelora_status moelora_check_rows(moelora_arg arg);
 /* Requires contiguous elements in memory order. */
 moelora_status moelora_check_contiguous(moelora_arg arg);
-/* Requires a contiguous vector of a fixed dtype and size; `source` is the origin of `want`. */
-moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, int64_t want,
-                                    moelora_source source, const char *layout);
 /* Requires that no two indices of an output share memory. */
 moelora_status moelora_check_distinct(moelora_arg arg);
 /* Requires that an output shares no memory with another argument. Disjoint columns of a common
@@ -112,6 +111,9 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other);
 /* Returns the stride of a dimension; the contiguous one if its size is 1, since callers may leave
  * any value there. */
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
+/* Returns the memory of a tensor and fills in its first `count` strides; 0 where it has no such
+ * dimension. */
+void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t count);
 /* Whether both views have the same memory and layout. */
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 
@@ -120,8 +122,8 @@ bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 typedef struct moelora_weights_arg {
   moelora_arg tensor, x;
   const moelora_layout *layout;
-  const char *layout_name, *rows_name; /* "w_layout", "w_layout.rows" */
-  moelora_row_order order;             /* required order of quantized rows */
+  const char *layout_name; /* "w_layout" */
+  moelora_row_order order; /* required order of quantized rows */
   int64_t depth;
   moelora_source n, k; /* for native weights the check fills in both */
 } moelora_weights_arg;
@@ -136,7 +138,8 @@ typedef enum moelora_class {
   MOELORA_CLASS_i32,
   MOELORA_CLASS_f32,
   MOELORA_CLASS_flags,
-  MOELORA_CLASS_special,
+  MOELORA_CLASS_special, /* from here on, the rows of moelora_check_sizes() end */
+  MOELORA_CLASS_number,
 } moelora_class;
 
 typedef enum moelora_use {
@@ -152,6 +155,7 @@ typedef struct moelora_row {
   size_t at; /* offset in the arguments */
   moelora_class dtype;
   moelora_use use;
+  int32_t least; /* of a number */
 } moelora_row;
 
 /* The size that shapes call `name`, which ends at a comma or a bracket. */
@@ -197,6 +201,8 @@ moelora_status moelora_check_apart(const moelora_arguments *all);
 typedef struct moelora_factors_arg {
   const moelora_lora *lora;
   const char *name_a, *name_b;
+  int32_t least, most; /* slices */
+  const char *slices;  /* appended to the message of their number */
   bool shrink, expand; /* whether a[] and b[] are read */
   moelora_arg like;    /* defines the dtype, unless the factors are wide */
   bool may_be_wide;    /* float32 beside a 16-bit dtype, to which they are rounded first */
@@ -205,7 +211,7 @@ typedef struct moelora_factors_arg {
   moelora_source experts_source, k_source, n_source;
 } moelora_factors_arg;
 
-/* validate_factors.c: checks 0 to MOELORA_MAX_SLICES slices. If *max_loras is MOELORA_ANY_SIZE, the
+/* validate_factors.c: checks all slices. If *max_loras is MOELORA_ANY_SIZE, the
  * first factor defines it. `source` is its origin. */
 moelora_status moelora_check_factors(const moelora_factors_arg *arg, int64_t *max_loras,
                                      moelora_source source, moelora_factors *factors);
@@ -215,7 +221,7 @@ moelora_status moelora_check_factors(const moelora_factors_arg *arg, int64_t *ma
 moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 /* validate.c: checks the tensors that a layer saves for its backward, given saved.gate_up. */
-moelora_status moelora_check_saved(const moelora_experts_args *args,
+moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 
 /* validate_weights.c: checks row-major, packed or quantized weights. */
@@ -231,6 +237,12 @@ moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routin
 moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes);
 void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
                            int64_t max_loras, moelora_source source, moelora_routes *routes);
+/* If no row has an adapter, adapter tables are not read. */
+void moelora_drop_unused_tables(moelora_routes *routes);
+/* Requires row numbers of 32 bits after each of `groups` groups is padded to whole blocks. */
+moelora_status moelora_check_padded_rows(const moelora_routing *routing,
+                                         const moelora_routes *routes, int64_t groups,
+                                         const char *group);
 moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_blocks *blocks);
 
 #endif

@@ -3,10 +3,7 @@
 
 #include <float.h>
 #include <math.h>
-
-/* Maximum rows of a layer's alignment block. Each expert is padded to whole blocks, and padded row
- * numbers must fit int32. */
-enum { MAX_BLOCK_ROWS = 256 };
+#include <stdio.h>
 
 /* Names E, K, and, as `n`, the number of rows of weights. */
 static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg,
@@ -16,21 +13,23 @@ static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg,
   moelora_name_size(all, n, weights->n, arg->n);
 }
 
-static void take_bias(const moelora_tensor *bias, moelora_weights *weights) {
-  if (!moelora_is_absent(bias)) {
-    weights->bias = bias->data;
-    weights->bias_stride_e = moelora_stride(bias, 0);
-  }
-}
+/* Describes the weights NAME of `args` for activations x. */
+#define WEIGHTS_ARG(NAME, ...)                                                                     \
+  ((moelora_weights_arg){.tensor = MOELORA_ARG(#NAME, &args->NAME),                                \
+                         .x = x,                                                                   \
+                         .layout = &args->NAME##_layout,                                           \
+                         .layout_name = #NAME "_layout",                                           \
+                         __VA_ARGS__})
 
 /* Describes the factors of a projection, which must fit its weights. */
-static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name_a,
+static moelora_factors_arg factors_of(const moelora_lora *lora, int32_t most, const char *name_a,
                                       const char *name_b, const moelora_weights_arg *w,
                                       const moelora_weights *weights) {
   return (moelora_factors_arg){
       .lora = lora,
       .name_a = name_a,
       .name_b = name_b,
+      .most = most,
       .shrink = true,
       .expand = true,
       .like = moelora_dtype_source(w),
@@ -55,52 +54,33 @@ static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
     second->num_slices = 0;
   routes->max_loras = 0;
   routes->token_lora_mapping.data = NULL;
-  routes->lora_ranks = NULL;
-  routes->lora_scalings = NULL;
   routes->w13_one_a = NULL;
-  routes->adapter_enabled = NULL;
-}
-
-static moelora_status check_padded_rows(moelora_arg topk_ids, const moelora_routes *routes) {
-  int64_t rows = routes->num_rows;
-  int64_t touched = rows < routes->num_experts ? rows : routes->num_experts;
-  MOELORA_REQUIRE(rows + touched * (MAX_BLOCK_ROWS - 1) <= INT32_MAX,
-                  "%s has %lld rows (M * top_k), too many for row numbers of 32 bits after padding "
-                  "by expert",
-                  topk_ids.name, (long long)rows);
-  return MOELORA_OK;
+  moelora_drop_unused_tables(routes);
 }
 
 /* ---- one projection ---- */
 
 moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem) {
-  const moelora_arg x = MOELORA_ARG("x", &args->x), w = MOELORA_ARG("w", &args->w);
+  const moelora_arg x = MOELORA_ARG("x", &args->x);
   moelora_routes *routes = &problem->routes;
   moelora_weights *weights = &problem->w;
   *problem = (moelora_gemm_problem){.mul_routed_weight = args->mul_routed_weight};
   moelora_arguments all;
   moelora_arguments_of_gemm(args, &all);
   MOELORA_TRY(moelora_check_views(&all));
-  moelora_weights_arg w_arg = {
-      .tensor = w,
-      .x = x,
-      .layout = &args->w_layout,
-      .layout_name = "w_layout",
-      .rows_name = "w_layout.rows",
-      .order = MOELORA_ROWS_PLAIN,
-      .depth = args->x.size[1],
-      .k = moelora_size_of(x, 1),
-  };
-  MOELORA_TRY(moelora_check_weights(&w_arg, weights, &routes->num_experts));
-  MOELORA_TRY(moelora_check_size(x, 1, weights->k, w_arg.k));
-  name_sizes(&all, &w_arg, weights, "N");
-  take_bias(&args->bias, weights);
+  moelora_weights_arg w = WEIGHTS_ARG(w, .order = MOELORA_ROWS_PLAIN, .depth = args->x.size[1],
+                                      .k = moelora_size_of(x, 1));
+  MOELORA_TRY(moelora_check_weights(&w, weights, &routes->num_experts));
+  MOELORA_TRY(moelora_check_size(x, 1, weights->k, w.k));
+  name_sizes(&all, &w, weights, "N");
+  weights->bias = moelora_take_view(&args->bias, &weights->bias_stride_e, 1);
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, args->mul_routed_weight, routes));
-  MOELORA_TRY(check_padded_rows(MOELORA_ARG("topk_ids", &args->routing.topk_ids), routes));
+  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
 
   int64_t max_loras = MOELORA_ANY_SIZE;
   const moelora_source slots = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
-  const moelora_factors_arg lora = factors_of(&args->lora, "lora_a", "lora_b", &w_arg, weights);
+  const moelora_factors_arg lora =
+      factors_of(&args->lora, MOELORA_MAX_SLICES, "lora_a", "lora_b", &w, weights);
   MOELORA_TRY(moelora_check_factors(&lora, &max_loras, slots, &problem->lora));
   moelora_take_adapters(&all, &args->adapters, max_loras, slots, routes);
   drop_unused_adapters(routes, &problem->lora, NULL);
@@ -108,12 +88,9 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   MOELORA_TRY(moelora_check_apart(&all));
 
   problem->dtype = args->x.dtype;
-  problem->x = args->x.data;
-  problem->x_stride = moelora_stride(&args->x, 0);
+  problem->x = moelora_take_view(&args->x, &problem->x_stride, 1);
   problem->x_per_row = args->x.size[0] != routes->num_tokens;
-  problem->out = args->out.data;
-  problem->out_stride[0] = moelora_stride(&args->out, 0);
-  problem->out_stride[1] = moelora_stride(&args->out, 1);
+  problem->out = moelora_take_view(&args->out, problem->out_stride, 2);
   return MOELORA_OK;
 }
 
@@ -213,29 +190,14 @@ static moelora_status check_layer_weights(const moelora_experts_args *args, laye
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const bool gated = moelora_is_gated(args->activation);
   int32_t experts2 = 0;
-  layer->w13 = (moelora_weights_arg){
-      .tensor = MOELORA_ARG("w13", &args->w13),
-      .x = x,
-      .layout = &args->w13_layout,
-      .layout_name = "w13_layout",
-      .rows_name = "w13_layout.rows",
-      .order = moelora_is_interleaved(args->activation) ? MOELORA_ROWS_INTERLEAVED
-               : gated                                  ? MOELORA_ROWS_GATE_UP
-                                                        : MOELORA_ROWS_PLAIN,
-      .depth = args->hidden_states.size[1],
-      .k = moelora_size_of(x, 1),
-  };
+  layer->w13 = WEIGHTS_ARG(w13, .depth = args->hidden_states.size[1], .k = moelora_size_of(x, 1));
+  layer->w13.order = moelora_is_interleaved(args->activation) ? MOELORA_ROWS_INTERLEAVED
+                     : gated                                  ? MOELORA_ROWS_GATE_UP
+                                                              : MOELORA_ROWS_PLAIN;
   MOELORA_TRY(moelora_check_weights(&layer->w13, &problem->w13, &problem->routes.num_experts));
-  layer->w2 = (moelora_weights_arg){
-      .tensor = MOELORA_ARG("w2", &args->w2),
-      .x = x,
-      .layout = &args->w2_layout,
-      .layout_name = "w2_layout",
-      .rows_name = "w2_layout.rows",
-      .order = MOELORA_ROWS_PLAIN,
-      .depth = problem->w13.n / (gated ? 2 : 1),
-      .k = moelora_words("the intermediate size"),
-  };
+  layer->w2 =
+      WEIGHTS_ARG(w2, .order = MOELORA_ROWS_PLAIN, .depth = problem->w13.n / (gated ? 2 : 1),
+                  .k = moelora_words("the intermediate size"));
   return moelora_check_weights(&layer->w2, &problem->w2, &experts2);
 }
 
@@ -268,19 +230,14 @@ static moelora_status check_layer_adapters(moelora_arguments *all, const moelora
                                            moelora_experts_problem *problem) {
   const moelora_arg a13 = moelora_entry("w13_lora_a", 0, &args->w13_lora.a[0]);
   const moelora_arg a2 = moelora_entry("w2_lora_a", 0, &args->w2_lora.a[0]);
-  int32_t most = moelora_is_gated(args->activation) ? 2 : 1;
-  MOELORA_REQUIRE(args->w13_lora.num_slices <= most,
-                  "%s has %d slices, expected at most %d: one for all rows of %s%s", a13.name,
-                  args->w13_lora.num_slices, most, layer->w13.tensor.name,
-                  most == 2 ? ", or gate and up" : "");
-  MOELORA_REQUIRE(args->w2_lora.num_slices <= 1, "%s has %d slices, expected at most 1", a2.name,
-                  args->w2_lora.num_slices);
+  const bool gated = moelora_is_gated(args->activation);
   int64_t max_loras = MOELORA_ANY_SIZE;
   const moelora_source source = moelora_size_of(args->w13_lora.num_slices ? a13 : a2, 0);
-  const moelora_factors_arg w13 =
-      factors_of(&args->w13_lora, "w13_lora_a", "w13_lora_b", &layer->w13, &problem->w13);
+  moelora_factors_arg w13 = factors_of(&args->w13_lora, gated ? 2 : 1, "w13_lora_a", "w13_lora_b",
+                                       &layer->w13, &problem->w13);
+  w13.slices = gated ? ": one for all rows, or gate and up" : ": one for all rows";
   const moelora_factors_arg w2 =
-      factors_of(&args->w2_lora, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2);
+      factors_of(&args->w2_lora, 1, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2);
   MOELORA_TRY(moelora_check_factors(&w13, &max_loras, source, &problem->w13_lora));
   MOELORA_TRY(moelora_check_factors(&w2, &max_loras, source, &problem->w2_lora));
   moelora_take_adapters(all, &args->adapters, max_loras, source, &problem->routes);
@@ -301,27 +258,25 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
   MOELORA_TRY(moelora_check_views(all));
   MOELORA_TRY(check_layer_shapes(args, &layer, problem));
   name_sizes(all, &layer.w13, &problem->w13, "2 I");
-  take_bias(&args->w13_bias, &problem->w13);
-  take_bias(&args->w2_bias, &problem->w2);
+  problem->w13.bias = moelora_take_view(&args->w13_bias, &problem->w13.bias_stride_e, 1);
+  problem->w2.bias = moelora_take_view(&args->w2_bias, &problem->w2.bias_stride_e, 1);
   MOELORA_TRY(moelora_take_routing(all, &args->routing, true, routes));
-  MOELORA_TRY(check_padded_rows(topk_ids, routes));
+  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
   MOELORA_REQUIRE(!args->apply_router_weight_on_input || routes->top_k == 1,
                   "%s.size(1) is %d, expected 1 with apply_router_weight_on_input", topk_ids.name,
                   routes->top_k);
   MOELORA_TRY(check_layer_adapters(all, args, &layer, problem));
   problem->dtype = args->hidden_states.dtype;
-  problem->x = args->hidden_states.data;
-  problem->x_stride = moelora_stride(&args->hidden_states, 0);
+  problem->x = moelora_take_view(&args->hidden_states, &problem->x_stride, 1);
   return MOELORA_OK;
 }
 
 /* ---- saved tensors ---- */
 
-/* Checks the saved shrink output of a projection: [P, slices, R], or [P, R]. */
-static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
-                                   const moelora_experts_problem *problem,
-                                   const moelora_factors *lora, void **data, int64_t stride[2]) {
-  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
+/* Takes the saved shrink output of a projection: [P, slices, R] or [P, R]; absent, or a placeholder
+ * without elements, if the projection has no adapters. */
+static moelora_status take_shrink(moelora_arg arg, int32_t ndim, const moelora_factors *lora,
+                                  void **data, int64_t stride[2]) {
   if (lora->num_slices == 0) {
     MOELORA_REQUIRE(moelora_is_absent(arg.tensor) || arg.tensor->size[0] == 0,
                     "%s is given, but the projection has no adapters", arg.name);
@@ -329,33 +284,28 @@ static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_
   }
   MOELORA_TRY(
       moelora_check_view(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]"));
-  MOELORA_TRY(moelora_check_dtype(arg, x.tensor->dtype, x.name));
-  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
-                                 moelora_words("the number of routed rows, M * top_k,")));
-  MOELORA_TRY(moelora_check_rows(arg));
-  if (ndim == 3)
-    MOELORA_TRY(moelora_check_size(arg, 1, lora->num_slices,
-                                   moelora_words("the number of slices of the factors")));
-  MOELORA_TRY(moelora_check_size(arg, ndim - 1, lora->max_rank,
-                                 moelora_words("the maximum rank of the factors")));
-  *data = arg.tensor->data;
-  stride[0] = moelora_stride(arg.tensor, 0);
-  stride[1] = ndim == 3 ? moelora_stride(arg.tensor, 1) : lora->max_rank;
+  *data = moelora_take_view(arg.tensor, stride, 2);
+  if (ndim == 2)
+    stride[1] = lora->max_rank;
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_saved(const moelora_experts_args *args,
+moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem) {
+  static const char rank[] = "the maximum rank of the factors";
   const moelora_saved *from = &args->saved;
-  const moelora_arg shrink13 = MOELORA_ARG("saved.w13_shrink", &from->w13_shrink);
-  const moelora_arg shrink2 = MOELORA_ARG("saved.w2_shrink", &from->w2_shrink);
+  const moelora_factors *lora13 = &problem->w13_lora, *lora2 = &problem->w2_lora;
   moelora_saved_rows *saved = &problem->saved;
-  saved->gate_up = from->gate_up.data;
-  saved->gate_up_stride = moelora_stride(&from->gate_up, 0);
-  MOELORA_TRY(check_shrink(shrink13, 3, args, problem, &problem->w13_lora, &saved->shrink[0],
-                           saved->shrink_stride[0]));
-  return check_shrink(shrink2, 2, args, problem, &problem->w2_lora, &saved->shrink[1],
-                      saved->shrink_stride[1]);
+  moelora_name_size(all, "slices", lora13->num_slices,
+                    moelora_words("the number of slices of the factors"));
+  moelora_name_size(all, "R13", lora13->max_rank, moelora_words(rank));
+  moelora_name_size(all, "R2", lora2->max_rank, moelora_words(rank));
+  moelora_name_size(all, "0", 0, moelora_words("the size of a placeholder"));
+  saved->gate_up = moelora_take_view(&from->gate_up, &saved->gate_up_stride, 1);
+  MOELORA_TRY(take_shrink(MOELORA_ARG("saved.w13_shrink", &from->w13_shrink), 3, lora13,
+                          &saved->shrink[0], saved->shrink_stride[0]));
+  return take_shrink(MOELORA_ARG("saved.w2_shrink", &from->w2_shrink), 2, lora2, &saved->shrink[1],
+                     saved->shrink_stride[1]);
 }
 
 moelora_status moelora_check_experts(const moelora_experts_args *args,
@@ -372,9 +322,8 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
                     "saved.%s is given, but saved.gate_up is absent",
                     i ? "w2_shrink" : "w13_shrink");
   if (saving)
-    MOELORA_TRY(moelora_check_saved(args, problem));
-  problem->out = args->out.data;
-  problem->out_stride = moelora_stride(&args->out, 0);
+    MOELORA_TRY(moelora_check_saved(&all, args, problem));
+  problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
   MOELORA_TRY(moelora_check_sizes(&all));
   return moelora_check_apart(&all);
 }

@@ -92,14 +92,6 @@ static moelora_status check_factor_gradients(gradients *all, const moelora_lora 
   return MOELORA_OK;
 }
 
-static void take_dtopk_weights(const moelora_tensor *grad, float **data, int64_t stride[2]) {
-  if (moelora_is_absent(grad))
-    return;
-  *data = grad->data;
-  stride[0] = moelora_stride(grad, 0);
-  stride[1] = moelora_stride(grad, 1);
-}
-
 moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
                                               moelora_experts_backward_problem *problem) {
   static const char *const names13[] = {"grads.w13_lora_a", "grads.w13_lora_b", "w13_lora_a",
@@ -115,15 +107,12 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   if (args->overwrites_gate_up)
     rows.written = &forward->saved.gate_up;
   MOELORA_TRY(moelora_check_layer(&rows, forward, &problem->forward));
-  MOELORA_TRY(moelora_check_saved(forward, &problem->forward));
+  MOELORA_TRY(moelora_check_saved(&rows, forward, &problem->forward));
   MOELORA_TRY(moelora_check_sizes(&rows));
-  problem->dout = args->dout.data;
-  problem->dout_stride = moelora_stride(&args->dout, 0);
-  if (!moelora_is_absent(&grads->hidden_states)) {
-    problem->dx = grads->hidden_states.data;
-    problem->dx_stride = moelora_stride(&grads->hidden_states, 0);
-  }
-  take_dtopk_weights(&grads->topk_weights, &problem->dtopk_weights, problem->dtopk_weights_stride);
+  problem->dout = moelora_take_view(&args->dout, &problem->dout_stride, 1);
+  problem->dx = moelora_take_view(&grads->hidden_states, &problem->dx_stride, 1);
+  problem->dtopk_weights =
+      moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
   gradients all;
   MOELORA_TRY(begin_gradients(&forward->hidden_states, &grads->pairs, &all));
   MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, names13,
@@ -207,11 +196,9 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
   moelora_name_size(&rows, "max_loras", MOELORA_ANY_SIZE, moelora_words("max_loras"));
   MOELORA_TRY(moelora_check_views(&rows));
   MOELORA_TRY(moelora_check_sizes(&rows));
-  if (!moelora_is_absent(&grads->x)) {
-    problem->dx = grads->x.data;
-    problem->dx_stride = moelora_stride(&grads->x, 0);
-  }
-  take_dtopk_weights(&grads->topk_weights, &problem->dtopk_weights, problem->dtopk_weights_stride);
+  problem->dx = moelora_take_view(&grads->x, &problem->dx_stride, 1);
+  problem->dtopk_weights =
+      moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
   gradients all;
   MOELORA_TRY(begin_gradients(&forward->x, &grads->pairs, &all));
   MOELORA_TRY(

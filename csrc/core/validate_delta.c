@@ -2,20 +2,16 @@
  * SGLang's MLP. */
 #include "core/check.h"
 
-#include <string.h>
-
-/* Maximum rows per block. Each (expert, adapter) pair is padded to whole blocks, and padded row
- * numbers must fit int32. */
-enum { MAX_BLOCK_ROWS = 256 };
-
 /* Describes the factors of an adapter, which have the dtype of `x` unless they are wide. */
-static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name_a,
+static moelora_factors_arg factors_of(const moelora_lora *lora, int32_t most, const char *name_a,
                                       const char *name_b, moelora_arg x, int32_t num_experts,
                                       int64_t k, moelora_source k_source) {
   return (moelora_factors_arg){
       .lora = lora,
       .name_a = name_a,
       .name_b = name_b,
+      .least = 1,
+      .most = most,
       .shrink = k > 0,
       .expand = true,
       .like = x,
@@ -27,29 +23,10 @@ static moelora_factors_arg factors_of(const moelora_lora *lora, const char *name
   };
 }
 
-static moelora_status check_any_slice(const moelora_lora *lora, const char *name) {
-  MOELORA_REQUIRE(lora->num_slices >= 1, "%s has %d slices, expected 1 to %d", name,
-                  lora->num_slices, MOELORA_MAX_SLICES);
-  return MOELORA_OK;
-}
-
-/* If no row has an adapter, adapter tables are not read. */
-static void drop_unused_tables(moelora_routes *routes) {
-  if (routes->token_lora_mapping.data)
-    return;
-  routes->lora_ranks = NULL;
-  routes->lora_scalings = NULL;
-  routes->adapter_enabled = NULL;
-}
-
-static moelora_status check_padded_pairs(const moelora_tensor *topk_ids,
+static moelora_status check_padded_pairs(const moelora_routing *routing,
                                          const moelora_routes *routes) {
-  const int64_t rows = routes->num_rows, pairs = (int64_t)routes->num_experts * routes->max_loras;
-  MOELORA_REQUIRE(rows + (rows < pairs ? rows : pairs) * (MAX_BLOCK_ROWS - 1) <= INT32_MAX,
-                  "%s has %lld rows (M * top_k), too many for row numbers of 32 bits after padding "
-                  "by expert and adapter",
-                  MOELORA_ARG("topk_ids", topk_ids).name, (long long)rows);
-  return MOELORA_OK;
+  return moelora_check_padded_rows(
+      routing, routes, (int64_t)routes->num_experts * routes->max_loras, "expert and adapter");
 }
 
 /* ---- one adapter ---- */
@@ -78,19 +55,10 @@ static moelora_status take_extents(moelora_arguments *all, const moelora_delta_a
                                  : MOELORA_OK;
 }
 
-static moelora_status check_out(const moelora_delta_args *args, moelora_arg like,
-                                moelora_delta_problem *problem) {
+static moelora_status check_columns(const moelora_delta_args *args,
+                                    moelora_delta_problem *problem) {
   const moelora_arg out = MOELORA_ARG("out", &args->out);
-  const moelora_routes *routes = &problem->routes;
   const bool summed = args->out.ndim == 2;
-  MOELORA_TRY(moelora_check_view(out, summed ? 2 : 3, summed ? "[M, N]" : "[M, top_k, N]"));
-  MOELORA_TRY(moelora_check_dtype(out, problem->dtype, like.name));
-  MOELORA_TRY(
-      moelora_check_size(out, 0, routes->num_tokens, moelora_words("the number of tokens")));
-  if (!summed)
-    MOELORA_TRY(moelora_check_size(out, 1, routes->top_k, moelora_words("top_k")));
-  MOELORA_TRY(moelora_check_rows(out));
-
   problem->columns = problem->lora.num_slices * problem->lora.slice_n;
   const int64_t columns = args->silu_and_mul ? problem->columns / 2 : problem->columns;
   const int64_t width = args->out.size[summed ? 1 : 2];
@@ -113,8 +81,7 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_arg like
   if (args->out.data)
     problem->out =
         (char *)args->out.data + (size_t)args->out_offset * moelora_dtype_bytes(problem->dtype);
-  problem->out_stride[0] = moelora_stride(&args->out, 0);
-  problem->out_stride[1] = summed ? 0 : moelora_stride(&args->out, 1);
+  moelora_take_view(&args->out, problem->out_stride, summed ? 1 : 2);
   return MOELORA_OK;
 }
 
@@ -161,8 +128,6 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
   MOELORA_REQUIRE(has_x + has_h + has_out == 2,
                   "%d of x, h and out are given, expected two: x and h, h and out, or x and out",
                   has_x + has_h + has_out);
-  MOELORA_REQUIRE(args->num_experts >= 1, "num_experts is %d, expected at least 1",
-                  args->num_experts);
   moelora_arguments all;
   moelora_arguments_of_delta(args, &all);
   if (!has_out)
@@ -176,11 +141,10 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
   const char *const leading = has_x ? "lora_a" : "lora_b";
   const moelora_arg first = moelora_entry(leading, 0, has_x ? &args->lora.a[0] : &args->lora.b[0]);
   int64_t max_loras = MOELORA_ANY_SIZE;
-  moelora_factors_arg lora = factors_of(&args->lora, "lora_a", "lora_b", input, args->num_experts,
-                                        problem->k, moelora_size_of(x, 1));
+  moelora_factors_arg lora = factors_of(&args->lora, MOELORA_MAX_SLICES, "lora_a", "lora_b", input,
+                                        args->num_experts, problem->k, moelora_size_of(x, 1));
   lora.expand = has_out;
   lora.may_be_wide = has_x && has_out && !is_listed;
-  MOELORA_TRY(check_any_slice(&args->lora, first.name));
   MOELORA_TRY(moelora_check_factors(&lora, &max_loras, moelora_size_of(first, 0), &problem->lora));
   moelora_take_adapters(&all, &args->adapters, max_loras, moelora_size_of(first, 0), routes);
   moelora_name_size(&all, "slices", problem->lora.num_slices,
@@ -190,19 +154,16 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
     MOELORA_TRY(require_lists(&args->lists));
     MOELORA_TRY(moelora_take_lists(&args->lists, &problem->lists));
   } else {
-    drop_unused_tables(routes);
-    MOELORA_TRY(check_padded_pairs(&args->routing.topk_ids, routes));
+    moelora_drop_unused_tables(routes);
+    MOELORA_TRY(check_padded_pairs(&args->routing, routes));
   }
   if (has_out)
-    MOELORA_TRY(check_out(args, input, problem));
+    MOELORA_TRY(check_columns(args, problem));
   MOELORA_TRY(moelora_check_sizes(&all));
   MOELORA_TRY(moelora_check_apart(&all));
-  problem->x = args->x.data;
-  problem->x_stride = has_x ? moelora_stride(&args->x, 0) : 0;
+  problem->x = moelora_take_view(&args->x, &problem->x_stride, 1);
   problem->x_per_row = has_x && args->x.size[0] != routes->num_tokens;
-  problem->xa = args->h.data;
-  for (int32_t i = 0; i < 3 && has_h; i++)
-    problem->xa_stride[i] = moelora_stride(&args->h, i);
+  problem->xa = moelora_take_view(&args->h, problem->xa_stride, 3);
   return MOELORA_OK;
 }
 
@@ -213,12 +174,9 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const moelora_arg gate_up_a = moelora_entry("gate_up_a", 0, &args->gate_up.a[0]);
   const moelora_arg gate_up_b = moelora_entry("gate_up_b", 0, &args->gate_up.b[0]);
-  const moelora_arg down_a = moelora_entry("down_a", 0, &args->down.a[0]);
   const moelora_arg down_b = moelora_entry("down_b", 0, &args->down.b[0]);
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_mlp_delta_problem){0};
-  MOELORA_REQUIRE(args->num_experts >= 1, "num_experts is %d, expected at least 1",
-                  args->num_experts);
   moelora_arguments all;
   moelora_arguments_of_mlp_delta(args, &all);
   MOELORA_TRY(moelora_check_views(&all));
@@ -226,16 +184,10 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   problem->dtype = x.tensor->dtype;
   problem->hidden = x.tensor->size[1];
 
-  MOELORA_REQUIRE(args->gate_up.num_slices <= 2, "%s has %d slices, expected 1, or gate and up",
-                  gate_up_a.name, args->gate_up.num_slices);
-  MOELORA_REQUIRE(args->down.num_slices <= 1, "%s has %d slices, expected 1", down_a.name,
-                  args->down.num_slices);
-  MOELORA_TRY(check_any_slice(&args->gate_up, gate_up_a.name));
-  MOELORA_TRY(check_any_slice(&args->down, down_a.name));
   int64_t max_loras = MOELORA_ANY_SIZE;
   const moelora_source slots = moelora_size_of(gate_up_a, 0);
   const moelora_factors_arg gate_up =
-      factors_of(&args->gate_up, "gate_up_a", "gate_up_b", x, args->num_experts, problem->hidden,
+      factors_of(&args->gate_up, 2, "gate_up_a", "gate_up_b", x, args->num_experts, problem->hidden,
                  moelora_size_of(x, 1));
   MOELORA_TRY(moelora_check_factors(&gate_up, &max_loras, slots, &problem->gate_up));
   const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
@@ -243,7 +195,7 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                   gate_up_b.name, (long long)columns);
   problem->intermediate = columns / 2;
   const moelora_factors_arg down =
-      factors_of(&args->down, "down_a", "down_b", x, args->num_experts, problem->intermediate,
+      factors_of(&args->down, 1, "down_a", "down_b", x, args->num_experts, problem->intermediate,
                  moelora_words("half of the columns of gate and up"));
   MOELORA_TRY(moelora_check_factors(&down, &max_loras, slots, &problem->down));
   MOELORA_TRY(moelora_check_size(down_b, 2, problem->hidden, moelora_size_of(x, 1)));
@@ -251,14 +203,12 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, true, routes));
   routes->num_experts = args->num_experts;
   moelora_take_adapters(&all, &args->adapters, max_loras, slots, routes);
-  drop_unused_tables(routes);
-  MOELORA_TRY(check_padded_pairs(&args->routing.topk_ids, routes));
+  moelora_drop_unused_tables(routes);
+  MOELORA_TRY(check_padded_pairs(&args->routing, routes));
   MOELORA_TRY(moelora_check_sizes(&all));
   MOELORA_TRY(moelora_check_apart(&all));
 
-  problem->x = x.tensor->data;
-  problem->x_stride = moelora_stride(x.tensor, 0);
-  problem->out = args->out.data;
-  problem->out_stride = moelora_stride(&args->out, 0);
+  problem->x = moelora_take_view(x.tensor, &problem->x_stride, 1);
+  problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
   return MOELORA_OK;
 }

@@ -30,8 +30,9 @@ moelora_status moelora_check_factors(const moelora_factors_arg *of, int64_t *max
   const moelora_arg first = MOELORA_ARG(of->shrink ? of->name_a : of->name_b, leading);
   const moelora_source rank = moelora_words("the rank of the first slice");
   const int32_t slices = lora->num_slices;
-  MOELORA_REQUIRE(slices >= 0 && slices <= MOELORA_MAX_SLICES, "%s has %d slices, expected 0 to %d",
-                  first.name, slices, MOELORA_MAX_SLICES);
+  MOELORA_REQUIRE(slices >= of->least && slices <= of->most,
+                  "%s has %d slices, expected %d to %d%s", first.name, slices, of->least, of->most,
+                  of->slices ? of->slices : "");
   if (slices == 0)
     return MOELORA_OK;
   const bool defines_n = of->n == MOELORA_ANY_SIZE;

@@ -30,9 +30,7 @@ static moelora_ids ids_of(const moelora_tensor *tensor) {
 moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes) {
   /* Their row is optional, but this call needs them. */
   MOELORA_TRY(moelora_check_view(MOELORA_ARG("topk_weights", weights), 2, "[M, top_k]"));
-  routes->topk_weights = weights->data;
-  routes->topk_weights_stride[0] = moelora_stride(weights, 0);
-  routes->topk_weights_stride[1] = moelora_stride(weights, 1);
+  routes->topk_weights = moelora_take_view(weights, routes->topk_weights_stride, 2);
   return MOELORA_OK;
 }
 
@@ -76,6 +74,28 @@ void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapt
   routes->adapter_enabled = enabled->data;
   routes->adapter_enabled_bytes = (int32_t)moelora_dtype_bytes(enabled->dtype);
   routes->max_loras = is_known ? (int32_t)max_loras : 0;
+}
+
+void moelora_drop_unused_tables(moelora_routes *routes) {
+  if (routes->token_lora_mapping.data)
+    return;
+  routes->lora_ranks = NULL;
+  routes->lora_scalings = NULL;
+  routes->adapter_enabled = NULL;
+}
+
+/* Maximum rows of a block of alignment. */
+enum { MAX_BLOCK_ROWS = 256 };
+
+moelora_status moelora_check_padded_rows(const moelora_routing *routing,
+                                         const moelora_routes *routes, int64_t groups,
+                                         const char *group) {
+  const int64_t rows = routes->num_rows, touched = rows < groups ? rows : groups;
+  MOELORA_REQUIRE(rows + touched * (MAX_BLOCK_ROWS - 1) <= INT32_MAX,
+                  "%s has %lld rows (M * top_k), too many for row numbers of 32 bits after padding "
+                  "by %s",
+                  MOELORA_ARG("topk_ids", &routing->topk_ids).name, (long long)rows, group);
+  return MOELORA_OK;
 }
 
 /* ---- alignment ---- */
@@ -124,14 +144,17 @@ static moelora_status check_align_outputs(const moelora_align_args *args, moelor
                   moelora_label_source(of_rows).text, (long long)rows);
   moelora_name_size(all, "rows", rows, of_rows);
   moelora_name_size(all, "1", 1, moelora_words("the number of totals"));
-  if (mode == MOELORA_ALIGN_UNIFORM)
-    MOELORA_TRY(moelora_check_vector(loras, MOELORA_I32, blocks, of_blocks, "[blocks]"));
-  else if (mode == MOELORA_ALIGN_SEGMENTED)
-    MOELORA_TRY(moelora_check_vector(loras, MOELORA_I32, rows, of_rows, "[rows]"));
+  if (mode == MOELORA_ALIGN_SEGMENTED)
+    moelora_name_size(all, "blocks or rows", rows, of_rows);
+  else
+    moelora_name_size(all, "blocks or rows", blocks, of_blocks);
+  if (mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED)
+    MOELORA_TRY(
+        moelora_check_view(loras, 1, mode == MOELORA_ALIGN_UNIFORM ? "[blocks]" : "[rows]"));
   else
     MOELORA_TRY(check_unused(loras, "a mode with adapters"));
   if (mode == MOELORA_ALIGN_SORTING) {
-    MOELORA_TRY(moelora_check_vector(weights, MOELORA_F32, rows, of_rows, "[rows]"));
+    MOELORA_TRY(moelora_check_view(weights, 1, "[rows]"));
     MOELORA_TRY(check_out_to_zero(&args->out_to_zero, problem));
   } else {
     MOELORA_TRY(check_unused(weights, "moe_sorting"));
@@ -146,6 +169,11 @@ static moelora_status check_align_outputs(const moelora_align_args *args, moelor
   return MOELORA_OK;
 }
 
+static moelora_status check_max_loras(int32_t max_loras) {
+  MOELORA_REQUIRE(max_loras < INT32_MAX, "max_loras is %d, expected fewer", max_loras);
+  return moelora_check_at_least("max_loras", max_loras, 1);
+}
+
 /* num_experts counts global experts if there is an expert_map. */
 static void name_experts(moelora_arguments *all, int32_t num_experts, moelora_routes *routes) {
   routes->num_experts = num_experts;
@@ -158,9 +186,6 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   *problem = (moelora_align_problem){.mode = mode, .block_size = args->block_size};
   MOELORA_REQUIRE(mode >= MOELORA_ALIGN_BASE && mode <= MOELORA_ALIGN_SORTING,
                   "mode is %d, expected a moelora_align_mode", (int)mode);
-  MOELORA_REQUIRE(args->num_experts >= 1, "num_experts is %d, expected at least 1",
-                  args->num_experts);
-  MOELORA_REQUIRE(args->block_size >= 1, "block_size is %d, expected at least 1", args->block_size);
   moelora_align_args read = *args; /* without what the mode does not look at */
   if (!with_adapters)
     read.adapters = (moelora_adapters){0};
@@ -171,8 +196,7 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
       moelora_take_routing(&all, &args->routing, mode == MOELORA_ALIGN_SORTING, &problem->routes));
   name_experts(&all, args->num_experts, &problem->routes);
   if (with_adapters) {
-    MOELORA_REQUIRE(args->max_loras >= 1 && args->max_loras < INT32_MAX,
-                    "max_loras is %d, expected at least 1", args->max_loras);
+    MOELORA_TRY(check_max_loras(args->max_loras));
     moelora_take_adapters(&all, &args->adapters, args->max_loras, moelora_words("max_loras"),
                           &problem->routes);
   }
@@ -190,8 +214,7 @@ moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_block
                   "num_active_loras is %d, expected 0 to %s.size(0), which is %lld",
                   lists->num_active, MOELORA_ARG("lora_ids", &lists->lora_ids).name,
                   (long long)lists->lora_ids.size[0]);
-  MOELORA_REQUIRE(lists->block_size >= 1, "block_size is %d, expected at least 1",
-                  lists->block_size);
+  MOELORA_TRY(moelora_check_at_least("block_size", lists->block_size, 1));
   MOELORA_REQUIRE((int64_t)lists->expert_ids.size[1] * lists->block_size >=
                       lists->sorted_token_ids.size[1],
                   "%s.size(1) is %lld, expected at least a block of %d for each of the %lld rows "
@@ -220,10 +243,7 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
   const moelora_arg experts = MOELORA_ARG("expert_ids", &lists->expert_ids);
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_align_lists_problem){0};
-  MOELORA_REQUIRE(args->num_experts >= 1, "num_experts is %d, expected at least 1",
-                  args->num_experts);
-  MOELORA_REQUIRE(args->max_loras >= 1 && args->max_loras < INT32_MAX,
-                  "max_loras is %d, expected at least 1", args->max_loras);
+  MOELORA_TRY(check_max_loras(args->max_loras));
   moelora_arguments all;
   moelora_arguments_of_align_lists(args, &all);
   MOELORA_TRY(moelora_check_views(&all));

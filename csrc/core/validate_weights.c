@@ -89,7 +89,7 @@ static moelora_status check_layout(const moelora_layout *layout, const char *nam
 /* Checks the tiles of a quantized weight with K = k. `of_rows` and `of_depth` are the origins of
  * its sizes. */
 static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout, int64_t k,
-                                  const char *of_rows, moelora_source of_depth,
+                                  moelora_source of_rows, moelora_source of_depth,
                                   moelora_weights *weights) {
   static const char shape[] = "[E, tiles of rows, tiles of depth, bytes of a tile]";
   const moelora_tensor *t = arg.tensor;
@@ -105,8 +105,8 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
                   (long long)t->size[3], moelora_tile_size(layout->format), format);
   MOELORA_REQUIRE(t->size[1] == row_tiles,
                   "%s.size(1) is %lld, expected %lld tiles, as %s is %lld, in %s order", arg.name,
-                  (long long)t->size[1], (long long)row_tiles, of_rows, (long long)layout->rows,
-                  order_name(layout->order));
+                  (long long)t->size[1], (long long)row_tiles, moelora_label_source(of_rows).text,
+                  (long long)layout->rows, order_name(layout->order));
   MOELORA_REQUIRE(t->size[2] == depth_tiles,
                   "%s.size(2) is %lld, expected %lld tiles, as %s is %lld", arg.name,
                   (long long)t->size[2], (long long)depth_tiles,
@@ -164,8 +164,9 @@ moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *
                     "%s has dtype %s, expected bfloat16 or float16, as %s is %s", arg->x.name,
                     moelora_dtype_name(x->dtype), arg->tensor.name,
                     moelora_format_name(arg->layout->format));
-    arg->n = moelora_words(arg->rows_name);
-    MOELORA_TRY(check_tiles(arg->tensor, arg->layout, arg->depth, arg->rows_name, arg->k, weights));
+    arg->n = moelora_words(arg->layout_name);
+    arg->n.scale = ".rows";
+    MOELORA_TRY(check_tiles(arg->tensor, arg->layout, arg->depth, arg->n, arg->k, weights));
     MOELORA_TRY(check_order(arg, weights));
   }
   *num_experts = (int32_t)t->size[0];
@@ -213,7 +214,8 @@ static moelora_status check_quantized(const moelora_layout *layout, moelora_dtyp
                                       moelora_quantized_problem *problem) {
   MOELORA_REQUIRE(dtype == MOELORA_BF16 || dtype == MOELORA_F16,
                   "dtype is %s, expected bfloat16 or float16", moelora_dtype_name(dtype));
-  MOELORA_TRY(check_tiles(*tiles, layout, k, "layout.rows", of_depth, &problem->tiles));
+  MOELORA_TRY(
+      check_tiles(*tiles, layout, k, moelora_words("layout.rows"), of_depth, &problem->tiles));
   MOELORA_TRY(moelora_check_contiguous(*tiles));
   problem->num_experts = tiles->tensor->size[0];
   problem->dtype = dtype;
@@ -245,8 +247,7 @@ static moelora_status check_groups(moelora_arg arg, moelora_arg values, const in
     MOELORA_TRY(moelora_check_size(arg, dim, size[dim], moelora_size_of(values, dim)));
   MOELORA_TRY(moelora_check_at_least_one(arg));
   MOELORA_TRY(moelora_check_rows(arg));
-  strides[0] = moelora_stride(arg.tensor, 0);
-  strides[1] = moelora_stride(arg.tensor, 1);
+  moelora_take_view(arg.tensor, strides, 2);
   return MOELORA_OK;
 }
 
@@ -300,9 +301,8 @@ static moelora_status check_tensor_scales(const moelora_quantized *w, const moel
   MOELORA_REQUIRE(halves == 1 || (halves == 2 && layout->order != MOELORA_ROWS_PLAIN),
                   "%s.size(1) is %lld, expected 1%s", scales.name, (long long)halves,
                   layout->order == MOELORA_ROWS_PLAIN ? "" : ", or 2 for gate and up");
-  problem->tensor_scales = w->tensor_scales.data;
-  problem->tensor_scales_stride[0] = moelora_stride(&w->tensor_scales, 0);
-  problem->tensor_scales_stride[1] = halves == 2 ? moelora_stride(&w->tensor_scales, 1) : 0;
+  problem->tensor_scales =
+      moelora_take_view(&w->tensor_scales, problem->tensor_scales_stride, (int32_t)halves);
   return MOELORA_OK;
 }
 
@@ -341,8 +341,7 @@ static moelora_status check_blocks(const moelora_quantized *w, const moelora_lay
                                  moelora_words("K / block_columns, rounded up,")));
   if (!moelora_has_row_scales(layout->format) && rows > 1)
     MOELORA_TRY(check_tile_rows(layout, rows));
-  problem->scales_stride[0] = moelora_stride(&w->scales, 0);
-  problem->scales_stride[1] = moelora_stride(&w->scales, 1);
+  moelora_take_view(&w->scales, problem->scales_stride, 2);
   problem->block_rows = rows;
   problem->block_columns = columns;
   return MOELORA_OK;
@@ -379,9 +378,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
                                 MOELORA_ARG("tensor_scales", &w->tensor_scales)};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
-  problem->values = w->values.data;
-  problem->values_stride[0] = moelora_stride(&w->values, 0);
-  problem->values_stride[1] = moelora_stride(&w->values, 1);
+  problem->values = moelora_take_view(&w->values, problem->values_stride, 2);
   problem->scales = w->scales.data;
   problem->scale_dtype = w->scales.dtype;
   problem->packed = tiles->data;
@@ -404,8 +401,6 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
   MOELORA_TRY(moelora_check_size(target, 0, tiles->size[0], moelora_size_of(source, 0)));
   MOELORA_TRY(moelora_check_distinct(target));
   MOELORA_TRY(moelora_check_disjoint(target, source));
-  problem->out = out->data;
-  problem->out_stride[0] = moelora_stride(out, 0);
-  problem->out_stride[1] = moelora_stride(out, 1);
+  problem->out = moelora_take_view(out, problem->out_stride, 2);
   return MOELORA_OK;
 }

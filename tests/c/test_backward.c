@@ -213,6 +213,16 @@ static void test_refusals(void) {
   REFUSES(bad.forward.saved.gate_up = absent,
           "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]");
   REFUSES(bad.forward.saved.gate_up.size[1] = 7, "saved.gate_up.size(1) is 7, w13.size(1) is 24");
+  REFUSES(bad.forward.saved.w13_shrink = absent,
+          "saved.w13_shrink is absent, expected a tensor [M * top_k, slices, R]");
+  REFUSES(bad.forward.saved.w13_shrink.size[1] = 1,
+          "saved.w13_shrink.size(1) is 1, the number of slices of the factors is 2");
+  REFUSES(bad.forward.saved.w13_shrink.stride[2] = 2,
+          "saved.w13_shrink.stride(2) is 2, expected 1: the last dimension must be contiguous");
+  REFUSES(bad.forward.saved.w2_shrink.size[1] = 1,
+          "saved.w2_shrink.size(1) is 1, the maximum rank of the factors is 5");
+  REFUSES(bad.forward.saved.w2_shrink.dtype = MOELORA_F16,
+          "saved.w2_shrink has dtype float16, expected float32 as hidden_states");
   REFUSES(bad.grads.w2_lora.a[0].dtype = MOELORA_F16,
           "grads.w2_lora_a[0] has dtype float16, expected float32");
   REFUSES(bad.grads.w13_lora.num_slices = 1, "grads.w13_lora_a has 1 slices, w13_lora_a has 2");

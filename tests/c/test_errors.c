@@ -266,11 +266,11 @@ static void test_experts_errors(void) {
   INVALID("topk_ids.size(1) is 2, expected 1 with apply_router_weight_on_input");
 
   a = good, a.w13_lora.num_slices = 3;
-  INVALID("w13_lora_a has 3 slices, expected at most 2: one for all rows of w13, or gate and up");
+  INVALID("w13_lora_a has 3 slices, expected 0 to 2: one for all rows, or gate and up");
   a = good, a.w13.size[1] = I, a.w13_bias = absent, a.activation = MOELORA_RELU2;
-  INVALID("w13_lora_a has 2 slices, expected at most 1: one for all rows of w13");
+  INVALID("w13_lora_a has 2 slices, expected 0 to 1: one for all rows");
   a = good, a.w2_lora.num_slices = 2;
-  INVALID("w2_lora_a has 2 slices, expected at most 1");
+  INVALID("w2_lora_a has 2 slices, expected 0 to 1");
   a = good, a.w13_lora.a[1].size[3] = 8;
   INVALID("w13_lora_a[1].size(3) is 8, w13.size(2) is 16");
   a = good, a.w13_lora.b[0].size[2] = 24;
