@@ -138,7 +138,7 @@ typedef enum moelora_class {
   MOELORA_CLASS_i32,
   MOELORA_CLASS_f32,
   MOELORA_CLASS_flags,
-  MOELORA_CLASS_special, /* from here on, the rows of moelora_check_sizes() end */
+  MOELORA_CLASS_special, /* this class and the next are not views that rows check */
   MOELORA_CLASS_number,
 } moelora_class;
 

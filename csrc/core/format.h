@@ -341,7 +341,7 @@ static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
    ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \
    ((word) << 3 & 0x60006000u) | ((word) >> 2 & 0x10001000u))
 
-/* The same for codes that kernels look up: nibbles of both halves alternate. */
+/* Spreads codes that kernels look up: nibbles of both halves alternate. */
 static MOELORA_CONSTEXPR uint32_t moelora_spread_codes(uint32_t nibbles) {
   return (nibbles & 0xf000000fu) | (nibbles << 4 & 0x00000f00u) | (nibbles << 8 & 0x000f0000u) |
          (nibbles << 12 & 0x0f000000u) | (nibbles >> 12 & 0x000000f0u) |

@@ -32,7 +32,7 @@ typedef struct long_segment {
 
 static const long_segment long_portable = {40, 128, 1}, /* for K below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7, 2},                           /* sm_90, up to NARROW rows of A */
-    long_many = {16, 7, 1},  /* the same, with so many segments that a CTA has several */
+    long_many = {16, 7, 1},  /* sm_90, up to NARROW rows of A, several segments a CTA */
     long_wide = {8, 7, 2},   /* sm_90, up to 64 */
     long_widest = {2, 7, 1}; /* sm_90, more */
 

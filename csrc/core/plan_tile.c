@@ -247,7 +247,7 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
   keep_layer(list, access->few);
   keep_newest(list);
   if (device->device == MOELORA_CPU)
-    return list.count; /* a row for each instruction set */
+    return list.count; /* there is one row for each instruction set */
   if (moelora_is_measured(device)) {
     keep_measured(list, measured_shape(rows, access));
     return list.count;

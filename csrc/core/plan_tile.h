@@ -53,7 +53,7 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
 
 /* cost.c: the measured tables apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
-/* cost.c: the same for one projection. */
+/* cost.c: modelled time of one projection. */
 double moelora_tile_ns(const moelora_variant *variant, double rows,
                        const moelora_device_info *device);
 

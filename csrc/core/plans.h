@@ -191,7 +191,7 @@ typedef struct moelora_expand_plan {
   const moelora_variant *variant; /* NULL: no expand */
   int32_t part;                   /* maximum number of rows per work item */
   int32_t tiles;                  /* column tiles */
-  int32_t shares, window;         /* as above */
+  int32_t shares, window;         /* as in moelora_shrink_plan */
   int32_t waves;                  /* CTAs launched, as a multiple of those resident at once */
   int64_t work;
 } moelora_expand_plan;
@@ -214,8 +214,8 @@ typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
   bool vectors;           /* x, w and out allow 16-byte accesses */
-  bool a_vectors;         /* also the factors A */
-  bool b_vectors;         /* also the factors B, which extend K of w */
+  bool a_vectors;         /* the factors A allow 16-byte accesses, too */
+  bool b_vectors;         /* the factors B, which extend K of w, allow them */
   bool b_boxes;           /* each slice of B is covered by a tensor map */
   bool quantizes_x;       /* a launch before it quantizes x to e4m3 */
   bool quantizes_vectors; /* with 16-byte accesses */
@@ -258,7 +258,7 @@ typedef struct moelora_experts_plan {
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
   bool vectors;         /* y, w and the outputs allow 16-byte accesses */
-  bool a_vectors;       /* also the factors A, which extend K of w */
+  bool a_vectors;       /* the factors A, which extend K of w, allow them, too */
   bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
   int64_t num_counters; /* of the tile scheduler */
   int32_t l2_elements;

@@ -24,7 +24,7 @@ typedef struct moelora_back_scratch {
   float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
 } moelora_back_scratch;
 
-/* depth, rank: maximum number of terms of a sum, and of one with a factor A. */
+/* Takes scratch for sums over up to `depth` rows or columns of weights, and `rank` of factors A. */
 moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
                                                 const moelora_exec *exec, moelora_arena *arena);
 

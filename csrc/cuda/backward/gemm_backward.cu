@@ -38,7 +38,7 @@ bool writes_dx(const moelora_gemm_backward_problem *b) {
   return b->dx && b->forward.x_per_row && !b->forward.mul_routed_weight;
 }
 
-/* Returns the rows of dout, equally spaced. */
+/* Returns dout as an operand of gradients: its rows have one stride. */
 moelora_gradient_operand rows_of_dout(const moelora_gemm_backward_problem *b,
                                       const moelora_gemm_backward_plan *plan,
                                       const GemmBackwardLayout *l) {

@@ -33,7 +33,7 @@ struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
-  int32_t tiles, few_tiles; // tiles per part; per pair of few rows
+  int32_t tiles, few_tiles; // per part of `part`; per pair of `few`
   int64_t slot_floats;
   float *slots;
 };

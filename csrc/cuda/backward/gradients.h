@@ -49,8 +49,8 @@ typedef struct moelora_gradient_split {
 
 /* Parts of the gradients of one kind, in the workspace. */
 typedef struct moelora_gradient_parts {
-  moelora_gradient_part *few;    /* [max_few] pairs of few rows or none, whole */
-  moelora_gradient_part *part;   /* [max_parts] the others */
+  moelora_gradient_part *few;    /* [max_few] pairs of at most few_rows rows, not split */
+  moelora_gradient_part *part;   /* [max_parts] parts of pairs of more rows */
   moelora_gradient_split *split; /* [max_splits] */
   int32_t *count;                /* [3] counts of `part`, `split`, `few` */
   int64_t max_parts, max_splits, max_slots, max_few;
@@ -154,7 +154,7 @@ moelora_status moelora_cuda_factor_gradients(const moelora_gradients_launch *g,
 
 /* bias[e] (+)= sum over the rows of e, including base rows, in the order of positions. */
 typedef struct moelora_bias_launch {
-  moelora_gradient_operand rows; /* [, columns] of `dtype` */
+  moelora_gradient_operand rows; /* rows of `columns` values of `dtype` */
   int64_t columns;
   moelora_dtype dtype;
   bool weighted; /* multiplied by the routing weight */

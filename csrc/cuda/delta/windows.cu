@@ -30,7 +30,7 @@ __device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
   return moelora_padded_rank(rank) * s.lora.num_slices;
 }
 
-/* Items per part of a segment, of RANKS columns each. */
+/* Returns the number of items that share a part of a segment; each has RANKS columns. */
 template <int RANKS>
 __device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
   return ceil_divide(columns_of(s, rank), RANKS);

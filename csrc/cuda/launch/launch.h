@@ -175,7 +175,7 @@ typedef struct moelora_sum_launch {
   bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* deltas: flat rows that exist; tokens without any are left unchanged */
+  /* Deltas: which flat rows of z the expand has written. Tokens without one are not stored. */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
   bool add;  /* accumulate into out */
@@ -207,8 +207,8 @@ typedef struct moelora_sort_scratch {
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 } moelora_sort_scratch;
 
-/* align/align.cu: allocates the scratch memory and fills `blocks`. `routes` are resolved from
- * `from`, unless that is NULL, after the previous kernel. */
+/* align/align.cu: the first allocates the scratch memory, the second fills `blocks`. If `from` is
+ * not NULL, the second first resolves it into `routes`, after the previous kernel. */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,

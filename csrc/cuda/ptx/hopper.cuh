@@ -243,7 +243,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* The same for rows of `steps` k16 steps (1, 2 or 4), with the swizzle of that width. */
+/* Matrix descriptor of a K-major tile whose rows have `steps` k16 steps (1, 2 or 4), and whose
+ * swizzle is as wide as a row. */
 __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
   const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
@@ -275,7 +276,7 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_
                : "memory");
 }
 
-/* The same, transposed. */
+/* stmatrix that transposes each 8x8 matrix. */
 __device__ __forceinline__ void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b,
                                                       uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),

@@ -114,7 +114,7 @@ template <class T> __device__ __forceinline__ uint4 load_elements(const T *from,
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* The same, to shared memory. */
+/* Copies what load_elements() loads to shared memory. */
 template <class T>
 __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
   store_shared_16(to, load_elements(from, count));
@@ -259,7 +259,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
                : "memory");
 }
 
-/* The same, with each 8x8 matrix transposed. */
+/* ldmatrix that transposes each 8x8 matrix. */
 __device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -58,7 +58,7 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
   int64_t warp_length[WARPS];   // scratch of sum_before: sums of the warps
-  int warp_used[WARPS];         // likewise, of the number of segments that are not empty
+  int warp_used[WARPS];         // scratch of sum_before: segments of the warps that are not empty
   int longest;                  // maximum over segments of rows of x read, once per chunk of ranks
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum

@@ -29,7 +29,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
   static constexpr int MAX_TILE_BYTES = moelora_max_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
-  // The same, without the scale of the tile.
+  // Maximum bytes of a tile without its scale.
   static constexpr int MAX_ROW_BYTES =
       MAX_TILE_BYTES - (moelora_has_tile_scale(FORMAT) ? MOELORA_TILE_SCALE_BYTES : 0);
 
@@ -78,7 +78,7 @@ private:
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
 
-/* The same of a single k16 slab:
+/* Scales and zero points of a lane's rows r and r + 8 for a single k16 slab:
  *
  *   load(scale, zero, slab, format)
  *   value<I>(word) */
@@ -198,7 +198,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
   }
 };
 
-/* The same of half of an FP8 tile, 64 elements of K. Its k16 slabs are dequantized in order. */
+/* Fragment of half of an FP8 tile, 64 elements of K. Its k16 slabs are dequantized in order. */
 template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS> {
   uint32_t words[4]; // of r and r + 8, in an even slab; then in the next slab
   uint32_t values;   // shared memory address for ldmatrix of slabs 0 and 1

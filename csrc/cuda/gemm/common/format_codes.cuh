@@ -91,7 +91,7 @@ template <class T> struct CodeScales {
     low = pack2<T>(r - Element<T>::to_float(parts[0]), r8 - Element<T>::to_float(parts[1]));
   }
 
-  /* Values I of both halves of a word. */
+  /* Returns values I of both halves of a word. */
   template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     const uint32_t codes = I < 2 ? word : word >> 16;
     const uint32_t upper = select_bytes < I<2 ? 0x9d8c : 0xbfae>(word, word << 4); // bit 3 of each
@@ -100,7 +100,7 @@ template <class T> struct CodeScales {
     return fma2<T>(code, both_halves<I % 2>(high), multiply2<T>(code, both_halves<I % 2>(low)));
   }
 
-  /* The same from float32 numbers, rounded once. */
+  /* Computes value I of both halves of a word in float32, and rounds once. */
   template <int I> __device__ __forceinline__ uint32_t exact(uint32_t word) const {
     const uint32_t codes = word >> 8 * I;
     return pack2<T>(number(codes & 15) * absmax[I % 2], number(codes >> 4 & 15) * absmax[I % 2]);

@@ -70,7 +70,7 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> 
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
   static constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
 
-  uint32_t scales, zeros; // as above: low half for r, high half for r + 8
+  uint32_t scales, zeros; // low half for r, high half for r + 8
 
   __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, int slab,
                                        moelora_format format) {

@@ -33,7 +33,7 @@ template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, 
 struct DequantizeShape
     : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
       RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
-  static constexpr bool ZEROS = ZEROS_; // formats with zero points
+  static constexpr bool ZEROS = ZEROS_; // formats may have zero points
   static constexpr int SPANS = kQuantizedSpans;
   static constexpr int GATHER_LANES = 4;
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;

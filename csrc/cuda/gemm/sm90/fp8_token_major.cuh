@@ -429,7 +429,8 @@ private:
     static_assert(S::OWN_BUFFERS * kEpilogueTokens == 64, "16 rows for each of four warps");
     const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3, chunk = lane & 7;
     const uint32_t rows = warp.sOut(warp.consumer, 0) + warp_id * 16 * kRowBytes;
-    const int from = warp.consumer * 64 + warp_id * 16 + lane / 8; // of every fourth token
+    const int from =
+        warp.consumer * 64 + warp_id * 16 + lane / 8; // stores every fourth token from here on
     const int64_t stride = g.epilogue.out_stride[0];
     T *gOut = (T *)g.epilogue.out + ((int64_t)header.tile.block * S::TOKENS + from) * stride +
               first + chunk * 8;

@@ -72,8 +72,8 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Returns whether the previous tile was of the same run: another column of the same block. */
   __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
-  /* Fetches the next tile, except during the first tile, which should issue its loads first: there
-   * `advance` fetches. */
+  /* Fetches the next tile. At the first tile it leaves that to advance(), so that the first loads
+   * are issued earlier. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
     if (index >= clusters() && left() == 0)
       fetch(g);
