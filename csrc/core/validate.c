@@ -296,10 +296,12 @@ moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts
   const moelora_saved *from = &args->saved;
   const moelora_factors *lora13 = &problem->w13_lora, *lora2 = &problem->w2_lora;
   moelora_saved_rows *saved = &problem->saved;
-  moelora_name_size(all, "slices", lora13->num_slices,
+  /* Factors are dropped if no row has an adapter: an empty batch has tensors of any width. */
+  const bool has13 = lora13->num_slices > 0, has2 = lora2->num_slices > 0;
+  moelora_name_size(all, "slices", has13 ? lora13->num_slices : MOELORA_ANY_SIZE,
                     moelora_words("the number of slices of the factors"));
-  moelora_name_size(all, "R13", lora13->max_rank, moelora_words(rank));
-  moelora_name_size(all, "R2", lora2->max_rank, moelora_words(rank));
+  moelora_name_size(all, "R13", has13 ? lora13->max_rank : MOELORA_ANY_SIZE, moelora_words(rank));
+  moelora_name_size(all, "R2", has2 ? lora2->max_rank : MOELORA_ANY_SIZE, moelora_words(rank));
   moelora_name_size(all, "0", 0, moelora_words("the size of a placeholder"));
   saved->gate_up = moelora_take_view(&from->gate_up, &saved->gate_up_stride, 1);
   MOELORA_TRY(take_shrink(MOELORA_ARG("saved.w13_shrink", &from->w13_shrink), 3, lora13,
