@@ -13,11 +13,12 @@ them is overwritten and added after the last. A slot that is written without the
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -29,10 +30,33 @@ from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors
 from moelora.adapters.names import check_name, distinct, listed
+from moelora.adapters.ranks import Ranks
 from moelora.adapters.reader import Given, Reader
+from moelora.adapters.shards import Shard
 from moelora.adapters.slots import LayerFactors, Slots, Staged
 from moelora.adapters.versions import Versions
 from moelora.operators.checks import check_count, check_flag, check_mapping
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of a pool, whose first argument is a name, that succeeds on all ranks or on none."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        ranks = args[0].ranks  # type: ignore[attr-defined] # an AdapterPool
+        if ranks is None:
+            return method(*args, **kwargs)
+        name = args[1] if len(args) > 1 else kwargs.get("name")
+        return ranks.together(  # type: ignore[no-any-return]
+            f"{method.__name__} of adapter {name!r}",
+            lambda: method(*args, **kwargs),
+            lambda result: {"the result": result},
+        )
+
+    return call
 
 
 class AdapterPool:
@@ -79,6 +103,12 @@ class AdapterPool:
         Returns the weight of a linear layer or embedding of the model by name, None if it has no
         plain one. An adapter may contain such a weight next to its factors, as it was in training;
         it is refused unless that is the model's own.
+    shards : mapping, optional
+        Layers, by name, whose weights several processes share, with the part of this one. `layers`
+        and `linears` have the sizes of whole weights, as do adapters.
+    ranks : Ranks, optional
+        The processes that share them. Methods that change the pool are then called by all in the
+        same order: what they read and return is compared, and all raise if one fails or differs.
 
     Notes
     -----
@@ -110,6 +140,8 @@ class AdapterPool:
         places: Mapping[str, tuple[torch.device | str, torch.dtype]] | None = None,
         others: Mapping[MoELayer | LinearLayer, str] | None = None,
         own: Own | None = None,
+        shards: Mapping[str, Shard] | None = None,
+        ranks: Ranks | None = None,
     ):
         layers = arguments.layers_of("layers", layers, MoELayer)
         linears = arguments.layers_of("linears", linears, LinearLayer)
@@ -141,6 +173,8 @@ class AdapterPool:
             dict.fromkeys([self.device, *(place.device for place in self.places.values())])
         )
         self.shared_outer = shared_outer
+        self.shards = dict(shards or {})
+        self.ranks = ranks
         self._reader = Reader(self.layers, self.linears, max_rank, linear_rank, others, own)
         self._slots = Slots(
             self.layers,
@@ -151,6 +185,7 @@ class AdapterPool:
             self.devices,
             w13_slices,
             shared_outer,
+            self.shards,
         )
         tables = self._slots.tables[self.device]
         self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
@@ -162,6 +197,7 @@ class AdapterPool:
 
     # -- adapters in and out --
 
+    @_on_all_ranks
     def add(
         self,
         name: str,
@@ -215,6 +251,7 @@ class AdapterPool:
         check_flag("replace", replace)
         return self._add(name, source, config, layout, pin, replace)
 
+    @_on_all_ranks
     def register(
         self,
         name: str,
@@ -246,7 +283,7 @@ class AdapterPool:
             origin = Source.of(source, layout)
         else:
             host.check_room(name)
-            staged = self._reader.stage(self._slots, name, source, config, layout)
+            staged = self._stage("register", name, source, config, layout)
             origin = Source.of(source, layout, host.copied(staged))
         with self._lock:
             self._versions.check_new(name)
@@ -297,6 +334,7 @@ class AdapterPool:
         """
         return self._reader.read(name, source, config, layout)
 
+    @_on_all_ranks
     def update(
         self,
         name: str,
@@ -347,7 +385,7 @@ class AdapterPool:
         switch = in_flight == "switch"
         with self._lock:
             lineage = self._versions.lineage(name)
-        staged = self._reader.stage(self._slots, name, source, config, layout)
+        staged = self._stage("update", name, source, config, layout)
         origin = self._origin(source, layout, staged)
         return self._versions.replace(name, staged, switch, origin, lineage)
 
@@ -358,21 +396,25 @@ class AdapterPool:
         with self._lock:
             return self._versions.lineage(name).version
 
+    @_on_all_ranks
     def remove(self, name: str) -> None:
         """Forget an adapter, and free its slot. RuntimeError while a batch holds a version."""
         check_name(name)
         self._versions.remove(name)
 
+    @_on_all_ranks
     def enable(self, name: str) -> None:
         """Undo `disable`."""
         check_name(name)
         self._versions.enable(name, True)
 
+    @_on_all_ranks
     def disable(self, name: str) -> None:
         """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
         check_name(name)
         self._versions.enable(name, False)
 
+    @_on_all_ranks
     def pin(self, name: str, pinned: bool = True) -> None:
         """Protect an adapter in a slot from eviction, or stop protecting it."""
         check_name(name)
@@ -506,6 +548,24 @@ class AdapterPool:
         with self._lock:
             return len(self._versions.loaded)
 
+    def describe(self) -> dict[str, str]:
+        """What this process holds of every layer's factors: "whole", or its part of the weight's
+        axis, with the shapes of A and B for one adapter."""
+        held: dict[str, str] = {}
+        for name in self.layers:
+            factors = self.layer(name)
+            shapes = {
+                side: tuple((stack[0] if isinstance(stack, tuple) else stack).shape[1:])
+                for side, stack in factors.items()
+                if side.startswith("w")
+            }
+            held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
+        for name in self.linears:
+            linear = self.linear(name)
+            shapes = {side: tuple(linear[side].shape[2:]) for side in ("lora_a", "lora_b")}
+            held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
+        return held
+
     def memory_bytes(self) -> int:
         """Device memory of all slots, used or not."""
         return sum(t.nbytes for t in self._tensors())
@@ -532,9 +592,28 @@ class AdapterPool:
         """As `add`; `trainer` identifies who writes the next versions."""
         with self._lock:
             self._versions.check_new(name, replace)
-        staged = self._reader.stage(self._slots, name, source, config, layout)
+        staged = self._stage("add", name, source, config, layout)
         origin = self._origin(source, layout, staged)
         return self._versions.put(name, staged, pin, origin, replace, trainer)
+
+    def _stage(
+        self,
+        method: str,
+        name: str,
+        source: Given,
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> Staged:
+        """An adapter in the dtypes of its stacks, the same on all ranks."""
+
+        def stage() -> Staged:
+            return self._reader.stage(self._slots, name, source, config, layout)
+
+        if self.ranks is None:
+            return stage()
+        return self.ranks.together(
+            f"{method} of adapter {name!r}", stage, lambda staged: staged.facts
+        )
 
     def _tensors(self) -> list[torch.Tensor]:
         return self._slots.tensors()

@@ -7,14 +7,17 @@ adapters. An adapter is staged first: checked, and converted to the dtypes of it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
 
+from moelora.adapters.fits import check_experts, check_linears
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
+from moelora.adapters.ranks import facts_of
+from moelora.adapters.shards import Shard
 from moelora.adapters.stacks import Conversions, Copies, ExpertStacks, Place, StagedExperts
 from moelora.adapters.transfer import Arrival, Streams
 
@@ -54,10 +57,11 @@ class LayerFactors(TypedDict):
 
 @dataclass
 class Staged:
-    """A checked adapter in the dtypes of its stacks."""
+    """A checked adapter in the dtypes of its stacks; `facts` are what ranks compare of it."""
 
     experts: StagedExperts
     linears: StagedLinears
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     def pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for pairs in self.experts.factors.values():
@@ -99,8 +103,13 @@ class Slots:
         devices: Sequence[torch.device],
         slices: int,
         shared_outer: bool,
+        shards: Mapping[str, Shard],
     ) -> None:
         self.devices = devices
+        self._whole = layers, linears
+        self._shards = shards
+        layers = {n: shards[n].local(x) if n in shards else x for n, x in layers.items()}
+        linears = {n: shards[n].local(x) if n in shards else x for n, x in linears.items()}
         with torch.inference_mode(False):  # threads write to them, in any mode
             self.experts = ExpertStacks(layers, max_loras, ranks[0], places, slices, shared_outer)
             self.linears = LinearStacks(linears, max_loras, ranks[1], places)
@@ -143,10 +152,30 @@ class Slots:
     def stage(self, adapter: Adapter) -> Staged:
         """Check an adapter and convert it; ValueError says what does not fit."""
         convert = Conversions()
+        facts = {}
+        if self._shards:
+            check_experts(adapter.experts, self._whole[0], self.experts.max_rank)
+            check_linears(adapter.linears, self._whole[1], self.linears.max_rank)
+            facts = facts_of(adapter)
+            adapter = self._part(adapter)
         experts = self.experts.stage(adapter.experts, convert)
-        staged = Staged(experts, self.linears.stage(adapter.linears, convert))
+        staged = Staged(experts, self.linears.stage(adapter.linears, convert), facts)
         convert.check()
         return staged
+
+    def _part(self, adapter: Adapter) -> Adapter:
+        """The factors that this process holds."""
+        layers, shards = self._whole[0], self._shards
+        return Adapter(
+            {
+                name: shards[name].experts(layers[name], pairs) if name in shards else pairs
+                for name, pairs in adapter.experts.items()
+            },
+            {
+                name: shards[name].linear(pair) if name in shards else pair
+                for name, pair in adapter.linears.items()
+            },
+        )
 
     def enable(self, slot: int, enabled: bool) -> None:
         self.streams.note()  # the next adapter of this slot is written after this

@@ -106,6 +106,12 @@ class Tenants:
                     f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
                     "pass w13_slices=1 to AdapterPool or load_adapters"
                 )
+        if pool.shards:
+            raise NotImplementedError(
+                f"the pool holds a part of {next(iter(pool.shards))}: Tenants does not train "
+                "factors of tensor- or expert-parallel models; train with PEFT and "
+                "moelora.integrations.peft.attach"
+            )
         if id(pool) in _TRAINED:
             raise ValueError("the pool has other Tenants already: use those, or close them before")
         _TRAINED[id(pool)] = self

@@ -1,0 +1,101 @@
+"""Processes that hold parts of one model's adapters, and change them together.
+
+Each of them makes the same calls in the same order. What could differ (a folder, a rank pattern, a
+version) is compared before it is used, so that an error of one rank is raised by all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from moelora.adapters.layers import Adapter
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Compares what the processes of a model are about to do.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Global ranks of the processes, this one among them. All make this object at the same time.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = sorted(ranks)
+        # Words are exchanged on the host, so that no stream of a GPU waits.
+        self._group = torch.distributed.new_group(
+            self.ranks, backend="gloo", use_local_synchronization=True
+        )
+
+    def together(
+        self, call: str, function: Callable[[], T], facts: Callable[[T], Mapping[str, object]]
+    ) -> T:
+        """Returns `function()` if it succeeds on all ranks, and its `facts` agree.
+
+        Facts are compared with those of the same name on other ranks. Raises what `function`
+        raises; RuntimeError if another rank's fails, or a fact differs. `function` may call
+        `together` itself: what that raises, all ranks know already.
+        """
+        result: list[T] = []
+        failure: Exception | None = None
+        mine: dict[str, object] = {"call": call}
+        try:
+            result.append(function())
+            mine |= facts(result[0])
+        except Exception as error:
+            if getattr(error, "_on_all_ranks", False):
+                raise
+            failure = error
+            mine["error"] = f"{type(error).__name__}: {error}"
+        every: list[dict[str, object]] = [{} for _ in self.ranks]
+        # Sizes of the words are exchanged first.
+        torch.distributed.all_gather_object(every, mine, group=self._group)
+        failure = failure or self._disagreement(call, every)
+        if failure is not None:
+            failure._on_all_ranks = True  # type: ignore[attr-defined] # of ours
+            raise failure
+        return result[0]
+
+    def _disagreement(
+        self, call: str, every: Sequence[Mapping[str, object]]
+    ) -> RuntimeError | None:
+        for rank, words in zip(self.ranks, every, strict=True):
+            if "error" in words:
+                return RuntimeError(
+                    f"{call}: rank {rank} of the parallel model failed: {words['error']}"
+                )
+        first: dict[str, tuple[int, object]] = {}
+        for rank, words in zip(self.ranks, every, strict=True):
+            for name, value in words.items():
+                other, before = first.setdefault(name, (rank, value))
+                if value != before:
+                    return RuntimeError(
+                        f"{call}: the ranks of a parallel model disagree: {name} is {before} on "
+                        f"rank {other} and {value} on rank {rank}; every rank makes the same calls "
+                        "in the same order"
+                    )
+        return None
+
+
+def facts_of(adapter: Adapter) -> dict[str, object]:
+    """What ranks compare of an adapter: the rank and scaling of every layer, and its values."""
+    ranks: dict[str, object] = {
+        f"rank and scaling of {name}.{projection}": (pair.rank, tuple(pair.scalings))
+        for name, pairs in adapter.experts.items()
+        for projection, pair in pairs.items()
+    }
+    for name, linear in adapter.linears.items():
+        ranks[f"rank and scaling of {name}"] = linear.rank, linear.scaling
+    pairs = [pair for one in adapter.experts.values() for pair in one.values()]
+    checksum = 0
+    for factors in (*pairs, *adapter.linears.values()):
+        for factor in (factors.a, factors.b):
+            host = factor.detach().cpu().contiguous()
+            checksum = zlib.crc32(host.view(torch.uint8).numpy(), checksum)
+    return {"the set of layers": sorted(ranks), **ranks, "the checksum of factors": checksum}
