@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.deltas import install, uninstall
-from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
@@ -33,6 +33,12 @@ from moelora.integrations.transformers.linears import (
     linear_layers,
     plain_name,
     plain_weight,
+)
+from moelora.integrations.transformers.parallel import (
+    batch_of,
+    experts_shard,
+    ranks_of,
+    stop_travelling,
 )
 from moelora.integrations.transformers.projection import (
     expert_weights,
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
 
     from moelora.integrations.transformers.projection import Experts
 
+P = ParamSpec("P")
 DEFAULT_RANKS = 512  # the largest in serving engines; a file can contain any rank
 
 Targets: TypeAlias = 'Literal["all"] | Sequence[str] | None'
@@ -66,8 +73,11 @@ def new_pool(
     `dtype` is that of experts' factors, by default the experts' own. `options` are passed to
     `AdapterPool`. Raises NotImplementedError for experts that moelora cannot run.
     """
-    places = {}
-    for name, (module, _) in layers.items():
+    places, shards = {}, {}
+    for name, (module, layer) in layers.items():
+        shard = experts_shard(name, module, layer)
+        if shard is not None:
+            shards[name] = shard
         if is_loaded_fp8(module):
             raise NotImplementedError(not_packed(name))
         activation_of(module)
@@ -75,6 +85,8 @@ def new_pool(
     default = next((own for _, own in places.values()), torch.bfloat16)
     for name, linear in (linears or {}).items():
         places[name] = device_of(linear.module), dtype_of(linear.module, default)
+        if linear.shard is not None:
+            shards[name] = linear.shard
     return AdapterPool(
         [layer for _, layer in layers.values()],
         max_loras,
@@ -83,10 +95,26 @@ def new_pool(
         dtype=default,
         device=next((device for device, _ in places.values()), "cpu"),
         places=places,
+        shards=shards,
         **options,
     )
 
 
+def _on_all_ranks(load: Callable[P, AdapterPool]) -> Callable[P, AdapterPool]:
+    """`load_adapters`, which succeeds in all processes of a parallel model or in none."""
+
+    @functools.wraps(load)
+    def call(*args: P.args, **kwargs: P.kwargs) -> AdapterPool:
+        model: Any = args[0] if args else kwargs.get("model")
+        ranks = ranks_of(model)
+        if ranks is None:
+            return load(*args, **kwargs)
+        return ranks.together("load_adapters", lambda: load(*args, **kwargs), lambda pool: {})
+
+    return call
+
+
+@_on_all_ranks
 def load_adapters(
     model: PreTrainedModel,
     adapters: Mapping[str, str | Path] | Iterable[str | Path],
@@ -136,6 +164,13 @@ def load_adapters(
         Order of the columns of `lora_B` of `target_parameters`, for adapters that do not state it,
         or per adapter; see `AdapterPool.add`.
 
+    Notes
+    -----
+    Every process of a model with `tp_plan` or `DistributedConfig(tp_size=, ep_size=)` makes the
+    same calls in the same order, of this function, of the pool's methods and of the model: folders,
+    names, versions and slots are compared, and an error of one process is raised by all. A process
+    holds the factors that go with its part of the weights, which `pool.describe()` lists.
+
     Returns
     -------
     AdapterPool
@@ -174,10 +209,6 @@ def load_adapters(
     infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
     _check_ranks(infos, max_rank, max_linear_rank)
     served_experts, served = _served(targets, list(infos.values()), experts, linears)
-    if served and (getattr(model, "_tp_size", None) or 1) > 1:
-        raise NotImplementedError(
-            f"the model is tensor parallel; adapters of {next(iter(served))} are not sharded yet"
-        )
     pack_loaded(model, experts)  # cannot be undone, so after all checks of folders
     given = {
         "w13_slices": w13_slices,
@@ -187,14 +218,27 @@ def load_adapters(
     }
     sizes = _smallest(list(infos.values()), specs, max_rank)
     sizes |= {name: value for name, value in given.items() if value is not None}
+    slots = max(len(folders), 1) if max_loras is None else max_loras
+    ranks = ranks_of(model)
+    if ranks is not None:
+        ranks.together(
+            "load_adapters",
+            lambda: sizes,
+            lambda sizes: {
+                "the list of adapters": list(folders),
+                "the size of the pool": {"max_loras": slots, "host": host, **sizes},
+                "the list of layers": [*served_experts, *served],
+            },
+        )
     pool = new_pool(
         served_experts,
-        max(len(folders), 1) if max_loras is None else max_loras,
+        slots,
         linears=served,
         host=host,
         dtype=dtype,
         others=_others(experts, linears, {*served_experts, *served}),
         own=lambda name: plain_weight(linears[name].module),
+        ranks=ranks,
         **sizes,
     )
     for name, folder in folders.items():
@@ -240,6 +284,16 @@ def _attach(
     _forget_attachment(model)
     model.set_experts_implementation(IMPLEMENTATION)
     serving = Serving()
+    if pool.ranks is not None:
+        serving.batch = batch_of(model)
+        for name, (module, _) in experts.items():
+            if name not in pool.shards:
+                continue
+            lay_out(module)
+            if pool.shards[name].axis == "experts":
+                from moelora.integrations.transformers.travelling import let_travel
+
+                let_travel(model, module)
     modules: dict[str, torch.nn.Module] = {n: module for n, (module, _) in experts.items()}
     modules |= {name: linear.module for name, linear in linears.items()}
     configs = {name: module.config for name, (module, _) in experts.items()}
@@ -444,6 +498,7 @@ def unload_adapters(model: PreTrainedModel) -> None:
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:
             del module._moelora
+            stop_travelling(module)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ neither does anything in a pass without adapters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from moelora.adapters import LinearLayer
 from moelora.adapters.linears import LinearFactors
+from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.linears import Linear
 from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, Tokens
 from moelora.integrations.vllm.ops import fused_moe_lora
@@ -36,11 +37,13 @@ VLLM_TILES = (BLOCK, 64, 64, 8, 4, 3, 1)
 class Delta:
     """The adapters of one layer, as a forward hook of its module."""
 
-    def __init__(self, serving: Serving, layer: LinearLayer) -> None:
+    def __init__(self, serving: Serving, layer: LinearLayer, shard: Shard | None) -> None:
         self.serving = serving
         self.layer = layer.name
         self.embedding = layer.embedding
         self.shape = layer.out_features, layer.in_features
+        local = layer if shard is None else shard.local(layer)
+        self.local = local.out_features, local.in_features
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -59,7 +62,12 @@ class Delta:
         return self._add_embedding(tokens, module, x, output)
 
     def add(self, tokens: Tokens, x: Tensor, output: Tensor) -> Tensor:
-        """Adds the deltas of `x`, (*, in), to `output`, (*, out), and returns it."""
+        """Adds the deltas of `x`, (*, in), to `output`, (*, out), and returns it.
+
+        In training, tensor-parallel layers have DTensors: deltas are added to this process's part.
+        """
+        if hasattr(output, "placements"):
+            return self._add_local(tokens, x, output)
         serving, device = self.serving, self.serving.devices[self.layer]
         factors, shape = serving.linears[self.layer], x.shape[:-1]
         slots = tokens.of(self.layer, shape, device)
@@ -75,6 +83,19 @@ class Delta:
             shrunk = _shrunk(rows, slots, factors)
             flat = _expanded(flat, shrunk, slots, factors, None)
         return flat.view(output.shape)
+
+    def _add_local(self, tokens: Tokens, x: Any, output: Any) -> Tensor:
+        partial = [torch.distributed.tensor.Partial()] if x.placements[0].is_replicate() else None
+        local = output.to_local().clone()
+        local = self.add(tokens, x.to_local(grad_placements=partial), local)
+        return type(output).from_local(
+            local,
+            output.device_mesh,
+            output.placements,
+            run_check=False,
+            shape=output.shape,
+            stride=output.stride(),
+        )
 
     def _add_embedding(
         self, tokens: Tokens, module: nn.Module, ids: Tensor, output: Tensor
@@ -229,14 +250,17 @@ def _expanded(
 
 
 class Products(TorchFunctionMode):
-    """Replaces products with a weight of shape (out, in) by `add(x, product)`, and counts them.
+    """Replaces products with a weight of one of the shapes (out, in) by `add(x, product)`, and
+    counts them.
 
     `seen` counts the products.
     """
 
-    def __init__(self, shape: tuple[int, int], add: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], add: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shapes = shapes
         self.add = add
         self.seen = 0
 
@@ -244,7 +268,7 @@ class Products(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is F.linear and tuple(args[1].shape) == self.shape:
+        if function is F.linear and tuple(args[1].shape) in self.shapes:
             self.seen += 1
             return self.add(args[0], result)
         return result
@@ -265,7 +289,7 @@ def _forward_inside(
     tokens = delta.serving.tokens(delta.layer)
     if tokens is None:
         return forward(*args, **kwargs)
-    products = Products(delta.shape, functools.partial(delta.add, tokens))
+    products = Products((delta.shape, delta.local), functools.partial(delta.add, tokens))
     with products:
         result = forward(*args, **kwargs)
     products.check(delta.layer, module)
@@ -276,7 +300,7 @@ def install(serving: Serving, layers: Iterable[Linear]) -> None:
     """Makes the modules of `layers` add the adapters of `serving`."""
     for linear in layers:
         module = linear.module
-        delta = Delta(serving, linear.layer)
+        delta = Delta(serving, linear.layer, linear.shard)
         if linear.way == "inside":
             forward: Any = module.forward
             around = functools.partial(_forward_inside, module, delta, forward)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
-from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_loaded_fp8, up_name
@@ -72,6 +72,8 @@ def enable(
     model.set_experts_implementation(IMPLEMENTATION)
     for name, (module, _) in layers.items():
         check_implementation(name, module.config)
+        if hasattr(module._parameters.get("down_proj"), "placements"):
+            lay_out(module)
         for weight in (up_name(module), "down_proj") if training else ():
             if weight in module._parameters:  # quantized weights are no parameters
                 getattr(module, weight).requires_grad_(False)

@@ -241,10 +241,28 @@ def _lay_out_now(experts: Experts) -> bool:
 def _lay_out(experts: Experts) -> None:
     for name in (up_name(experts), "down_proj"):
         weight = experts._parameters.get(name)
+        if hasattr(weight, "placements"):
+            if weight.device_mesh.ndim == 1:  # others are FSDP's, which keeps its own
+                experts._parameters[name] = _laid_out_part(weight)
+            continue
         if weight is None or weight.transpose(1, 2).is_contiguous():
             continue
         with torch.inference_mode(weight.is_inference()), torch.no_grad():  # like the parameter
             weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _laid_out_part(weight: Any) -> torch.nn.Parameter:
+    """A DTensor whose part of this process is rearranged; a pass of the model only views it."""
+    local = weight.detach().to_local().transpose(1, 2).contiguous().transpose(1, 2)
+    whole = type(weight.data).from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    return torch.nn.Parameter(whole, requires_grad=weight.requires_grad)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

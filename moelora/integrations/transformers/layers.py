@@ -8,6 +8,7 @@ from torch import nn
 
 from moelora.adapters import MoELayer
 from moelora.integrations.transformers.linears import plain_name
+from moelora.integrations.transformers.parallel import experts_shard
 from moelora.integrations.transformers.projection import is_experts, sizes
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
         if not is_experts(module):
             continue
         name = plain_name(name)
-        if getattr(module, "_is_expert_parallel", False):
-            raise NotImplementedError(
-                f"{name} is expert parallel; its adapters are not sharded yet"
-            )
         _, (experts, hidden, intermediate) = sizes(module)
         layer = MoELayer(
             name,
@@ -45,6 +42,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
             interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
             transposed=module.is_transposed,
         )
+        experts_shard(name, module, layer)  # raises if no factors go with this process's part
         layers[name] = (module, layer)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")

@@ -24,6 +24,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moelora.adapters import LinearLayer
+from moelora.adapters.shards import Shard
+from moelora.integrations.transformers.parallel import linear_shard
 
 Way: TypeAlias = Literal["output", "inside", "embedding"]
 
@@ -37,12 +39,16 @@ _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer of a model; `refusal` states why it cannot be served, "" if it can."""
+    """A layer of a model; `refusal` states why it cannot be served, "" if it can.
+
+    `shard` is the part of the weight that this process computes with, None: all of it.
+    """
 
     module: nn.Module
     layer: LinearLayer
     way: Way
     refusal: str = ""
+    shard: Shard | None = None
 
 
 def plain_name(name: str) -> str:
@@ -73,7 +79,14 @@ def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linea
         refusal = linear.refusal or _elsewhere(name, text)
         if linear.way == "output":
             refusal = refusal or _unread(name, modules)
-        found[name] = Linear(module, linear.layer, linear.way, refusal)
+        way, shard = linear.way, None
+        if way != "embedding":  # whose output is whole
+            shard = linear_shard(module._parameters.get("weight"))
+            # Before the collective that joins the outputs.
+            way = "inside" if shard is not None else way
+        if getattr(module, "_hf_quantized_needs_local_tp", False):
+            refusal = refusal or "which is quantized and tensor parallel; load it in 16 bits"
+        found[name] = Linear(module, linear.layer, way, refusal, shard)
     return found
 
 
@@ -200,10 +213,17 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def plain_weight(module: nn.Module) -> torch.Tensor | None:
-    """A layer's weight; None if quantized or offloaded."""
+    """A layer's weight; None if quantized, offloaded or shared by processes."""
     weight = module._parameters.get("weight")
     plain = (torch.float32, torch.bfloat16, torch.float16)
-    return weight if weight is not None and weight.dtype in plain and not weight.is_meta else None
+    if (
+        weight is None
+        or weight.dtype not in plain
+        or weight.is_meta
+        or hasattr(weight, "placements")
+    ):
+        return None
+    return weight
 
 
 def dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class _Now(threading.local):
     def __init__(self) -> None:  # torch.compile would treat class attributes as constant
         self.rows: Rows | None = None  # of the innermost use_adapters
         self.tokens: Tokens | None = None  # of the current pass
+        self.travelled: torch.Tensor | None = None  # slots of rows from other processes
 
 
 class Rows:
@@ -103,6 +104,7 @@ class Serving:
         self.homes: dict[str, Home] = {}
         self.checkpointed: list[nn.Module] = []  # modules that activation checkpointing may repeat
         self.now = _Now()
+        self.batch = 0  # of the batches that a parallel model has at a time
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Serving:
         copied = memo[id(self)] = Serving()
@@ -246,10 +248,27 @@ class Serving:
         plain = [None if name == BASE else name for name in listed(names) for _ in range(expand)]
         self.check()
         timeout = WAIT_S if pool.host else 0.0
-        with pool.hold(plain, timeout=timeout, layerwise=layerwise) as held:
+        alone = pool.ranks is None or torch.compiler.is_compiling()
+        hold = pool.hold if alone else self._hold_on_all_ranks
+        with hold(plain, timeout=timeout, layerwise=layerwise) as held:
             slots = pool.mapping(plain, held=held)
             own = {device: slots.to(device) for device in pool.devices}
             yield Rows(plain, own, held, layerwise)
+
+    @contextmanager
+    def _hold_on_all_ranks(self, names: list[str | None], **options: Any) -> Iterator[Held]:
+        """`AdapterPool.hold`, of the same versions in the same slots on all ranks."""
+        pool = self.loaded()
+        assert pool.ranks is not None
+
+        def facts(held: Held) -> dict[str, object]:
+            places = {name: (held.slot(name), held.version(name)) for name in held.names()}
+            each = {f"slot and version of {name}": place for name, place in places.items()}
+            return {f"the adapters of rows of batch {self.batch}": names, **each}
+
+        with ExitStack() as stack:
+            holding = pool.hold(names, **options)
+            yield pool.ranks.together("a batch", lambda: stack.enter_context(holding), facts)
 
     def loaded(self) -> AdapterPool:
         """The pool; raises RuntimeError without one."""
@@ -282,11 +301,29 @@ class Serving:
 
     def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
         """The adapter arguments of `fused_experts_lora` for one layer."""
+        if self.now.travelled is not None:
+            return {"token_lora_mapping": self.now.travelled, **self.layers[layer]}
         tokens = self.tokens(layer)
         if tokens is None:
             return {}
         mapping = tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
         return {"token_lora_mapping": mapping, **self.layers[layer]}
+
+    def slots_of(self, layer: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The slot of each row, (rows,) int32; -1 in a pass of the base model."""
+        tokens = self.tokens(layer)
+        if tokens is None:
+            return hidden_states.new_full(hidden_states.shape[:1], -1, dtype=torch.int32)
+        return tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
+
+    @contextmanager
+    def travelled(self, slots: torch.Tensor) -> Iterator[None]:
+        """Within the context, experts get rows of any process's batch, with these slots."""
+        try:
+            self.now.travelled = slots
+            yield
+        finally:
+            self.now.travelled = None
 
 
 def slots_of_requests(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
