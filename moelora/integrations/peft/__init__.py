@@ -40,11 +40,14 @@ from moelora.integrations.peft import generate as _generate  # noqa: F401  check
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
+from moelora.integrations.peft.parallel import Part, begin
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.peft.wrappers import rank_of, wrappers_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
+from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.linears import plain_name
+from moelora.integrations.transformers.parallel import stop_travelling
 from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
@@ -135,7 +138,11 @@ def attach(
         max_rank = max((rank_of(w, name) for w in every for name in w.lora_A), default=1)
     slots = len(names) if max_loras is None else max_loras
     pool = new_pool(wrapped, slots, max_rank, dtype=dtype, w13_slices=1)
-    serving = AttachedExperts(model, chains, pool)
+    parts = {name: Part.of(name, base, *wrapped[name]) for name in wrapped}
+    serving = AttachedExperts(
+        model, chains, pool, {n: p for n, p in parts.items() if p is not None}
+    )
+    begin(model, base)
     for name in names:
         sources.check(model, name)
         serving.checked[name] = sources.load_of(model, name)
@@ -148,6 +155,15 @@ def attach(
     for name, (wrapper, *_) in chains.items():
         wrapper._moelora, wrapper._moelora_layer = serving, name
         wrapper.forward = MethodType(forward, wrapper)
+        part = serving.parts.get(name)
+        if part is not None:
+            experts = layers[name][0]
+            lay_out(experts)
+            if part.shard.axis == "experts":
+                from moelora.integrations.transformers.travelling import let_travel
+
+                let_travel(base, experts)
+                experts._moelora, experts._moelora_layer = serving.passing, name
     serving.take_layers()
     return pool
 
@@ -179,6 +195,9 @@ def _release(base: PreTrainedModel) -> None:
     # PEFT's `unload` has taken the wrappers out of the model.
     wrappers = (wrapper for chain in serving.wrappers.values() for wrapper in chain)
     for module in (*base.modules(), *wrappers):
+        if module.__dict__.get("_moelora") is serving.passing:
+            del module._moelora
+            stop_travelling(module)
         if module.__dict__.get("_moelora") is not serving:
             continue
         del module._moelora

@@ -15,6 +15,7 @@ from torch import nn
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
 from moelora.integrations.peft import linears, sources, training
+from moelora.integrations.peft.parallel import Part, Passing
 from moelora.integrations.peft.wrappers import factors_of, rank_of
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.experts import lay_out
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moelora.integrations.peft.wrappers import Wrapper
+    from moelora.integrations.transformers.projection import Experts
 
 # Options that do not concern experts, and remain PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
@@ -116,10 +118,13 @@ class AttachedExperts:
         model: peft.PeftModel | PreTrainedModel,
         wrappers: Mapping[str, Sequence[Wrapper]],
         pool: AdapterPool,
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
         self.model = model
         self.wrappers = wrappers  # by layer
         self.pool = pool
+        self.parts = parts or {}  # of layers that processes share
+        self.passing = Passing()
         self.arguments = {name: pool.layer(name) for name in pool.layers}
         self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
         self.checked: dict[str, Any] = {}  # adapter -> its load that was checked
@@ -134,6 +139,8 @@ class AttachedExperts:
         An unpickled model has to be attached again.
         """
         p = self.pool
+        if self.parts:
+            raise TypeError("a model that processes share is neither copied nor pickled")
         options = {"dtype": p.dtype, "device": p.device, "places": p.places, "w13_slices": 1}
         return (
             self.model,
@@ -285,7 +292,21 @@ class AttachedExperts:
         experts = wrappers[0].get_base_layer()
         lay_out(experts)
         dtype = expert_weights(experts)[1].dtype
-        return training.arguments(wrappers, slots, mapping, dtype)
+        arguments = training.arguments(wrappers, slots, mapping, dtype)
+        return self.parts[layer].take(arguments) if layer in self.parts else arguments
+
+    def run(
+        self, layer: str, experts: Experts, adapters: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The experts, with adapter arguments."""
+        part = self.parts.get(layer)
+        if part is None or part.shard.axis != "experts":
+            return experts(*args, adapters=adapters, **kwargs)
+        if not adapters:
+            none = torch.full(args[0].shape[:1], -1, dtype=torch.int32, device=args[0].device)
+            adapters = {"token_lora_mapping": none, **self.arguments[layer]}
+        with self.passing.call(adapters):  # which transformers' exchange does not pass on
+            return experts(*args, **kwargs)
 
     def _token_mapping(
         self, layer: str, ids: list[int], hidden_states: torch.Tensor
@@ -365,13 +386,19 @@ def forward(
         raise NotImplementedError(
             f"adapters {active} are active at once; moelora applies one per row"
         )
+    part = serving.parts.get(layer)
+    if adapter_names is not None and part is not None and part.shard.axis == "experts":
+        raise NotImplementedError(
+            "adapter_names of PEFT in an expert-parallel model, whose rows go to processes with "
+            "other names; take moelora.integrations.transformers.load_adapters"
+        )
     names = active if adapter_names is None else adapter_names
     trained = sorted(set(names) - {BASE})
     if torch.compiler.is_compiling() or training.is_trained(wrappers, trained):
         adapters = serving.trained(layer, trained, names, hidden_states)
-        return experts(hidden_states, *args, adapters=adapters, **kwargs)
+        return serving.run(layer, experts, adapters, hidden_states, *args, **kwargs)
     with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
-        return experts(hidden_states, *args, adapters=adapters, **kwargs)
+        return serving.run(layer, experts, adapters, hidden_states, *args, **kwargs)
 
 
 def _check_merged(

@@ -1,0 +1,92 @@
+"""Models that two processes share, by tensors and by experts, compute what one process does."""
+
+import hf_models
+import pytest
+import torch
+import whole_models
+from hf_models import tokens
+from ranks import ON_CPUS, run_two
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+peft = pytest.importorskip("peft")
+
+import parallel_cases  # noqa: E402
+
+import moelora.integrations.transformers as moelora_hf  # noqa: E402
+
+MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
+PAIRS = {"a": {"seed": 1}, "b": {"seed": 2, "r": 8}, "c": {"seed": 3, "r": 8}}
+
+
+def write(config, folder):
+    """A model, its adapters, and what one process computes with them."""
+    model = whole_models.make_whole_model(config)
+    model.save_pretrained(folder / "model")
+    for name, options in PAIRS.items():
+        whole_models.write_adapter(model, folder / name, chosen=lambda name: True, **options)
+    ids = tokens(len(parallel_cases.ROWS))
+    pool = moelora_hf.load_adapters(
+        model, [folder / "a", folder / "b"], max_loras=3, max_rank=8, targets="all"
+    )
+    with torch.no_grad():
+        rows = parallel_cases.ROWS
+        expected = {"ids": ids, "base": model(ids).logits}
+        expected["mixed"] = model(ids, adapter_names=rows).logits
+        pool.update("b", folder / "c")
+        expected["updated"] = model(ids, adapter_names=rows).logits
+        expected["generated"] = model.generate(
+            ids, adapter_names=rows, max_new_tokens=3, do_sample=False
+        )
+    torch.save(expected, folder / "expected")
+    torch.save(pool.memory_bytes(), folder / "bytes")
+
+
+def write_trained(config, folder):
+    """An adapter, and what PEFT makes of it in one process."""
+    model = hf_models.make_model(config)
+    model.save_pretrained(folder / "model")
+    hf_models.save_adapter(model, folder / "start", 1, target_modules=["q_proj", "o_proj"])
+    model = peft.PeftModel.from_pretrained(model, folder / "start", is_trainable=True).train()
+    ids = tokens(4)
+    factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, foreach=False)
+    for step in range(2):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in factors.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"ids": ids, "gradients": gradients}, folder / "trained")
+    model.save_pretrained(folder / "one")
+
+
+@pytest.mark.parametrize(
+    ("config", "modes"),
+    [
+        pytest.param(whole_models.qwen3, [*parallel_cases.MODES, "ddp"], id="qwen3"),
+        pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(tmp_path, config, modes):
+    write_trained(config, tmp_path)
+    run(tmp_path, config, [f"train {mode}" for mode in modes])
+
+
+def run(folder, config, cases):
+    modules = MODULES.format(config().model_type)
+    lines = run_two(parallel_cases.__file__, str(folder), *cases, modules=modules, **ON_CPUS)
+    done = [f"rank {rank}: {case}" for rank in range(2) for case in cases]
+    assert sorted(line for line in lines if line.startswith("rank ")) == sorted(done)
+
+
+@pytest.mark.parametrize(
+    ("config", "cases"),
+    [
+        pytest.param(whole_models.qwen3, [*parallel_cases.MODES, "disagree"], id="qwen3"),
+        pytest.param(whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
+        pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_serve_as_one(tmp_path, config, cases):
+    write(config, tmp_path)
+    run(tmp_path, config, cases)

@@ -1,0 +1,188 @@
+"""What both processes of tests/huggingface/test_parallel.py run.
+
+    parallel_cases.py FOLDER CASE ...
+
+A case is "disagree"; or a mode, in which adapters are served; or "train " and a mode. FOLDER has a
+model, adapters, and what one process computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
+
+import moelora.integrations.peft as moelora_peft
+import moelora.integrations.transformers as moelora_hf
+
+MODES = {
+    "tp": {"tp_plan": "auto"},
+    "tp and ep": {"distributed_config": DistributedConfig(tp_size=2, ep_size=2)},
+    "ep of two batches": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
+}
+ROWS = ["a", None, "b", "a", "b", None]
+
+
+def load(folder: Path, mode: str, **more: Any) -> Any:
+    options = MODES.get(mode, {}) | {"attn_implementation": "eager", "dtype": torch.float32} | more
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model", **options).eval()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, name: str = "", most: float = 2e-5) -> None:
+    off = ((got - expected).norm() / expected.norm()).item()
+    assert off < most, (name, off)
+
+
+def mine(mode: str, values: Any) -> Any:
+    """The rows of this process's batch."""
+    if mode not in ("ep of two batches", "ddp"):
+        return values
+    half = len(values) // 2
+    return values[:half] if dist.get_rank() == 0 else values[half:]
+
+
+@torch.no_grad()
+def serve(folder: Path, mode: str) -> None:
+    """Mixed batches, changes of the pool, and `generate`."""
+    expected = torch.load(folder / "expected")
+    ids, rows = mine(mode, expected["ids"]), mine(mode, ROWS)
+    model = load(folder, mode)
+    pool = moelora_hf.load_adapters(
+        model, {"a": folder / "a"}, max_loras=3, max_rank=8, targets="all"
+    )
+    assert pool.add("b", folder / "b") == 1
+    close(model(ids, adapter_names=rows).logits, mine(mode, expected["mixed"]))
+    close(model(ids).logits, mine(mode, expected["base"]))
+    if mode != "ep of two batches":  # whose processes end at different lengths
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        with torch.enable_grad():  # transformers then has DTensors in linear layers
+            close(model(ids, adapter_names=rows).logits.detach(), expected["mixed"])
+        with pool.hold(["a"]):  # the new version takes another slot
+            assert pool.update("b", folder / "c") == 2
+        close(model(ids, adapter_names=rows).logits, expected["updated"])
+        got = model.generate(ids, adapter_names=rows, max_new_tokens=3, do_sample=False)
+        assert torch.equal(got, expected["generated"])
+    held = pool.describe()
+    experts = [text for name, text in held.items() if name.endswith("experts")]
+    axis = "intermediate" if mode == "tp" else "experts"
+    assert all(text.startswith(f"{axis}, part {dist.get_rank() + 1} of 2: ") for text in experts)
+    bytes_of_one = torch.load(folder / "bytes")
+    assert pool.memory_bytes() < bytes_of_one
+    pool.remove("a")
+    assert pool.names() == ["b"]
+    with pytest.raises(KeyError, match="'a'"):
+        model(ids, adapter_names=["a"] * len(ids))
+    moelora_hf.unload_adapters(model)
+    close(model(ids).logits, mine(mode, expected["base"]))
+
+
+@torch.no_grad()
+def disagree(folder: Path) -> None:
+    """Each difference is an error of both processes, and the model runs afterwards."""
+    rank = dist.get_rank()
+    model = load(folder, "tp")
+    ids = torch.load(folder / "expected")["ids"]
+    mine = folder / "ab"[rank]
+    for adapters in ({"a": mine}, {"ab"[rank]: folder / "a"}, [[], [folder / "a"]][rank]):
+        with pytest.raises(RuntimeError, match="disagree: .* on rank 0 and .* on rank 1"):
+            moelora_hf.load_adapters(model, adapters)
+    with fails_on_rank_1(FileNotFoundError, "none"):
+        moelora_hf.load_adapters(model, {"a": folder / ["a", "none"][rank]})
+    pool = moelora_hf.load_adapters(model, {"a": folder / "a"}, max_loras=3, max_rank=16)
+    with pytest.raises(RuntimeError, match="rank and scaling of .* on rank 0 and .* on rank 1"):
+        pool.add("b", mine)
+    with pytest.raises(RuntimeError, match="checksum of factors is .* on rank 0"):
+        pool.update("a", folder / ["b", "c"][rank])
+    with fails_on_rank_1(FileNotFoundError, "none"):
+        pool.add("b", folder / ["a", "none"][rank])
+    with pytest.raises(RuntimeError, match="disagree: call is add of adapter 'b' on rank 0"):
+        (pool.add if rank == 0 else pool.update)("ba"[rank], folder / "a")
+    with pytest.raises(RuntimeError, match="adapters of rows of batch 0 is"):
+        model(ids, adapter_names=[["a"], [None]][rank] * len(ids))
+    with fails_on_rank_1(KeyError, "'b'"):
+        model(ids, adapter_names=["ab"[rank]] * len(ids))
+    assert pool.names() == ["a"]
+    model(ids, adapter_names=["a"] * len(ids))
+
+
+def gathered(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(folder: Path, mode: str) -> None:
+    """Gradients and steps are those of one process, whose adapter two processes resume and save."""
+    expected = torch.load(folder / "trained")
+    ids = mine(mode, expected["ids"])
+    torch.manual_seed(dist.get_rank())
+    base = load(folder, mode)
+    model = peft.PeftModel.from_pretrained(base, folder / "start", is_trainable=True)
+    factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():  # as of processes that make an adapter with seeds of their own
+        for name, factor in factors.items():
+            if ".experts." in name and dist.get_rank() == 1:
+                factor.zero_()
+    moelora_peft.attach(model.train())
+    called = DistributedDataParallel(model) if mode == "ddp" else model
+    optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, foreach=False)
+    for step in range(2):
+        for part in ids.chunk(2):  # gradient accumulation
+            (called(part, labels=part, use_cache=False).loss / 2).backward()
+        if step == 0:
+            grads = {name: gathered(p.grad) for name, p in factors.items()}
+            assert grads.keys() == expected["gradients"].keys()
+            for name, grad in grads.items():
+                close(grad, expected["gradients"][name], name)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, factor in factors.items():  # equal bit for bit
+            both = [torch.empty_like(gathered(factor.detach())) for _ in range(2)]
+            dist.all_gather(both, gathered(factor.detach()).contiguous())
+            assert torch.equal(*both), name
+    out = folder / f"trained by two, {mode}"
+    model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    saved, of_one = (load_file(f / "adapter_model.safetensors") for f in (out, folder / "one"))
+    assert saved.keys() == of_one.keys()
+    for name, factor in of_one.items():
+        close(saved[name], factor, name, 1e-3)  # steps of Adam magnify
+    with torch.no_grad():
+        trained = model.eval()(ids).logits
+        base = moelora_peft.detach(model) or model.unload()
+        moelora_hf.load_adapters(base, {"saved": out})
+        close(base(ids, adapter_names=["saved"] * len(ids)).logits, trained)
+
+
+def fails_on_rank_1(error: type[Exception], match: str) -> Any:
+    if dist.get_rank() == 1:
+        return pytest.raises(error, match=match)
+    return pytest.raises(RuntimeError, match=f"rank 1 .* failed: {error.__name__}: .*{match}")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in sys.argv[2:]:
+        if case == "disagree":
+            disagree(folder)
+        elif case.startswith("train "):
+            train(folder, case.removeprefix("train "))
+        else:
+            serve(folder, case)
+        print(f"rank {dist.get_rank()}: {case}\n", end="", flush=True)  # in one write
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
