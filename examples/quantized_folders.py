@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from moelora.formats import FORMATS
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
+
+from moelora.operators.formats import FORMATS
 
 COMMON = {
     "vocab_size": 128,
