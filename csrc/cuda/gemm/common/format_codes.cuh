@@ -56,6 +56,13 @@ MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte
   return word;
 }
 
+/* Holds the numbers of each type of codes in one cache line: a load by code is one access, where an
+ * array in a function would be written to local memory by each call. */
+static __device__ const float code_numbers[][16] = {
+#define MOELORA_CODES(VALUES, ...) {__VA_ARGS__},
+#include "formats.inc"
+};
+
 /* The table of a format, and the scales of rows r and r + 8 in the halves of registers. */
 template <class T> struct CodeScales {
   uint32_t table[2][4]; // [byte], of codes 0 to 3, ..., 12 to 15
@@ -108,12 +115,8 @@ template <class T> struct CodeScales {
 
 private:
   __device__ __forceinline__ float number(uint32_t code) const {
-    const float numbers[][16] = {
-#define MOELORA_CODES(VALUES, ...) {__VA_ARGS__},
-#include "formats.inc"
-    };
     constexpr int FIRST = MOELORA_VALUES_EIGHT_BITS + 1;
-    return numbers[(is_fp4 ? MOELORA_VALUES_BNB_FP4 : MOELORA_VALUES_NF4) - FIRST][code];
+    return code_numbers[(is_fp4 ? MOELORA_VALUES_BNB_FP4 : MOELORA_VALUES_NF4) - FIRST][code];
   }
 
   template <int BYTE>
