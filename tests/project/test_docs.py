@@ -248,8 +248,10 @@ def installed(tmp_path_factory):
 @needs_checkout
 @pytest.mark.timeout(900)  # most of it is pip and the imports of torch
 def test_pages_and_notebooks_begin_where_moelora_was_installed(installed):
-    """In the checkout, README's block and the first cells of each notebook import moelora."""
+    """README's block in the checkout, the command and the first cells of each notebook anywhere."""
     installed("\n".join(runnable(README)), ".")
+    there = "import os, sys; command = os.path.dirname(sys.executable) + '/moelora'; "
+    installed(there + "os.execv(command, [command, 'replay', '-h'])", "/")
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         start, first = cells_of(path)[:2]
         assert "import moelora" in first
