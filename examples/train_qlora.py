@@ -168,7 +168,7 @@ def main() -> int:
     )
     for tokens in watch.samples:
         console.print(f"sampled: {tokens[:12]}", markup=False)
-    console.print(f"adapter: {args.out}/adapter; it learned and is served: {good}")
+    console.print(f"adapter: {args.out}/adapter; it learned and is served: {good}", soft_wrap=True)
     return 0 if good else 1
 
 
