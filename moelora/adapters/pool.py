@@ -553,16 +553,17 @@ class AdapterPool:
         axis, with the shapes of A and B for one adapter."""
         held: dict[str, str] = {}
         for name in self.layers:
-            factors = self.layer(name)
+            factors: dict[str, Any] = {**self.layer(name)}
             shapes = {
                 side: tuple((stack[0] if isinstance(stack, tuple) else stack).shape[1:])
                 for side, stack in factors.items()
-                if side.startswith("w")
+                if "_lora_" in side
             }
             held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
         for name in self.linears:
             linear = self.linear(name)
-            shapes = {side: tuple(linear[side].shape[2:]) for side in ("lora_a", "lora_b")}
+            a, b = linear["lora_a"], linear["lora_b"]
+            shapes = {"lora_a": tuple(a.shape[2:]), "lora_b": tuple(b.shape[2:])}
             held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
         return held
 

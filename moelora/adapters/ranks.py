@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from moelora.adapters.layers import Adapter
+from moelora.adapters.layers import Adapter, LinearPair, Pair
 
 T = TypeVar("T")
 
@@ -92,10 +92,11 @@ def facts_of(adapter: Adapter) -> dict[str, object]:
     }
     for name, linear in adapter.linears.items():
         ranks[f"rank and scaling of {name}"] = linear.rank, linear.scaling
-    pairs = [pair for one in adapter.experts.values() for pair in one.values()]
+    every: list[Pair | LinearPair] = [*adapter.linears.values()]
+    every += [pair for pairs in adapter.experts.values() for pair in pairs.values()]
     checksum = 0
-    for factors in (*pairs, *adapter.linears.values()):
+    for factors in every:
         for factor in (factors.a, factors.b):
             host = factor.detach().cpu().contiguous()
-            checksum = zlib.crc32(host.view(torch.uint8).numpy(), checksum)
+            checksum = zlib.crc32(host.view(torch.uint8).numpy().data, checksum)
     return {"the set of layers": sorted(ranks), **ranks, "the checksum of factors": checksum}

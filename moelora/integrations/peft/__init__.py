@@ -192,10 +192,11 @@ def _release(base: PreTrainedModel) -> None:
         )
     if serving is None:
         return
+    passing: Any = serving.passing
     # PEFT's `unload` has taken the wrappers out of the model.
     wrappers = (wrapper for chain in serving.wrappers.values() for wrapper in chain)
     for module in (*base.modules(), *wrappers):
-        if module.__dict__.get("_moelora") is serving.passing:
+        if module.__dict__.get("_moelora") is passing:
             del module._moelora
             stop_travelling(module)
         if module.__dict__.get("_moelora") is not serving:

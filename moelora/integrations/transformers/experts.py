@@ -240,7 +240,7 @@ def _lay_out_now(experts: Experts) -> bool:
 
 def _lay_out(experts: Experts) -> None:
     for name in (up_name(experts), "down_proj"):
-        weight = experts._parameters.get(name)
+        weight: Any = experts._parameters.get(name)
         if hasattr(weight, "placements"):
             if weight.device_mesh.ndim == 1:  # others are FSDP's, which keeps its own
                 experts._parameters[name] = _laid_out_part(weight)

@@ -29,7 +29,8 @@ def shard_of(weight: object, axes: Sequence[Axis]) -> Shard | None:
 
     `axes` names the weight's dimensions.
     """
-    placements, mesh = getattr(weight, "placements", ()), getattr(weight, "device_mesh", None)
+    placements: Any = getattr(weight, "placements", ())
+    mesh: Any = getattr(weight, "device_mesh", None)
     for number, placement in enumerate(placements):
         dimension = (mesh.mesh_dim_names or (None,) * mesh.ndim)[number]
         if dimension in ("tp", "ep") and mesh.size(number) > 1 and hasattr(placement, "dim"):

@@ -37,7 +37,8 @@ class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers
         serving = self.experts.__dict__.get("_moelora")
         recorded = torch.is_grad_enabled() and hidden_states.requires_grad
         if serving is None or (self.all_reduce is not None and not recorded):
-            result: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
+            exchange: Any = super().__call__
+            result: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
             return result
         slots = serving.slots_of(self.experts._moelora_layer, hidden_states)
         sent = slots.to(torch.int32)[:, None].view(hidden_states.dtype)
