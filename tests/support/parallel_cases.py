@@ -129,7 +129,7 @@ def train(folder: Path, mode: str) -> None:
     factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():  # as of processes that make an adapter with seeds of their own
         for name, factor in factors.items():
-            if ".experts." in name and dist.get_rank() == 1:
+            if ".experts." in name and dist.get_rank() == 1 and mode != "ddp":
                 factor.zero_()
     moelora_peft.attach(model.train())
     called = DistributedDataParallel(model) if mode == "ddp" else model
