@@ -12,10 +12,16 @@ tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts
     logits      M V: float32, its gradient, and bfloat16
 
 The share RESERVED of a card's memory is left to the CUDA context, libraries and fragmentation.
+
+`--world 2 4 8` computes what each of several GPUs holds of experts in bf16, for
+DistributedConfig(fsdp_size=N, ep_size=N) and M tokens on each: 1/N of all weights, of which those
+outside experts are gathered for one layer at a time; adapters, gradients and moments whole.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GB = 1e9
@@ -23,6 +29,7 @@ CARDS = (24, 80, 141)  # GB: RTX 4090, H100, H200
 RESERVED = 0.06
 RANKS = (8, 16)
 TOKENS = (1024, 4096)  # in a step
+WORLDS = (2, 4, 8)
 STEPS = ((8, 1024), (8, 4096), (16, 4096))  # rank and tokens
 BITS = {"bf16": 16.0, "FP8": 8.0, "INT4": 4.25, "MXFP4": 4.25}  # scales of groups of 64 and 32
 
@@ -72,6 +79,12 @@ class Model:
         layer = 2 * (2 * rows * i + rows * (i + k) + 8 * tokens * k) + 8 * self.factors(rank)
         return saved + layer + tokens * self.vocab * (4 + 4 + 2)
 
+    def on_each(self, world: int, rank: int, tokens: int) -> float:
+        """Bytes on each of `world` GPUs, with experts in bf16."""
+        gathered = 2 * self.other_parameters / self.blocks
+        weights = self.base("bf16") / world + gathered
+        return weights + self.adapters(rank) + self.activations(rank, tokens)
+
     def total(self, kind: str, rank: int, tokens: int) -> float:
         return self.base(kind) + self.adapters(rank) + self.activations(rank, tokens)
 
@@ -110,5 +123,20 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def parallel_table(worlds: Sequence[int] = WORLDS) -> str:
+    rank, tokens = STEPS[1]
+    head = ["model, experts in bf16"]
+    head += [f"each of {world}" for world in worlds] + [f"card for {world}" for world in worlds]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for model in MODELS:
+        sizes = [model.on_each(world, *STEPS[1]) for world in worlds]
+        each = [f"{size / GB:.1f}" for size in sizes]
+        lines.append([model.name, *each, *map(fits, sizes)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--world", type=int, nargs="+", help="GPUs that share a model")
+    world = parser.parse_args().world
+    print(parallel_table(world) if world else table())

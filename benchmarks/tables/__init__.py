@@ -57,6 +57,7 @@ PAGES = (
     "docs/serving.md",
     "docs/batch-invariance.md",
     "docs/training.md",
+    "docs/several-gpus.md",
     "docs/transformers.md",
     "docs/adapters.md",
     "docs/answers.md",
@@ -93,7 +94,12 @@ MADE = {
     "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
     "sampler_bits_fp8": ("e2e-sampler-fp8", lambda: wrapped(sampler_bits("e2e-sampler-fp8"))),
 }
-COMPUTED = {"training-memory": training_memory.table, "claim": claim, "models": models}
+COMPUTED = {
+    "training-memory": training_memory.table,
+    "several-gpus": training_memory.parallel_table,
+    "claim": claim,
+    "models": models,
+}
 SENTENCES = {
     f.__name__: f
     for f in (

@@ -1,4 +1,4 @@
-"""benchmarks.training_memory: sizes of known models, and the table in docs/training.md."""
+"""benchmarks.training_memory: sizes of known models, and the tables in docs."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import training_memory
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/training.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 BILLIONS = {"gpt-oss-20b": 20.9, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9, "gpt-oss-120b": 116.8}
 
 
@@ -21,7 +21,13 @@ def test_cards():
     assert training_memory.fits(140e9) == "more"
 
 
-def test_the_page_has_the_table():
-    found = PAGE.read_text().split("<!-- training-memory -->\n")[1]
-    found = found.split("\n<!-- /training-memory")[0]
-    assert found == training_memory.table(), "python -m benchmarks.training_memory"
+@pytest.mark.parametrize(
+    ("page", "name", "table"),
+    [
+        ("training.md", "training-memory", training_memory.table),
+        ("several-gpus.md", "several-gpus", training_memory.parallel_table),
+    ],
+)
+def test_pages_have_the_tables(page, name, table):
+    found = (DOCS / page).read_text().split(f"<!-- {name} -->\n")[1]
+    assert found.split(f"\n<!-- /{name}")[0] == table(), "python -m benchmarks.training_memory"
