@@ -84,7 +84,7 @@ def _forward_product(
                 _add(wrapper, name, each, inputs, product)
         return product
 
-    products = Products(tuple(wrapper.get_param().shape), add)
+    products = Products([tuple(wrapper.get_param().shape)], add)
     base: nn.Module = wrapper.base_layer
     with products:
         result = base(x, *args, **kwargs)
