@@ -505,7 +505,7 @@ def test_a_file_of_gguf_names_the_way_that_transformers_has(folder):
         ("gguf", r"GGUF is not read; .*gguf_file=...\) and call .*enable\(model\)$"),
         (
             "hqq",
-            "of HQQ are not read; quantize the experts to INT4 .*NVFP4 or FP8, or load the mod",
+            "of HQQ are not read; quantize the experts to MXFP4, INT4, .*or load the mod",
         ),
         (
             "torchao",
