@@ -326,6 +326,9 @@ def sparse(index, **changes):
         ("weight_decay", -1.0, "weight_decay of group 0 is -1.0"),
         ("betas", (0.9, 1.0), "betas of group 0 is"),
         ("eps", float("inf"), "eps of group 0 is inf"),
+        ("params", [{}], "params of group 0 has {}, which is no factor"),
+        ("params", ["law"], "params of group 0 has 'law', which is no factor"),
+        ("accumulation", 10**60, "accumulation is 1e\\+60, wanted a number of batches"),
     ],
 )
 def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
@@ -338,7 +341,8 @@ def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
     saved = read_state(tmp_path)
     factor = saved["factors"]["layers.0.experts", "gate_up", "A"]
     assert factor["shape"] == SHAPE
-    of = factor if entry in factor else saved["groups"][0] if entry in saved["groups"][0] else None
+    places = (factor, saved["groups"][0], saved)
+    of = next((place for place in places if entry in place), None)
     (factor["state"] if of is None else of)[entry] = value
     house.add("med")
     before = [t.clone() for t in house.pool._tensors()]

@@ -45,10 +45,15 @@ def check_resumed(saved: Mapping[str, Any]) -> None:
         of the experts, or not above the one before; a setting is out of range. The message names
         the key.
     """
+    if saved["accumulation"] > LARGEST_STEP:
+        raise ValueError(f"accumulation is {saved['accumulation']:.3g}, wanted a number of batches")
+    names = list(saved["factors"])
     for number, group in enumerate(saved["groups"]):
         for key, value in group.items():
             if key != "params":
                 _check_setting(f"{key} of group {number}", key, value)
+        if unknown := [key for key in group["params"] if key not in names]:
+            raise ValueError(f"params of group {number} has {unknown[0]!r:.80}, which is no factor")
     for key, factor in saved["factors"].items():
         where = key if isinstance(key, str) else ".".join(part for part in key if part)
         if factor["gradient"] is not None:

@@ -27,6 +27,7 @@ from moelora.training.tenants.rows import Rows
 Place: TypeAlias = "tuple[str, Projection | str]"
 Key: TypeAlias = "tuple[str, Projection | str, str]"  # a place, and "A" or "B"
 FORMAT = 1  # of STATE_FILE
+ENTRIES = {"optimizer", "groups", "updates", "pending", "accumulation", "max_norm", "factors"}
 
 
 def stacks_of(pool: AdapterPool) -> dict[Place, tuple[Tensor, Tensor]]:
@@ -405,9 +406,7 @@ class Tenant:
         )
         counts = saved["pending"], saved["updates"]
         self.become(Progress(self.current.values, held, *counts))
-        # Files of before these were saved have none.
-        self.accumulation = saved.get("accumulation", self.accumulation)
-        self.max_norm = saved.get("max_norm", self.max_norm)
+        self.accumulation, self.max_norm = saved["accumulation"], saved["max_norm"]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -418,7 +417,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"{path} is of format {version!r:.80}, wanted {FORMAT}: add the adapter without "
             "resume=True"
         )
-    if missing := {"optimizer", "groups", "updates", "pending", "factors"} - found.keys():
+    if missing := ENTRIES - found.keys():
         raise ValueError(f"{path} is damaged: it has no {sorted(missing)}")
     try:
         _check_content(found)
@@ -431,8 +430,8 @@ def _check_content(found: Mapping[str, Any]) -> None:
     """ValueError for a value of another type than that of `Tenant.state`."""
     check_count("updates", found["updates"], 0)
     check_count("pending", found["pending"], 0)
-    check_count("accumulation", found.get("accumulation", 1))
-    if found.get("max_norm") is not None:
+    check_count("accumulation", found["accumulation"])
+    if found["max_norm"] is not None:
         check_number("max_norm", found["max_norm"], positive=True)
     groups, factors = found["groups"], found["factors"]
     if not isinstance(groups, list) or not all(
