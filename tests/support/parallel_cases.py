@@ -1,4 +1,4 @@
-"""What both processes of tests/huggingface/test_parallel.py run.
+"""What both processes of tests/huggingface/test_sharded_models.py run.
 
     parallel_cases.py FOLDER CASE ...
 
