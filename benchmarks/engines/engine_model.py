@@ -99,7 +99,7 @@ class Maker:
 
 
 def device():
-    """Where numbers are drawn."""
+    """The device that random numbers are generated on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

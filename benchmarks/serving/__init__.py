@@ -9,7 +9,7 @@ adapters on. A load is a row of `workloads.json`. One server runs on the GPU at 
 stopped before the next one starts. `--url` measures a server that somebody else started.
 
 A model has the configuration of its name at full depth and no weights (`load_format=dummy`), but
-gpt-oss, whose MXFP4 experts are drawn, since arbitrary bytes are no valid scales. Adapters have
+gpt-oss, whose MXFP4 experts are random, since not every byte is a valid scale. Adapters have
 random factors for every expert; two of a rank share a file. Sampled tokens are random, so that
 requests of one batch go to different experts.
 """

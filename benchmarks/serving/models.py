@@ -26,6 +26,24 @@ MODELS = {
     "tiny": Model(4, 4096, PRESETS["tiny"]),
     "micro": Model(2, 4096, PRESETS["micro"]),
 }
+
+
+def packed(format, **weights):
+    """quantization_config of compressed-tensors with experts of four bits."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "symmetric": True, **weights},
+            }
+        },
+    }
+
+
 QUANTIZED = {  # quantization_config of a checkpoint whose experts are quantized
     "bf16": None,
     "fp8": {
@@ -34,42 +52,8 @@ QUANTIZED = {  # quantization_config of a checkpoint whose experts are quantized
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     },
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "group",
-                    "group_size": 128,
-                },
-            }
-        },
-    },
-    "nvfp4": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "symmetric": True,
-                    "strategy": "tensor_group",
-                    "group_size": 16,
-                },
-            }
-        },
-    },
+    "int4": packed("pack-quantized", type="int", strategy="group", group_size=128),
+    "nvfp4": packed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
     "mxfp4": None,  # gpt-oss says it itself
 }
 

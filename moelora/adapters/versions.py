@@ -301,7 +301,7 @@ class Versions:
     def settle(self, name: str) -> None:
         """Write the next version of a trainer that is current and in no slot; call with `lock`.
 
-        Whoever uses the adapter calls it. If an interrupt ends it, the next call writes all of it.
+        Each user of the adapter calls it. If an interrupt ends it, the next call writes all of it.
         """
         old = self.loaded.get(name)
         if old is None or old.unwritten is None:
