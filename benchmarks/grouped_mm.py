@@ -1,8 +1,12 @@
 """The yardstick of training on quantized experts: dequantize a stack, then call torch._grouped_mm.
 
 As Unsloth and axolotl do where they have no kernel for a format: in the forward and again in the
-backward, so that no dequantized stack is kept. One adapter; its factors are grouped products, too.
+backward, so that no dequantized stack is kept. NF4 is dequantized by bitsandbytes. One adapter; its
+factors are grouped products, too.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +23,26 @@ class Frozen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return torch._grouped_mm(grad.contiguous(), dense(ctx.weights), offs=ctx.ends), None, None
+
+
+@dataclass
+class BnbStack:
+    """Random weights (E, N, K) in NF4, which bitsandbytes dequantizes."""
+
+    codes: torch.Tensor
+    state: Any
+
+    @classmethod
+    def like(cls, weights):
+        from bitsandbytes.functional import quantize_4bit
+
+        w = torch.randn(weights.shape, device=weights.device, dtype=torch.bfloat16)
+        return cls(*quantize_4bit(w, quant_type="nf4"))
+
+    def unpack(self):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.codes, self.state)
 
 
 def dense(weights):

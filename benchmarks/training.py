@@ -22,8 +22,8 @@ FP8 by two names: fp8, whose activations are in FP8, as they are served, and w8a
 activations are in bfloat16. Errors are those of the same weights dequantized, with activations in
 bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
 
-`--grouped-mm` also times, of one tenant, the step that dequantizes whole stacks in both passes and
-calls torch._grouped_mm (`grouped_mm_us`).
+`--grouped-mm` also times, of one tenant, the step that dequantizes whole stacks in both passes (NF4
+by bitsandbytes) and calls torch._grouped_mm (`grouped_mm_us`).
 
 `--peers DIR` has bench_train.py, which measures other projects' kernels in the same way: on bf16
 weights, on MXFP4 weights, and with eight tenants.
@@ -251,9 +251,12 @@ def error_ratio(adapters, kind="bf16", device="cuda"):
     return max(ratios)
 
 
-def measure_grouped_mm(step, flush):
+def measure_grouped_mm(step, kind, flush):
     """Microseconds of the same step that dequantizes and calls torch._grouped_mm."""
-    other = Step(step.arguments, step.dout, grouped_mm.fused_experts_lora)
+    arguments = step.arguments
+    if kind == "nf4":
+        arguments = arguments | {n: grouped_mm.BnbStack.like(arguments[n]) for n in ("w13", "w2")}
+    other = Step(arguments, step.dout, grouped_mm.fused_experts_lora)
     for _ in range(WARM_UP):
         other.run()
     return measure(other.run, flush)
@@ -368,7 +371,7 @@ def main(argv=None):
             row, step = measure_case(name, tokens, adapters, format_name, args, flush)
             row["max_err_ratio"] = ratios[adapters, kind]
             if args.grouped_mm and adapters.tenants == 1:
-                row["grouped_mm_us"] = round(measure_grouped_mm(step, flush), 1)
+                row["grouped_mm_us"] = round(measure_grouped_mm(step, kind, flush), 1)
             print(json.dumps(row), flush=True)
             if args.profile:
                 profile(step)

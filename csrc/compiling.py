@@ -165,7 +165,7 @@ SPILL_LIMIT = 16
 SPILL_LIMITS = {
     r"(gemm|saving)_\w+_w8a8_\d+": 640,
     r"sm90/(gemm|saving)_\w+_fp8_\d+": 984,
-    r"(gemm|saving)_\w+4_\d+": 336,  # four-bit formats
+    r"(gemm|saving)_\w+4_\d+": 400,  # four-bit formats
     r"blocks|windows": 128,
     r"decode_\w+": 104,
     r"back_\w+_\d+": 64,

@@ -216,13 +216,13 @@ typedef enum moelora_row_order {
  * low and the high half are register a_i of the instruction: columns c and c + 1 = 16 s + 2 (t %
  * 4) of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3).
  * For INT4, value i is nibble i of its half; for NF4 and BNB_FP4, nibble 2 i (low half) or 2 i + 1
- * (high half) of the word; for e2m1, its sign, exponent and mantissa are bits
- * 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3). Scales of r and r + 8 are
- * at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32, else 1. The representation of a scale
- * depends on the dtype of the activations: an MXFP4 scale 2^(s - 127) is stored as the byte s + 126
- * for bf16 and s - 98 for fp16, or 0 if s is smaller; an INT4 scale is rounded to that dtype. An
- * NVFP4 scale has a five-bit exponent with bias 22 and a three-bit mantissa for both; the values of
- * a group whose scale is 0 are 0.
+ * (high half) of the word, and the index of a number in formats.inc; for e2m1, its sign, exponent
+ * and mantissa are bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3).
+ * Scales of r and r + 8 are at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32, else 1. The
+ * representation of a scale depends on the dtype of the activations: an MXFP4 scale 2^(s - 127) is
+ * stored as the byte s + 126 for bf16 and s - 98 for fp16, or 0 if s is smaller; an INT4 scale is
+ * rounded to that dtype. An NVFP4 scale has a five-bit exponent with bias 22 and a three-bit
+ * mantissa for both; the values of a group whose scale is 0 are 0.
  *
  * FP8 tiles have 64 rows by 128 columns, as rows of 128 bytes in TMA's 128-byte swizzle:
  *

@@ -242,9 +242,9 @@ static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
 }
 
 /* Power of two by which CUDA kernels scale accumulators down until the epilogue: for bf16, the
- * scales that dequantize INT4 nibbles directly would otherwise overflow. */
+ * scales of INT4 nibbles and of tabulated codes would otherwise overflow. */
 static MOELORA_CONSTEXPR int32_t moelora_deferred_exponent(moelora_format format, bool is_bf16) {
-  return moelora_is_int4(format) && is_bf16 ? 24 : 0;
+  return is_bf16 && moelora_values_of(format) >= MOELORA_VALUES_U4 ? 24 : 0;
 }
 
 /* Power of two, in addition to the tile's scale, by which CUDA kernels scale accumulators up. */

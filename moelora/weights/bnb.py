@@ -30,6 +30,7 @@ class BnbTensor:
 
     name: str  # in messages
     codes: Tensor  # (n / 2,) uint8: the first of two codes in the high nibble
+    order: Tensor  # (16,) uint8: the kernels' code of each of bitsandbytes'
     absmax: Tensor  # (blocks,) float32
     shape: tuple[int, ...]
     blocksize: int
@@ -51,7 +52,8 @@ class BnbTensor:
                 f"within {COLUMNS} columns of a row",
                 f"a multiple of {COLUMNS} columns",
             )
-        return codes << 4 | codes >> 4, self.absmax[blocks]
+        pairs = (self.order[:, None] << 4 | self.order).T.flatten()  # of a byte: second, first
+        return pairs[codes.int()], self.absmax[blocks]
 
 
 def fail(name: str, got: str, wanted: str) -> NoReturn:
@@ -85,8 +87,10 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
         fail(weight_name, got, f"{count // 2}")
     codes = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     absmax = _absmax(of, -(-count // of["blocksize"]), at).to(codes.device)
-    _check_codes(of["code"], of["quant_type"], at)
-    return BnbTensor(weight_name, codes, absmax, tuple(shape), of["blocksize"], of["quant_type"])
+    order = _order(of["code"], of["quant_type"], at).to(codes.device)
+    return BnbTensor(
+        weight_name, codes, order, absmax, tuple(shape), of["blocksize"], of["quant_type"]
+    )
 
 
 def _from_object(state: Any, at: str) -> dict[str, Any]:
@@ -170,15 +174,17 @@ def _nested(of: Mapping[str, Any], absmax: Tensor, at: str) -> Tensor:
     return code.float().to(absmax.device)[absmax.int()] * spread + offset
 
 
-def _check_codes(code: Any, quant_type: str, at: str) -> None:
-    """The 16 numbers must be those that kernels have."""
+def _order(code: Any, quant_type: str, at: str) -> Tensor:
+    """(16,) uint8: places of a quant_map's numbers among those of the kernels."""
     codes = next(f.codes for f in FORMATS if f.kernel == QUANT_TYPES[quant_type])
-    expected = torch.tensor(codes, device="cpu")
+    numbers = torch.tensor(codes, device="cpu")
     if not isinstance(code, Tensor) or code.numel() != 16:
         got = tuple(code.shape) if isinstance(code, Tensor) else type(code).__name__
         fail(at, f"has a quant_map of {got}", "16 numbers")
-    if not torch.equal(code.detach().float().cpu().reshape(-1), expected):
+    code = code.detach().float().cpu().reshape(-1)
+    if not torch.equal(code.sort().values, numbers.sort().values):
         fail(at, "has a quant_map with other numbers", f"bitsandbytes' of {quant_type}")
+    return (code[:, None] == numbers).byte().argmax(1).byte()
 
 
 def checkpoint(weight: Any, quant_state: Any) -> Checkpoint:

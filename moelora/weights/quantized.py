@@ -369,7 +369,7 @@ class QuantizedWeights(FromFP8, TiledWeights):
             `nested_absmax` and `nested_quant_map`. Blocks are of 64 to 4096 elements; none may end
             within 64 columns of a row, so that K is a multiple of 64.
         gate_up, dtype
-            As in `from_mxfp4`. On a GPU, codes and `absmax` are rounded before the product.
+            As in `from_mxfp4`. GEMMs on a GPU round the numbers of codes to `dtype`.
 
         Raises
         ------

@@ -27,8 +27,9 @@ def _codes(kernel: str) -> tuple[float, ...]:
 
 
 def _nearest(x: Tensor, codes: Sequence[float]) -> Tensor:
-    """Codes (uint8) of the nearest numbers."""
-    numbers, order = torch.tensor(codes, device=x.device).sort(stable=True)
+    """Codes (uint8) of the nearest numbers, the first of those that stand for the same."""
+    first = {number: codes.index(number) for number in sorted(codes)}
+    numbers, order = (torch.tensor([*each], device=x.device) for each in (first, first.values()))
     return order.to(torch.uint8)[torch.bucketize(x, (numbers[1:] + numbers[:-1]) / 2)]
 
 

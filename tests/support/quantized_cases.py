@@ -239,7 +239,9 @@ def quantize(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> 
         q = torch.bucketize((groups / unit).abs(), between) | (groups < 0).long() << 3
         return Numbers(q.flatten(2), scales, None, format, of_tensor)
     if format.name in CODES:
-        numbers, order = CODES[format.name].sort()
+        # Of two codes that stand for 0, the first.
+        order = (numbers := CODES[format.name].unique())[:, None].eq(CODES[format.name])
+        order = order.int().argmax(1)
         unit = groups / largest[..., None]
         q = order[torch.bucketize(unit, (numbers[1:] + numbers[:-1]) / 2)]
         return Numbers(q.flatten(2), largest, None, format)

@@ -166,7 +166,8 @@ def forms_of(device):
 @pytest.mark.parametrize("place", SIXTEEN_BITS)
 @pytest.mark.parametrize("name", ALL_FORMATS)
 def test_quantized_weights(name, place):
-    """Gradients are those of the numbers that tiles stand for, to the bit."""
+    """Gradients are those of the numbers that tiles stand for, to the bit; on GPUs, numbers that
+    kernels look up have the precision of the dtype."""
     device, dtype = place
     for number, (activation, inter) in forms_of(device):
         spec = Spec(
@@ -182,12 +183,13 @@ def test_quantized_weights(name, place):
         grad_out = grad_like(p.dense.hidden_states.shape, dtype, device)
         # On a GPU the tiles of up rows begin anew in K: the order of that sum is their own.
         splits = device != "cpu" and activation == "silu" and inter % 64 != 0
+        looks_up = device != "cpu" and name in ("nf4", "fp4_of_bnb")
         _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
         got = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs())
         numbers = {"w13": p.w13.unpack(), "w2": p.w2.unpack()}
         want = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs() | numbers)
         for field, grad in flat(want._asdict()).items():
-            if splits and field == "hidden_states":
+            if looks_up or (splits and field == "hidden_states"):
                 torch.testing.assert_close(flat(got._asdict())[field], grad, rtol=0.02, atol=0.05)
             else:
                 assert same_bits(flat(got._asdict())[field], grad), field

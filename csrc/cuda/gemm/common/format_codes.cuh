@@ -1,10 +1,11 @@
 /* Dequantizes codes that stand for any 16 numbers, with a float32 scale for a group, to bf16 or
  * fp16.
  *
- * prmt looks up four codes at once, a byte of their numbers at a time: it selects from eight
- * entries by the low three bits of a code, twice, and the fourth bit chooses between both. Tiles
- * have the eight codes of a word in the order of the values of registers a0 to a3, so that one more
- * prmt joins low and high bytes to a register.
+ * prmt looks up four codes at once, one byte of their numbers at a time: the low three bits of a
+ * code select one of eight entries, and bit 3 chooses between two such results. In bf16, codes q
+ * and q + 8 have the same high byte (formats.inc), which is looked up once. Tiles store the eight
+ * codes of a word in the order of the values of registers a0 to a3: one more prmt joins low and
+ * high bytes to a register.
  *
  * The number is code scale, rounded once, but for the code, which has the precision of T: numbers
  * are tabulated in a unit in which they nearly are numbers of T. The scale, divided by the unit, is
@@ -24,36 +25,44 @@ static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
   return 0;
 }
 
-/* The unit of a table. Of NF4 it is the one with the least sum of squared rounding errors, which is
- * 0.35 (bf16) and 0.16 (fp16) of that of unit 1; in units of 4/3 FP4 is exact. */
+/* The unit of a table, over the smallest normal number of T. Of NF4 it is the one with the least
+ * sum of squared rounding errors, which is 0.35 (bf16) and 0.16 (fp16) of that of a power of two;
+ * in units of 4/3 FP4 is exact. In bf16 the smallest numbers have the exponent of 0, as their high
+ * byte is also that of 0. */
 template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
-  return values == MOELORA_VALUES_BNB_FP4 ? 0.75f : Element<T>::is_bf16 ? 1.4370041f : 1.6776886f;
+  return Element<T>::is_bf16 ? (values == MOELORA_VALUES_BNB_FP4 ? 24 : 1.4370041f * 8)
+                             : (values == MOELORA_VALUES_BNB_FP4 ? 0.75f : 1.6776886f) * (1 << 14);
 }
 
-/* Bits of a number in T, which is normal or 0. */
+/* Bits in T of the magnitude of a number, in units of the smallest normal one. */
 template <class T> MOELORA_CONSTEXPR uint32_t bits_of(float number) {
-  constexpr int MANTISSA = Element<T>::is_bf16 ? 7 : 10, BIAS = Element<T>::is_bf16 ? 127 : 15;
+  constexpr int MANTISSA = Element<T>::is_bf16 ? 7 : 10;
   double rest = number < 0 ? -(double)number : number;
   int exponent = 0;
-  if (rest == 0)
-    return 0;
   for (; rest >= 2; rest /= 2)
     exponent++;
-  for (; rest < 1; rest *= 2)
-    exponent--;
-  const uint32_t mantissa = (uint32_t)(rest * (1 << MANTISSA) + 0.5); // may carry
-  return (number < 0 ? 0x8000u : 0u) + ((uint32_t)(exponent + BIAS - 1) << MANTISSA) + mantissa;
+  return ((uint32_t)exponent << MANTISSA) + (uint32_t)(rest * (1 << MANTISSA) + 0.5); // may carry
 }
 
-/* Bytes BYTE (0: low) of four numbers in T, from code `first` on. */
+/* Bits in T of the number of a code. 0 has the sign of code + 8. */
+template <class T> MOELORA_CONSTEXPR uint32_t code_bits(moelora_values values, int code) {
+  return (code_number(values, code | 8) < 0 ? 0x8000u : 0u) +
+         bits_of<T>(code_number(values, code) * code_unit<T>(values));
+}
+
+/* Bytes BYTE (0: low) of the numbers of four codes, from `first` on. */
 template <class T>
 MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte) {
   uint32_t word = 0;
-  for (int i = 0; i < 4; i++) {
-    const uint32_t bits = bits_of<T>(code_number(values, first + i) * code_unit<T>(values));
-    word |= (bits >> 8 * byte & 0xff) << 8 * i;
-  }
+  for (int i = 0; i < 4; i++)
+    word |= (code_bits<T>(values, first + i) >> 8 * byte & 0xff) << 8 * i;
   return word;
+}
+
+/* Whether codes q and q + 8 have the same high byte. */
+template <class T> MOELORA_CONSTEXPR bool share_high_bytes(moelora_values values) {
+  return code_bytes<T>(values, 0, 1) == code_bytes<T>(values, 8, 1) &&
+         code_bytes<T>(values, 4, 1) == code_bytes<T>(values, 12, 1);
 }
 
 /* Holds the numbers of each type of codes in one cache line: a load by code is one access, where an
@@ -65,6 +74,10 @@ static __device__ const float code_numbers[][16] = {
 
 /* The table of a format, and the scales of rows r and r + 8 in the halves of registers. */
 template <class T> struct CodeScales {
+  static constexpr bool SHARED = Element<T>::is_bf16; // high bytes
+  static_assert(!SHARED || (share_high_bytes<T>(MOELORA_VALUES_NF4) &&
+                            share_high_bytes<T>(MOELORA_VALUES_BNB_FP4)));
+
   uint32_t table[2][4]; // [byte], of codes 0 to 3, ..., 12 to 15
   uint32_t high, low;   // parts of the scales
   float absmax[2];      // the scales
@@ -72,12 +85,12 @@ template <class T> struct CodeScales {
 
   __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
     constexpr moelora_values NF4 = MOELORA_VALUES_NF4, FP4 = MOELORA_VALUES_BNB_FP4;
-    is_fp4 = moelora_values_of(format) == FP4;
+    is_fp4 = format == MOELORA_BNB_FP4;
 #define MOELORA_ENTRY(BYTE, I)                                                                     \
   {                                                                                                \
-    constexpr uint32_t OF_NF4 = code_bytes<T>(NF4, 4 * I, BYTE);                                   \
-    constexpr uint32_t OF_FP4 = code_bytes<T>(FP4, 4 * I, BYTE);                                   \
-    table[BYTE][I] = is_fp4 ? OF_FP4 : OF_NF4;                                                     \
+    constexpr uint32_t NF4_BYTES = code_bytes<T>(NF4, 4 * I, BYTE);                                \
+    constexpr uint32_t FP4_BYTES = code_bytes<T>(FP4, 4 * I, BYTE);                                \
+    table[BYTE][I] = is_fp4 ? FP4_BYTES : NF4_BYTES;                                               \
   }
     MOELORA_ENTRY(0, 0)
     MOELORA_ENTRY(0, 1)
@@ -88,21 +101,34 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(1, 2)
     MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
-    constexpr float NF4_UNIT = 1 / code_unit<T>(NF4), FP4_UNIT = 1 / code_unit<T>(FP4);
-    const float unit = is_fp4 ? FP4_UNIT : NF4_UNIT;
+    // 1 / unit; the products are to be multiplied by 2^DEFERRED.
+    constexpr float ONE = Element<T>::is_bf16 ? 0x1p102f : 0x1p14f;
+    static_assert(FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> ==
+                  (Element<T>::is_bf16 ? 126 - 102 : 0));
+    constexpr float OF_NF4 = ONE / code_unit<T>(NF4), OF_FP4 = ONE / code_unit<T>(FP4);
+    const float unit = is_fp4 ? OF_FP4 : OF_NF4;
     absmax[0] = __uint_as_float(load_shared_4(at));
     absmax[1] = __uint_as_float(load_shared_4(at + 4));
     const float r = absmax[0] * unit, r8 = absmax[1] * unit;
-    high = pack2<T>(r, r8);
-    const T *parts = (const T *)&high;
-    low = pack2<T>(r - Element<T>::to_float(parts[0]), r8 - Element<T>::to_float(parts[1]));
+    if constexpr (Element<T>::is_bf16) {
+      high = __byte_perm(__float_as_uint(r), __float_as_uint(r8), 0x7632); // towards zero
+      low = pack2<T>(r - upper_half(r), r8 - upper_half(r8));
+    } else {
+      high = pack2<T>(r, r8);
+      const T *parts = (const T *)&high;
+      low = pack2<T>(r - Element<T>::to_float(parts[0]), r8 - Element<T>::to_float(parts[1]));
+    }
   }
 
   /* Returns values I of both halves of a word. */
   template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
-    const uint32_t codes = I < 2 ? word : word >> 16;
+    const uint32_t codes = (word & 0x77777777u) >> (I < 2 ? 0 : 16);
     const uint32_t upper = select_bytes < I<2 ? 0x9d8c : 0xbfae>(word, word << 4); // bit 3 of each
-    const uint32_t low_bytes = look_up<0>(codes, upper), high_bytes = look_up<1>(codes, upper);
+    const uint32_t low_bytes =
+        choose(look_up(codes, table[0]), look_up(codes, table[0] + 2), upper);
+    uint32_t high_bytes = look_up(codes, table[1]);
+    if constexpr (!SHARED)
+      high_bytes = choose(high_bytes, look_up(codes, table[1] + 2), upper);
     const uint32_t code = __byte_perm(low_bytes, high_bytes, I % 2 == 0 ? 0x5140 : 0x7362);
     return fma2<T>(code, both_halves<I % 2>(high), multiply2<T>(code, both_halves<I % 2>(low)));
   }
@@ -114,16 +140,20 @@ template <class T> struct CodeScales {
   }
 
 private:
+  static __device__ __forceinline__ float upper_half(float number) {
+    return __uint_as_float(__float_as_uint(number) & 0xffff0000u);
+  }
+
   __device__ __forceinline__ float number(uint32_t code) const {
     constexpr int FIRST = MOELORA_VALUES_EIGHT_BITS + 1;
     return code_numbers[(is_fp4 ? MOELORA_VALUES_BNB_FP4 : MOELORA_VALUES_NF4) - FIRST][code];
   }
 
-  template <int BYTE>
-  __device__ __forceinline__ uint32_t look_up(uint32_t codes, uint32_t upper) const {
-    const uint32_t below = __byte_perm(table[BYTE][0], table[BYTE][1], codes);
-    const uint32_t above = __byte_perm(table[BYTE][2], table[BYTE][3], codes);
-    return (above & upper) | (below & ~upper);
+  static __device__ __forceinline__ uint32_t look_up(uint32_t codes, const uint32_t *eight) {
+    return __byte_perm(eight[0], eight[1], codes);
+  }
+  static __device__ __forceinline__ uint32_t choose(uint32_t below, uint32_t above, uint32_t mask) {
+    return (above & mask) | (below & ~mask);
   }
 };
 
