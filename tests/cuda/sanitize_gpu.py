@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +117,7 @@ def layers(dtype):
 
 def check_layers(share: Share) -> int:
     from checks import assert_close_to_ref
-    from quantized_cases import ALL_FORMATS, build
+    from quantized_cases import NATIVE, dense, forms_of, made
 
     import moelora
     from benchmarks import grid
@@ -131,14 +132,13 @@ def check_layers(share: Share) -> int:
     count = 0
     names = {n: d for d in grid.DTYPES["cuda"].values() for n in grid.rows("cuda", d, *grid.BASE)}
     for name, dtype in names.items():
-        kinds = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_g32_zp", "w8a16": "fp8_channel"}
-        form = next((form for kind, form in kinds.items() if f"_{kind}_" in name), None)
-        if "_w8a8_" in name:  # formats/test_quantized.py has its reference
+        if "_w8a8_" in name:  # operators/test_variants.py has its reference
             continue
         _C.force_variant(name)
-        for spec in share.take(layers(dtype)):
-            made = build(spec, ALL_FORMATS[form], dtype) if form else spec.build()
-            there, p = made.to("cuda"), made.dense if form else made
+        # Each form of weights for it in turn.
+        for spec, form in share.take(zip(layers(dtype), cycle(forms_of(name)), strict=False)):
+            problem = made(spec, form, dtype)
+            there, p = problem.to("cuda"), dense(problem)
             print(f"{name}: {spec}", flush=True)
             arguments = there.kwargs()
             y = moelora.fused_experts_lora(**arguments)
@@ -147,7 +147,7 @@ def check_layers(share: Share) -> int:
                 naive_fused_experts_lora(**p.kwargs()),
             )
             assert_close_to_ref(y, ref, naive, dtype)
-            if spec.hidden % 64 == 0 and not form:
+            if spec.hidden % 64 == 0 and form == NATIVE:
                 for w in ("w13", "w2"):
                     arguments[w] = moelora.prepack_weights(arguments[w])
                 y = moelora.fused_experts_lora(**arguments)

@@ -7,7 +7,7 @@ import torch
 from cases import ACTIVATIONS, ALPHAS, DTYPES, LIMITS, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu, on_gpu
-from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, made
+from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, kernels_of, made
 
 import moelora
 from moelora import _C
@@ -81,8 +81,8 @@ def one_launch(p: Problem | Quantized) -> str | None:
     """The variant that takes all of such a layer; plans without it do so where it is fastest."""
     if not isinstance(p, Quantized):
         return None
-    kernels = {"bnb_fp4": "nf4"}.get(p.w13.format, p.w13.format)
-    return f"decode_{SHORT[dense(p).spec.dtype]}_{kernels}_sm80"
+    kernel = kernels_of(next(form for form, f in FORMATS.items() if f.name == p.w13.format))
+    return f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}_sm80"
 
 
 def run(p: Problem | Quantized, device: str, **kwargs) -> torch.Tensor:

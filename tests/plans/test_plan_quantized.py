@@ -1,12 +1,15 @@
 """Plans of layers with weights of four bits, for devices that need not be there."""
 
+from dataclasses import replace
+
 import pytest
 import test_decode
+import test_variants
 import torch
-from quantized_cases import FORMATS, fitted
+from quantized_cases import FORMATS, NATIVE, fitted, forms_of, kernels_of, made
 from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
 
-import moelora
+from moelora.operators import formats
 
 FIXTURES = (answer, print_plan)
 
@@ -116,7 +119,7 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
     variant, layout = (
         test_decode.one_launch(p),
-        moelora.operators.formats.FORMATS[p.w13.layout[0]].name.lower(),
+        formats.FORMATS[p.w13.layout[0]].name.lower(),
     )
     sizes = set()
     for spec in test_decode.SPECS.values():
@@ -128,6 +131,30 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
         gpu = ("cuda", capability)
         words = answer(gpu, "formats", layout, layout, dtype=dtype, rank=16, env=env, **problem)
         assert words.split()[0] == variant, problem
+
+
+@pytest.mark.parametrize("row", CUDA_ROWS + DECODE_ROWS, ids=lambda row: row.name)
+def test_a_variant_serves_what_its_tests_force_it_on(answer, row):
+    """The layers of test_variants.py that are to name it, of each form of weights for it."""
+    spec = test_variants.deepest(row.name, getattr(torch, DTYPES[row.dtype]))
+    sizes = ("tokens", "top_k", "experts", "hidden", "inter")
+    problem = {name: getattr(spec, name) for name in sizes} | {"rank": max(spec.ranks)}
+    for form in forms_of(row.name):
+        kernel, layout = kernels_of(form), NATIVE
+        if form != NATIVE:
+            p = made(replace(spec, hidden=128, inter=128), form, spec.dtype)
+            layout = formats.FORMATS[p.w13.layout[0]].name.lower()
+        if kernel == "w8a8":
+            layout = {"fp8_g64": "w8a8_g64"}.get(layout, "w8a8")
+        assert (kernel or NATIVE) == {"FP8": "w8a16"}.get(row.format, row.format.lower())
+        words = answer(
+            ("cuda", int(row.family.removeprefix("SM"))),
+            *("formats", layout, layout),
+            dtype=DTYPES[row.dtype],
+            env={"MOELORA_FORCE_VARIANT": row.name},
+            **problem,
+        )
+        assert words.split()[0] == row.name, form
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantized):

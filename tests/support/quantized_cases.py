@@ -6,6 +6,7 @@ What a checkpoint holds is made with plain torch, so that packing has something 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -329,14 +330,32 @@ def by_variants(names: list[str], p: Problem | Quantized) -> list[Tensor]:
     return outputs
 
 
-KERNELS = {"native": "", "mxfp4": "mxfp4_", "nvfp4": "nvfp4_", "int4": "int4_", "fp8": "w8a8_"}
-KERNELS |= {"nf4": "nf4_", "fp4": "nf4_"}
+def kernels_of(form: str) -> str:
+    """The word for weights of a form in the names of kernels that multiply them; native: none."""
+    if form == NATIVE:
+        return ""
+    name, activations = ALL_FORMATS[form].name, ALL_FORMATS[form].activations
+    if name.startswith("fp8"):
+        return "w8a8" if activations == "fp8" else "w8a16"
+    return "nf4" if name in CODES else name
+
+
+def forms_of(variant: str) -> list[str]:
+    """Forms of the layers that a kernel is a part of: for most kernels native weights."""
+    word = re.match(r"(?:gemm|back|decode)_b?f16_(?!sm)([a-z][a-z0-9]*)_(?:\w+_)?sm\d+$", variant)
+    if word is None:
+        return [NATIVE]
+    forms = {form: f for form, f in ALL_FORMATS.items() if kernels_of(form) == word[1]}
+    assert forms, f"{variant}: no form of ALL_FORMATS has weights for it; add one"
+    # Kernels of Hopper for e4m3 x have scales of 128 of its columns.
+    portable = variant.endswith("sm80") or word[1] != "w8a8"
+    return [form for form, f in forms.items() if portable or f.group != 64]
 
 
 def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:
     """The GEMM of Hopper with tiles of a size, for weights of a form."""
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    return f"gemm_{kind}_{KERNELS[form.split('_')[0]]}{size}_sm90"
+    return "_".join(word for word in ("gemm", kind, kernels_of(form), size, "sm90") if word)
 
 
 def dense(p: Problem | Quantized) -> Problem:

@@ -17,7 +17,7 @@ from gradient_cases import (
     grad_like,
     saved_bytes,
 )
-from quantized_cases import ALL_FORMATS, build
+from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 
 import moelora
 from moelora import _C
@@ -300,26 +300,22 @@ def test_nothing_is_saved_without_autograd(device):
     assert not saved_bytes(lambda: moelora.fused_experts_lora(**p.kwargs()))
 
 
-# Weights of kernels with such a word in their names.
-FORMS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_g32_zp", "w8a16": "fp8_channel"}
-
-
 def kernels():
     """What a backward can be forced to: on a CPU rows that all operators share."""
     for name in _C.usable():
         if name.startswith("back_"):
-            yield on_gpu(name, "cuda")
+            yield from (on_gpu(name, form, "cuda") for form in forms_of(name))
         elif name.startswith("gemm_") and not name.endswith(("sm80", "sm90")):
-            yield pytest.param(name, "cpu")
+            yield pytest.param(name, NATIVE, "cpu")
 
 
-@pytest.mark.parametrize(("variant", "device"), list(kernels()))
-def test_kernels(variant, device):
+@pytest.mark.parametrize(("variant", "form", "device"), list(kernels()))
+def test_kernels(variant, form, device):
     """All of one dtype agree, and the plan says which ran."""
     dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
     dtype = dtypes[variant.split("_")[1]]
     p, grad_out = problem(TENANTS, (device, dtype))
-    if form := FORMS.get(variant.split("_")[2]):
+    if form != NATIVE:
         p = build(replace(TENANTS, hidden=192, inter=128), ALL_FORMATS[form], dtype).to(device)
         grad_out = grad_like(p.kwargs()["hidden_states"].shape, dtype, device)
     _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
