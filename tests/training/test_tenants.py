@@ -290,6 +290,7 @@ def test_states_with_other_content_are_refused(change, tmp_path):
 
 FIRST = r"layers\.0\.experts\.gate_up\.A"
 SHAPE = (E, 4, K)  # of the factor that is called so
+MISSING = object()  # of a key
 
 
 def sparse(index, **changes):
@@ -326,6 +327,17 @@ def sparse(index, **changes):
         ("weight_decay", -1.0, "weight_decay of group 0 is -1.0"),
         ("betas", (0.9, 1.0), "betas of group 0 is"),
         ("eps", float("inf"), "eps of group 0 is inf"),
+        ("eps", 1e38, "eps of group 0 is 1e\\+38, wanted at most 1e\\+06"),
+        ("lr", 1e38, "lr of group 0 is 1e\\+38, wanted at most"),
+        ("weight_decay", 2e6, "weight_decay of group 0 is 2000000.0, wanted at most"),
+        ("lr", MISSING, "group 0 in training.json has no lr, as AdamW has"),
+        ("betas", MISSING, "group 0 in training.json has no betas, as AdamW has"),
+        ("eps", MISSING, "group 0 in training.json has no eps"),
+        ("weight_decay", MISSING, "group 0 in training.json has no weight_decay"),
+        ("exp_avg", MISSING, f"training.json has no exp_avg of {FIRST}"),
+        ("amsgrad", True, f"training.json has no max_exp_avg_sq of {FIRST}"),
+        ("amsgrad", "yes", "amsgrad of group 0 is 'yes', wanted True or False"),
+        ("params", [], "has other groups of parameters than the optimizer"),
         ("params", [{}], "params of group 0 has {}, which is no factor"),
         ("params", ["law"], "params of group 0 has 'law', which is no factor"),
         ("accumulation", 10**60, "accumulation is 1e\\+60, wanted a number of batches"),
@@ -342,8 +354,11 @@ def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
     factor = saved["factors"]["layers.0.experts", "gate_up", "A"]
     assert factor["shape"] == SHAPE
     places = (factor, saved["groups"][0], saved)
-    of = next((place for place in places if entry in place), None)
-    (factor["state"] if of is None else of)[entry] = value
+    of = next((place for place in places if entry in place), factor["state"])
+    if value is MISSING:
+        del of[entry]
+    else:
+        of[entry] = value
     house.add("med")
     before = [t.clone() for t in house.pool._tensors()]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="'law': .*" + why):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from moelora.operators.checks import check_count, check_number
 
+# Beyond it updates overflow float16, or a large `eps` makes them zero.
+LARGEST_SETTING = 1e6
+
 
 def check_arguments(
     *,
@@ -25,8 +28,8 @@ def check_arguments(
         check_count("accumulation", accumulation)
     if alpha is not None:
         check_number("alpha", alpha, positive=True)
-    check_number("lr", lr, positive=sparse)  # SparseAdam refuses 0
-    check_number("weight_decay", weight_decay)
+    check_setting("lr", lr, positive=sparse)  # SparseAdam refuses 0
+    check_setting("weight_decay", weight_decay)
     if max_norm is not None:
         check_number("max_norm", max_norm, positive=True)
     if targets is not None:
@@ -39,3 +42,10 @@ def check_arguments(
         )
     if sparse and (weight_decay or optimizer is not None):
         raise ValueError("sparse=True takes neither weight_decay nor optimizer")
+
+
+def check_setting(name: str, value: object, positive: bool = False) -> None:
+    """ValueError unless it is a number that an optimizer may be set to."""
+    check_number(name, value, positive)
+    if value > LARGEST_SETTING:  # type: ignore[operator] # a number
+        raise ValueError(f"{name} is {value!r}, wanted at most {LARGEST_SETTING:g}")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from moelora.operators.checks import check_number, dtype_name, is_number
+from moelora.operators.checks import dtype_name, is_number
+from moelora.training.tenants.arguments import check_setting
+from moelora.training.tenants.files import STATE_FILE
 from moelora.training.tenants.rows import is_sparse
 
 # Per optimizer of `Tenants.add`, and others that torch has: moments of the shape of the factor.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}
+ADAM = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW and SparseAdam, after an update
 LARGEST_STEP = 2**53  # that a float counts
 
 
@@ -55,16 +60,54 @@ def check_resumed(saved: Mapping[str, Any]) -> None:
         if unknown := [key for key in group["params"] if key not in names]:
             raise ValueError(f"params of group {number} has {unknown[0]!r:.80}, which is no factor")
     for key, factor in saved["factors"].items():
-        where = key if isinstance(key, str) else ".".join(part for part in key if part)
+        where = _named(key)
         if factor["gradient"] is not None:
             _check_gradient(f"the gradient of {where}", factor["gradient"], factor["shape"])
         for entry, value in factor["state"].items():
             _check_state(f"{entry} of {where}", entry, value, factor["shape"])
 
 
+def check_adam(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """ValueError unless AdamW or SparseAdam of all factors can continue with a checked state."""
+    check_optimizer(saved, optimizer)
+    check_groups(saved, [list(saved["factors"])], optimizer)
+    kept = ADAM | ({"max_exp_avg_sq"} if saved["groups"][0].get("amsgrad") else set())
+    for key, factor in saved["factors"].items():
+        if factor["state"] and (missing := kept - factor["state"].keys()):
+            raise ValueError(f"{STATE_FILE} has no {min(missing)} of {_named(key)}")
+
+
+def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    if saved["optimizer"] != (name := type(optimizer).__name__):
+        raise ValueError(f"{STATE_FILE} is of the optimizer {saved['optimizer']}, not of {name}")
+
+
+def check_groups(saved: Mapping[str, Any], keys: list[list[Any]], optimizer: Optimizer) -> None:
+    """ValueError unless the groups are those of an optimizer that has `keys` in its groups, with
+    its settings. Flags may be missing: an optimizer has values for those of later versions."""
+    if [set(group["params"]) for group in saved["groups"]] != [set(of_group) for of_group in keys]:
+        raise ValueError(f"{STATE_FILE} has other groups of parameters than the optimizer")
+    for number, group in enumerate(saved["groups"]):
+        for key, default in optimizer.defaults.items():
+            if isinstance(default, bool):
+                if not isinstance(group.get(key, default), (bool, NoneType)):
+                    raise ValueError(
+                        f"{key} of group {number} is {group[key]!r:.80}, wanted True or False"
+                    )
+            elif default is not None and key not in group:
+                raise ValueError(
+                    f"group {number} in {STATE_FILE} has no {key}, as {type(optimizer).__name__} "
+                    "has: add the adapter without resume=True"
+                )
+
+
+def _named(key: Any) -> str:
+    return key if isinstance(key, str) else ".".join(part for part in key if part)
+
+
 def _check_setting(what: str, key: str, value: Any) -> None:
     if key in ("lr", "weight_decay", "eps", "initial_lr"):
-        check_number(what, value.item() if _is_scalar(value) else value)
+        check_setting(what, value.item() if _is_scalar(value) else value)
     elif key == "betas":
         if not _are_betas(value):
             raise ValueError(f"{what} is {value!r}, wanted two numbers from 0 to below 1")
@@ -111,7 +154,8 @@ def _check_state(what: str, entry: str, value: Any, shape: tuple[int, ...]) -> N
     if entry == "step":
         count = value.item() if _is_scalar(value) else value
         if not is_number(count) or not 0 <= count <= LARGEST_STEP or count != math.floor(count):
-            raise ValueError(f"{what} is {value!r}, wanted a number of updates")
+            got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else count
+            raise ValueError(f"{what} is {got!s:.80}, wanted a number of updates")
     elif entry in MOMENTS and value is not None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

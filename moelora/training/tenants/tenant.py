@@ -21,6 +21,7 @@ from moelora.operators.sparse import sparse_tensor
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.files import STATE_FILE
+from moelora.training.tenants.resumed import check_groups, check_optimizer
 from moelora.training.tenants.rows import Rows
 
 # Stacks or factors (A, B) by layer and projection; "" is that of linear layers and embeddings.
@@ -375,11 +376,9 @@ class Tenant:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Undo `state`. `check_state` is to be called before, for `saved`."""
-        check_optimizer(saved, type(self.optimizer).__name__)
         groups, factors = self._groups(), self._keyed()
-        theirs = [group["params"] for group in saved["groups"]]
-        if [set(keys) for keys in theirs] != [set(keys) for keys in groups]:
-            raise ValueError(f"{STATE_FILE} has other groups of parameters than the optimizer")
+        check_optimizer(saved, self.optimizer)
+        check_groups(saved, groups, self.optimizer)
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         states = {}
         for key, n in numbers.items():
@@ -469,11 +468,6 @@ def check_state(saved: Mapping[str, Any], pool: AdapterPool, adapter: Adapter) -
                 f"{STATE_FILE} is not of this adapter: {key} is {theirs.get(key)} there, and "
                 f"{shapes.get(key)} in the adapter"
             )
-
-
-def check_optimizer(saved: Mapping[str, Any], name: str) -> None:
-    if saved["optimizer"] != name:
-        raise ValueError(f"{STATE_FILE} is of the optimizer {saved['optimizer']}, not of {name}")
 
 
 def _release(error: Exception) -> None:

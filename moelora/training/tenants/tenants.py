@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from moelora.adapters.columns import Layout
 from moelora.adapters.folders import reading, replacing
@@ -32,12 +32,11 @@ from moelora.training.tenants.arguments import check_arguments
 from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
-from moelora.training.tenants.resumed import check_resumed, of_tenant
+from moelora.training.tenants.resumed import check_adam, check_resumed, of_tenant
 from moelora.training.tenants.steps import Step, check_loss, named, numbers
 from moelora.training.tenants.tenant import (
     Progress,
     Tenant,
-    check_optimizer,
     check_state,
     read_state,
     stacks_of,
@@ -234,7 +233,11 @@ class Tenants:
                 check_state(saved, self.pool, adapter)
                 check_resumed(saved)
                 if optimizer is None:
-                    check_optimizer(saved, (SparseAdam if sparse else AdamW).__name__)
+                    none = [torch.zeros(0, device="cpu")]
+                    check_adam(
+                        saved,
+                        make_optimizer(none, None, sparse=sparse, lr=lr, weight_decay=weight_decay),
+                    )
         self._check_outside("add")
         with self._lock:
             self._recover()
