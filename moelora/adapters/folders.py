@@ -2,10 +2,10 @@
 
 The new content is written to a folder beside the old one, flushed to the disk, and exchanged with
 the old one by one system call, renameat2 with RENAME_EXCHANGE. File systems without it, such as
-NFS, need two renames: of the old folder to `.NAME.moelora-old`, then of the new one to NAME. A
-process that ends between them leaves the old folder under that name, where `reading` finds it and
-the next `replacing` returns it to its place. What ends earlier or later leaves at most a folder
-`.saving-*` beside NAME, which may be deleted.
+NFS, need two renames: of the old folder to `.moelora-old-*`, a name for each NAME, then of the new
+one to NAME. A process that ends between them leaves the old folder under that name, where `reading`
+finds it and the next `replacing` returns it to its place. What ends earlier or later leaves at most
+a folder `.saving-*` beside NAME, which may be deleted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,16 +38,16 @@ def replacing(folder: str | Path, replaced: Sequence[str]) -> Iterator[Path]:
     folder : path
         Made if there is none, with its parents. A link stays, and what it leads to is replaced.
     replaced : sequence of str
-        Patterns of names. Entries of the old folder that match none, and that the body has not
-        written, are in the new folder too.
+        Patterns of files. What else the old folder has, and all of its folders, are in the new one
+        too.
 
     Raises
     ------
     ValueError
         `folder` is or contains the current folder, which would be gone.
     OSError
-        A file cannot be written beside `folder`, or `folder` is no folder, or cannot be renamed as
-        it is on a file system of its own (a mount point).
+        A file cannot be written beside `folder`, or where it has a folder of this name; or `folder`
+        is no folder, or cannot be renamed as it is on a file system of its own (a mount point).
     """
     path = Path(os.path.realpath(folder))
     if Path(os.path.realpath(os.curdir)).is_relative_to(path):
@@ -100,8 +101,8 @@ def _is_at(handle: int, folder: Path) -> bool:
 
 
 def _aside(path: Path) -> Path:
-    """Where the old folder is between two renames."""
-    return path.with_name(f".{path.name}.moelora-old")
+    """Where the old folder is between two renames: a short name, however long that of `path` is."""
+    return path.with_name(f".moelora-old-{sha256(os.fsencode(path.name)).hexdigest()[:16]}")
 
 
 def _restore(path: Path) -> None:
@@ -113,10 +114,14 @@ def _restore(path: Path) -> None:
 def _keep(path: Path, new: Path, replaced: Sequence[str]) -> None:
     """Add what a folder has beside the files that are replaced; files are linked, not copied."""
     for entry in os.scandir(path):
-        there = new / entry.name
-        if there.exists() or any(fnmatch(entry.name, pattern) for pattern in replaced):
+        there, is_folder = new / entry.name, entry.is_dir(follow_symlinks=False)
+        if there.exists():
+            if is_folder:
+                raise IsADirectoryError(errno.EISDIR, "is a folder, wanted a file", entry.path)
             continue
-        if entry.is_dir(follow_symlinks=False):
+        if not entry.is_dir() and any(fnmatch(entry.name, pattern) for pattern in replaced):
+            continue
+        if is_folder:
             shutil.copytree(entry.path, there, symlinks=True, copy_function=_link)
         else:
             _link(entry.path, there)

@@ -112,9 +112,11 @@ def _check_out(args: argparse.Namespace) -> None:
         raise ValueError("--per-expert needs --model, the config.json of the adapter's model")
     if not args.per_expert:
         raise ValueError("--per-expert is empty, wanted a folder to write to")
-    if Path(args.per_expert).resolve() == Path(args.folder).resolve():
-        raise ValueError("--per-expert names the adapter's own folder, wanted another one")
     out = Path(args.per_expert)
+    if Path(args.folder).resolve().is_relative_to(out.resolve()):
+        raise ValueError(
+            f"--per-expert {out} is or contains the adapter's own folder, wanted another one"
+        )
     if not args.force and os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(
             f"--per-expert {out} is there and not an empty folder, wanted a new one; --force "

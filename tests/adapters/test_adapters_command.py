@@ -255,6 +255,7 @@ def test_a_scaling_that_overflows_is_refused(tmp_path, capsys):
 def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
     assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
     assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
+    assert ask("peft", "--per-expert", str(tmp_path), "--force")[0] == 2
     assert ask("peft", "--per-expert", "")[0] == 2
     assert ask("peft", "--force")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()

@@ -55,7 +55,7 @@ def test_a_reader_finds_the_old_or_the_new_folder(end, before, tmp_path):
             assert not there or content(folder) == ["new"] * 2
         put(folder, "next")
         assert reading(folder, content) == ["next"] * 2
-        assert not list(folder.parent.glob("*-old*"))
+        assert not list(folder.parent.glob(".moelora-old-*"))
         if not came:
             break
         points += 1
@@ -64,8 +64,17 @@ def test_a_reader_finds_the_old_or_the_new_folder(end, before, tmp_path):
 
 
 @pytest.mark.usefixtures("swap")
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
+    folder = tmp_path / ("é" * 127 + "n")
+    for text in ("old", "new"):
+        put(folder, text)
+        assert reading(folder, content) == [text] * 2
+    assert os.listdir(tmp_path) == [folder.name]
+
+
+@pytest.mark.usefixtures("swap")
 def test_what_else_is_in_the_folder_stays(tmp_path):
-    """Other files, folders and links; the mode; and a link to the folder itself."""
+    """Other files, folders (with whatever name) and links; the mode; and a link to the folder."""
     folder = tmp_path / "law"
     put(folder, "old")
     (folder / "weights.bin").write_text("old")
@@ -73,6 +82,8 @@ def test_what_else_is_in_the_folder_stays(tmp_path):
     (folder / "logs" / "deep").mkdir(parents=True)
     (folder / "logs" / "deep" / "events").write_text("kept")
     (folder / "latest").symlink_to("logs/deep")
+    (folder / "weights-v2").mkdir()
+    (folder / "weights-v2" / "weights").write_text("kept")
     folder.chmod(0o750)
     log = (folder / "README.md").open("a")
     (tmp_path / "link").symlink_to("law")
@@ -80,7 +91,9 @@ def test_what_else_is_in_the_folder_stays(tmp_path):
     log.write(", and open")
     log.close()
     assert content(folder) == ["new"] * 2
-    assert sorted(os.listdir(folder)) == ["README.md", "config", "latest", "logs", "weights"]
+    names = ["README.md", "config", "latest", "logs", "weights", "weights-v2"]
+    assert sorted(os.listdir(folder)) == names
+    assert (folder / "weights-v2" / "weights").read_text() == "kept"
     assert (folder / "README.md").read_text() == "kept, and open"
     assert (folder / "latest" / "events").read_text() == "kept"
     assert folder.stat().st_mode & 0o777 == 0o750
@@ -97,7 +110,11 @@ def test_what_cannot_be_replaced_is_left(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="has the current folder in it"):
             put(folder, "new")
     assert (tmp_path / "file").read_text() == "kept"
-    assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "law" / "config").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="is a folder, wanted a file: .*law/config"):
+        put(tmp_path / "law", "new")
+    assert os.listdir(tmp_path / "law") == ["config"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "law"]
 
 
 @pytest.mark.parametrize("times", [1, 3])
