@@ -12,14 +12,14 @@ enum {
 #undef MOELORA_CPU_GEMM
 };
 
-#define ROW(NAME, DTYPE, FAMILY, ROLE, ...)                                                        \
+#define ROW(NAME, DTYPE, FAMILY, ROLE, STAGES, ...)                                                \
   {.name = #NAME,                                                                                  \
    .device = MOELORA_CUDA,                                                                         \
    .dtype = MOELORA_##DTYPE,                                                                       \
    .role = MOELORA_ROLE_##ROLE,                                                                    \
    .needs = MOELORA_##FAMILY,                                                                      \
    .id = CUDA_##NAME,                                                                              \
-   .stages = 1,                                                                                    \
+   .stages = STAGES,                                                                               \
    __VA_ARGS__}
 #define ROWS(ROLE, NAME, STEM, FAMILY, ...)                                                        \
   ROW(NAME##_bf16_##STEM, BF16, FAMILY, ROLE, __VA_ARGS__),                                        \
@@ -41,44 +41,34 @@ static const moelora_variant variants[] = {
    .cluster = 1},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
-#define TILE_ROW(NAME, ROLE, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)    \
-  {.name = #NAME,                                                                                  \
-   .device = MOELORA_CUDA,                                                                         \
-   .dtype = MOELORA_##DTYPE,                                                                       \
-   .role = MOELORA_ROLE_##ROLE,                                                                    \
-   .format = MOELORA_KERNEL_##FORMAT,                                                              \
-   .needs = MOELORA_##FAMILY,                                                                      \
-   .id = CUDA_##NAME,                                                                              \
-   .block_m = BLOCK_M,                                                                             \
-   .block_n = BLOCK_N,                                                                             \
-   .block_k = BLOCK_K,                                                                             \
-   .stages = STAGES,                                                                               \
-   .cluster = CLUSTER},
-#define MOELORA_CUDA_GEMM(NAME, ...) TILE_ROW(NAME, GEMM, __VA_ARGS__)
-#define MOELORA_CUDA_BACK(NAME, ...) TILE_ROW(NAME, BACK, __VA_ARGS__)
+#define TILE_ROWS(NAME, STEM, ROLE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)    \
+  ROWS(ROLE, NAME, STEM, FAMILY, STAGES, .format = MOELORA_KERNEL_##FORMAT, .block_m = BLOCK_M,    \
+       .block_n = BLOCK_N, .block_k = BLOCK_K, .cluster = CLUSTER),
+#define MOELORA_CUDA_GEMM(STEM, ...) TILE_ROWS(gemm, STEM, GEMM, __VA_ARGS__)
+#define MOELORA_CUDA_BACK(STEM, ...) TILE_ROWS(back, STEM, BACK, __VA_ARGS__)
 /* A warp multiplies 16 weight rows by 8 tokens, with 768 elements of K in flight. */
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
-  ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
-      .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 768, .cluster = 1),
+#define MOELORA_CUDA_DECODE(STEM, FORMAT, FAMILY)                                                  \
+  ROWS(LAYER, decode, STEM, FAMILY, 1, .format = MOELORA_KERNEL_##FORMAT,                          \
+       .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 768, .cluster = 1),
 #define MOELORA_CUDA_SORT(STEM, ITEMS)                                                             \
-  ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
+  ROW(sort_i32_##STEM, I32, SM80, SORT, 1, .block_m = ITEMS, .cluster = 1),
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \
-  ROWS(SHRINK, shrink, STEM, SM80, .method = MOELORA_SHRINK_##METHOD, .block_m = TOKENS,           \
+  ROWS(SHRINK, shrink, STEM, SM80, 1, .method = MOELORA_SHRINK_##METHOD, .block_m = TOKENS,        \
        .block_n = 16 * TILES * TEAMS, .cluster = 1, .warps = TEAMS * SPANS, .ctas = CTAS,          \
        .spans = SPANS, .elements = ELEMENTS),
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, TOKENS, RANKS, CTAS)                            \
-  ROWS(SHRINK, shrink, STEM, FAMILY, .method = MOELORA_SHRINK_SEGMENTS, .block_m = TOKENS,         \
+  ROWS(SHRINK, shrink, STEM, FAMILY, 1, .method = MOELORA_SHRINK_SEGMENTS, .block_m = TOKENS,      \
        .block_n = RANKS, .cluster = 1, .ctas = CTAS, .spans = 1),
 #define MOELORA_CUDA_EXPAND(STEM, STEPS, GATED, ELEMENTS, CTAS)                                    \
-  ROWS(EXPAND, expand, STEM, SM80, .method = MOELORA_EXPAND_STAGED, .block_m = 256,                \
+  ROWS(EXPAND, expand, STEM, SM80, 1, .method = MOELORA_EXPAND_STAGED, .block_m = 256,             \
        .block_n = GATED ? 32 : 64, .block_k = 16 * STEPS, .cluster = 1,                            \
        .warps = STEPS <= 2 ? 8 : 4, .ctas = CTAS, .elements = ELEMENTS, .gated = GATED),
 #define MOELORA_CUDA_EXPAND_THIN(STEM, STEPS, CTAS)                                                \
-  ROWS(EXPAND, expand, STEM, SM80, .method = MOELORA_EXPAND_THIN, .block_m = 32,                   \
+  ROWS(EXPAND, expand, STEM, SM80, 1, .method = MOELORA_EXPAND_THIN, .block_m = 32,                \
        .block_n = STEPS == 1 ? 64 : 32, .block_k = 16 * STEPS, .cluster = 1, .warps = 8,           \
        .ctas = CTAS),
 #define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  ROWS(SUM, sum, STEM, SM80, .block_m = 1, .block_n = WIDTH, .cluster = 1, .warps = 8,             \
+  ROWS(SUM, sum, STEM, SM80, 1, .block_m = 1, .block_n = WIDTH, .cluster = 1, .warps = 8,          \
        .elements = WIDTH == 1),
 #include "cuda/variants.inc"
 };
@@ -99,7 +89,8 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length) {
 
 /* By CUDA id, of quantized weights. */
 static const bool saving_rows[MOELORA_CUDA_ROWS] = {
-#define MOELORA_CUDA_SAVING(NAME) [CUDA_##NAME] = true,
+#define MOELORA_CUDA_SAVING_BF16(STEM) [CUDA_gemm_bf16_##STEM] = true,
+#define MOELORA_CUDA_SAVING(STEM) MOELORA_CUDA_SAVING_BF16(STEM)[CUDA_gemm_f16_##STEM] = true,
 #include "cuda/variants.inc"
 };
 

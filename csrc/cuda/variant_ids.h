@@ -3,9 +3,9 @@
 #define MOELORA_CUDA_VARIANT_IDS_H
 
 enum {
-#define MOELORA_CUDA_GEMM(NAME, ...) CUDA_##NAME,
-#define MOELORA_CUDA_BACK(NAME, ...) CUDA_##NAME,
-#define MOELORA_CUDA_DECODE(NAME, ...) CUDA_##NAME,
+#define MOELORA_CUDA_GEMM(STEM, ...) CUDA_gemm_bf16_##STEM, CUDA_gemm_f16_##STEM,
+#define MOELORA_CUDA_BACK(STEM, ...) CUDA_back_bf16_##STEM, CUDA_back_f16_##STEM,
+#define MOELORA_CUDA_DECODE(STEM, ...) CUDA_decode_bf16_##STEM, CUDA_decode_f16_##STEM,
 #define MOELORA_CUDA_SORT(STEM, ...) CUDA_sort_i32_##STEM,
 #define MOELORA_CUDA_SHRINK(STEM, ...) CUDA_shrink_bf16_##STEM, CUDA_shrink_f16_##STEM,
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, ...) CUDA_shrink_bf16_##STEM, CUDA_shrink_f16_##STEM,

@@ -119,10 +119,9 @@ def test_the_grid_forces_rows_of_every_role(monkeypatch):
     table = (ROOT / "csrc/cuda/variants.inc").read_text()
     names = set()
     for kind, stem in re.findall(r"^MOELORA_CUDA_([A-Z_]+)\((\w+), .+\)$", table, re.M):
-        role, dtypes = kind.split("_")[0].lower(), ("bf16", "f16")
-        whole = role in ("gemm", "decode", "back")
-        dtypes = ("i32",) if role == "sort" else dtypes
-        names |= {stem} if whole else {f"{role}_{dtype}_{stem}" for dtype in dtypes}
+        role = kind.split("_")[0].lower()
+        dtypes = ("i32",) if role == "sort" else ("bf16", "f16")
+        names |= {f"{role}_{dtype}_{stem}" for dtype in dtypes}
     assert len(names) > 100
     monkeypatch.setattr(calls._C, "usable", lambda: sorted(names))
     dtypes = grid.DTYPES["cuda"].values()

@@ -70,16 +70,21 @@ class Row(NamedTuple):
     cluster: int = 1
 
 
-def rows_of(table, kind):
-    """Names and arguments of the rows of one kind in a variants.inc."""
-    text = (ROOT / table).read_text()
-    rows = re.findall(rf"^MOELORA_\w+_{kind}\((.*)\)$", text, re.M)
-    return [[field.strip() for field in row.split(",")] for row in rows]
+def rows_of(kind, role):
+    """Name, dtype and arguments of the variants that the rows of one kind of CUDA kernels define."""
+    text = (ROOT / "csrc/cuda/variants.inc").read_text()
+    rows = re.findall(rf"^MOELORA_CUDA_{kind}\((.*)\)$", text, re.M)
+    fields = [row.split(", ") for row in rows]
+    return [
+        [f"{role}_{dtype}_{row[0]}".lower(), dtype, *row[1:]]
+        for row in fields
+        for dtype in ("BF16", "F16")
+    ]
 
 
-CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("csrc/cuda/variants.inc", "GEMM")]
+CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("GEMM", "gemm")]
 NATIVE_ROWS = [row for row in CUDA_ROWS if row.format == "NATIVE"]
-DECODE_ROWS = [Row(*row) for row in rows_of("csrc/cuda/variants.inc", "DECODE")]
+DECODE_ROWS = [Row(*row) for row in rows_of("DECODE", "decode")]
 ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
 
 

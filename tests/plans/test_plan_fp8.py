@@ -6,7 +6,7 @@ import pytest
 from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan, rows_of
 from test_plan_quantized import quantized
 
-SAVING = {row[0] for row in rows_of("csrc/cuda/variants.inc", "SAVING")}
+SAVING = {row[0] for row in rows_of("SAVING", "gemm")}
 FIXTURES = (answer, print_plan, quantized)
 
 # Of x as it is, and of x in FP8.

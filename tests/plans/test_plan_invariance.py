@@ -6,9 +6,10 @@ import pytest
 from test_plan import QWEN3, TOKENS, answer, print_plan, rows_of  # noqa: F401
 
 EXPANDS = [
-    f"expand_bf16_{row[0]}"
+    name
     for kind in ("EXPAND", "EXPAND_THIN")
-    for row in rows_of("csrc/cuda/variants.inc", kind)
+    for name, dtype, *_ in rows_of(kind, "expand")
+    if dtype == "BF16"
 ]
 LONG = {"QWEN3": QWEN3, "DEEP": {"hidden": 4096, "inter": 1408}}
 

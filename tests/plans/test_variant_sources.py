@@ -11,7 +11,7 @@ spec = importlib.util.spec_from_file_location("rows", ROOT / "csrc/cuda/gemm/row
 rows = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rows)
 TABLE = rows.TABLE.read_text()
-NAMES = [row[0] for kind in ("GEMM", "BACK") for row in rows_of("csrc/cuda/variants.inc", kind)]
+NAMES = [row[0] for kind in ("GEMM", "BACK") for row in rows_of(kind, kind)]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -21,7 +21,8 @@ def test_every_row_has_a_launcher_and_an_entry(together):
     defined = re.findall(r"^extern \"C\" moelora_status (\w+)\($", "".join(texts.values()), re.M)
     plain = [name for name in defined if "_saving_" not in name]
     assert sorted(plain) == sorted(f"moelora_cuda_{name}" for name in NAMES)
-    saving = {row[0] for row in rows_of("csrc/cuda/variants.inc", "SAVING")}
+    saving = {row[0] for row in rows_of("SAVING", "gemm")}
+    saving |= {row[0] for row in rows_of("SAVING_BF16", "gemm") if row[1] == "BF16"}
     assert saving < set(NAMES)
     native = {r["name"] for r in rows.rows(TABLE) if (r["role"], r["format"]) == ("GEMM", "NATIVE")}
     assert len(defined) - len(plain) == len(saving | native) > len(saving) > 0
@@ -77,7 +78,7 @@ def test_rows_that_do_not_match_are_left_out():
 
 
 def test_every_format_of_a_whole_layer_has_one_source():
-    formats = {row[2] for row in rows_of("csrc/cuda/variants.inc", "DECODE")}
+    formats = {row[2] for row in rows_of("DECODE", "decode")}
     texts = rows.decode_sources(TABLE)
     assert texts.keys() == {f"cuda/decode/decode_{name.lower()}.cu" for name in formats}
     for path, text in texts.items():

@@ -26,9 +26,7 @@ PROJECT = {
     "csrc/cuda/align/small.cu": "",
     "csrc/cuda/shrink/segments_sm90.cu": "",
     "csrc/cuda/variants.inc": "".join(
-        f"MOELORA_CUDA_GEMM(gemm_{dtype}_{family}, {dtype.upper()}, NATIVE, {family.upper()},"
-        " 16, 128, 64, 4, 1)\n"
-        for dtype in ("bf16", "f16")
+        f"MOELORA_CUDA_GEMM({family}, NATIVE, {family.upper()}, 16, 128, 64, 4, 1)\n"
         for family in ("sm80", "sm90")
     ),
     "csrc/cuda/gemm/launchers.h": "typedef int moelora_gemm_launcher(void);\n"

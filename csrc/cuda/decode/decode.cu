@@ -96,8 +96,9 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
       active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
   const int64_t work = items < kMaxCtas ? items : kMaxCtas;
   switch (plan->variant->id) {
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
-  case CUDA_##NAME:                                                                                \
+#define MOELORA_CUDA_DECODE(STEM, FORMAT, FAMILY)                                                  \
+  case CUDA_decode_bf16_##STEM:                                                                    \
+  case CUDA_decode_f16_##STEM:                                                                     \
     return launch_##FORMAT(params, work, exec, fits);
 #include "cuda/variants.inc"
   }

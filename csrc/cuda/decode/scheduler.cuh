@@ -29,7 +29,7 @@ struct DecodeParams {
 
 /* launch_<FORMAT>, in a generated source per kernel format, launches the kernel on at most `work`
  * CTAs. */
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
+#define MOELORA_CUDA_DECODE(STEM, FORMAT, FAMILY)                                                  \
   moelora_status launch_##FORMAT(const DecodeParams &params, int64_t work,                         \
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"

@@ -8,18 +8,20 @@ layer in one launch (DECODE) has a source, too. VARIANTS: a regular expression; 
 name does not match are not built. Unchanged files keep their modification time.
 """
 
+import itertools
 import re
 import sys
 from pathlib import Path
 
 TABLE = Path(__file__).resolve().parents[1] / "variants.inc"
 ROW = re.compile(
-    r"^MOELORA_CUDA_(?P<role>GEMM|BACK)\((?P<name>\w+), (?P<dtype>\w+), (?P<format>\w+),"
+    r"^MOELORA_CUDA_(?P<role>GEMM|BACK)\((?P<stem>\w+), (?P<format>\w+),"
     r" (?P<family>SM\d+), (?P<m>\d+), (?P<n>\d+), \d+, (?P<stages>\d+), (?P<cluster>\d+)\)$",
     re.M,
 )
-DECODE = re.compile(r"^MOELORA_CUDA_DECODE\(\w+, \w+, (\w+), \w+\)$", re.M)
-SAVING = re.compile(r"^MOELORA_CUDA_SAVING\((\w+)\)$", re.M)
+DECODE = re.compile(r"^MOELORA_CUDA_DECODE\(\w+, (\w+), \w+\)$", re.M)
+SAVING = re.compile(r"^MOELORA_CUDA_SAVING(_BF16)?\((\w+)\)$", re.M)
+# Each row defines a variant of each of these.
 TYPES = {"BF16": "__nv_bfloat16", "F16": "__half"}
 # By kind: the template of a launcher; "gemm" has one per family.
 LAUNCHERS = {
@@ -65,11 +67,19 @@ def rows(table: str, variants: str = "") -> list[dict[str, str]]:
         raise SystemExit(
             f"MOELORA_VARIANTS is {variants!r}, expected a regular expression: {error}"
         ) from None
-    saving = set(SAVING.findall(table))
-    found = [row.groupdict() for row in ROW.finditer(table) if pattern.search(row["name"])]
-    for row in found:
+    saving = {
+        f"gemm_{dtype.lower()}_{stem}"
+        for only, stem in SAVING.findall(table)
+        for dtype in ([only[1:]] if only else TYPES)
+    }
+    found = []
+    for match, dtype in itertools.product(ROW.finditer(table), TYPES):
+        row = match.groupdict() | {"dtype": dtype}
+        row["name"] = f"{row['role']}_{dtype}_{row['stem']}".lower()
         saves = row["format"] == "NATIVE" or row["name"] in saving
         row["saves"] = "saves" if saves else ""
+        if pattern.search(row["name"]):
+            found.append(row)
     if variants and not found:
         raise SystemExit(f"MOELORA_VARIANTS is {variants!r}, which no GEMM variant matches")
     return found
