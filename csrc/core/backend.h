@@ -66,7 +66,26 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
+/* Arguments of the conversions. */
+typedef struct moelora_pack_weights_args {
+  moelora_tensor w, out;
+} moelora_pack_weights_args;
+
+typedef struct moelora_pack_quantized_args {
+  moelora_quantized w;
+  moelora_layout layout;
+  moelora_dtype dtype; /* of the activations */
+  moelora_tensor tiles;
+} moelora_pack_quantized_args;
+
+typedef struct moelora_unpack_quantized_args {
+  moelora_tensor tiles;
+  moelora_layout layout;
+  moelora_tensor out;
+} moelora_unpack_quantized_args;
+
 /* validate*.c: moelora_check_<NAME> checks the arguments and fills the problem.
+ * run.c: moelora_run_<NAME> checks and runs a conversion.
  * plan_*.c: moelora_plan_<NAME> is a pure function of its arguments and of the forced and tuned
  * variants. */
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
@@ -74,6 +93,10 @@ extern const moelora_backend moelora_cuda_backend;
                                       moelora_##PROBLEM *problem);                                 \
   moelora_status moelora_plan_##NAME(const moelora_##PROBLEM *problem,                             \
                                      const moelora_device_info *device, moelora_##PLAN *plan);
+#define CONVERSION(NAME, PROBLEM)                                                                  \
+  moelora_status moelora_check_##NAME(const moelora_##NAME##_args *args,                           \
+                                      moelora_##PROBLEM *problem);                                 \
+  moelora_status moelora_run_##NAME(const moelora_##NAME##_args *args, const moelora_exec *exec);
 #include "core/operators.inc"
 
 /* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`
@@ -81,18 +104,6 @@ extern const moelora_backend moelora_cuda_backend;
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
 /* Returns how many adapters an alignment distinguishes, counting "none"; 1: it ignores adapters. */
 int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
-
-/* validate_weights.c */
-moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
-                                  moelora_pack_problem *problem);
-moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
-                                            const moelora_layout *layout, moelora_dtype dtype,
-                                            const moelora_tensor *tiles,
-                                            moelora_quantized_problem *problem);
-moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
-                                              const moelora_layout *layout,
-                                              const moelora_tensor *out,
-                                              moelora_quantized_problem *problem);
 
 /* device.c: returns how many threads a CPU call may use, each of which has scratch memory; 1 for a
  * GPU. */

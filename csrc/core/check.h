@@ -1,5 +1,5 @@
-/* Checks of single tensor views, shared by the validation of all operators. Each returns
- * MOELORA_OK or records a message with the argument's name, the actual and the expected value. */
+/* Checks of arguments, shared by the validation of all operators. Each returns MOELORA_OK or
+ * records a message with the argument's name, the actual and the expected value. */
 #ifndef MOELORA_CORE_CHECK_H
 #define MOELORA_CORE_CHECK_H
 
@@ -20,21 +20,24 @@ static inline moelora_arg moelora_entry(const char *field, int32_t index,
 
 #define MOELORA_ARG(FIELD, TENSOR) moelora_entry((FIELD), -1, (TENSOR))
 
-/* Says in messages where an expected size comes from: a dimension of an argument, or words. Only a
- * check that fails formats it. */
-typedef struct moelora_source {
+/* A size that others must have, and for messages its origin: a dimension of an argument, or words.
+ * Only a check that fails formats it. */
+typedef struct moelora_extent {
+  int64_t value;      /* MOELORA_ANY_SIZE: not known, and not compared */
   const char *name;   /* of an argument, or the words */
   int32_t index, dim; /* dim < 0: words */
   const char *scale;  /* appended to the dimension, e.g. " * 64"; NULL: nothing */
   int32_t slices;     /* above 1: the number of slices that the size was divided by */
-} moelora_source;
+} moelora_extent;
 
-static inline moelora_source moelora_size_of(moelora_arg arg, int32_t dim) {
-  return (moelora_source){arg.name, arg.index, dim, NULL, 1};
+enum { MOELORA_ANY_SIZE = -1 };
+
+static inline moelora_extent moelora_size_of(moelora_arg arg, int32_t dim) {
+  return (moelora_extent){arg.tensor->size[dim], arg.name, arg.index, dim, NULL, 1};
 }
 
-static inline moelora_source moelora_words(const char *words) {
-  return (moelora_source){words, -1, -1, NULL, 1};
+static inline moelora_extent moelora_words(int64_t value, const char *words) {
+  return (moelora_extent){value, words, -1, -1, NULL, 1};
 }
 
 typedef struct moelora_label {
@@ -43,13 +46,22 @@ typedef struct moelora_label {
 
 /* Format the text for messages: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
 moelora_label moelora_label_of(moelora_arg arg);
-moelora_label moelora_label_source(moelora_source source);
+moelora_label moelora_label_extent(moelora_extent extent);
 
 #define MOELORA_REQUIRE(CONDITION, ...)                                                            \
   do {                                                                                             \
     if (!(CONDITION))                                                                              \
       return moelora_fail(MOELORA_INVALID_ARGUMENT, __VA_ARGS__);                                  \
   } while (0)
+
+/* FIELD: size or stride. The message is "x.size(1) is 15, " and the text that follows. */
+#define MOELORA_REQUIRE_DIM(CONDITION, ARG, FIELD, DIM, ...)                                       \
+  do {                                                                                             \
+    if (!(CONDITION))                                                                              \
+      return moelora_fail_dim(ARG, #FIELD, DIM, (ARG).tensor->FIELD[DIM], __VA_ARGS__);            \
+  } while (0)
+moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim, int64_t value,
+                                const char *format, ...) __attribute__((format(printf, 5, 6)));
 
 /* No machine addresses as much, and small multiples stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
@@ -80,21 +92,32 @@ bool moelora_is_absent(const moelora_tensor *tensor);
  * MOELORA_MAX_BYTES. Strides must not be negative. */
 int64_t moelora_span_bytes(const moelora_tensor *tensor);
 
-/* Checks the number of dimensions, sizes up to INT32_MAX, strides that are not negative and keep
- * every element addressable, and a data pointer aligned to elements. `layout` describes the
- * expected dimensions, e.g. "[M, K]". */
-moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *layout);
-/* Checks what moelora_check_view() does, except that sizes have no limit. */
-moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout);
-/* Requires size(dim) == want; `source` is the origin of `want`. */
-moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want,
-                                  moelora_source source);
-/* `source` is the name of another argument, or NULL. */
-moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source);
-/* Requires float32, bfloat16 or float16. */
-moelora_status moelora_check_compute_dtype(moelora_arg arg);
-/* Requires int32 or int64. */
-moelora_status moelora_check_id_dtype(moelora_arg arg);
+/* ---- checks of one tensor ---- */
+
+/* The DTYPE of a row. */
+typedef enum moelora_class {
+  MOELORA_CLASS_compute,
+  MOELORA_CLASS_half,
+  MOELORA_CLASS_scales,
+  MOELORA_CLASS_bytes,
+  MOELORA_CLASS_i32,
+  MOELORA_CLASS_f32,
+  MOELORA_CLASS_flags,
+  MOELORA_CLASS_ids,
+  MOELORA_CLASS_weights,
+  MOELORA_CLASS_special, /* this class and the next are not views that rows check */
+  MOELORA_CLASS_number,
+} moelora_class;
+
+/* Checks strides that are not negative and keep every element addressable, and a data pointer
+ * aligned to elements. `layout` describes the expected dimensions. */
+moelora_status moelora_check_memory(moelora_arg arg, int32_t ndim, const char *layout);
+/* Checks the memory, and sizes up to INT32_MAX. `layout` is a SHAPE of operators.inc. */
+moelora_status moelora_check_view(moelora_arg arg, const char *layout);
+moelora_status moelora_check_size(moelora_arg arg, int32_t dim, moelora_extent want);
+moelora_status moelora_check_class(moelora_arg arg, moelora_class dtypes);
+/* Requires the dtype of another argument. */
+moelora_status moelora_check_dtype(moelora_arg arg, moelora_arg like);
 /* Requires that every dimension has elements. */
 moelora_status moelora_check_at_least_one(moelora_arg arg);
 /* Requires a number of the arguments that is not below `least`. */
@@ -103,11 +126,6 @@ moelora_status moelora_check_at_least(const char *name, int64_t value, int64_t l
 moelora_status moelora_check_rows(moelora_arg arg);
 /* Requires contiguous elements in memory order. */
 moelora_status moelora_check_contiguous(moelora_arg arg);
-/* Requires that no two indices of an output share memory. */
-moelora_status moelora_check_distinct(moelora_arg arg);
-/* Requires that an output shares no memory with another argument. Disjoint columns of a common
- * buffer (views with equal row strides) are recognized; otherwise byte ranges are compared. */
-moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other);
 /* Returns the stride of a dimension; the contiguous one if its size is 1, since callers may leave
  * any value there. */
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
@@ -117,30 +135,7 @@ void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t 
 /* Whether both views have the same memory and layout. */
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 
-/* Expert weights as an argument for activations `x`, and the names of N and K in messages.
- * Quantized weights are tiles: N is given by the layout, K is `depth`, whose origin is `k`. */
-typedef struct moelora_weights_arg {
-  moelora_arg tensor, x;
-  const moelora_layout *layout;
-  const char *layout_name; /* "w_layout" */
-  moelora_row_order order; /* required order of quantized rows */
-  int64_t depth;
-  moelora_source n, k; /* for native weights the check fills in both */
-} moelora_weights_arg;
-
 /* ---- rows of operators.inc: arguments.c ---- */
-
-/* What a dtype column allows. */
-typedef enum moelora_class {
-  MOELORA_CLASS_compute,
-  MOELORA_CLASS_ids,
-  MOELORA_CLASS_weights,
-  MOELORA_CLASS_i32,
-  MOELORA_CLASS_f32,
-  MOELORA_CLASS_flags,
-  MOELORA_CLASS_special, /* this class and the next are not views that rows check */
-  MOELORA_CLASS_number,
-} moelora_class;
 
 typedef enum moelora_use {
   MOELORA_READ,
@@ -158,15 +153,7 @@ typedef struct moelora_row {
   int32_t least; /* of a number */
 } moelora_row;
 
-/* The size that shapes call `name`, which ends at a comma or a bracket. */
-typedef struct moelora_named_size {
-  const char *name;
-  size_t length;
-  int64_t value; /* MOELORA_ANY_SIZE: not known, and not compared */
-  moelora_source source;
-} moelora_named_size;
-
-enum { MOELORA_MAX_NAMED = 24, MOELORA_ANY_SIZE = -1 };
+enum { MOELORA_MAX_NAMED = 24 };
 
 /* The arguments of a call, and what is known of them so far. */
 typedef struct moelora_arguments {
@@ -176,67 +163,84 @@ typedef struct moelora_arguments {
   moelora_arg compute;           /* defines the dtype of its class; tensor NULL: not known */
   const moelora_tensor *written; /* an input that is overwritten; NULL: none */
   const moelora_tensor *aliased; /* an input that shares the memory of an output; NULL: none */
+  moelora_extent slots;          /* max_loras; the first factor defines it if it is not known */
   int32_t num_sizes;
-  moelora_named_size sizes[MOELORA_MAX_NAMED];
+  struct {
+    const char *name; /* ends at a comma or a bracket */
+    size_t length;
+    moelora_extent extent;
+  } sizes[MOELORA_MAX_NAMED];
 } moelora_arguments;
 
 /* moelora_arguments_of_<NAME>: those of a call whose sizes are not known. */
 #define OPERATOR(NAME, ...)                                                                        \
   void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all);
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
 
+/* Returns the row of a field of the arguments. */
+const moelora_row *moelora_row_of(const moelora_arguments *all, const void *field);
 /* Checks dimensions, dtypes and strides of all rows that are not special. */
 moelora_status moelora_check_views(moelora_arguments *all);
-/* Defines a size before moelora_check_sizes() does, for instance one that weights have. */
-void moelora_name_size(moelora_arguments *all, const char *name, int64_t value,
-                       moelora_source source);
-/* Compares sizes of the same name. The first row that has a name defines its size. */
-moelora_status moelora_check_sizes(moelora_arguments *all);
-/* Requires that no output shares memory with itself or with any other tensor. */
-moelora_status moelora_check_apart(const moelora_arguments *all);
+/* Requires an optional tensor. */
+moelora_status moelora_check_present(const moelora_arguments *all, const moelora_tensor *field);
+/* Defines the size that shapes call `name` before moelora_check_fit() does, for instance one that
+ * weights have. */
+void moelora_name_size(moelora_arguments *all, const char *name, moelora_extent extent);
+/* Compares sizes of the same name; the first row that has a name defines its size. Then requires
+ * that no output shares memory with itself or with any other tensor. */
+moelora_status moelora_check_fit(moelora_arguments *all);
 
-/* ---- factors, layers, weights, routing ---- */
+/* ---- weights, factors, layers, routing ---- */
 
-/* The factors of a projection as an argument, and the sizes that they must have. */
+/* Expert weights as an argument for activations `x`. Quantized weights are tiles: N is given by the
+ * layout, K by the caller. */
+typedef struct moelora_weights_arg {
+  moelora_arg tensor, x;
+  const moelora_layout *layout;
+  const char *layout_name; /* "w_layout" */
+  moelora_row_order order; /* required order of quantized rows */
+  moelora_extent n, k;     /* for native weights the check fills in both */
+} moelora_weights_arg;
+
+/* validate_weights.c: checks row-major, packed or quantized weights. */
+moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
+                                     int32_t *num_experts);
+
+/* What the factors of a projection must fit. */
 typedef struct moelora_factors_arg {
-  const moelora_lora *lora;
-  const char *name_a, *name_b;
-  int32_t least, most; /* slices */
-  const char *slices;  /* appended to the message of their number */
-  bool shrink, expand; /* whether a[] and b[] are read */
-  moelora_arg like;    /* defines the dtype, unless the factors are wide */
-  bool may_be_wide;    /* float32 beside a 16-bit dtype, to which they are rounded first */
-  int64_t num_experts, k;
-  int64_t n; /* all columns; MOELORA_ANY_SIZE: those of the first slice, for each slice */
-  moelora_source experts_source, k_source, n_source;
+  moelora_arg like;          /* defines the dtype, unless the factors are wide */
+  bool may_be_wide;          /* float32 beside a 16-bit dtype, to which they are rounded first */
+  int32_t least, most;       /* slices */
+  const char *slices;        /* appended to the message of their number */
+  moelora_extent experts, k; /* k.value 0: a[] is not read */
+  moelora_extent n; /* all columns; MOELORA_ANY_SIZE: those of the first slice, for each slice */
+  bool skips_b;
 } moelora_factors_arg;
 
-/* validate_factors.c: checks all slices. If *max_loras is MOELORA_ANY_SIZE, the
- * first factor defines it. `source` is its origin. */
-moelora_status moelora_check_factors(const moelora_factors_arg *arg, int64_t *max_loras,
-                                     moelora_source source, moelora_factors *factors);
+/* validate_weights.c: describes the factors of a projection with weights. */
+moelora_factors_arg moelora_factors_of(const moelora_weights_arg *arg, int32_t most);
+/* validate_factors.c: checks all slices of a field. */
+moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora *lora,
+                                     const moelora_factors_arg *arg, moelora_factors *factors);
 
 /* validate.c: checks the arguments of a layer, forward or backward, except `out` and `saved`. `all`
- * has the rows of the operator; the caller checks their sizes and their memory. */
+ * has the rows of the operator; the caller checks that they fit. */
 moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 /* validate.c: checks the tensors that a layer saves for its backward, given saved.gate_up. */
 moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 
-/* validate_weights.c: checks row-major, packed or quantized weights. */
-moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
-                                     int32_t *num_experts);
-/* Returns the tensor whose dtype factors must have. */
-moelora_arg moelora_dtype_source(const moelora_weights_arg *arg);
-
 /* validate_routing.c: fill the routes, after the views are checked. The first names M, top_k and
- * M * top_k, the third max_loras, of origin `source`, if it is known. */
+ * M * top_k, the third max_loras. */
 moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routing *routing,
                                     bool need_weights, moelora_routes *routes);
-moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes);
+moelora_status moelora_take_topk_weights(const moelora_arguments *all,
+                                         const moelora_routing *routing, bool needed,
+                                         moelora_routes *routes);
 void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
-                           int64_t max_loras, moelora_source source, moelora_routes *routes);
+                           moelora_routes *routes);
 /* If no row has an adapter, adapter tables are not read. */
 void moelora_drop_unused_tables(moelora_routes *routes);
 /* Requires row numbers of 32 bits after each of `groups` groups is padded to whole blocks. */

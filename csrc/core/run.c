@@ -127,7 +127,11 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
   static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \
     return p->backend->NAME(&p->of.NAME, exec);                                                    \
   }                                                                                                \
-  static moelora_status run_##NAME(prepared *p, const moelora_exec *exec) {                        \
+  moelora_status moelora_run_##NAME(const moelora_##NAME##_args *args, const moelora_exec *exec) { \
+    moelora_call call;                                                                             \
+    prepared *p = NULL;                                                                            \
+    MOELORA_TRY(begin(args, exec, &call, &p));                                                     \
+    MOELORA_TRY(moelora_check_##NAME(args, &p->of.NAME));                                          \
     p->launch = launch_##NAME;                                                                     \
     return launch_on_device(p, exec);                                                              \
   }
@@ -166,35 +170,36 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
   return launch_on_device(p, exec);
 }
 
-/* ---- packing: prepared and run in one call, without a workspace ---- */
+/* ---- packing: checked and run in one call, without a workspace ---- */
+
+static moelora_status check_given(const void *pointer, const char *name) {
+  moelora_clear_error();
+  MOELORA_REQUIRE(pointer, "%s is NULL", name);
+  return MOELORA_OK;
+}
 
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
-  moelora_call call;
-  prepared *p = NULL;
-  MOELORA_TRY(begin(w, exec, &call, &p));
-  MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_pack(w, out, &p->of.pack_weights));
-  return run_pack_weights(p, exec);
+  MOELORA_TRY(check_given(w, "w"));
+  MOELORA_TRY(check_given(out, "out"));
+  return moelora_run_pack_weights(&(moelora_pack_weights_args){*w, *out}, exec);
 }
 
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec) {
-  moelora_call call;
-  prepared *p = NULL;
-  MOELORA_TRY(begin(w, exec, &call, &p));
-  MOELORA_REQUIRE(tiles, "tiles is NULL");
-  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &p->of.pack_quantized));
-  return run_pack_quantized(p, exec);
+  MOELORA_TRY(check_given(w, "w"));
+  MOELORA_TRY(check_given(layout, "layout"));
+  MOELORA_TRY(check_given(tiles, "tiles"));
+  return moelora_run_pack_quantized(&(moelora_pack_quantized_args){*w, *layout, dtype, *tiles},
+                                    exec);
 }
 
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
                                         const moelora_tensor *out, const moelora_exec *exec) {
-  moelora_call call;
-  prepared *p = NULL;
-  MOELORA_TRY(begin(tiles, exec, &call, &p));
-  MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &p->of.unpack_quantized));
-  return run_unpack_quantized(p, exec);
+  MOELORA_TRY(check_given(tiles, "tiles"));
+  MOELORA_TRY(check_given(layout, "layout"));
+  MOELORA_TRY(check_given(out, "out"));
+  return moelora_run_unpack_quantized(&(moelora_unpack_quantized_args){*tiles, *layout, *out},
+                                      exec);
 }

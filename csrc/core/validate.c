@@ -5,14 +5,6 @@
 #include <math.h>
 #include <stdio.h>
 
-/* Names E, K, and, as `n`, the number of rows of weights. */
-static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg,
-                       const moelora_weights *weights, const char *n) {
-  moelora_name_size(all, "E", arg->tensor.tensor->size[0], moelora_size_of(arg->tensor, 0));
-  moelora_name_size(all, "K", weights->k, moelora_size_of(arg->x, 1));
-  moelora_name_size(all, n, weights->n, arg->n);
-}
-
 /* Describes the weights NAME of `args` for activations x. */
 #define WEIGHTS_ARG(NAME, ...)                                                                     \
   ((moelora_weights_arg){.tensor = MOELORA_ARG(#NAME, &args->NAME),                                \
@@ -21,26 +13,11 @@ static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg,
                          .layout_name = #NAME "_layout",                                           \
                          __VA_ARGS__})
 
-/* Describes the factors of a projection, which must fit its weights. */
-static moelora_factors_arg factors_of(const moelora_lora *lora, int32_t most, const char *name_a,
-                                      const char *name_b, const moelora_weights_arg *w,
-                                      const moelora_weights *weights) {
-  return (moelora_factors_arg){
-      .lora = lora,
-      .name_a = name_a,
-      .name_b = name_b,
-      .most = most,
-      .shrink = true,
-      .expand = true,
-      .like = moelora_dtype_source(w),
-      .may_be_wide = true,
-      .num_experts = w->tensor.tensor->size[0],
-      .experts_source = moelora_size_of(w->tensor, 0),
-      .n = weights->n,
-      .n_source = w->n,
-      .k = weights->k,
-      .k_source = w->k,
-  };
+/* Names E, K, and, as `n`, the number of rows of weights. */
+static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg, const char *n) {
+  moelora_name_size(all, "E", moelora_size_of(arg->tensor, 0));
+  moelora_name_size(all, "K", moelora_size_of(arg->x, 1));
+  moelora_name_size(all, n, arg->n);
 }
 
 /* A row has an adapter only if there are both a mapping and factors. */
@@ -68,30 +45,22 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   moelora_arguments all;
   moelora_arguments_of_gemm(args, &all);
   MOELORA_TRY(moelora_check_views(&all));
-  moelora_weights_arg w = WEIGHTS_ARG(w, .order = MOELORA_ROWS_PLAIN, .depth = args->x.size[1],
-                                      .k = moelora_size_of(x, 1));
+  moelora_weights_arg w = WEIGHTS_ARG(w, .order = MOELORA_ROWS_PLAIN, .k = moelora_size_of(x, 1));
   MOELORA_TRY(moelora_check_weights(&w, weights, &routes->num_experts));
-  MOELORA_TRY(moelora_check_size(x, 1, weights->k, w.k));
-  name_sizes(&all, &w, weights, "N");
+  MOELORA_TRY(moelora_check_size(x, 1, w.k));
+  name_sizes(&all, &w, "N");
   weights->bias = moelora_take_view(&args->bias, &weights->bias_stride_e, 1);
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, args->mul_routed_weight, routes));
   MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
-
-  int64_t max_loras = MOELORA_ANY_SIZE;
-  const moelora_source slots = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
-  const moelora_factors_arg lora =
-      factors_of(&args->lora, MOELORA_MAX_SLICES, "lora_a", "lora_b", &w, weights);
-  MOELORA_TRY(moelora_check_factors(&lora, &max_loras, slots, &problem->lora));
-  moelora_take_adapters(&all, &args->adapters, max_loras, slots, routes);
+  const moelora_factors_arg lora = moelora_factors_of(&w, MOELORA_MAX_SLICES);
+  MOELORA_TRY(moelora_check_factors(&all, &args->lora, &lora, &problem->lora));
+  moelora_take_adapters(&all, &args->adapters, routes);
   drop_unused_adapters(routes, &problem->lora, NULL);
-  MOELORA_TRY(moelora_check_sizes(&all));
-  MOELORA_TRY(moelora_check_apart(&all));
-
   problem->dtype = args->x.dtype;
   problem->x = moelora_take_view(&args->x, &problem->x_stride, 1);
   problem->x_per_row = args->x.size[0] != routes->num_tokens;
   problem->out = moelora_take_view(&args->out, problem->out_stride, 2);
-  return MOELORA_OK;
+  return moelora_check_fit(&all);
 }
 
 /* ---- the whole layer ---- */
@@ -180,70 +149,36 @@ static moelora_status check_activation(const moelora_experts_args *args,
   return MOELORA_OK;
 }
 
-/* Weights of a layer as arguments. */
-typedef struct layer_weights {
-  moelora_weights_arg w13, w2;
-} layer_weights;
-
-static moelora_status check_layer_weights(const moelora_experts_args *args, layer_weights *layer,
+/* Checks the weights of a layer, and that they belong together. */
+static moelora_status check_layer_weights(const moelora_experts_args *args,
+                                          moelora_weights_arg *w13, moelora_weights_arg *w2,
                                           moelora_experts_problem *problem) {
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const bool gated = moelora_is_gated(args->activation);
+  const int32_t halves = gated ? 2 : 1;
   int32_t experts2 = 0;
-  layer->w13 = WEIGHTS_ARG(w13, .depth = args->hidden_states.size[1], .k = moelora_size_of(x, 1));
-  layer->w13.order = moelora_is_interleaved(args->activation) ? MOELORA_ROWS_INTERLEAVED
-                     : gated                                  ? MOELORA_ROWS_GATE_UP
-                                                              : MOELORA_ROWS_PLAIN;
-  MOELORA_TRY(moelora_check_weights(&layer->w13, &problem->w13, &problem->routes.num_experts));
-  layer->w2 =
-      WEIGHTS_ARG(w2, .order = MOELORA_ROWS_PLAIN, .depth = problem->w13.n / (gated ? 2 : 1),
-                  .k = moelora_words("the intermediate size"));
-  return moelora_check_weights(&layer->w2, &problem->w2, &experts2);
-}
-
-static moelora_status check_layer_shapes(const moelora_experts_args *args, layer_weights *layer,
-                                         moelora_experts_problem *problem) {
-  MOELORA_TRY(check_layer_weights(args, layer, problem));
-  const moelora_source k13 = layer->w13.k, n13 = layer->w13.n, k2 = layer->w2.k, n2 = layer->w2.n;
-  MOELORA_TRY(moelora_check_size(layer->w13.x, 1, problem->w13.k, k13));
-  MOELORA_TRY(moelora_check_size(layer->w2.tensor, 0, problem->routes.num_experts,
-                                 moelora_size_of(layer->w13.tensor, 0)));
-  MOELORA_REQUIRE(problem->w2.n == problem->w13.k,
-                  "%s is %lld, %s is %lld: both are the hidden size", moelora_label_source(n2).text,
-                  (long long)problem->w2.n, moelora_label_source(k13).text,
-                  (long long)problem->w13.k);
-
+  *w13 = WEIGHTS_ARG(w13, .k = moelora_size_of(x, 1));
+  w13->order = moelora_is_interleaved(args->activation) ? MOELORA_ROWS_INTERLEAVED
+               : gated                                  ? MOELORA_ROWS_GATE_UP
+                                                        : MOELORA_ROWS_PLAIN;
+  MOELORA_TRY(moelora_check_weights(w13, &problem->w13, &problem->routes.num_experts));
+  *w2 = WEIGHTS_ARG(w2, .order = MOELORA_ROWS_PLAIN,
+                    .k = moelora_words(problem->w13.n / halves, "the intermediate size"));
+  MOELORA_TRY(moelora_check_weights(w2, &problem->w2, &experts2));
+  MOELORA_TRY(moelora_check_size(x, 1, w13->k));
+  MOELORA_TRY(moelora_check_size(w2->tensor, 0, moelora_size_of(w13->tensor, 0)));
+  problem->hidden = w13->k.value;
+  problem->intermediate = w2->k.value;
+  MOELORA_REQUIRE(problem->w2.n == problem->hidden,
+                  "%s is %lld, %s is %lld: both are the hidden size",
+                  moelora_label_extent(w2->n).text, (long long)problem->w2.n,
+                  moelora_label_extent(w13->k).text, (long long)problem->hidden);
   MOELORA_TRY(check_activation(args, &problem->activation));
-  bool gated = moelora_is_gated(args->activation);
-  int64_t want = problem->w2.k * (gated ? 2 : 1);
+  const int64_t want = problem->intermediate * halves;
   MOELORA_REQUIRE(problem->w13.n == want,
                   "%s is %lld, expected %lld: %s%s, as the activation is %sgated",
-                  moelora_label_source(n13).text, (long long)problem->w13.n, (long long)want,
-                  gated ? "2 * " : "", moelora_label_source(k2).text, gated ? "" : "not ");
-  problem->hidden = problem->w13.k;
-  problem->intermediate = problem->w2.k;
-  return MOELORA_OK;
-}
-
-static moelora_status check_layer_adapters(moelora_arguments *all, const moelora_experts_args *args,
-                                           const layer_weights *layer,
-                                           moelora_experts_problem *problem) {
-  const moelora_arg a13 = moelora_entry("w13_lora_a", 0, &args->w13_lora.a[0]);
-  const moelora_arg a2 = moelora_entry("w2_lora_a", 0, &args->w2_lora.a[0]);
-  const bool gated = moelora_is_gated(args->activation);
-  int64_t max_loras = MOELORA_ANY_SIZE;
-  const moelora_source source = moelora_size_of(args->w13_lora.num_slices ? a13 : a2, 0);
-  moelora_factors_arg w13 = factors_of(&args->w13_lora, gated ? 2 : 1, "w13_lora_a", "w13_lora_b",
-                                       &layer->w13, &problem->w13);
-  w13.slices = gated ? ": one for all rows, or gate and up" : ": one for all rows";
-  const moelora_factors_arg w2 =
-      factors_of(&args->w2_lora, 1, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2);
-  MOELORA_TRY(moelora_check_factors(&w13, &max_loras, source, &problem->w13_lora));
-  MOELORA_TRY(moelora_check_factors(&w2, &max_loras, source, &problem->w2_lora));
-  moelora_take_adapters(all, &args->adapters, max_loras, source, &problem->routes);
-  if (problem->w13_lora.num_slices == 2)
-    problem->routes.w13_one_a = args->w13_one_a.data;
-  drop_unused_adapters(&problem->routes, &problem->w13_lora, &problem->w2_lora);
+                  moelora_label_extent(w13->n).text, (long long)problem->w13.n, (long long)want,
+                  gated ? "2 * " : "", moelora_label_extent(w2->k).text, gated ? "" : "not ");
   return MOELORA_OK;
 }
 
@@ -251,21 +186,29 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
                                    moelora_experts_problem *problem) {
   const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
   moelora_routes *routes = &problem->routes;
-  layer_weights layer;
+  moelora_weights_arg w13, w2;
   *problem = (moelora_experts_problem){
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
   MOELORA_TRY(moelora_check_views(all));
-  MOELORA_TRY(check_layer_shapes(args, &layer, problem));
-  name_sizes(all, &layer.w13, &problem->w13, "2 I");
+  MOELORA_TRY(check_layer_weights(args, &w13, &w2, problem));
+  name_sizes(all, &w13, "2 I");
   problem->w13.bias = moelora_take_view(&args->w13_bias, &problem->w13.bias_stride_e, 1);
   problem->w2.bias = moelora_take_view(&args->w2_bias, &problem->w2.bias_stride_e, 1);
   MOELORA_TRY(moelora_take_routing(all, &args->routing, true, routes));
   MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
-  MOELORA_REQUIRE(!args->apply_router_weight_on_input || routes->top_k == 1,
-                  "%s.size(1) is %d, expected 1 with apply_router_weight_on_input", topk_ids.name,
-                  routes->top_k);
-  MOELORA_TRY(check_layer_adapters(all, args, &layer, problem));
+  MOELORA_REQUIRE_DIM(!args->apply_router_weight_on_input || routes->top_k == 1, topk_ids, size, 1,
+                      "expected 1 with apply_router_weight_on_input");
+  const bool gated = moelora_is_gated(args->activation);
+  moelora_factors_arg lora13 = moelora_factors_of(&w13, gated ? 2 : 1);
+  lora13.slices = gated ? ": one for all rows, or gate and up" : ": one for all rows";
+  const moelora_factors_arg lora2 = moelora_factors_of(&w2, 1);
+  MOELORA_TRY(moelora_check_factors(all, &args->w13_lora, &lora13, &problem->w13_lora));
+  MOELORA_TRY(moelora_check_factors(all, &args->w2_lora, &lora2, &problem->w2_lora));
+  moelora_take_adapters(all, &args->adapters, routes);
+  if (problem->w13_lora.num_slices == 2)
+    routes->w13_one_a = args->w13_one_a.data;
+  drop_unused_adapters(routes, &problem->w13_lora, &problem->w2_lora);
   problem->dtype = args->hidden_states.dtype;
   problem->x = moelora_take_view(&args->hidden_states, &problem->x_stride, 1);
   return MOELORA_OK;
@@ -282,8 +225,7 @@ static moelora_status take_shrink(moelora_arg arg, int32_t ndim, const moelora_f
                     "%s is given, but the projection has no adapters", arg.name);
     return MOELORA_OK;
   }
-  MOELORA_TRY(
-      moelora_check_view(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]"));
+  MOELORA_TRY(moelora_check_view(arg, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]"));
   *data = moelora_take_view(arg.tensor, stride, 2);
   if (ndim == 2)
     stride[1] = lora->max_rank;
@@ -298,11 +240,12 @@ moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts
   moelora_saved_rows *saved = &problem->saved;
   /* Factors are dropped if no row has an adapter: an empty batch has tensors of any width. */
   const bool has13 = lora13->num_slices > 0, has2 = lora2->num_slices > 0;
-  moelora_name_size(all, "slices", has13 ? lora13->num_slices : MOELORA_ANY_SIZE,
-                    moelora_words("the number of slices of the factors"));
-  moelora_name_size(all, "R13", has13 ? lora13->max_rank : MOELORA_ANY_SIZE, moelora_words(rank));
-  moelora_name_size(all, "R2", has2 ? lora2->max_rank : MOELORA_ANY_SIZE, moelora_words(rank));
-  moelora_name_size(all, "0", 0, moelora_words("the size of a placeholder"));
+  moelora_name_size(all, "slices",
+                    moelora_words(has13 ? lora13->num_slices : MOELORA_ANY_SIZE,
+                                  "the number of slices of the factors"));
+  moelora_name_size(all, "R13", moelora_words(has13 ? lora13->max_rank : MOELORA_ANY_SIZE, rank));
+  moelora_name_size(all, "R2", moelora_words(has2 ? lora2->max_rank : MOELORA_ANY_SIZE, rank));
+  moelora_name_size(all, "0", moelora_words(0, "the size of a placeholder"));
   saved->gate_up = moelora_take_view(&from->gate_up, &saved->gate_up_stride, 1);
   MOELORA_TRY(take_shrink(MOELORA_ARG("saved.w13_shrink", &from->w13_shrink), 3, lora13,
                           &saved->shrink[0], saved->shrink_stride[0]));
@@ -326,6 +269,5 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
   if (saving)
     MOELORA_TRY(moelora_check_saved(&all, args, problem));
   problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
-  MOELORA_TRY(moelora_check_sizes(&all));
-  return moelora_check_apart(&all);
+  return moelora_check_fit(&all);
 }

@@ -5,6 +5,7 @@
 
 /* What gradients of factors and biases are checked against. */
 typedef struct gradients {
+  moelora_arguments rows;
   moelora_dtype dtype;
   moelora_arg pairs;  /* tensor NULL: no gradient is sparse */
   int64_t num_sparse; /* -1: not known yet */
@@ -20,7 +21,7 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
     return MOELORA_OK;
   MOELORA_REQUIRE(!moelora_is_absent(like.tensor), "%s is given, but %s is absent",
                   moelora_label_of(arg).text, moelora_label_of(like).text);
-  MOELORA_TRY(moelora_check_view(arg, like.tensor->ndim, layout));
+  MOELORA_TRY(moelora_check_view(arg, layout));
   MOELORA_REQUIRE(t->dtype == dtype || t->dtype == MOELORA_F32,
                   "%s has dtype %s, expected float32%s%s", moelora_label_of(arg).text,
                   moelora_dtype_name(t->dtype), dtype == MOELORA_F32 ? "" : " or ",
@@ -29,14 +30,14 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
   const bool sparse =
       factor && all->pairs.tensor && like.tensor->size[1] == all->pairs.tensor->size[1];
   for (int32_t i = sparse ? 2 : 0; i < t->ndim; i++)
-    MOELORA_TRY(moelora_check_size(arg, i, like.tensor->size[i], moelora_size_of(like, i)));
+    MOELORA_TRY(moelora_check_size(arg, i, moelora_size_of(like, i)));
   if (sparse) {
     if (all->num_sparse < 0)
       all->num_sparse = t->size[1];
-    MOELORA_TRY(moelora_check_size(all->pairs, 0, like.tensor->size[0], moelora_size_of(like, 0)));
-    MOELORA_TRY(moelora_check_size(arg, 0, 1, moelora_words("the first size of sparse gradients")));
-    MOELORA_TRY(moelora_check_size(arg, 1, all->num_sparse,
-                                   moelora_words("the number of sparse gradients of others")));
+    MOELORA_TRY(moelora_check_size(all->pairs, 0, moelora_size_of(like, 0)));
+    MOELORA_TRY(moelora_check_size(arg, 0, moelora_words(1, "the first size of sparse gradients")));
+    MOELORA_TRY(moelora_check_size(
+        arg, 1, moelora_words(all->num_sparse, "the number of sparse gradients of others")));
   }
   MOELORA_TRY(moelora_check_rows(arg));
   *gradient = (moelora_gradient){
@@ -57,7 +58,9 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
 /* Prepares to check the gradients of a call with activations `x`. */
 static moelora_status begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs,
                                       gradients *all) {
-  *all = (gradients){.dtype = x->dtype, .num_sparse = -1};
+  all->dtype = x->dtype;
+  all->num_sparse = -1;
+  all->pairs = (moelora_arg){0};
   if (moelora_is_absent(pairs))
     return MOELORA_OK;
   all->pairs = MOELORA_ARG("grads.pairs", pairs);
@@ -74,58 +77,58 @@ static moelora_gradient_pairs pairs_of(const gradients *all) {
 }
 
 static moelora_status check_factor_gradients(gradients *all, const moelora_lora *grads,
-                                             const moelora_lora *factors,
-                                             const char *const names[4], moelora_gradient *a,
+                                             const moelora_lora *factors, moelora_gradient *a,
                                              moelora_gradient *b) {
+  const moelora_row *row = moelora_row_of(&all->rows, grads);
+  const moelora_row *like = moelora_row_of(&all->rows, factors);
   MOELORA_REQUIRE(grads->num_slices == 0 || grads->num_slices == factors->num_slices,
-                  "%s has %d slices, %s has %d", moelora_entry(names[0], 0, &grads->a[0]).name,
-                  grads->num_slices, moelora_entry(names[2], 0, &factors->a[0]).name,
+                  "%s has %d slices, %s has %d", moelora_entry(row->name, 0, &grads->a[0]).name,
+                  grads->num_slices, moelora_entry(like->name, 0, &factors->a[0]).name,
                   factors->num_slices);
   for (int32_t i = 0; i < grads->num_slices; i++) {
-    MOELORA_TRY(check_gradient(all, moelora_entry(names[0], i, &grads->a[i]),
-                               moelora_entry(names[2], i, &factors->a[i]),
+    MOELORA_TRY(check_gradient(all, moelora_entry(row->name, i, &grads->a[i]),
+                               moelora_entry(like->name, i, &factors->a[i]),
                                "[max_loras, E or 1, R, K]", &a[i]));
-    MOELORA_TRY(check_gradient(all, moelora_entry(names[1], i, &grads->b[i]),
-                               moelora_entry(names[3], i, &factors->b[i]),
+    MOELORA_TRY(check_gradient(all, moelora_entry(row->name_b, i, &grads->b[i]),
+                               moelora_entry(like->name_b, i, &factors->b[i]),
                                "[max_loras, E or 1, N, R]", &b[i]));
   }
   return MOELORA_OK;
 }
 
+static moelora_status check_bias_gradient(gradients *all, const moelora_tensor *grad,
+                                          const moelora_tensor *bias, moelora_gradient *gradient) {
+  const moelora_row *row = moelora_row_of(&all->rows, grad);
+  return check_gradient(all, MOELORA_ARG(row->name, grad),
+                        MOELORA_ARG(moelora_row_of(&all->rows, bias)->name, bias), row->shape,
+                        gradient);
+}
+
 moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
                                               moelora_experts_backward_problem *problem) {
-  static const char *const names13[] = {"grads.w13_lora_a", "grads.w13_lora_b", "w13_lora_a",
-                                        "w13_lora_b"};
-  static const char *const names2[] = {"grads.w2_lora_a", "grads.w2_lora_b", "w2_lora_a",
-                                       "w2_lora_b"};
   const moelora_experts_args *forward = &args->forward;
   const moelora_experts_grads *grads = &args->grads;
   *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
                                                 .overwrites_gate_up = args->overwrites_gate_up};
-  moelora_arguments rows;
-  moelora_arguments_of_experts_backward(args, &rows);
+  gradients all;
+  moelora_arguments_of_experts_backward(args, &all.rows);
   if (args->overwrites_gate_up)
-    rows.written = &forward->saved.gate_up;
-  MOELORA_TRY(moelora_check_layer(&rows, forward, &problem->forward));
-  MOELORA_TRY(moelora_check_saved(&rows, forward, &problem->forward));
-  MOELORA_TRY(moelora_check_sizes(&rows));
+    all.rows.written = &forward->saved.gate_up;
+  MOELORA_TRY(moelora_check_layer(&all.rows, forward, &problem->forward));
+  MOELORA_TRY(moelora_check_saved(&all.rows, forward, &problem->forward));
   problem->dout = moelora_take_view(&args->dout, &problem->dout_stride, 1);
   problem->dx = moelora_take_view(&grads->hidden_states, &problem->dx_stride, 1);
   problem->dtopk_weights =
       moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
-  gradients all;
   MOELORA_TRY(begin_gradients(&forward->hidden_states, &grads->pairs, &all));
-  MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, names13,
-                                     problem->a13, problem->b13));
-  MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
-                                     &problem->b2));
+  MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, problem->a13,
+                                     problem->b13));
+  MOELORA_TRY(
+      check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, &problem->a2, &problem->b2));
   problem->pairs = pairs_of(&all);
-  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
-                             MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
-                             &problem->bias13));
-  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w2_bias", &grads->w2_bias),
-                             MOELORA_ARG("w2_bias", &forward->w2_bias), "[E, K]", &problem->bias2));
-  return moelora_check_apart(&rows);
+  MOELORA_TRY(check_bias_gradient(&all, &grads->w13_bias, &forward->w13_bias, &problem->bias13));
+  MOELORA_TRY(check_bias_gradient(&all, &grads->w2_bias, &forward->w2_bias, &problem->bias2));
+  return moelora_check_fit(&all.rows);
 }
 
 /* ---- a projection ---- */
@@ -180,7 +183,6 @@ static moelora_status check_forward(const moelora_gemm_backward_args *args,
 
 moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *args,
                                            moelora_gemm_backward_problem *problem) {
-  static const char *const names[] = {"grads.lora_a", "grads.lora_b", "lora_a", "lora_b"};
   const moelora_gemm_args *forward = &args->forward;
   const moelora_gemm_grads *grads = &args->grads;
   const moelora_routes *routes = &problem->forward.routes;
@@ -190,21 +192,17 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
   problem->dout_stride[0] = problem->forward.out_stride[0];
   problem->dout_stride[1] = problem->forward.out_stride[1];
 
-  moelora_arguments rows;
-  moelora_arguments_of_gemm_backward(args, &rows);
-  moelora_name_size(&rows, "E", routes->num_experts, moelora_words("the number of experts"));
-  moelora_name_size(&rows, "max_loras", MOELORA_ANY_SIZE, moelora_words("max_loras"));
-  MOELORA_TRY(moelora_check_views(&rows));
-  MOELORA_TRY(moelora_check_sizes(&rows));
+  gradients all;
+  moelora_arguments_of_gemm_backward(args, &all.rows);
+  moelora_name_size(&all.rows, "E", moelora_words(routes->num_experts, "the number of experts"));
+  moelora_name_size(&all.rows, "max_loras", moelora_words(MOELORA_ANY_SIZE, "max_loras"));
+  MOELORA_TRY(moelora_check_views(&all.rows));
   problem->dx = moelora_take_view(&grads->x, &problem->dx_stride, 1);
   problem->dtopk_weights =
       moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
-  gradients all;
   MOELORA_TRY(begin_gradients(&forward->x, &grads->pairs, &all));
-  MOELORA_TRY(
-      check_factor_gradients(&all, &grads->lora, &forward->lora, names, problem->a, problem->b));
+  MOELORA_TRY(check_factor_gradients(&all, &grads->lora, &forward->lora, problem->a, problem->b));
   problem->pairs = pairs_of(&all);
-  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.bias", &grads->bias),
-                             MOELORA_ARG("bias", &forward->bias), "[E, N]", &problem->bias));
-  return moelora_check_apart(&rows);
+  MOELORA_TRY(check_bias_gradient(&all, &grads->bias, &forward->bias, &problem->bias));
+  return moelora_check_fit(&all.rows);
 }

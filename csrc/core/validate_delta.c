@@ -2,27 +2,6 @@
  * SGLang's MLP. */
 #include "core/check.h"
 
-/* Describes the factors of an adapter, which have the dtype of `x` unless they are wide. */
-static moelora_factors_arg factors_of(const moelora_lora *lora, int32_t most, const char *name_a,
-                                      const char *name_b, moelora_arg x, int32_t num_experts,
-                                      int64_t k, moelora_source k_source) {
-  return (moelora_factors_arg){
-      .lora = lora,
-      .name_a = name_a,
-      .name_b = name_b,
-      .least = 1,
-      .most = most,
-      .shrink = k > 0,
-      .expand = true,
-      .like = x,
-      .num_experts = num_experts,
-      .experts_source = moelora_words("num_experts"),
-      .n = MOELORA_ANY_SIZE,
-      .k = k,
-      .k_source = k_source,
-  };
-}
-
 static moelora_status check_padded_pairs(const moelora_routing *routing,
                                          const moelora_routes *routes) {
   return moelora_check_padded_rows(
@@ -36,8 +15,7 @@ static moelora_status take_extents(moelora_arguments *all, const moelora_delta_a
                                    moelora_routes *routes) {
   routes->num_experts = args->num_experts;
   if (moelora_is_absent(&args->lists.sorted_token_ids)) {
-    MOELORA_TRY(
-        moelora_check_view(MOELORA_ARG("topk_ids", &args->routing.topk_ids), 2, "[M, top_k]"));
+    MOELORA_TRY(moelora_check_present(all, &args->routing.topk_ids));
     return moelora_take_routing(all, &args->routing, args->mul_routed_weight, routes);
   }
   MOELORA_REQUIRE(args->num_tokens >= 0 && args->top_k >= 1 &&
@@ -48,11 +26,10 @@ static moelora_status take_extents(moelora_arguments *all, const moelora_delta_a
   routes->num_tokens = args->num_tokens;
   routes->top_k = args->top_k;
   routes->num_rows = args->num_tokens * args->top_k;
-  moelora_name_size(all, "M", routes->num_tokens, moelora_words("the number of tokens"));
-  moelora_name_size(all, "top_k", routes->top_k, moelora_words("top_k"));
-  moelora_name_size(all, "M * top_k", routes->num_rows, moelora_words("M * top_k"));
-  return args->mul_routed_weight ? moelora_take_topk_weights(&args->routing.topk_weights, routes)
-                                 : MOELORA_OK;
+  moelora_name_size(all, "M", moelora_words(routes->num_tokens, "the number of tokens"));
+  moelora_name_size(all, "top_k", moelora_words(routes->top_k, "top_k"));
+  moelora_name_size(all, "M * top_k", moelora_words(routes->num_rows, "M * top_k"));
+  return moelora_take_topk_weights(all, &args->routing, args->mul_routed_weight, routes);
 }
 
 static moelora_status check_columns(const moelora_delta_args *args,
@@ -85,14 +62,13 @@ static moelora_status check_columns(const moelora_delta_args *args,
   return MOELORA_OK;
 }
 
-/* Requires the other tensors of lists. Their rows are optional, since calls with routing have none.
- */
-static moelora_status require_lists(const moelora_lists *lists) {
-  MOELORA_TRY(
-      moelora_check_view(MOELORA_ARG("expert_ids", &lists->expert_ids), 2, "[max_loras, blocks]"));
-  MOELORA_TRY(moelora_check_view(
-      MOELORA_ARG("num_tokens_post_padded", &lists->num_tokens_post_padded), 1, "[max_loras]"));
-  return moelora_check_view(MOELORA_ARG("lora_ids", &lists->lora_ids), 1, "[num_lora_ids]");
+/* Takes lists, whose tensors are optional: calls with routing have none. */
+static moelora_status take_lists(const moelora_arguments *all, const moelora_lists *lists,
+                                 moelora_list_blocks *blocks) {
+  MOELORA_TRY(moelora_check_present(all, &lists->expert_ids));
+  MOELORA_TRY(moelora_check_present(all, &lists->num_tokens_post_padded));
+  MOELORA_TRY(moelora_check_present(all, &lists->lora_ids));
+  return moelora_take_lists(lists, blocks);
 }
 
 /* Returns the arguments without those that the mode of the call ignores, which may be invalid. */
@@ -133,38 +109,38 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
   if (!has_out)
     all.written = h.tensor;
   MOELORA_TRY(moelora_check_views(&all));
-  MOELORA_REQUIRE(!has_x || args->x.size[1] >= 1, "%s.size(1) is 0, expected at least 1", x.name);
+  MOELORA_REQUIRE_DIM(!has_x || args->x.size[1] >= 1, x, size, 1, "expected at least 1");
   problem->dtype = input.tensor->dtype;
   problem->k = has_x ? args->x.size[1] : 0;
   MOELORA_TRY(take_extents(&all, args, routes));
 
-  const char *const leading = has_x ? "lora_a" : "lora_b";
-  const moelora_arg first = moelora_entry(leading, 0, has_x ? &args->lora.a[0] : &args->lora.b[0]);
-  int64_t max_loras = MOELORA_ANY_SIZE;
-  moelora_factors_arg lora = factors_of(&args->lora, MOELORA_MAX_SLICES, "lora_a", "lora_b", input,
-                                        args->num_experts, problem->k, moelora_size_of(x, 1));
-  lora.expand = has_out;
-  lora.may_be_wide = has_x && has_out && !is_listed;
-  MOELORA_TRY(moelora_check_factors(&lora, &max_loras, moelora_size_of(first, 0), &problem->lora));
-  moelora_take_adapters(&all, &args->adapters, max_loras, moelora_size_of(first, 0), routes);
-  moelora_name_size(&all, "slices", problem->lora.num_slices,
-                    moelora_words("the number of slices"));
-  moelora_name_size(&all, "R", problem->lora.max_rank, moelora_words("the rank of the factors"));
+  const moelora_factors_arg lora = {
+      .like = input,
+      .may_be_wide = has_x && has_out && !is_listed,
+      .least = 1,
+      .most = MOELORA_MAX_SLICES,
+      .experts = moelora_words(args->num_experts, "num_experts"),
+      .n.value = MOELORA_ANY_SIZE,
+      .k = has_x ? moelora_size_of(x, 1) : moelora_words(0, "K"),
+      .skips_b = !has_out,
+  };
+  MOELORA_TRY(moelora_check_factors(&all, &args->lora, &lora, &problem->lora));
+  moelora_take_adapters(&all, &args->adapters, routes);
+  moelora_name_size(&all, "slices",
+                    moelora_words(problem->lora.num_slices, "the number of slices"));
+  moelora_name_size(&all, "R", moelora_words(problem->lora.max_rank, "the rank of the factors"));
   if (is_listed) {
-    MOELORA_TRY(require_lists(&args->lists));
-    MOELORA_TRY(moelora_take_lists(&args->lists, &problem->lists));
+    MOELORA_TRY(take_lists(&all, &args->lists, &problem->lists));
   } else {
     moelora_drop_unused_tables(routes);
     MOELORA_TRY(check_padded_pairs(&args->routing, routes));
   }
   if (has_out)
     MOELORA_TRY(check_columns(args, problem));
-  MOELORA_TRY(moelora_check_sizes(&all));
-  MOELORA_TRY(moelora_check_apart(&all));
   problem->x = moelora_take_view(&args->x, &problem->x_stride, 1);
   problem->x_per_row = has_x && args->x.size[0] != routes->num_tokens;
   problem->xa = moelora_take_view(&args->h, problem->xa_stride, 3);
-  return MOELORA_OK;
+  return moelora_check_fit(&all);
 }
 
 /* ---- SGLang's adapter MLP ---- */
@@ -172,43 +148,40 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
 moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem) {
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
-  const moelora_arg gate_up_a = moelora_entry("gate_up_a", 0, &args->gate_up.a[0]);
   const moelora_arg gate_up_b = moelora_entry("gate_up_b", 0, &args->gate_up.b[0]);
-  const moelora_arg down_b = moelora_entry("down_b", 0, &args->down.b[0]);
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_mlp_delta_problem){0};
   moelora_arguments all;
   moelora_arguments_of_mlp_delta(args, &all);
   MOELORA_TRY(moelora_check_views(&all));
-  MOELORA_REQUIRE(x.tensor->size[1] >= 1, "%s.size(1) is 0, expected at least 1", x.name);
+  MOELORA_REQUIRE_DIM(x.tensor->size[1] >= 1, x, size, 1, "expected at least 1");
   problem->dtype = x.tensor->dtype;
   problem->hidden = x.tensor->size[1];
 
-  int64_t max_loras = MOELORA_ANY_SIZE;
-  const moelora_source slots = moelora_size_of(gate_up_a, 0);
-  const moelora_factors_arg gate_up =
-      factors_of(&args->gate_up, 2, "gate_up_a", "gate_up_b", x, args->num_experts, problem->hidden,
-                 moelora_size_of(x, 1));
-  MOELORA_TRY(moelora_check_factors(&gate_up, &max_loras, slots, &problem->gate_up));
+  moelora_factors_arg lora = {
+      .like = x,
+      .least = 1,
+      .most = 2,
+      .experts = moelora_words(args->num_experts, "num_experts"),
+      .n.value = MOELORA_ANY_SIZE,
+      .k = moelora_size_of(x, 1),
+  };
+  MOELORA_TRY(moelora_check_factors(&all, &args->gate_up, &lora, &problem->gate_up));
   const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
   MOELORA_REQUIRE(columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
                   gate_up_b.name, (long long)columns);
   problem->intermediate = columns / 2;
-  const moelora_factors_arg down =
-      factors_of(&args->down, 1, "down_a", "down_b", x, args->num_experts, problem->intermediate,
-                 moelora_words("half of the columns of gate and up"));
-  MOELORA_TRY(moelora_check_factors(&down, &max_loras, slots, &problem->down));
-  MOELORA_TRY(moelora_check_size(down_b, 2, problem->hidden, moelora_size_of(x, 1)));
+  lora.most = 1;
+  lora.n = moelora_size_of(x, 1);
+  lora.k = moelora_words(columns / 2, "half of the columns of gate and up");
+  MOELORA_TRY(moelora_check_factors(&all, &args->down, &lora, &problem->down));
 
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, true, routes));
   routes->num_experts = args->num_experts;
-  moelora_take_adapters(&all, &args->adapters, max_loras, slots, routes);
+  moelora_take_adapters(&all, &args->adapters, routes);
   moelora_drop_unused_tables(routes);
   MOELORA_TRY(check_padded_pairs(&args->routing, routes));
-  MOELORA_TRY(moelora_check_sizes(&all));
-  MOELORA_TRY(moelora_check_apart(&all));
-
   problem->x = moelora_take_view(x.tensor, &problem->x_stride, 1);
   problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
-  return MOELORA_OK;
+  return moelora_check_fit(&all);
 }

@@ -5,14 +5,12 @@
 static moelora_status check_factor(moelora_arg arg, moelora_arg like, const moelora_factors_arg *of,
                                    const char *layout, moelora_factor *factor) {
   const moelora_tensor *t = arg.tensor;
-  MOELORA_TRY(moelora_check_view(arg, 4, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, like.tensor->dtype, like.name));
+  MOELORA_TRY(moelora_check_view(arg, layout));
+  MOELORA_TRY(moelora_check_dtype(arg, like));
   MOELORA_TRY(moelora_check_at_least_one(arg));
-  MOELORA_REQUIRE(t->size[1] == 1 || t->size[1] == of->num_experts,
-                  "%s.size(1) is %lld, %s is %lld: expected as many experts, or 1 factor shared by "
-                  "all",
-                  moelora_label_of(arg).text, (long long)t->size[1],
-                  moelora_label_source(of->experts_source).text, (long long)of->num_experts);
+  MOELORA_REQUIRE_DIM(t->size[1] == 1 || t->size[1] == of->experts.value, arg, size, 1,
+                      "%s is %lld: expected as many experts, or 1 factor shared by all",
+                      moelora_label_extent(of->experts).text, (long long)of->experts.value);
   MOELORA_TRY(moelora_check_rows(arg));
   *factor = (moelora_factor){
       .data = t->data,
@@ -23,55 +21,55 @@ static moelora_status check_factor(moelora_arg arg, moelora_arg like, const moel
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_factors(const moelora_factors_arg *of, int64_t *max_loras,
-                                     moelora_source source, moelora_factors *factors) {
-  const moelora_lora *lora = of->lora;
-  const moelora_tensor *leading = of->shrink ? &lora->a[0] : &lora->b[0];
-  const moelora_arg first = MOELORA_ARG(of->shrink ? of->name_a : of->name_b, leading);
-  const moelora_source rank = moelora_words("the rank of the first slice");
+moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora *lora,
+                                     const moelora_factors_arg *of, moelora_factors *factors) {
+  const moelora_row *row = moelora_row_of(all, lora);
+  const bool shrink = of->k.value > 0, defines_n = of->n.value == MOELORA_ANY_SIZE;
+  const moelora_tensor *leading = shrink ? &lora->a[0] : &lora->b[0];
+  const moelora_arg first = moelora_entry(shrink ? row->name : row->name_b, 0, leading);
   const int32_t slices = lora->num_slices;
+  moelora_extent rank = moelora_words(0, "the rank of the first slice"), columns = of->n;
   MOELORA_REQUIRE(slices >= of->least && slices <= of->most,
                   "%s has %d slices, expected %d to %d%s", first.name, slices, of->least, of->most,
                   of->slices ? of->slices : "");
   if (slices == 0)
     return MOELORA_OK;
-  const bool defines_n = of->n == MOELORA_ANY_SIZE;
-  moelora_source columns =
-      defines_n ? moelora_words("the columns of the first slice") : of->n_source;
-  columns.slices = defines_n ? 1 : slices;
-  MOELORA_REQUIRE(defines_n || of->n % slices == 0,
+  columns.slices = slices;
+  columns.value /= slices;
+  MOELORA_REQUIRE(defines_n || of->n.value % slices == 0,
                   "%s is %lld, expected a multiple of the %d slices of %s",
-                  moelora_label_source(of->n_source).text, (long long)of->n, slices, first.name);
-  const bool is_wide = of->may_be_wide && of->like.tensor->dtype != MOELORA_F32 &&
-                       !moelora_is_absent(leading) && leading->dtype == MOELORA_F32;
-  const moelora_arg like = is_wide ? first : of->like;
+                  moelora_label_extent(of->n).text, (long long)of->n.value, slices, first.name);
   factors->num_slices = slices;
-  factors->wide = is_wide;
+  factors->wide = of->may_be_wide && of->like.tensor->dtype != MOELORA_F32 &&
+                  !moelora_is_absent(leading) && leading->dtype == MOELORA_F32;
+  moelora_arg like = factors->wide ? first : of->like;
   for (int32_t i = 0; i < slices; i++) {
-    const moelora_arg a = moelora_entry(of->name_a, i, &lora->a[i]);
-    const moelora_arg b = moelora_entry(of->name_b, i, &lora->b[i]);
-    if (of->shrink)
+    const moelora_arg a = moelora_entry(row->name, i, &lora->a[i]);
+    const moelora_arg b = moelora_entry(row->name_b, i, &lora->b[i]);
+    if (shrink)
       MOELORA_TRY(check_factor(a, like, of, "[max_loras, E or 1, R, K]", &factors->a[i]));
-    if (of->expand)
+    if (!of->skips_b)
       MOELORA_TRY(check_factor(b, like, of, "[max_loras, E or 1, N, R]", &factors->b[i]));
     if (i == 0) {
-      factors->max_rank = (int32_t)leading->size[of->shrink ? 2 : 3];
-      factors->slice_n = !of->expand ? 0 : defines_n ? b.tensor->size[2] : of->n / slices;
+      rank.value = leading->size[shrink ? 2 : 3];
+      if (defines_n)
+        columns = moelora_words(b.tensor->size[2], "the columns of the first slice");
+      if (all->slots.value == MOELORA_ANY_SIZE)
+        all->slots = moelora_size_of(first, 0);
+      MOELORA_REQUIRE_DIM(leading->size[0] < INT32_MAX, first, size, 0, "expected fewer slots");
     }
-    if (*max_loras == MOELORA_ANY_SIZE)
-      *max_loras = leading->size[0];
-    MOELORA_REQUIRE(*max_loras < INT32_MAX, "%s[0].size(0) is %lld, expected fewer slots",
-                    first.name, (long long)*max_loras);
-    if (of->shrink) {
-      MOELORA_TRY(moelora_check_size(a, 0, *max_loras, source));
-      MOELORA_TRY(moelora_check_size(a, 2, factors->max_rank, rank));
-      MOELORA_TRY(moelora_check_size(a, 3, of->k, of->k_source));
+    if (shrink) {
+      MOELORA_TRY(moelora_check_size(a, 0, all->slots));
+      MOELORA_TRY(moelora_check_size(a, 2, rank));
+      MOELORA_TRY(moelora_check_size(a, 3, of->k));
     }
-    if (of->expand) {
-      MOELORA_TRY(moelora_check_size(b, 0, *max_loras, source));
-      MOELORA_TRY(moelora_check_size(b, 3, factors->max_rank, rank));
-      MOELORA_TRY(moelora_check_size(b, 2, factors->slice_n, columns));
+    if (!of->skips_b) {
+      MOELORA_TRY(moelora_check_size(b, 0, all->slots));
+      MOELORA_TRY(moelora_check_size(b, 3, rank));
+      MOELORA_TRY(moelora_check_size(b, 2, columns));
     }
   }
+  factors->max_rank = (int32_t)rank.value;
+  factors->slice_n = of->skips_b ? 0 : columns.value;
   return MOELORA_OK;
 }

@@ -27,32 +27,31 @@ static moelora_ids ids_of(const moelora_tensor *tensor) {
   };
 }
 
-moelora_status moelora_take_topk_weights(const moelora_tensor *weights, moelora_routes *routes) {
-  /* Their row is optional, but this call needs them. */
-  MOELORA_TRY(moelora_check_view(MOELORA_ARG("topk_weights", weights), 2, "[M, top_k]"));
-  routes->topk_weights = moelora_take_view(weights, routes->topk_weights_stride, 2);
-  return MOELORA_OK;
+moelora_status moelora_take_topk_weights(const moelora_arguments *all,
+                                         const moelora_routing *routing, bool needed,
+                                         moelora_routes *routes) {
+  if (!needed)
+    return MOELORA_OK;
+  routes->topk_weights = moelora_take_view(&routing->topk_weights, routes->topk_weights_stride, 2);
+  return moelora_check_present(all, &routing->topk_weights);
 }
 
 moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routing *routing,
                                     bool need_weights, moelora_routes *routes) {
   const moelora_tensor *ids = &routing->topk_ids, *map = &routing->expert_map;
   const moelora_arg topk_ids = MOELORA_ARG("topk_ids", ids);
-  const int64_t num_tokens = ids->size[0], top_k = ids->size[1];
-  MOELORA_REQUIRE(top_k >= 1, "%s.size(1) is 0, expected top_k of at least 1", topk_ids.name);
-  MOELORA_REQUIRE(num_tokens * top_k <= INT32_MAX,
-                  "%s has %lld rows (M * top_k), expected at most 2147483647", topk_ids.name,
-                  (long long)(num_tokens * top_k));
+  const int64_t num_tokens = ids->size[0], top_k = ids->size[1], rows = num_tokens * top_k;
+  MOELORA_REQUIRE_DIM(top_k >= 1, topk_ids, size, 1, "expected top_k of at least 1");
+  MOELORA_REQUIRE(rows <= INT32_MAX, "%s has %lld rows (M * top_k), expected at most 2147483647",
+                  topk_ids.name, (long long)rows);
   routes->num_tokens = num_tokens;
   routes->top_k = (int32_t)top_k;
-  routes->num_rows = num_tokens * top_k;
+  routes->num_rows = rows;
   routes->topk_ids = ids_of(ids);
-  moelora_name_size(all, "M", num_tokens, moelora_size_of(topk_ids, 0));
-  moelora_name_size(all, "top_k", top_k, moelora_size_of(topk_ids, 1));
-  moelora_name_size(all, "M * top_k", routes->num_rows,
-                    moelora_words("the number of routed rows, M * top_k,"));
-  if (need_weights)
-    MOELORA_TRY(moelora_take_topk_weights(&routing->topk_weights, routes));
+  moelora_name_size(all, "M", moelora_size_of(topk_ids, 0));
+  moelora_name_size(all, "top_k", moelora_size_of(topk_ids, 1));
+  moelora_name_size(all, "M * top_k", moelora_words(rows, "the number of routed rows, M * top_k,"));
+  MOELORA_TRY(moelora_take_topk_weights(all, routing, need_weights, routes));
   if (!moelora_is_absent(map)) {
     MOELORA_TRY(moelora_check_at_least_one(MOELORA_ARG("expert_map", map)));
     routes->expert_map = map->data;
@@ -62,18 +61,20 @@ moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routin
 }
 
 void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
-                           int64_t max_loras, moelora_source source, moelora_routes *routes) {
+                           moelora_routes *routes) {
   const moelora_tensor *enabled = &adapters->adapter_enabled;
-  const bool is_known = max_loras != MOELORA_ANY_SIZE;
-  moelora_name_size(all, "max_loras", max_loras, source);
-  moelora_name_size(all, "max_loras + 1", is_known ? max_loras + 1 : max_loras, source);
+  const bool is_known = all->slots.value != MOELORA_ANY_SIZE;
+  moelora_extent one_more = all->slots;
+  one_more.value += is_known;
+  moelora_name_size(all, "max_loras", all->slots);
+  moelora_name_size(all, "max_loras + 1", one_more);
   if (!moelora_is_absent(&adapters->token_lora_mapping))
     routes->token_lora_mapping = ids_of(&adapters->token_lora_mapping);
   routes->lora_ranks = adapters->lora_ranks.data;
   routes->lora_scalings = adapters->lora_scalings.data;
   routes->adapter_enabled = enabled->data;
   routes->adapter_enabled_bytes = (int32_t)moelora_dtype_bytes(enabled->dtype);
-  routes->max_loras = is_known ? (int32_t)max_loras : 0;
+  routes->max_loras = is_known ? (int32_t)all->slots.value : 0;
 }
 
 void moelora_drop_unused_tables(moelora_routes *routes) {
@@ -100,23 +101,14 @@ moelora_status moelora_check_padded_rows(const moelora_routing *routing,
 
 /* ---- alignment ---- */
 
-/* `arg` belongs to another mode: an output passed here would silently not be written. */
-static moelora_status check_unused(moelora_arg arg, const char *modes) {
-  MOELORA_REQUIRE(moelora_is_absent(arg.tensor), "%s is given, but only %s writes it", arg.name,
-                  modes);
-  return MOELORA_OK;
-}
-
 static moelora_status check_out_to_zero(const moelora_tensor *out, moelora_align_problem *problem) {
   if (moelora_is_absent(out))
     return MOELORA_OK;
   const moelora_arg arg = MOELORA_ARG("out_to_zero", out);
   MOELORA_REQUIRE(out->ndim >= 0 && out->ndim <= MOELORA_MAX_DIMS,
                   "%s has %d dimensions, expected 0 to %d", arg.name, out->ndim, MOELORA_MAX_DIMS);
-  MOELORA_TRY(moelora_check_large_view(arg, out->ndim, "of any shape"));
-  MOELORA_REQUIRE(out->dtype <= MOELORA_F16,
-                  "%s has dtype %s, expected float32, bfloat16 or float16", arg.name,
-                  moelora_dtype_name(out->dtype));
+  MOELORA_TRY(moelora_check_memory(arg, out->ndim, "of any shape"));
+  MOELORA_TRY(moelora_check_class(arg, MOELORA_CLASS_compute));
   MOELORA_TRY(moelora_check_contiguous(arg));
   size_t bytes = moelora_dtype_bytes(out->dtype);
   for (int32_t i = 0; i < out->ndim; i++)
@@ -126,58 +118,61 @@ static moelora_status check_out_to_zero(const moelora_tensor *out, moelora_align
   return MOELORA_OK;
 }
 
+/* Requires that outputs of other modes are absent: they would silently not be written. */
+static moelora_status check_mode(const moelora_align_args *args, bool with_adapters) {
+  const moelora_arg outputs[] = {MOELORA_ARG("lora_ids", &args->lora_ids),
+                                 MOELORA_ARG("sorted_weights", &args->sorted_weights),
+                                 MOELORA_ARG("out_to_zero", &args->out_to_zero)};
+  for (int i = 0; i < 3; i++)
+    if (i == 0 ? !with_adapters : args->mode != MOELORA_ALIGN_SORTING)
+      MOELORA_REQUIRE(moelora_is_absent(outputs[i].tensor), "%s is given, but only %s writes it",
+                      outputs[i].name, i == 0 ? "a mode with adapters" : "moe_sorting");
+  if (with_adapters)
+    return moelora_check_view(outputs[0],
+                              args->mode == MOELORA_ALIGN_UNIFORM ? "[blocks]" : "[rows]");
+  return args->mode == MOELORA_ALIGN_SORTING ? moelora_check_view(outputs[1], "[rows]")
+                                             : MOELORA_OK;
+}
+
 static moelora_status check_align_outputs(const moelora_align_args *args, moelora_arguments *all,
                                           moelora_align_problem *problem) {
-  const moelora_align_mode mode = args->mode;
   const moelora_arg experts = MOELORA_ARG("expert_ids", &args->expert_ids);
-  const moelora_arg loras = MOELORA_ARG("lora_ids", &args->lora_ids);
-  const moelora_arg weights = MOELORA_ARG("sorted_weights", &args->sorted_weights);
-  const int64_t blocks = args->expert_ids.size[0], rows = blocks * args->block_size;
-  const int64_t least = moelora_align_max_blocks(mode, problem->routes.num_rows, args->num_experts,
-                                                 args->max_loras, args->block_size);
-  const moelora_source of_blocks = moelora_size_of(experts, 0);
-  moelora_source of_rows = of_blocks;
-  of_rows.scale = " * block_size";
-  MOELORA_REQUIRE(blocks >= least, "%s is %lld, expected at least %lld blocks",
-                  moelora_label_source(of_blocks).text, (long long)blocks, (long long)least);
-  MOELORA_REQUIRE(rows <= INT32_MAX, "%s is %lld, expected at most 2147483647",
-                  moelora_label_source(of_rows).text, (long long)rows);
-  moelora_name_size(all, "rows", rows, of_rows);
-  moelora_name_size(all, "1", 1, moelora_words("the number of totals"));
-  if (mode == MOELORA_ALIGN_SEGMENTED)
-    moelora_name_size(all, "blocks or rows", rows, of_rows);
-  else
-    moelora_name_size(all, "blocks or rows", blocks, of_blocks);
-  if (mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED)
-    MOELORA_TRY(
-        moelora_check_view(loras, 1, mode == MOELORA_ALIGN_UNIFORM ? "[blocks]" : "[rows]"));
-  else
-    MOELORA_TRY(check_unused(loras, "a mode with adapters"));
-  if (mode == MOELORA_ALIGN_SORTING) {
-    MOELORA_TRY(moelora_check_view(weights, 1, "[rows]"));
-    MOELORA_TRY(check_out_to_zero(&args->out_to_zero, problem));
-  } else {
-    MOELORA_TRY(check_unused(weights, "moe_sorting"));
-    MOELORA_TRY(check_unused(MOELORA_ARG("out_to_zero", &args->out_to_zero), "moe_sorting"));
-  }
-  problem->max_blocks = blocks;
+  const int64_t least = moelora_align_max_blocks(
+      args->mode, problem->routes.num_rows, args->num_experts, args->max_loras, args->block_size);
+  const moelora_extent blocks = moelora_size_of(experts, 0);
+  moelora_extent rows = blocks;
+  rows.value *= args->block_size;
+  rows.scale = " * block_size";
+  MOELORA_REQUIRE_DIM(blocks.value >= least, experts, size, 0, "expected at least %lld blocks",
+                      (long long)least);
+  MOELORA_REQUIRE(rows.value <= INT32_MAX, "%s is %lld, expected at most 2147483647",
+                  moelora_label_extent(rows).text, (long long)rows.value);
+  moelora_name_size(all, "rows", rows);
+  moelora_name_size(all, "1", moelora_words(1, "the number of totals"));
+  moelora_name_size(all, "blocks or rows", args->mode == MOELORA_ALIGN_SEGMENTED ? rows : blocks);
+  problem->max_blocks = blocks.value;
   problem->sorted_token_ids = args->sorted_token_ids.data;
   problem->expert_ids = args->expert_ids.data;
   problem->lora_ids = args->lora_ids.data;
   problem->num_tokens_post_padded = args->num_tokens_post_padded.data;
   problem->sorted_weights = args->sorted_weights.data;
-  return MOELORA_OK;
-}
-
-static moelora_status check_max_loras(int32_t max_loras) {
-  MOELORA_REQUIRE(max_loras < INT32_MAX, "max_loras is %d, expected fewer", max_loras);
-  return moelora_check_at_least("max_loras", max_loras, 1);
+  return check_out_to_zero(&args->out_to_zero, problem);
 }
 
 /* num_experts counts global experts if there is an expert_map. */
 static void name_experts(moelora_arguments *all, int32_t num_experts, moelora_routes *routes) {
   routes->num_experts = num_experts;
-  moelora_name_size(all, "num_global_experts", num_experts, moelora_words("num_experts"));
+  moelora_name_size(all, "num_global_experts", moelora_words(num_experts, "num_experts"));
+}
+
+/* Takes the adapters of a call without factors, whose number is an argument. */
+static moelora_status take_slots(moelora_arguments *all, const moelora_adapters *adapters,
+                                 int32_t max_loras, moelora_routes *routes) {
+  MOELORA_REQUIRE(max_loras < INT32_MAX, "max_loras is %d, expected fewer", max_loras);
+  MOELORA_TRY(moelora_check_at_least("max_loras", max_loras, 1));
+  all->slots = moelora_words(max_loras, "max_loras");
+  moelora_take_adapters(all, adapters, routes);
+  return MOELORA_OK;
 }
 
 moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem) {
@@ -193,16 +188,13 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   moelora_arguments_of_align(&read, &all);
   MOELORA_TRY(moelora_check_views(&all));
   MOELORA_TRY(
-      moelora_take_routing(&all, &args->routing, mode == MOELORA_ALIGN_SORTING, &problem->routes));
-  name_experts(&all, args->num_experts, &problem->routes);
-  if (with_adapters) {
-    MOELORA_TRY(check_max_loras(args->max_loras));
-    moelora_take_adapters(&all, &args->adapters, args->max_loras, moelora_words("max_loras"),
-                          &problem->routes);
-  }
+      moelora_take_routing(&all, &read.routing, mode == MOELORA_ALIGN_SORTING, &problem->routes));
+  name_experts(&all, read.num_experts, &problem->routes);
+  if (with_adapters)
+    MOELORA_TRY(take_slots(&all, &read.adapters, read.max_loras, &problem->routes));
+  MOELORA_TRY(check_mode(&read, with_adapters));
   MOELORA_TRY(check_align_outputs(&read, &all, problem));
-  MOELORA_TRY(moelora_check_sizes(&all));
-  return moelora_check_apart(&all);
+  return moelora_check_fit(&all);
 }
 
 /* ---- vLLM's lists ---- */
@@ -215,12 +207,9 @@ moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_block
                   lists->num_active, MOELORA_ARG("lora_ids", &lists->lora_ids).name,
                   (long long)lists->lora_ids.size[0]);
   MOELORA_TRY(moelora_check_at_least("block_size", lists->block_size, 1));
-  MOELORA_REQUIRE((int64_t)lists->expert_ids.size[1] * lists->block_size >=
-                      lists->sorted_token_ids.size[1],
-                  "%s.size(1) is %lld, expected at least a block of %d for each of the %lld rows "
-                  "of %s",
-                  experts.name, (long long)lists->expert_ids.size[1], lists->block_size,
-                  (long long)lists->sorted_token_ids.size[1], rows.name);
+  MOELORA_REQUIRE_DIM(experts.tensor->size[1] * lists->block_size >= rows.tensor->size[1], experts,
+                      size, 1, "expected at least a block of %d for each of the %lld rows of %s",
+                      lists->block_size, (long long)rows.tensor->size[1], rows.name);
   *blocks = (moelora_list_blocks){
       .sorted_token_ids = lists->sorted_token_ids.data,
       .rows = lists->sorted_token_ids.size[1],
@@ -243,22 +232,18 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
   const moelora_arg experts = MOELORA_ARG("expert_ids", &lists->expert_ids);
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_align_lists_problem){0};
-  MOELORA_TRY(check_max_loras(args->max_loras));
   moelora_arguments all;
   moelora_arguments_of_align_lists(args, &all);
   MOELORA_TRY(moelora_check_views(&all));
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, false, routes));
   name_experts(&all, args->num_experts, routes);
-  moelora_take_adapters(&all, &args->adapters, args->max_loras, moelora_words("max_loras"), routes);
+  MOELORA_TRY(take_slots(&all, &args->adapters, args->max_loras, routes));
   MOELORA_TRY(moelora_take_lists(lists, &problem->lists));
   const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, routes->num_rows,
                                                   args->num_experts, 0, lists->block_size);
-  MOELORA_REQUIRE(problem->lists.blocks >= blocks,
-                  "%s.size(1) is %lld, expected at least %lld blocks", experts.name,
-                  (long long)problem->lists.blocks, (long long)blocks);
-  MOELORA_REQUIRE(problem->lists.rows >= blocks * lists->block_size,
-                  "%s.size(1) is %lld, expected at least %lld rows", rows.name,
-                  (long long)problem->lists.rows, (long long)(blocks * lists->block_size));
-  MOELORA_TRY(moelora_check_sizes(&all));
-  return moelora_check_apart(&all);
+  MOELORA_REQUIRE_DIM(problem->lists.blocks >= blocks, experts, size, 1,
+                      "expected at least %lld blocks", (long long)blocks);
+  MOELORA_REQUIRE_DIM(problem->lists.rows >= blocks * lists->block_size, rows, size, 1,
+                      "expected at least %lld rows", (long long)(blocks * lists->block_size));
+  return moelora_check_fit(&all);
 }

@@ -7,27 +7,23 @@
 /* Checks row-major or packed weights. */
 static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
   const moelora_tensor *w = arg.tensor;
-  bool packed = w->ndim == 5;
+  const bool packed = w->ndim == 5;
   MOELORA_REQUIRE(packed || w->ndim == 3 || moelora_is_absent(w),
                   "%s has %d dimensions, expected 3: [E, N, K], or 5: packed "
                   "[E, N/64, K/64, 64, 64]",
                   arg.name, w->ndim);
-  MOELORA_TRY(
-      moelora_check_view(arg, packed ? 5 : 3, packed ? "[E, N/64, K/64, 64, 64]" : "[E, N, K]"));
-  MOELORA_TRY(moelora_check_compute_dtype(arg));
+  MOELORA_TRY(moelora_check_view(arg, packed ? "[E, N/64, K/64, 64, 64]" : "[E, N, K]"));
+  MOELORA_TRY(moelora_check_class(arg, MOELORA_CLASS_compute));
   MOELORA_TRY(moelora_check_at_least_one(arg));
-  if (packed) {
-    for (int32_t dim = 3; dim < 5; dim++)
-      MOELORA_TRY(moelora_check_size(arg, dim, MOELORA_PACK, moelora_words("the side of a tile")));
+  if (!packed)
+    MOELORA_TRY(moelora_check_rows(arg));
+  for (int32_t dim = packed ? 3 : 5; dim < 5; dim++) {
+    MOELORA_TRY(moelora_check_size(arg, dim, moelora_words(MOELORA_PACK, "the side of a tile")));
+    MOELORA_REQUIRE_DIM(w->size[dim - 2] <= INT32_MAX / MOELORA_PACK, arg, size, dim - 2,
+                        "expected at most %d tiles", INT32_MAX / MOELORA_PACK);
     MOELORA_REQUIRE(w->stride[3] == MOELORA_PACK && w->stride[4] == 1,
                     "%s has tiles of strides (%lld, %lld), expected (64, 1)", arg.name,
                     (long long)w->stride[3], (long long)w->stride[4]);
-    for (int32_t dim = 1; dim < 3; dim++)
-      MOELORA_REQUIRE(w->size[dim] <= INT32_MAX / MOELORA_PACK,
-                      "%s.size(%d) is %lld, expected at most %d tiles", arg.name, dim,
-                      (long long)w->size[dim], INT32_MAX / MOELORA_PACK);
-  } else {
-    MOELORA_TRY(moelora_check_rows(arg));
   }
   *weights = (moelora_weights){
       .data = w->data,
@@ -86,48 +82,40 @@ static moelora_status check_layout(const moelora_layout *layout, const char *nam
   return MOELORA_OK;
 }
 
-/* Checks the tiles of a quantized weight with K = k. `of_rows` and `of_depth` are the origins of
- * its sizes. */
-static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout, int64_t k,
-                                  moelora_source of_rows, moelora_source of_depth,
-                                  moelora_weights *weights) {
-  static const char shape[] = "[E, tiles of rows, tiles of depth, bytes of a tile]";
+/* Checks the tiles of a quantized weight. `rows` and `k` are the origins of its sizes. */
+static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
+                                  moelora_extent rows, moelora_extent k, moelora_weights *weights) {
   const moelora_tensor *t = arg.tensor;
-  const int64_t half_tiles = moelora_half_tiles(layout->order, layout->rows);
   const int64_t row_tiles = moelora_row_tiles(layout->order, layout->rows);
-  const int64_t depth_tiles = moelora_depth_tiles(layout->format, k);
-  const char *format = moelora_format_name(layout->format);
-  MOELORA_TRY(moelora_check_view(arg, 4, shape));
-  MOELORA_TRY(moelora_check_dtype(arg, MOELORA_U8, NULL));
+  const int64_t depth_tiles = moelora_depth_tiles(layout->format, k.value);
+  const int32_t bytes = moelora_tile_size(layout->format);
+  MOELORA_TRY(moelora_check_view(arg, "[E, tiles of rows, tiles of depth, bytes of a tile]"));
+  MOELORA_TRY(moelora_check_class(arg, MOELORA_CLASS_bytes));
   MOELORA_TRY(moelora_check_at_least_one(arg));
-  MOELORA_REQUIRE(t->size[3] == moelora_tile_size(layout->format),
-                  "%s.size(3) is %lld, expected the %d bytes of a tile of %s", arg.name,
-                  (long long)t->size[3], moelora_tile_size(layout->format), format);
-  MOELORA_REQUIRE(t->size[1] == row_tiles,
-                  "%s.size(1) is %lld, expected %lld tiles, as %s is %lld, in %s order", arg.name,
-                  (long long)t->size[1], (long long)row_tiles, moelora_label_source(of_rows).text,
-                  (long long)layout->rows, order_name(layout->order));
-  MOELORA_REQUIRE(t->size[2] == depth_tiles,
-                  "%s.size(2) is %lld, expected %lld tiles, as %s is %lld", arg.name,
-                  (long long)t->size[2], (long long)depth_tiles,
-                  moelora_label_source(of_depth).text, (long long)k);
+  MOELORA_REQUIRE_DIM(t->size[3] == bytes, arg, size, 3, "expected the %d bytes of a tile of %s",
+                      bytes, moelora_format_name(layout->format));
+  MOELORA_REQUIRE_DIM(t->size[1] == row_tiles, arg, size, 1,
+                      "expected %lld tiles, as %s is %lld, in %s order", (long long)row_tiles,
+                      moelora_label_extent(rows).text, (long long)rows.value,
+                      order_name(layout->order));
+  MOELORA_REQUIRE_DIM(t->size[2] == depth_tiles, arg, size, 2, "expected %lld tiles, as %s is %lld",
+                      (long long)depth_tiles, moelora_label_extent(k).text, (long long)k.value);
   MOELORA_TRY(moelora_check_rows(arg));
   for (int32_t dim = 0; dim < 3; dim++)
-    MOELORA_REQUIRE(t->size[dim] == 1 || t->stride[dim] % 16 == 0,
-                    "%s.stride(%d) is %lld, expected a multiple of 16", arg.name, dim,
-                    (long long)t->stride[dim]);
+    MOELORA_REQUIRE_DIM(t->size[dim] == 1 || t->stride[dim] % 16 == 0, arg, stride, dim,
+                        "expected a multiple of 16");
   MOELORA_REQUIRE((uintptr_t)t->data % 16 == 0, "%s starts at %p, expected a multiple of 16 bytes",
                   arg.name, t->data);
   *weights = (moelora_weights){
       .data = t->data,
       .n = layout->rows,
-      .k = k,
+      .k = k.value,
       .stride_e = moelora_stride(t, 0),
       .stride_nt = moelora_stride(t, 1),
       .stride_kt = moelora_stride(t, 2),
       .format = layout->format,
       .order = layout->order,
-      .half_tiles = half_tiles,
+      .half_tiles = moelora_half_tiles(layout->order, layout->rows),
       .x = layout->x,
       .x_scale = layout->x_scale,
   };
@@ -151,158 +139,114 @@ static moelora_status check_order(const moelora_weights_arg *arg, moelora_weight
 
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
                                      int32_t *num_experts) {
-  const moelora_tensor *t = arg->tensor.tensor, *x = arg->x.tensor;
+  const moelora_dtype dtype = arg->x.tensor->dtype;
   MOELORA_TRY(check_layout(arg->layout, arg->layout_name));
   if (!moelora_is_quantized(arg->layout->format)) {
     MOELORA_TRY(check_native(arg->tensor, weights));
-    MOELORA_TRY(moelora_check_dtype(arg->tensor, x->dtype, arg->x.name));
+    MOELORA_TRY(moelora_check_dtype(arg->tensor, arg->x));
     arg->n = moelora_size_of(arg->tensor, 1);
     arg->k = moelora_size_of(arg->tensor, 2);
+    arg->n.value = weights->n;
+    arg->k.value = weights->k;
     arg->n.scale = arg->k.scale = weights->packed ? " * 64" : NULL;
   } else {
-    MOELORA_REQUIRE(x->dtype == MOELORA_BF16 || x->dtype == MOELORA_F16,
+    MOELORA_REQUIRE(dtype == MOELORA_BF16 || dtype == MOELORA_F16,
                     "%s has dtype %s, expected bfloat16 or float16, as %s is %s", arg->x.name,
-                    moelora_dtype_name(x->dtype), arg->tensor.name,
+                    moelora_dtype_name(dtype), arg->tensor.name,
                     moelora_format_name(arg->layout->format));
-    arg->n = moelora_words(arg->layout_name);
+    arg->n = moelora_words(arg->layout->rows, arg->layout_name);
     arg->n.scale = ".rows";
-    MOELORA_TRY(check_tiles(arg->tensor, arg->layout, arg->depth, arg->n, arg->k, weights));
+    MOELORA_TRY(check_tiles(arg->tensor, arg->layout, arg->n, arg->k, weights));
     MOELORA_TRY(check_order(arg, weights));
   }
-  *num_experts = (int32_t)t->size[0];
+  *num_experts = (int32_t)arg->tensor.tensor->size[0];
   return MOELORA_OK;
 }
 
-moelora_arg moelora_dtype_source(const moelora_weights_arg *arg) {
-  return !moelora_is_quantized(arg->layout->format) ? arg->tensor : arg->x;
+moelora_factors_arg moelora_factors_of(const moelora_weights_arg *arg, int32_t most) {
+  return (moelora_factors_arg){
+      .like = moelora_is_quantized(arg->layout->format) ? arg->x : arg->tensor,
+      .may_be_wide = true,
+      .most = most,
+      .experts = moelora_size_of(arg->tensor, 0),
+      .n = arg->n,
+      .k = arg->k,
+  };
 }
 
 /* ---- packing ---- */
 
-moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
-                                  moelora_pack_problem *problem) {
-  const moelora_arg source = MOELORA_ARG("w", w), target = MOELORA_ARG("out", out);
+moelora_status moelora_check_pack_weights(const moelora_pack_weights_args *args,
+                                          moelora_pack_problem *problem) {
+  const moelora_arg w = MOELORA_ARG("w", &args->w);
+  moelora_arguments all;
   *problem = (moelora_pack_problem){0};
-  MOELORA_TRY(moelora_check_view(source, 3, "[E, N, K]"));
-  MOELORA_TRY(check_native(source, &problem->w));
-  for (int32_t dim = 1; dim < 3; dim++)
-    MOELORA_REQUIRE(w->size[dim] % MOELORA_PACK == 0,
-                    "%s.size(%d) is %lld, expected a multiple of %d", source.name, dim,
-                    (long long)w->size[dim], MOELORA_PACK);
-  MOELORA_TRY(moelora_check_view(target, 5, "[E, N/64, K/64, 64, 64]"));
-  MOELORA_TRY(moelora_check_dtype(target, w->dtype, source.name));
-  MOELORA_TRY(moelora_check_size(target, 0, w->size[0], moelora_size_of(source, 0)));
-  for (int32_t dim = 1; dim < 3; dim++) {
-    moelora_source tiles = moelora_size_of(source, dim);
-    tiles.scale = " / 64";
-    MOELORA_TRY(moelora_check_size(target, dim, w->size[dim] / MOELORA_PACK, tiles));
+  moelora_arguments_of_pack_weights(args, &all);
+  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(check_native(w, &problem->w));
+  moelora_extent tiles[] = {moelora_size_of(w, 1), moelora_size_of(w, 2)};
+  for (int32_t i = 0; i < 2; i++) {
+    MOELORA_REQUIRE_DIM(tiles[i].value % MOELORA_PACK == 0, w, size, i + 1,
+                        "expected a multiple of %d", MOELORA_PACK);
+    tiles[i].value /= MOELORA_PACK;
+    tiles[i].scale = " / 64";
+    moelora_name_size(&all, i == 0 ? "N/64" : "K/64", tiles[i]);
   }
-  for (int32_t dim = 3; dim < 5; dim++)
-    MOELORA_TRY(moelora_check_size(target, dim, MOELORA_PACK, moelora_words("the side of a tile")));
-  MOELORA_TRY(moelora_check_contiguous(target));
-  MOELORA_TRY(moelora_check_disjoint(target, source));
-  problem->num_experts = w->size[0];
-  problem->element_bytes = (int32_t)moelora_dtype_bytes(w->dtype);
-  problem->out = out->data;
-  return MOELORA_OK;
+  moelora_name_size(&all, "64", moelora_words(MOELORA_PACK, "the side of a tile"));
+  problem->num_experts = args->w.size[0];
+  problem->element_bytes = (int32_t)moelora_dtype_bytes(args->w.dtype);
+  problem->out = args->out.data;
+  MOELORA_TRY(moelora_check_fit(&all));
+  return moelora_check_contiguous(MOELORA_ARG("out", &args->out));
 }
 
 /* ---- packing of quantized weights ---- */
 
-static moelora_status check_quantized(const moelora_layout *layout, moelora_dtype dtype,
-                                      const moelora_arg *tiles, int64_t k, moelora_source of_depth,
-                                      moelora_quantized_problem *problem) {
-  MOELORA_REQUIRE(dtype == MOELORA_BF16 || dtype == MOELORA_F16,
-                  "dtype is %s, expected bfloat16 or float16", moelora_dtype_name(dtype));
-  MOELORA_TRY(
-      check_tiles(*tiles, layout, k, moelora_words("layout.rows"), of_depth, &problem->tiles));
-  MOELORA_TRY(moelora_check_contiguous(*tiles));
-  problem->num_experts = tiles->tensor->size[0];
-  problem->dtype = dtype;
-  return MOELORA_OK;
-}
-
 static moelora_status check_quantized_layout(const moelora_layout *layout) {
-  MOELORA_REQUIRE(layout, "layout is NULL");
   MOELORA_REQUIRE(moelora_is_quantized(layout->format),
                   "layout.format is native, expected another");
   return check_layout(layout, "layout");
 }
 
-/* Group size for `groups` scales and k columns; 0: invalid. */
-static int64_t group_of(const moelora_layout *layout, int64_t k, int64_t groups) {
-  const int64_t columns = MOELORA_PACK / moelora_tile_groups(layout->format);
-  if (k % groups != 0)
-    return 0;
-  const int64_t group = k / groups;
+/* Checks contiguous tiles with K = k. */
+static moelora_status check_packed(moelora_arguments *all, const moelora_tensor *tensor,
+                                   const moelora_layout *layout, moelora_extent k,
+                                   moelora_quantized_problem *problem) {
+  const moelora_arg tiles = MOELORA_ARG("tiles", tensor);
+  const moelora_extent rows = moelora_words(layout->rows, "layout.rows");
+  moelora_name_size(all, "N", rows);
+  MOELORA_TRY(check_tiles(tiles, layout, rows, k, &problem->tiles));
+  problem->num_experts = tensor->size[0];
+  return moelora_check_contiguous(tiles);
+}
+
+/* Returns the group size for `groups` scales and k columns; 0: invalid. */
+static int64_t group_of(moelora_format format, int64_t k, int64_t groups) {
+  const int64_t columns = MOELORA_PACK / moelora_tile_groups(format), group = k / groups;
   const bool whole = group == k || group % MOELORA_PACK == 0;
-  return (columns < MOELORA_PACK ? group == columns : whole) ? group : 0;
+  return k % groups == 0 && (columns < MOELORA_PACK ? group == columns : whole) ? group : 0;
 }
 
-/* Checks scales and zeros: [E, N, K / group]. */
-static moelora_status check_groups(moelora_arg arg, moelora_arg values, const int64_t *size,
-                                   int64_t *strides) {
-  MOELORA_TRY(moelora_check_view(arg, 3, "[E, N, K / group]"));
-  for (int32_t dim = 0; dim < 2; dim++)
-    MOELORA_TRY(moelora_check_size(arg, dim, size[dim], moelora_size_of(values, dim)));
-  MOELORA_TRY(moelora_check_at_least_one(arg));
-  MOELORA_TRY(moelora_check_rows(arg));
-  moelora_take_view(arg.tensor, strides, 2);
-  return MOELORA_OK;
-}
-
-/* Checks scales, and zeros, of 4-bit formats. */
-static moelora_status check_nibbles(const moelora_quantized *w, const moelora_layout *layout,
-                                    moelora_arg values, moelora_quantized_problem *problem) {
+/* Checks the scales of 4-bit formats, [E, N, K / group]. */
+static moelora_status check_groups(moelora_arguments *all, const moelora_quantized *w,
+                                   moelora_format format, moelora_extent k,
+                                   moelora_quantized_problem *problem) {
   const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
-  const moelora_arg zeros = MOELORA_ARG("zeros", &w->zeros);
-  MOELORA_REQUIRE(w->values.size[2] <= INT32_MAX / 2,
-                  "%s.size(2) is %lld, expected at most 1073741823", values.name,
-                  (long long)w->values.size[2]);
+  const int64_t groups = w->scales.size[2];
   MOELORA_REQUIRE(w->block_rows == 0 && w->block_columns == 0,
                   "block_rows is %lld and block_columns %lld, expected 0: %s has groups",
                   (long long)w->block_rows, (long long)w->block_columns,
-                  moelora_format_name(layout->format));
-  MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
-  if (moelora_scale_bytes(layout->format) == 1)
-    MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
-  else
-    MOELORA_TRY(moelora_check_compute_dtype(scales));
-  const int64_t k = 2 * w->values.size[2], groups = w->scales.size[2];
-  problem->group = group_of(layout, k, groups);
+                  moelora_format_name(format));
+  MOELORA_TRY(moelora_check_class(
+      scales, moelora_scale_bytes(format) == 1 ? MOELORA_CLASS_bytes : MOELORA_CLASS_compute));
+  MOELORA_TRY(moelora_check_at_least_one(scales));
+  problem->group = group_of(format, k.value, groups);
   MOELORA_REQUIRE(problem->group, "%s.size(2) is %lld for K = %lld, expected a scale for %s",
-                  scales.name, (long long)groups, (long long)k,
-                  moelora_tile_groups(layout->format) == 1
-                      ? "every 64 columns, a multiple of them, or all"
-                  : moelora_has_groups_of_32(layout->format) ? "every 32 columns"
-                                                             : "every 16 columns");
-  if (moelora_has_zeros(layout->format)) {
-    MOELORA_TRY(check_groups(zeros, values, w->values.size, problem->zeros_stride));
-    MOELORA_TRY(moelora_check_dtype(zeros, MOELORA_U8, NULL));
-    MOELORA_TRY(moelora_check_size(zeros, 2, groups, moelora_size_of(scales, 2)));
-    problem->zeros = w->zeros.data;
-  }
-  return MOELORA_OK;
-}
-
-/* Scales of tensors, in formats that have them: [E, 1], or [E, 2] for gate and up. */
-static moelora_status check_tensor_scales(const moelora_quantized *w, const moelora_layout *layout,
-                                          moelora_arg values, moelora_quantized_problem *problem) {
-  const moelora_arg scales = MOELORA_ARG("tensor_scales", &w->tensor_scales);
-  const bool wanted = moelora_has_tile_scale(layout->format);
-  MOELORA_REQUIRE(wanted || moelora_is_absent(scales.tensor), "%s is there, but %s has none",
-                  scales.name, moelora_format_name(layout->format));
-  if (!wanted)
-    return MOELORA_OK;
-  MOELORA_TRY(moelora_check_view(scales, 2, "[E, 1] or [E, 2]"));
-  MOELORA_TRY(moelora_check_dtype(scales, MOELORA_F32, NULL));
-  MOELORA_TRY(moelora_check_size(scales, 0, w->values.size[0], moelora_size_of(values, 0)));
-  const int64_t halves = w->tensor_scales.size[1];
-  MOELORA_REQUIRE(halves == 1 || (halves == 2 && layout->order != MOELORA_ROWS_PLAIN),
-                  "%s.size(1) is %lld, expected 1%s", scales.name, (long long)halves,
-                  layout->order == MOELORA_ROWS_PLAIN ? "" : ", or 2 for gate and up");
-  problem->tensor_scales =
-      moelora_take_view(&w->tensor_scales, problem->tensor_scales_stride, (int32_t)halves);
+                  scales.name, (long long)groups, (long long)k.value,
+                  moelora_tile_groups(format) == 1 ? "every 64 columns, a multiple of them, or all"
+                  : moelora_has_groups_of_32(format) ? "every 32 columns"
+                                                     : "every 16 columns");
+  moelora_name_size(all, "groups of rows", moelora_size_of(MOELORA_ARG("values", &w->values), 1));
   return MOELORA_OK;
 }
 
@@ -322,85 +266,88 @@ static moelora_status check_tile_rows(const moelora_layout *layout, int64_t bloc
   return MOELORA_OK;
 }
 
-static moelora_status check_blocks(const moelora_quantized *w, const moelora_layout *layout,
-                                   moelora_arg values, moelora_quantized_problem *problem) {
-  const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
-  const int64_t rows = w->block_rows, columns = w->block_columns, k = w->values.size[2];
+/* Checks the scales of FP8, [E, N / block_rows, K / block_columns]. */
+static moelora_status check_blocks(moelora_arguments *all, const moelora_quantized *w,
+                                   const moelora_layout *layout, int64_t k,
+                                   moelora_quantized_problem *problem) {
+  const int64_t rows = w->block_rows, columns = w->block_columns;
   const int64_t part = moelora_x_group(layout->format);
-  MOELORA_REQUIRE(rows >= 1, "block_rows is %lld, expected at least 1", (long long)rows);
+  MOELORA_TRY(moelora_check_at_least("block_rows", rows, 1));
   MOELORA_REQUIRE(columns >= 1 && (columns % part == 0 || columns >= k),
                   "block_columns is %lld for K = %lld, expected a multiple of %lld, or all",
                   (long long)columns, (long long)k, (long long)part);
-  MOELORA_TRY(moelora_check_view(scales, 3, "[E, N / block_rows, K / block_columns]"));
-  MOELORA_TRY(moelora_check_dtype(scales, MOELORA_F32, NULL));
-  MOELORA_TRY(moelora_check_rows(scales));
-  MOELORA_TRY(moelora_check_size(scales, 0, w->values.size[0], moelora_size_of(values, 0)));
-  MOELORA_TRY(moelora_check_size(scales, 1, (layout->rows - 1) / rows + 1,
-                                 moelora_words("layout.rows / block_rows, rounded up,")));
-  MOELORA_TRY(moelora_check_size(scales, 2, (k - 1) / columns + 1,
-                                 moelora_words("K / block_columns, rounded up,")));
-  if (!moelora_has_row_scales(layout->format) && rows > 1)
-    MOELORA_TRY(check_tile_rows(layout, rows));
-  moelora_take_view(&w->scales, problem->scales_stride, 2);
+  MOELORA_TRY(moelora_check_class(MOELORA_ARG("scales", &w->scales), MOELORA_CLASS_f32));
+  moelora_name_size(
+      all, "groups of rows",
+      moelora_words((layout->rows - 1) / rows + 1, "layout.rows / block_rows, rounded up,"));
+  moelora_name_size(all, "groups of columns",
+                    moelora_words((k - 1) / columns + 1, "K / block_columns, rounded up,"));
   problem->block_rows = rows;
   problem->block_columns = columns;
+  return moelora_has_row_scales(layout->format) || rows == 1 ? MOELORA_OK
+                                                             : check_tile_rows(layout, rows);
+}
+
+/* Requires a tensor that a format has, and that another is absent. */
+static moelora_status check_format_has(const moelora_arguments *all, const moelora_tensor *tensor,
+                                       bool has, moelora_format format) {
+  if (has)
+    return moelora_check_present(all, tensor);
+  MOELORA_REQUIRE(moelora_is_absent(tensor), "%s is there, but %s has none",
+                  MOELORA_ARG(moelora_row_of(all, tensor)->name, tensor).name,
+                  moelora_format_name(format));
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
-                                            const moelora_layout *layout, moelora_dtype dtype,
-                                            const moelora_tensor *tiles,
+moelora_status moelora_check_pack_quantized(const moelora_pack_quantized_args *args,
                                             moelora_quantized_problem *problem) {
+  const moelora_quantized *w = &args->w;
+  const moelora_layout *layout = &args->layout;
   const moelora_arg values = MOELORA_ARG("values", &w->values);
-  const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
-  const moelora_arg zeros = MOELORA_ARG("zeros", &w->zeros);
-  const moelora_arg out = MOELORA_ARG("tiles", tiles);
-  *problem = (moelora_quantized_problem){0};
+  const moelora_arg halves = MOELORA_ARG("tensor_scales", &w->tensor_scales);
+  moelora_arguments all;
+  *problem = (moelora_quantized_problem){.dtype = args->dtype};
   MOELORA_TRY(check_quantized_layout(layout));
-  const bool fp8 = moelora_is_fp8(layout->format);
-
-  MOELORA_TRY(moelora_check_view(values, 3, fp8 ? "[E, N, K]" : "[E, N, K/2]"));
-  MOELORA_TRY(moelora_check_dtype(values, MOELORA_U8, NULL));
+  MOELORA_REQUIRE(args->dtype == MOELORA_BF16 || args->dtype == MOELORA_F16,
+                  "dtype is %s, expected bfloat16 or float16", moelora_dtype_name(args->dtype));
+  const bool fp8 = moelora_is_fp8(layout->format), gated = layout->order != MOELORA_ROWS_PLAIN;
+  moelora_arguments_of_pack_quantized(args, &all);
+  MOELORA_TRY(moelora_check_views(&all));
   MOELORA_TRY(moelora_check_at_least_one(values));
-  MOELORA_TRY(moelora_check_rows(values));
-  MOELORA_TRY(moelora_check_size(values, 1, layout->rows, moelora_words("layout.rows")));
-  MOELORA_REQUIRE(moelora_has_zeros(layout->format) || moelora_is_absent(&w->zeros),
-                  "%s is there, but %s has none", zeros.name, moelora_format_name(layout->format));
-  MOELORA_TRY((fp8 ? check_blocks : check_nibbles)(w, layout, values, problem));
-  MOELORA_TRY(check_tensor_scales(w, layout, values, problem));
-
-  moelora_source of_depth = moelora_size_of(values, 2);
-  of_depth.scale = fp8 ? NULL : " * 2";
-  MOELORA_TRY(
-      check_quantized(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
-  MOELORA_TRY(moelora_check_size(out, 0, w->values.size[0], moelora_size_of(values, 0)));
-  const moelora_arg inputs[] = {values, scales, zeros,
-                                MOELORA_ARG("tensor_scales", &w->tensor_scales)};
-  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-    MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
+  moelora_extent k = moelora_size_of(values, 2);
+  MOELORA_REQUIRE_DIM(fp8 || k.value <= INT32_MAX / 2, values, size, 2, "expected at most %d",
+                      INT32_MAX / 2);
+  k.value *= fp8 ? 1 : 2;
+  k.scale = fp8 ? NULL : " * 2";
+  MOELORA_TRY(fp8 ? check_blocks(&all, w, layout, k.value, problem)
+                  : check_groups(&all, w, layout->format, k, problem));
+  MOELORA_TRY(check_format_has(&all, &w->zeros, moelora_has_zeros(layout->format), layout->format));
+  MOELORA_TRY(check_format_has(&all, &w->tensor_scales, moelora_has_tile_scale(layout->format),
+                               layout->format));
+  if (!moelora_is_absent(halves.tensor))
+    MOELORA_REQUIRE_DIM(halves.tensor->size[1] == 1 || (gated && halves.tensor->size[1] == 2),
+                        halves, size, 1, "expected 1%s", gated ? ", or 2 for gate and up" : "");
+  MOELORA_TRY(check_packed(&all, &args->tiles, layout, k, problem));
   problem->values = moelora_take_view(&w->values, problem->values_stride, 2);
-  problem->scales = w->scales.data;
+  problem->scales = moelora_take_view(&w->scales, problem->scales_stride, 2);
+  problem->zeros = moelora_take_view(&w->zeros, problem->zeros_stride, 2);
+  problem->tensor_scales = moelora_take_view(&w->tensor_scales, problem->tensor_scales_stride,
+                                             halves.tensor->size[1] == 2 ? 2 : 1);
   problem->scale_dtype = w->scales.dtype;
-  problem->packed = tiles->data;
-  return MOELORA_OK;
+  problem->packed = args->tiles.data;
+  return moelora_check_fit(&all);
 }
 
-moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
-                                              const moelora_layout *layout,
-                                              const moelora_tensor *out,
+moelora_status moelora_check_unpack_quantized(const moelora_unpack_quantized_args *args,
                                               moelora_quantized_problem *problem) {
-  const moelora_arg source = MOELORA_ARG("tiles", tiles), target = MOELORA_ARG("out", out);
-  *problem = (moelora_quantized_problem){0};
-  MOELORA_TRY(check_quantized_layout(layout));
-  MOELORA_TRY(moelora_check_view(target, 3, "[E, N, K]"));
-  MOELORA_TRY(moelora_check_at_least_one(target));
-  MOELORA_TRY(moelora_check_rows(target));
-  MOELORA_TRY(moelora_check_size(target, 1, layout->rows, moelora_words("layout.rows")));
-  MOELORA_TRY(
-      check_quantized(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
-  MOELORA_TRY(moelora_check_size(target, 0, tiles->size[0], moelora_size_of(source, 0)));
-  MOELORA_TRY(moelora_check_distinct(target));
-  MOELORA_TRY(moelora_check_disjoint(target, source));
-  problem->out = moelora_take_view(out, problem->out_stride, 2);
-  return MOELORA_OK;
+  moelora_arguments all;
+  *problem = (moelora_quantized_problem){.dtype = args->out.dtype};
+  MOELORA_TRY(check_quantized_layout(&args->layout));
+  moelora_arguments_of_unpack_quantized(args, &all);
+  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_check_at_least_one(MOELORA_ARG("out", &args->out)));
+  MOELORA_TRY(check_packed(&all, &args->tiles, &args->layout, moelora_words(args->out.size[2], "K"),
+                           problem));
+  problem->out = moelora_take_view(&args->out, problem->out_stride, 2);
+  return moelora_check_fit(&all);
 }

@@ -12,6 +12,13 @@
       op_run(ctx, &call);                                                                          \
     }                                                                                              \
   }
+#define CONVERSION(NAME, PROBLEM)                                                                  \
+  static void op_call_##NAME(moelora_op_context *ctx, const moelora_##NAME##_args *args) {         \
+    moelora_##PROBLEM problem;                                                                     \
+    if (op_check(ctx, moelora_check_##NAME(args, &problem)) && op_workspace(ctx, 0)) {             \
+      op_check(ctx, moelora_run_##NAME(args, &ctx->exec));                                         \
+    }                                                                                              \
+  }
 #include "core/operators.inc"
 
 /* Tiles have room for a limited number of rows. */
@@ -87,15 +94,12 @@ void op_run_experts(moelora_op_context *ctx, moelora_experts_args *args) {
   op_call_experts(ctx, args);
 }
 
-void op_run_prepack(moelora_op_context *ctx, op_prepack_args *args) {
+void op_run_prepack(moelora_op_context *ctx, moelora_pack_weights_args *args) {
   const moelora_tensor *w = &args->w;
   const int64_t sizes[5] = {op_size(w, 0), op_size(w, 1) / MOELORA_PACK,
                             op_size(w, 2) / MOELORA_PACK, MOELORA_PACK, MOELORA_PACK};
-  moelora_tensor out = op_output(ctx, w->dtype, 5, sizes);
-  moelora_pack_problem problem;
-  if (op_check(ctx, moelora_check_pack(w, &out, &problem)) && op_workspace(ctx, 0)) {
-    op_check(ctx, moelora_pack_weights(w, &out, &ctx->exec));
-  }
+  args->out = op_output(ctx, w->dtype, 5, sizes);
+  op_call_pack_weights(ctx, args);
 }
 
 /* 0: bfloat16, 1: float16 */
@@ -107,51 +111,44 @@ static moelora_dtype compute_dtype(moelora_op_context *ctx, int32_t code) {
   return code == 1 ? MOELORA_F16 : MOELORA_BF16;
 }
 
-void op_run_pack(moelora_op_context *ctx, op_pack_args *args) {
-  const moelora_quantized *w = &args->w;
+void op_run_pack(moelora_op_context *ctx, moelora_pack_quantized_args *args) {
+  const moelora_tensor *values = &args->w.values;
   moelora_layout *layout = &args->layout;
-  const moelora_dtype dtype = compute_dtype(ctx, args->dtype);
+  args->dtype = compute_dtype(ctx, args->dtype);
   if (ctx->status != MOELORA_OK) {
     return;
   }
-  layout->rows = op_size(&w->values, 1);
-  const int64_t depth = op_size(&w->values, 2); /* 4-bit values: half of K */
+  layout->rows = op_size(values, 1);
+  const int64_t depth = op_size(values, 2); /* 4-bit values: half of K */
   const int64_t side =
       moelora_tile_depth(layout->format) / (moelora_is_fp8(layout->format) ? 1 : 2);
-  const int64_t sizes[4] = {op_size(&w->values, 0), moelora_row_tiles(layout->order, layout->rows),
+  const int64_t sizes[4] = {op_size(values, 0), moelora_row_tiles(layout->order, layout->rows),
                             depth / side + (depth % side != 0), moelora_tile_bytes(layout->format)};
-  moelora_tensor tiles = op_output(ctx, MOELORA_U8, 4, sizes);
-  moelora_quantized_problem problem;
-  if (op_check(ctx, moelora_check_pack_quantized(w, layout, dtype, &tiles, &problem)) &&
-      op_workspace(ctx, 0)) {
-    op_check(ctx, moelora_pack_quantized(w, layout, dtype, &tiles, &ctx->exec));
-  }
+  args->tiles = op_output(ctx, MOELORA_U8, 4, sizes);
+  op_call_pack_quantized(ctx, args);
 }
 
-void op_run_unpack(moelora_op_context *ctx, op_unpack_args *args) {
+void op_run_unpack(moelora_op_context *ctx, op_unpack_args *op) {
+  moelora_unpack_quantized_args *args = &op->args;
   const moelora_tensor *tiles = &args->tiles;
-  const moelora_layout *layout = &args->layout;
-  const moelora_dtype dtype = compute_dtype(ctx, args->dtype);
-  const int32_t side = moelora_tile_depth(layout->format);
+  const int64_t rows = args->layout.rows;
+  const moelora_dtype dtype = compute_dtype(ctx, op->dtype);
+  const int32_t side = moelora_tile_depth(args->layout.format);
   const int64_t most[] = {op_size(tiles, 1) * MOELORA_PACK, op_size(tiles, 2) * side};
-  if (layout->rows < 1 || layout->rows > most[0]) { /* before they are allocated */
+  if (rows < 1 || rows > most[0]) { /* before they are allocated */
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
-            "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64,
-            layout->rows, most[0]);
+            "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, rows,
+            most[0]);
   }
-  if (args->columns < 1 || args->columns > most[1]) {
+  if (op->columns < 1 || op->columns > most[1]) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
-            "columns is %d, expected 1 to tiles.size(2) * %d, which is %" PRId64, args->columns,
-            side, most[1]);
+            "columns is %d, expected 1 to tiles.size(2) * %d, which is %" PRId64, op->columns, side,
+            most[1]);
   }
   if (ctx->status != MOELORA_OK) {
     return;
   }
-  const int64_t sizes[3] = {op_size(tiles, 0), layout->rows, args->columns};
-  moelora_tensor out = op_output(ctx, dtype, 3, sizes);
-  moelora_quantized_problem problem;
-  if (op_check(ctx, moelora_check_unpack_quantized(tiles, layout, &out, &problem)) &&
-      op_workspace(ctx, 0)) {
-    op_check(ctx, moelora_unpack_quantized(tiles, layout, &out, &ctx->exec));
-  }
+  const int64_t sizes[3] = {op_size(tiles, 0), rows, op->columns};
+  args->out = op_output(ctx, dtype, 3, sizes);
+  op_call_unpack_quantized(ctx, args);
 }

@@ -3,23 +3,13 @@
 #ifndef MOELORA_GLUE_OPS_H
 #define MOELORA_GLUE_OPS_H
 
+#include "core/backend.h"
 #include "glue/op_context.h"
 
-/* Arguments of operators without a struct in moelora.h; dtype: 0 is bfloat16, 1 float16. */
-typedef struct op_prepack_args {
-  moelora_tensor w;
-} op_prepack_args;
-
-typedef struct op_pack_args {
-  moelora_quantized w;
-  moelora_layout layout;
-  int32_t dtype;
-} op_pack_args;
-
+/* Arguments of operators that need more than those of the core. */
 typedef struct op_unpack_args {
-  moelora_tensor tiles;
-  moelora_layout layout;
-  int32_t columns, dtype;
+  moelora_unpack_quantized_args args;
+  int32_t columns, dtype; /* dtype: 0 is bfloat16, 1 float16 */
 } op_unpack_args;
 
 typedef struct op_backward_args {
