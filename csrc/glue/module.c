@@ -6,36 +6,55 @@
 #include "core/log.h"
 #include "glue/ops.h"
 
-static PyObject *py_version(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyUnicode_FromString(MOELORA_VERSION);
+/* A function without arguments. */
+#define GETTER(NAME, VALUE)                                                                        \
+  static PyObject *py_##NAME(PyObject *self, PyObject *unused) {                                   \
+    (void)self, (void)unused;                                                                      \
+    return VALUE;                                                                                  \
+  }
+
+/* Returns None, or raises what the core refused. */
+static PyObject *none_if(moelora_status status) {
+  if (status != MOELORA_OK) {
+    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
+  }
+  Py_RETURN_NONE;
+}
+
+/* Appends a new item, which may be NULL, and clears the list after a failure. */
+static void append(PyObject **list, PyObject *item) {
+  if (!item || PyList_Append(*list, item) < 0) {
+    Py_CLEAR(*list);
+  }
+  Py_XDECREF(item);
 }
 
 static PyObject *variant_list(bool usable_only) {
   PyObject *list = PyList_New(0);
   const char *name;
   for (int32_t i = 0; list && (name = moelora_variant_name(i)); i++) {
-    if (usable_only && !moelora_variant_usable(i)) {
-      continue;
+    if (!usable_only || moelora_variant_usable(i)) {
+      append(&list, PyUnicode_FromString(name));
     }
-    PyObject *item = PyUnicode_FromString(name);
-    if (!item || PyList_Append(list, item) < 0) {
-      Py_CLEAR(list);
-    }
-    Py_XDECREF(item);
   }
   return list;
 }
 
-static PyObject *py_variants(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return variant_list(false);
+static PyObject *last_error(void) {
+  const op_error *error = op_last_error();
+  return Py_BuildValue("is", (int)error->status, error->text);
 }
 
-static PyObject *py_usable(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return variant_list(true);
-}
+GETTER(version, PyUnicode_FromString(MOELORA_VERSION))
+GETTER(variants, variant_list(false))
+GETTER(usable, variant_list(true))
+GETTER(last_plan, PyUnicode_FromString(moelora_last_plan()))
+GETTER(last_error, last_error())
+GETTER(error_number, PyLong_FromUnsignedLongLong(op_last_error()->number))
+GETTER(logs_shapes, PyBool_FromLong(moelora_log() >= MOELORA_LOG_SHAPES))
+GETTER(cpu_features, PyUnicode_FromString(moelora_cpu_features()))
+GETTER(has_cuda, PyBool_FromLong(moelora_has_device(MOELORA_CUDA)))
+GETTER(clear_tuned_plans, (moelora_clear_tuned_plans(), none_if(MOELORA_OK)))
 
 static PyObject *py_force_variant(PyObject *self, PyObject *name) {
   (void)self;
@@ -43,10 +62,7 @@ static PyObject *py_force_variant(PyObject *self, PyObject *name) {
   if (name != Py_None && !(text = PyUnicode_AsUTF8AndSize(name, NULL))) {
     return NULL;
   }
-  if (moelora_force_variant(text) != MOELORA_OK) {
-    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
-  }
-  Py_RETURN_NONE;
+  return none_if(moelora_force_variant(text));
 }
 
 static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
@@ -55,10 +71,7 @@ static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "i", &compute_capability)) {
     return NULL;
   }
-  if (moelora_limit_capability(compute_capability) != MOELORA_OK) {
-    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
-  }
-  Py_RETURN_NONE;
+  return none_if(moelora_limit_capability(compute_capability));
 }
 
 /* Arguments in the order of moelora_tuned_plan. */
@@ -75,47 +88,7 @@ static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   plan.device = (moelora_device)device;
   plan.dtype = (moelora_dtype)dtype;
   plan.hidden = hidden, plan.intermediate = intermediate, plan.tokens = tokens;
-  if (moelora_add_tuned_plan(&plan) != MOELORA_OK) {
-    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
-  }
-  Py_RETURN_NONE;
-}
-
-static PyObject *py_clear_tuned_plans(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  moelora_clear_tuned_plans();
-  Py_RETURN_NONE;
-}
-
-static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyUnicode_FromString(moelora_last_plan());
-}
-
-static PyObject *py_last_error(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  const op_error *error = op_last_error();
-  return Py_BuildValue("is", (int)error->status, error->text);
-}
-
-static PyObject *py_error_number(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyLong_FromUnsignedLongLong(op_last_error()->number);
-}
-
-static PyObject *py_logs_shapes(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyBool_FromLong(moelora_log() >= MOELORA_LOG_SHAPES);
-}
-
-static PyObject *py_cpu_features(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyUnicode_FromString(moelora_cpu_features());
-}
-
-static PyObject *py_has_cuda(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  return PyBool_FromLong(moelora_has_device(MOELORA_CUDA));
+  return none_if(moelora_add_tuned_plan(&plan));
 }
 
 /* The numbers of a format's codes; none unless it has four bits. */
@@ -135,8 +108,7 @@ static PyObject *codes_of(moelora_format format) {
 }
 
 /* Rows of formats.inc in the order of their enumerators, with the properties of their tiles. */
-static PyObject *py_formats(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
+static PyObject *format_list(void) {
   static const struct {
     const char *name, *kernel;
     int group_rows, group_columns, has_zeros;
@@ -151,48 +123,34 @@ static PyObject *py_formats(PyObject *self, PyObject *unused) {
     const moelora_kernel_format kernel = moelora_kernel_format_of(format, MOELORA_X_NATIVE);
     const moelora_format first = moelora_format_of_kernel(kernel);
     const bool same = moelora_values_of(format) == moelora_values_of(first);
-    PyObject *codes = codes_of(format);
-    PyObject *item = Py_BuildValue("ssiiiiiiN", rows[i].name, same ? rows[i].kernel : rows[i].name,
-                                   rows[i].group_rows, rows[i].group_columns, rows[i].has_zeros,
-                                   moelora_is_four_bits(format) ? 4 : 8, moelora_tile_depth(format),
-                                   moelora_tile_size(format), codes);
-    if (!item || PyList_Append(list, item) < 0) {
-      Py_CLEAR(list);
-    }
-    Py_XDECREF(item);
+    append(&list, Py_BuildValue("ssiiiiiiN", rows[i].name, same ? rows[i].kernel : rows[i].name,
+                                rows[i].group_rows, rows[i].group_columns, rows[i].has_zeros,
+                                moelora_is_four_bits(format) ? 4 : 8, moelora_tile_depth(format),
+                                moelora_tile_size(format), codes_of(format)));
   }
   return list;
 }
 
-/* Rows of ops.inc: ("op", name, ""), then (kind, argument, shape) for each tensor argument, then
- * ("returns", dtype, shape). Numbers and flags are omitted. */
-static PyObject *py_operators(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
+/* Rows of ops.inc: ("op", name, ""), then ("host", argument, "") for each number that is read from
+ * a tensor in host memory, then ("returns", dtype, shape). */
+static PyObject *operator_list(void) {
   static const struct {
     const char *kind, *name, *shape;
   } rows[] = {
 #define OP(NAME, ...) {"op", #NAME, ""},
-#define TENSOR(NAME, SHAPE, FIELD) {"tensor", #NAME, SHAPE},
-#define OPTIONAL(NAME, SHAPE, FIELD) {"optional", #NAME, SHAPE},
-#define WRITTEN(ALIAS, NAME, SHAPE, FIELD) {"tensor", #NAME, SHAPE},
-#define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) {"optional", #NAME, SHAPE},
-#define LIST(NAME, SHAPE, COUNT, FIELD) {"list", #NAME, SHAPE},
-#define WRITTEN_LIST(ALIAS, NAME, SHAPE, COUNT, FIELD) {"list", #NAME, SHAPE},
-#define LORA(A, SHAPE_A, B, SHAPE_B, FIELD) {"list", #A, SHAPE_A}, {"list", #B, SHAPE_B},
-#define HOST_INT(NAME, FIELD) {"host", #NAME, "[1]"},
+#define HOST_INT(NAME, FIELD) {"host", #NAME, ""},
 #define RETURNS(DTYPE, SHAPE) {"returns", DTYPE, SHAPE},
 #include "glue/ops.inc"
   };
   PyObject *list = PyList_New(0);
   for (size_t i = 0; list && i < sizeof rows / sizeof *rows; i++) {
-    PyObject *item = Py_BuildValue("sss", rows[i].kind, rows[i].name, rows[i].shape);
-    if (!item || PyList_Append(list, item) < 0) {
-      Py_CLEAR(list);
-    }
-    Py_XDECREF(item);
+    append(&list, Py_BuildValue("sss", rows[i].kind, rows[i].name, rows[i].shape));
   }
   return list;
 }
+
+GETTER(formats, format_list())
+GETTER(operators, operator_list())
 
 static PyMethodDef methods[] = {
     {"version", py_version, METH_NOARGS, "Version of the compiled library."},
@@ -217,7 +175,8 @@ static PyMethodDef methods[] = {
     {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch depends on."},
     {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
     {"operators", py_operators, METH_NOARGS,
-     "Operators, their tensors, and what they return: (kind, name or dtype, shape) of each."},
+     "Operators, their numbers in host memory, and what they return: (kind, name or dtype, "
+     "shape)."},
     {"formats", py_formats, METH_NOARGS,
      "Weight formats: (name, kernel, rows and columns that share a scale, zero points, bits, "
      "columns and bytes of a tile) of each, in the order of their codes."},

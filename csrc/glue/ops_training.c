@@ -59,27 +59,17 @@ static moelora_tensor gradient(moelora_op_context *ctx, const moelora_tensor *li
              : nothing(ctx, MOELORA_F32);
 }
 
-static void new_gradients(moelora_op_context *ctx, moelora_experts_backward_args *args,
-                          int32_t wanted, bool float32) {
-  const moelora_experts_args *forward = &args->forward;
-  moelora_experts_grads *grads = &args->grads;
-  grads->hidden_states = gradient(ctx, &forward->hidden_states, wanted & WANT_HIDDEN_STATES, false);
-  grads->topk_weights =
-      gradient(ctx, &forward->routing.topk_weights, wanted & WANT_TOPK_WEIGHTS, false);
-  grads->w13_lora.num_slices = forward->w13_lora.num_slices;
-  grads->w2_lora.num_slices = forward->w2_lora.num_slices;
-  for (int32_t i = 0; i < 2; i++) {
-    grads->w13_lora.a[i] =
-        gradient(ctx, &forward->w13_lora.a[i], wanted & WANT_W13_LORA_A, float32);
+/* Allocates gradients of factors: those of all A, then those of all B. */
+static moelora_lora factor_gradients(moelora_op_context *ctx, const moelora_lora *like,
+                                     int32_t slices, bool wants_a, bool wants_b, bool float32) {
+  moelora_lora grads = {.num_slices = like->num_slices};
+  for (int32_t i = 0; i < slices; i++) {
+    grads.a[i] = gradient(ctx, &like->a[i], wants_a, float32);
   }
-  for (int32_t i = 0; i < 2; i++) {
-    grads->w13_lora.b[i] =
-        gradient(ctx, &forward->w13_lora.b[i], wanted & WANT_W13_LORA_B, float32);
+  for (int32_t i = 0; i < slices; i++) {
+    grads.b[i] = gradient(ctx, &like->b[i], wants_b, float32);
   }
-  grads->w2_lora.a[0] = gradient(ctx, &forward->w2_lora.a[0], wanted & WANT_W2_LORA_A, float32);
-  grads->w2_lora.b[0] = gradient(ctx, &forward->w2_lora.b[0], wanted & WANT_W2_LORA_B, float32);
-  grads->w13_bias = gradient(ctx, &forward->w13_bias, wanted & WANT_W13_BIAS, float32);
-  grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, float32);
+  return grads;
 }
 
 /* Returns how many slices of a projection have gradients from the caller; 0: none is requested. */
@@ -98,17 +88,12 @@ enum { WANT_X = 1, WANT_WEIGHTS = 2, WANT_LORA_A = 4, WANT_LORA_B = 8, WANT_BIAS
 void op_run_gemm_backward(moelora_op_context *ctx, op_gemm_backward_args *op) {
   const moelora_gemm_args *forward = &op->args.forward;
   moelora_gemm_grads *grads = &op->args.grads;
-  grads->x = gradient(ctx, &forward->x, op->wanted & WANT_X, false);
-  grads->topk_weights =
-      gradient(ctx, &forward->routing.topk_weights, op->wanted & WANT_WEIGHTS, false);
-  grads->lora.num_slices = forward->lora.num_slices;
-  for (int32_t i = 0; i < MOELORA_MAX_SLICES; i++) {
-    grads->lora.a[i] = gradient(ctx, &forward->lora.a[i], op->wanted & WANT_LORA_A, op->float32);
-  }
-  for (int32_t i = 0; i < MOELORA_MAX_SLICES; i++) {
-    grads->lora.b[i] = gradient(ctx, &forward->lora.b[i], op->wanted & WANT_LORA_B, op->float32);
-  }
-  grads->bias = gradient(ctx, &forward->bias, op->wanted & WANT_BIAS, op->float32);
+  const int32_t wanted = op->wanted;
+  grads->x = gradient(ctx, &forward->x, wanted & WANT_X, false);
+  grads->topk_weights = gradient(ctx, &forward->routing.topk_weights, wanted & WANT_WEIGHTS, false);
+  grads->lora = factor_gradients(ctx, &forward->lora, MOELORA_MAX_SLICES, wanted & WANT_LORA_A,
+                                 wanted & WANT_LORA_B, op->float32);
+  grads->bias = gradient(ctx, &forward->bias, wanted & WANT_BIAS, op->float32);
   op_call_gemm_backward(ctx, &op->args);
 }
 
@@ -121,7 +106,18 @@ void op_run_gemm_backward_out(moelora_op_context *ctx, op_gemm_backward_args *op
 }
 
 void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
-  new_gradients(ctx, &op->args, op->wanted, op->float32);
+  const moelora_experts_args *forward = &op->args.forward;
+  moelora_experts_grads *grads = &op->args.grads;
+  const int32_t wanted = op->wanted;
+  grads->hidden_states = gradient(ctx, &forward->hidden_states, wanted & WANT_HIDDEN_STATES, false);
+  grads->topk_weights =
+      gradient(ctx, &forward->routing.topk_weights, wanted & WANT_TOPK_WEIGHTS, false);
+  grads->w13_lora = factor_gradients(ctx, &forward->w13_lora, 2, wanted & WANT_W13_LORA_A,
+                                     wanted & WANT_W13_LORA_B, op->float32);
+  grads->w2_lora = factor_gradients(ctx, &forward->w2_lora, 1, wanted & WANT_W2_LORA_A,
+                                    wanted & WANT_W2_LORA_B, op->float32);
+  grads->w13_bias = gradient(ctx, &forward->w13_bias, wanted & WANT_W13_BIAS, op->float32);
+  grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, op->float32);
   op_call_experts_backward(ctx, &op->args);
 }
 

@@ -17,21 +17,22 @@ static const char *const names[NUM_OPS] = {
 #include "glue/ops.inc"
 };
 
+#define SCHEMA_TENSOR(NAME, ...) ", Tensor " #NAME
+#define SCHEMA_OPTIONAL SCHEMA_TENSOR
+#define SCHEMA_WRITTEN(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
+#define SCHEMA_WRITTEN_OPTIONAL SCHEMA_WRITTEN
+#define SCHEMA_LIST(NAME, ...) ", Tensor[] " #NAME
+#define SCHEMA_WRITTEN_LIST(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!)[] " #NAME
+#define SCHEMA_LORA(A, B, ...) ", Tensor[] " #A ", Tensor[] " #B
+#define SCHEMA_INT(NAME, ...) ", int " #NAME
+#define SCHEMA_WIDE_INT SCHEMA_INT
+#define SCHEMA_INT_OR_ZERO(NAME, ...) ", int " #NAME "=0"
+#define SCHEMA_FLOAT(NAME, ...) ", float " #NAME
+#define SCHEMA_FLOAT_OR_ZERO(NAME, ...) ", float " #NAME "=0.0"
+#define SCHEMA_FLAG(NAME, ...) ", bool " #NAME
 static const char *const arguments[NUM_OPS] = {
-#define TENSOR(NAME, ...) ", Tensor " #NAME
-#define OPTIONAL(NAME, ...) ", Tensor " #NAME
-#define HOST_INT(NAME, ...) ", Tensor " #NAME
-#define WRITTEN(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
-#define WRITTEN_OPTIONAL(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
-#define LIST(NAME, ...) ", Tensor[] " #NAME
-#define WRITTEN_LIST(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!)[] " #NAME
-#define LORA(A, SHAPE_A, B, ...) ", Tensor[] " #A ", Tensor[] " #B
-#define INT(NAME, ...) ", int " #NAME
-#define WIDE_INT(NAME, ...) ", int " #NAME
-#define INT_OR_ZERO(NAME, ...) ", int " #NAME "=0"
-#define FLOAT(NAME, ...) ", float " #NAME
-#define FLOAT_OR_ZERO(NAME, ...) ", float " #NAME "=0.0"
-#define FLAG(NAME, ...) ", bool " #NAME
+#define ARG(KIND, ...) SCHEMA_##KIND(__VA_ARGS__)
+#define HOST_INT(NAME, ...) SCHEMA_TENSOR(NAME)
 #define END ,
 #include "glue/ops.inc"
 };
@@ -39,6 +40,7 @@ static const char *const arguments[NUM_OPS] = {
 static const int returned[NUM_OPS] = {
 #define OP(...) 0
 #define RETURNS(...) +1
+#define RETURNS_OF_FAKE(COUNT) +COUNT
 #define END ,
 #include "glue/ops.inc"
 };
@@ -55,27 +57,28 @@ static void write_schema(int op, char *to, size_t bytes) {
 
 /* ---- arguments ---- */
 
+#define UNPACK_TENSOR(NAME, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
+#define UNPACK_OPTIONAL(NAME, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
+#define UNPACK_WRITTEN(ALIAS, NAME, FIELD) UNPACK_TENSOR(NAME, FIELD)
+#define UNPACK_WRITTEN_OPTIONAL(ALIAS, NAME, FIELD) UNPACK_OPTIONAL(NAME, FIELD)
+#define UNPACK_LIST(NAME, COUNT, FIELD) args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
+#define UNPACK_WRITTEN_LIST(ALIAS, NAME, COUNT, FIELD) UNPACK_LIST(NAME, COUNT, FIELD)
+#define UNPACK_LORA(A, B, FIELD)                                                                   \
+  args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1]);                                          \
+  stack += 2;
+#define UNPACK_INT(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
+#define UNPACK_INT_OR_ZERO UNPACK_INT
+#define UNPACK_WIDE_INT(NAME, FIELD) args->FIELD = (int64_t)*stack++;
+#define UNPACK_FLOAT(NAME, FIELD) args->FIELD = op_float(*stack++);
+#define UNPACK_FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
+#define UNPACK_FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
+
 /* unpack_<NAME>(ctx, stack, args): converts the arguments from torch into the fields of each row.
  */
 #define OP(NAME, ARGS, RUN)                                                                        \
   static void unpack_##NAME(moelora_op_context *ctx, const StableIValue *stack, ARGS *args) {
-#define TENSOR(NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
-#define OPTIONAL(NAME, SHAPE, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
-#define WRITTEN(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
-#define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
-#define LIST(NAME, SHAPE, COUNT, FIELD) args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
-#define WRITTEN_LIST(ALIAS, NAME, SHAPE, COUNT, FIELD)                                             \
-  args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
-#define LORA(A, SHAPE_A, B, SHAPE_B, FIELD)                                                        \
-  args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1]);                                          \
-  stack += 2;
-#define INT(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
-#define INT_OR_ZERO(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
-#define WIDE_INT(NAME, FIELD) args->FIELD = (int64_t)*stack++;
+#define ARG(KIND, ...) UNPACK_##KIND(__VA_ARGS__)
 #define HOST_INT(NAME, FIELD) args->FIELD = op_host_int(ctx, #NAME, *stack++);
-#define FLOAT(NAME, FIELD) args->FIELD = op_float(*stack++);
-#define FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
-#define FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
 #define MAPPED(AT, FIELD, NAME)                                                                    \
   op_need_mapping(ctx, &args->AT routing.topk_ids, &args->AT adapters.token_lora_mapping,          \
                   &args->AT FIELD, #NAME);

@@ -78,27 +78,22 @@ def _is_absent(tensor: Tensor) -> bool:
 
 @dataclass
 class Operator:
-    """Description of an operator from csrc/glue/ops.inc: its tensors by name, and its results."""
+    """What csrc/glue/ops.inc says of an operator beside its schema."""
 
-    shapes: dict[str, list[str]] = field(default_factory=dict)  # of tensors, as names of sizes
-    on_host: set[str] = field(default_factory=set)
+    on_host: set[str] = field(default_factory=set)  # arguments that are numbers in host memory
     returns: list[tuple[str, list[str]]] = field(default_factory=list)  # dtype and shape
 
 
 def _operators() -> dict[str, Operator]:
-    found: dict[str, Operator] = {}
+    operators: dict[str, Operator] = {}
     for kind, name, shape in _C.operators():
         if kind == "op":
-            operator = found[name] = Operator()
-            continue
-        names = shape.strip("[]").split(", ")
-        if kind == "returns":
-            operator.returns.append((name, names))
+            operator = operators[name] = Operator()
         elif kind == "host":
             operator.on_host.add(name)
-        elif kind != "list":  # a list has one tensor per slice
-            operator.shapes[name] = names
-    return found
+        else:
+            operator.returns.append((name, shape.strip("[]").split(", ")))
+    return operators
 
 
 def _blocks(given: dict[str, Any]) -> int:
@@ -122,6 +117,13 @@ def _depth_tiles(given: dict[str, Any]) -> int:
     return -(-given["values"].size(2) * (8 // of.bits) // of.tile_columns)
 
 
+def _weight_rows(given: dict[str, Any], name: str) -> Any:
+    """Output rows of weights [E, N, K], packed [E, N / 64, K / 64, 64, 64], or tiles."""
+    weights = given[name]
+    unpacked = weights.size(1) * (PACK if weights.dim() == 5 else 1)
+    return given[f"{name}_rows"] if given[f"{name}_format"] else unpacked
+
+
 # Sizes that no tensor has, computed from the arguments.
 DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rows": lambda given: given["rows"] if "rows" in given else _rows(given),
@@ -129,29 +131,20 @@ DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "blocks": _blocks,
     "adapter_ids": lambda given: (_blocks if given["mode"] == UNIFORM else _rows)(given),
     # quantized weights
-    "N": lambda given: given["w_rows"] if given["w_format"] else given["w"].size(1) * PACK,
+    "N": lambda given: _weight_rows(given, "w"),
     "row_tiles": _row_tiles,
     "depth_tiles": _depth_tiles,
     "tile_bytes": lambda given: FORMATS[given["format"]].tile_bytes,
 }
 
 
-def _sizes(operator: Operator, given: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by name, from tensors with the expected number of dimensions."""
-    sizes: dict[str, Any] = {}
-    for name, names in operator.shapes.items():
-        tensor = given[name]
-        if tensor.dim() == len(names) and not _is_absent(tensor):
-            for size_name, size in zip(names, tensor.shape, strict=True):
-                sizes.setdefault(size_name, size)
-    return sizes
-
-
-def _size(word: str, sizes: dict[str, Any], given: dict[str, Any]) -> Any:
+def _size(word: str, given: dict[str, Any]) -> Any:
+    """A number, "w.1" for a dimension of an argument, or a derived size; "w.1 / 64": divided."""
     if word.isdigit():
         return int(word)
     name, _, divisor = word.partition(" / ")
-    size = sizes[name] if name in sizes else DERIVED[name](given)
+    argument, _, dim = name.partition(".")
+    size = given[argument].size(int(dim)) if dim else DERIVED[name](given)
     return size // int(divisor) if divisor else size
 
 
@@ -164,12 +157,11 @@ def _dtype(word: str, given: dict[str, Any]) -> torch.dtype:
 
 def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:
     """Outputs of a layer's forward that saves."""
-    x, ids, w13 = given["hidden_states"], given["topk_ids"], given["w13"]
+    x, ids = given["hidden_states"], given["topk_ids"]
     rows, a13, a2 = ids.size(0) * ids.size(1), given["w13_lora_a"], given["w2_lora_a"]
-    unpacked = w13.size(1) * (PACK if w13.dim() == 5 else 1)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty((rows, given["w13_rows"] if given["w13_format"] else unpacked)),
+        x.new_empty((rows, _weight_rows(given, "w13"))),
         x.new_empty((rows, len(a13), a13[0].size(2)) if a13 else (0,)),
         x.new_empty((rows, a2[0].size(2)) if a2 else (0,)),
     )
@@ -222,9 +214,8 @@ def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
     if not operator.returns:
         return None
     beside = next(iter(given.values()))
-    sizes = _sizes(operator, given)
     made = tuple(
-        beside.new_empty([_size(word, sizes, given) for word in shape], dtype=_dtype(dtype, given))
+        beside.new_empty([_size(word, given) for word in shape], dtype=_dtype(dtype, given))
         for dtype, shape in operator.returns
     )
     return made if len(made) > 1 else made[0]

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def rows_of(kind, role):
-    """Name, dtype and arguments of the variants that the rows of one kind of CUDA kernels define."""
+    """Name, dtype and arguments of the CUDA variants that the rows of one kind define."""
     text = (ROOT / "csrc/cuda/variants.inc").read_text()
     rows = re.findall(rf"^MOELORA_CUDA_{kind}\((.*)\)$", text, re.M)
     fields = [row.split(", ") for row in rows]
