@@ -33,9 +33,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Declarations between these have the linkage of C in C++, too. */
 #ifdef __cplusplus
-extern "C" {
+#define MOELORA_BEGIN_C extern "C" {
+#define MOELORA_END_C }
+#else
+#define MOELORA_BEGIN_C
+#define MOELORA_END_C
 #endif
+
+MOELORA_BEGIN_C
 
 #define MOELORA_VERSION "0.1.0"
 #define MOELORA_MAX_DIMS 5
@@ -571,7 +578,5 @@ void moelora_clear_tuned_plans(void);
  * variable MOELORA_LOG=plan prints every choice and its reason to stderr. */
 const char *moelora_last_plan(void);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

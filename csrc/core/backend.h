@@ -7,9 +7,7 @@
 #include "core/plans.h"
 #include "core/problems.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* Maximum number of devices of one kind. */
 #define MOELORA_MAX_DEVICES 64
@@ -161,8 +159,6 @@ static inline void *moelora_take_array(moelora_arena *arena, size_t count, size_
   return moelora_take(arena, moelora_times(count, bytes));
 }
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 
 #endif

@@ -8,13 +8,13 @@
 
 #ifdef __CUDACC__
 #define MOELORA_CONSTEXPR __host__ __device__ constexpr
-extern "C" {
 #elif defined(__cplusplus)
 #define MOELORA_CONSTEXPR constexpr
-extern "C" {
 #else
 #define MOELORA_CONSTEXPR inline
 #endif
+
+MOELORA_BEGIN_C
 
 /* ---- columns of formats.inc ---- */
 
@@ -396,8 +396,6 @@ static MOELORA_CONSTEXPR int64_t moelora_tile_row_of(moelora_row_order order, in
                                              : half_rows + n - rows / 2;
 }
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 
 #endif

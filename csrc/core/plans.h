@@ -8,9 +8,7 @@
 
 #include "core/format.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* GPU architecture that a kernel is written for. Not ordered: kernels of one family need not run
  * on later architectures. */
@@ -322,7 +320,5 @@ typedef struct moelora_delta_plan {
   const moelora_variant *sum;
 } moelora_delta_plan;
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

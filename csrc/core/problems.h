@@ -7,9 +7,7 @@
 
 #include "core/activation.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* Integer ids of 4 or 8 bytes. */
 typedef struct moelora_ids {
@@ -312,8 +310,6 @@ static inline bool moelora_are_vector_factors(const moelora_factor *factors, int
   return all;
 }
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 
 #endif

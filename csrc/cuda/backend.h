@@ -4,9 +4,7 @@
 
 #include "core/backend.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 #define OPERATOR(NAME, ...)                                                                        \
   moelora_##NAME##_size_function moelora_cuda_##NAME##_workspace;                                  \
@@ -20,7 +18,5 @@ moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,
                                        const moelora_exec *exec);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

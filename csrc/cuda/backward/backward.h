@@ -4,9 +4,7 @@
 
 #include "cuda/launch/launch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* routing_weights.cu: products of rows. Row p / divisor belongs to flat row p. */
 typedef struct moelora_divided_rows {
@@ -38,7 +36,5 @@ moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, 
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                           int64_t num_pairs, const moelora_exec *exec);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

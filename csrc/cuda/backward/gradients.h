@@ -21,9 +21,7 @@
 
 #include "cuda/launch/launch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* Rows of a part, which one CTA processes for a tile of a gradient. A multiple of the rows of a
  * stage; large enough that the float32 tiles of split sums take little memory. */
@@ -184,7 +182,5 @@ moelora_status moelora_cuda_round_factors(const moelora_rounded_factors *rounded
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

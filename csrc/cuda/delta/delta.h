@@ -49,9 +49,7 @@ typedef struct delta_expand {
                             unfinished */
 } delta_expand;
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* windows.cu and expand.cu; both set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
@@ -59,7 +57,5 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shr
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
                                    const moelora_exec *exec);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

@@ -6,9 +6,7 @@
 #include "core/backend.h"
 #include "cuda/variant_ids.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 struct moelora_gemm_launch;
 struct moelora_back_launch;
@@ -33,7 +31,5 @@ extern moelora_gemm_launcher *const moelora_cuda_gemm_launchers[MOELORA_CUDA_ROW
 extern moelora_gemm_launcher *const moelora_cuda_saving_launchers[MOELORA_CUDA_ROWS];
 extern moelora_back_launcher *const moelora_cuda_back_launchers[MOELORA_CUDA_ROWS];
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

@@ -9,9 +9,7 @@
 #include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* A packed rank is adapter * kRanks + rank. */
 constexpr int32_t kRanks = MOELORA_RANKS;
@@ -288,7 +286,5 @@ int32_t moelora_cuda_num_sms(int32_t device_index);
 /* Whether the code loaded on the device supports programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif

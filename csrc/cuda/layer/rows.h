@@ -4,9 +4,7 @@
 
 #include "cuda/launch/launch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MOELORA_BEGIN_C
 
 /* Computes to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
 typedef struct moelora_row_copy {
@@ -48,7 +46,5 @@ typedef struct moelora_save_launch {
 
 moelora_status moelora_cuda_save_rows(const moelora_save_launch *s, const moelora_exec *exec);
 
-#ifdef __cplusplus
-}
-#endif
+MOELORA_END_C
 #endif
