@@ -4,12 +4,14 @@
 
 #include "core/check.h"
 
+static moelora_status check_views(moelora_arguments *all);
+
 #define ROW(NAME, SHAPE, DTYPE, FIELD, USE)                                                        \
   {NAME, NULL, SHAPE, offsetof(args_type, FIELD), MOELORA_CLASS_##DTYPE, USE, 0},
 #define PAIR(NAME_A, NAME_B, FIELD, USE)                                                           \
   {NAME_A, NAME_B, "", offsetof(args_type, FIELD), MOELORA_CLASS_special, USE, 0},
 #define OPERATOR(NAME, ...)                                                                        \
-  void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all) {    \
+  moelora_status moelora_begin_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all) { \
     typedef moelora_##NAME##_args args_type;                                                       \
     static const moelora_row rows[] = {
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
@@ -31,6 +33,7 @@
   all->written = all->aliased = NULL;                                                              \
   all->slots.value = MOELORA_ANY_SIZE;                                                             \
   all->num_sizes = 0;                                                                              \
+  return check_views(all);                                                                         \
   }
 #define CONVERSION_END(NAME) END(NAME)
 #include "core/operators.inc"
@@ -127,7 +130,7 @@ static moelora_status check_row(moelora_arguments *all, const moelora_row *row) 
   return arg.tensor->ndim == 1 ? moelora_check_contiguous(arg) : moelora_check_rows(arg);
 }
 
-moelora_status moelora_check_views(moelora_arguments *all) {
+static moelora_status check_views(moelora_arguments *all) {
   for (const moelora_row *row = all->rows; row < all->rows + all->count; row++)
     if (row->dtype == MOELORA_CLASS_number)
       MOELORA_TRY(

@@ -172,16 +172,14 @@ typedef struct moelora_arguments {
   } sizes[MOELORA_MAX_NAMED];
 } moelora_arguments;
 
-/* moelora_arguments_of_<NAME>: those of a call whose sizes are not known. */
+/* moelora_begin_<NAME> checks dimensions, dtypes and strides of all rows that are not special. */
 #define OPERATOR(NAME, ...)                                                                        \
-  void moelora_arguments_of_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all);
+  moelora_status moelora_begin_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all);
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
 
 /* Returns the row of a field of the arguments. */
 const moelora_row *moelora_row_of(const moelora_arguments *all, const void *field);
-/* Checks dimensions, dtypes and strides of all rows that are not special. */
-moelora_status moelora_check_views(moelora_arguments *all);
 /* Requires an optional tensor. */
 moelora_status moelora_check_present(const moelora_arguments *all, const moelora_tensor *field);
 /* Defines the size that shapes call `name` before moelora_check_fit() does, for instance one that
@@ -220,10 +218,16 @@ typedef struct moelora_factors_arg {
 
 /* validate_weights.c: describes the factors of a projection with weights. */
 moelora_factors_arg moelora_factors_of(const moelora_weights_arg *arg, int32_t most);
+/* validate_factors.c: describes those of a projection without weights. */
+moelora_factors_arg moelora_factors_alone(moelora_arg x, int32_t num_experts, int32_t most);
 /* validate_factors.c: checks all slices of a field. */
 moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora *lora,
                                      const moelora_factors_arg *arg, moelora_factors *factors);
 
+/* validate.c: checks the arguments of a projection, forward or backward, except `out`; with
+ * num_experts, w may be absent. The caller checks that the rows fit. */
+moelora_status moelora_check_projection(moelora_arguments *all, const moelora_gemm_args *args,
+                                        const int32_t *num_experts, moelora_gemm_problem *problem);
 /* validate.c: checks the arguments of a layer, forward or backward, except `out` and `saved`. `all`
  * has the rows of the operator; the caller checks that they fit. */
 moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
@@ -243,10 +247,10 @@ void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapt
                            moelora_routes *routes);
 /* If no row has an adapter, adapter tables are not read. */
 void moelora_drop_unused_tables(moelora_routes *routes);
-/* Requires row numbers of 32 bits after each of `groups` groups is padded to whole blocks. */
+/* Requires row numbers of 32 bits after the rows of each expert, or of each expert and adapter, are
+ * padded to whole blocks. */
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
-                                         const moelora_routes *routes, int64_t groups,
-                                         const char *group);
+                                         const moelora_routes *routes, bool by_adapter);
 moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_blocks *blocks);
 
 #endif

@@ -37,28 +37,54 @@ static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
 
 /* ---- one projection ---- */
 
-moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem) {
+moelora_status moelora_check_projection(moelora_arguments *all, const moelora_gemm_args *args,
+                                        const int32_t *num_experts, moelora_gemm_problem *problem) {
   const moelora_arg x = MOELORA_ARG("x", &args->x);
+  const bool has_w = !num_experts || !moelora_is_absent(&args->w);
   moelora_routes *routes = &problem->routes;
   moelora_weights *weights = &problem->w;
-  *problem = (moelora_gemm_problem){.mul_routed_weight = args->mul_routed_weight};
-  moelora_arguments all;
-  moelora_arguments_of_gemm(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
-  moelora_weights_arg w = WEIGHTS_ARG(w, .order = MOELORA_ROWS_PLAIN, .k = moelora_size_of(x, 1));
-  MOELORA_TRY(moelora_check_weights(&w, weights, &routes->num_experts));
-  MOELORA_TRY(moelora_check_size(x, 1, w.k));
-  name_sizes(&all, &w, "N");
+  moelora_factors_arg lora;
+  if (has_w) {
+    moelora_weights_arg w = WEIGHTS_ARG(w, .order = MOELORA_ROWS_PLAIN, .k = moelora_size_of(x, 1));
+    MOELORA_TRY(moelora_check_weights(&w, weights, &routes->num_experts));
+    MOELORA_TRY(moelora_check_size(x, 1, w.k));
+    name_sizes(all, &w, "N");
+    lora = moelora_factors_of(&w, MOELORA_MAX_SLICES);
+  } else {
+    MOELORA_REQUIRE(moelora_is_absent(&args->bias), "bias is given, but w is absent");
+    MOELORA_TRY(moelora_check_at_least("num_experts", *num_experts, 1));
+    MOELORA_REQUIRE_DIM(args->x.size[1] >= 1, x, size, 1, "expected at least 1");
+    lora = moelora_factors_alone(x, *num_experts, MOELORA_MAX_SLICES);
+    lora.may_be_wide = true;
+    routes->num_experts = *num_experts;
+    moelora_name_size(all, "E", lora.experts);
+  }
   weights->bias = moelora_take_view(&args->bias, &weights->bias_stride_e, 1);
-  MOELORA_TRY(moelora_take_routing(&all, &args->routing, args->mul_routed_weight, routes));
-  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
-  const moelora_factors_arg lora = moelora_factors_of(&w, MOELORA_MAX_SLICES);
-  MOELORA_TRY(moelora_check_factors(&all, &args->lora, &lora, &problem->lora));
-  moelora_take_adapters(&all, &args->adapters, routes);
-  drop_unused_adapters(routes, &problem->lora, NULL);
+  MOELORA_TRY(moelora_take_routing(all, &args->routing, args->mul_routed_weight, routes));
+  MOELORA_TRY(moelora_check_factors(all, &args->lora, &lora, &problem->lora));
+  moelora_take_adapters(all, &args->adapters, routes);
+  if (has_w) {
+    MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, false));
+    drop_unused_adapters(routes, &problem->lora, NULL);
+  } else {
+    weights->n = problem->lora.num_slices * problem->lora.slice_n;
+    weights->k = args->x.size[1];
+    moelora_name_size(all, "N", moelora_words(weights->n, "the number of columns of lora_b"));
+    MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, true));
+    moelora_drop_unused_tables(routes);
+  }
+  problem->mul_routed_weight = args->mul_routed_weight;
   problem->dtype = args->x.dtype;
   problem->x = moelora_take_view(&args->x, &problem->x_stride, 1);
   problem->x_per_row = args->x.size[0] != routes->num_tokens;
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem) {
+  moelora_arguments all;
+  *problem = (moelora_gemm_problem){0};
+  MOELORA_TRY(moelora_begin_gemm(args, &all));
+  MOELORA_TRY(moelora_check_projection(&all, args, NULL, problem));
   problem->out = moelora_take_view(&args->out, problem->out_stride, 2);
   return moelora_check_fit(&all);
 }
@@ -190,13 +216,12 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
   *problem = (moelora_experts_problem){
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
-  MOELORA_TRY(moelora_check_views(all));
   MOELORA_TRY(check_layer_weights(args, &w13, &w2, problem));
   name_sizes(all, &w13, "2 I");
   problem->w13.bias = moelora_take_view(&args->w13_bias, &problem->w13.bias_stride_e, 1);
   problem->w2.bias = moelora_take_view(&args->w2_bias, &problem->w2.bias_stride_e, 1);
   MOELORA_TRY(moelora_take_routing(all, &args->routing, true, routes));
-  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, routes->num_experts, "expert"));
+  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, false));
   MOELORA_REQUIRE_DIM(!args->apply_router_weight_on_input || routes->top_k == 1, topk_ids, size, 1,
                       "expected 1 with apply_router_weight_on_input");
   const bool gated = moelora_is_gated(args->activation);
@@ -258,7 +283,7 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
   const moelora_saved *saved = &args->saved;
   const bool saving = !moelora_is_absent(&saved->gate_up);
   moelora_arguments all;
-  moelora_arguments_of_experts(args, &all);
+  MOELORA_TRY(moelora_begin_experts(args, &all));
   if (!saving && moelora_same_view(&args->out, &args->hidden_states))
     all.aliased = &args->hidden_states;
   MOELORA_TRY(moelora_check_layer(&all, args, problem));

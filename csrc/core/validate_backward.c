@@ -111,7 +111,7 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate,
                                                 .overwrites_gate_up = args->overwrites_gate_up};
   gradients all;
-  moelora_arguments_of_experts_backward(args, &all.rows);
+  MOELORA_TRY(moelora_begin_experts_backward(args, &all.rows));
   if (args->overwrites_gate_up)
     all.rows.written = &forward->saved.gate_up;
   MOELORA_TRY(moelora_check_layer(&all.rows, forward, &problem->forward));
@@ -133,73 +133,20 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
 
 /* ---- a projection ---- */
 
-/* Checks the forward with dout as its output: a projection, or without w a delta. */
-static moelora_status check_forward(const moelora_gemm_backward_args *args,
-                                    moelora_gemm_problem *problem) {
-  const moelora_gemm_args *forward = &args->forward;
-  moelora_tensor dout = args->dout;
-  if (!dout.name)
-    dout.name = "dout";
-  if (!moelora_is_absent(&forward->w)) {
-    moelora_gemm_args with_dout = *forward;
-    with_dout.out = dout;
-    return moelora_check_gemm(&with_dout, problem);
-  }
-  MOELORA_REQUIRE(moelora_is_absent(&forward->bias), "bias is given, but w is absent");
-  const moelora_delta_args delta = {
-      .num_experts = args->num_experts,
-      .x = forward->x,
-      .routing = forward->routing,
-      .adapters = forward->adapters,
-      .lora = forward->lora,
-      .mul_routed_weight = forward->mul_routed_weight,
-      .out = dout,
-  };
-  moelora_delta_problem checked;
-  MOELORA_REQUIRE(dout.ndim == 3, "%s has %d dimensions, expected 3: [M, top_k, N]", dout.name,
-                  dout.ndim);
-  const moelora_lora *lora = &forward->lora;
-  const int64_t columns = lora->num_slices > 0 && lora->b[0].ndim == 4
-                              ? lora->num_slices * lora->b[0].size[2]
-                              : dout.size[2];
-  MOELORA_REQUIRE(columns == dout.size[2],
-                  "%s.size(2) is %lld, expected the columns of lora_b, which are %lld", dout.name,
-                  (long long)dout.size[2], (long long)columns);
-  MOELORA_TRY(moelora_check_delta(&delta, &checked));
-  *problem = (moelora_gemm_problem){
-      .routes = checked.routes,
-      .dtype = checked.dtype,
-      .x = checked.x,
-      .x_stride = checked.x_stride,
-      .x_per_row = checked.x_per_row,
-      .w = {.n = checked.columns, .k = checked.k},
-      .lora = checked.lora,
-      .mul_routed_weight = checked.mul_routed_weight,
-      .out = checked.out,
-      .out_stride = {checked.out_stride[0], checked.out_stride[1]},
-  };
-  return MOELORA_OK;
-}
-
 moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *args,
                                            moelora_gemm_backward_problem *problem) {
   const moelora_gemm_args *forward = &args->forward;
   const moelora_gemm_grads *grads = &args->grads;
-  const moelora_routes *routes = &problem->forward.routes;
   *problem = (moelora_gemm_backward_problem){.accumulate = args->accumulate};
-  MOELORA_TRY(check_forward(args, &problem->forward));
-  problem->dout = problem->forward.out;
-  problem->dout_stride[0] = problem->forward.out_stride[0];
-  problem->dout_stride[1] = problem->forward.out_stride[1];
-
   gradients all;
-  moelora_arguments_of_gemm_backward(args, &all.rows);
-  moelora_name_size(&all.rows, "E", moelora_words(routes->num_experts, "the number of experts"));
-  moelora_name_size(&all.rows, "max_loras", moelora_words(MOELORA_ANY_SIZE, "max_loras"));
-  MOELORA_TRY(moelora_check_views(&all.rows));
+  MOELORA_TRY(moelora_begin_gemm_backward(args, &all.rows));
+  all.rows.written = &args->dout; /* rows of dout do not overlap, as those of `out` */
+  MOELORA_TRY(moelora_check_projection(&all.rows, forward, &args->num_experts, &problem->forward));
+  problem->dout = moelora_take_view(&args->dout, problem->dout_stride, 2);
   problem->dx = moelora_take_view(&grads->x, &problem->dx_stride, 1);
   problem->dtopk_weights =
       moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
+  moelora_name_size(&all.rows, "rows of x", moelora_size_of(MOELORA_ARG("x", &forward->x), 0));
   MOELORA_TRY(begin_gradients(&forward->x, &grads->pairs, &all));
   MOELORA_TRY(check_factor_gradients(&all, &grads->lora, &forward->lora, problem->a, problem->b));
   problem->pairs = pairs_of(&all);

@@ -2,12 +2,6 @@
  * SGLang's MLP. */
 #include "core/check.h"
 
-static moelora_status check_padded_pairs(const moelora_routing *routing,
-                                         const moelora_routes *routes) {
-  return moelora_check_padded_rows(
-      routing, routes, (int64_t)routes->num_experts * routes->max_loras, "expert and adapter");
-}
-
 /* ---- one adapter ---- */
 
 /* Takes the rows from routing, or from lists, which do without it. */
@@ -105,25 +99,19 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
                   "%d of x, h and out are given, expected two: x and h, h and out, or x and out",
                   has_x + has_h + has_out);
   moelora_arguments all;
-  moelora_arguments_of_delta(args, &all);
+  MOELORA_TRY(moelora_begin_delta(args, &all));
   if (!has_out)
     all.written = h.tensor;
-  MOELORA_TRY(moelora_check_views(&all));
   MOELORA_REQUIRE_DIM(!has_x || args->x.size[1] >= 1, x, size, 1, "expected at least 1");
   problem->dtype = input.tensor->dtype;
   problem->k = has_x ? args->x.size[1] : 0;
   MOELORA_TRY(take_extents(&all, args, routes));
 
-  const moelora_factors_arg lora = {
-      .like = input,
-      .may_be_wide = has_x && has_out && !is_listed,
-      .least = 1,
-      .most = MOELORA_MAX_SLICES,
-      .experts = moelora_words(args->num_experts, "num_experts"),
-      .n.value = MOELORA_ANY_SIZE,
-      .k = has_x ? moelora_size_of(x, 1) : moelora_words(0, "K"),
-      .skips_b = !has_out,
-  };
+  moelora_factors_arg lora = moelora_factors_alone(input, args->num_experts, MOELORA_MAX_SLICES);
+  if (!has_x)
+    lora.k.value = 0;
+  lora.may_be_wide = has_x && has_out && !is_listed;
+  lora.skips_b = !has_out;
   MOELORA_TRY(moelora_check_factors(&all, &args->lora, &lora, &problem->lora));
   moelora_take_adapters(&all, &args->adapters, routes);
   moelora_name_size(&all, "slices",
@@ -133,7 +121,7 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
     MOELORA_TRY(take_lists(&all, &args->lists, &problem->lists));
   } else {
     moelora_drop_unused_tables(routes);
-    MOELORA_TRY(check_padded_pairs(&args->routing, routes));
+    MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, true));
   }
   if (has_out)
     MOELORA_TRY(check_columns(args, problem));
@@ -152,20 +140,12 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_mlp_delta_problem){0};
   moelora_arguments all;
-  moelora_arguments_of_mlp_delta(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_mlp_delta(args, &all));
   MOELORA_REQUIRE_DIM(x.tensor->size[1] >= 1, x, size, 1, "expected at least 1");
   problem->dtype = x.tensor->dtype;
   problem->hidden = x.tensor->size[1];
 
-  moelora_factors_arg lora = {
-      .like = x,
-      .least = 1,
-      .most = 2,
-      .experts = moelora_words(args->num_experts, "num_experts"),
-      .n.value = MOELORA_ANY_SIZE,
-      .k = moelora_size_of(x, 1),
-  };
+  moelora_factors_arg lora = moelora_factors_alone(x, args->num_experts, 2);
   MOELORA_TRY(moelora_check_factors(&all, &args->gate_up, &lora, &problem->gate_up));
   const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
   MOELORA_REQUIRE(columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
@@ -180,7 +160,7 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   routes->num_experts = args->num_experts;
   moelora_take_adapters(&all, &args->adapters, routes);
   moelora_drop_unused_tables(routes);
-  MOELORA_TRY(check_padded_pairs(&args->routing, routes));
+  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, true));
   problem->x = moelora_take_view(x.tensor, &problem->x_stride, 1);
   problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
   return moelora_check_fit(&all);

@@ -21,6 +21,17 @@ static moelora_status check_factor(moelora_arg arg, moelora_arg like, const moel
   return MOELORA_OK;
 }
 
+moelora_factors_arg moelora_factors_alone(moelora_arg x, int32_t num_experts, int32_t most) {
+  return (moelora_factors_arg){
+      .like = x,
+      .least = 1,
+      .most = most,
+      .experts = moelora_words(num_experts, "num_experts"),
+      .n.value = MOELORA_ANY_SIZE,
+      .k = moelora_size_of(x, 1),
+  };
+}
+
 moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora *lora,
                                      const moelora_factors_arg *of, moelora_factors *factors) {
   const moelora_row *row = moelora_row_of(all, lora);

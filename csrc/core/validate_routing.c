@@ -89,13 +89,15 @@ void moelora_drop_unused_tables(moelora_routes *routes) {
 enum { MAX_BLOCK_ROWS = 256 };
 
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
-                                         const moelora_routes *routes, int64_t groups,
-                                         const char *group) {
-  const int64_t rows = routes->num_rows, touched = rows < groups ? rows : groups;
+                                         const moelora_routes *routes, bool by_adapter) {
+  const int64_t rows = routes->num_rows;
+  const int64_t groups = (int64_t)routes->num_experts * (by_adapter ? routes->max_loras : 1);
+  const int64_t touched = rows < groups ? rows : groups;
   MOELORA_REQUIRE(rows + touched * (MAX_BLOCK_ROWS - 1) <= INT32_MAX,
                   "%s has %lld rows (M * top_k), too many for row numbers of 32 bits after padding "
-                  "by %s",
-                  MOELORA_ARG("topk_ids", &routing->topk_ids).name, (long long)rows, group);
+                  "by expert%s",
+                  MOELORA_ARG("topk_ids", &routing->topk_ids).name, (long long)rows,
+                  by_adapter ? " and adapter" : "");
   return MOELORA_OK;
 }
 
@@ -185,8 +187,7 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   if (!with_adapters)
     read.adapters = (moelora_adapters){0};
   moelora_arguments all;
-  moelora_arguments_of_align(&read, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_align(&read, &all));
   MOELORA_TRY(
       moelora_take_routing(&all, &read.routing, mode == MOELORA_ALIGN_SORTING, &problem->routes));
   name_experts(&all, read.num_experts, &problem->routes);
@@ -233,8 +234,7 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
   moelora_routes *routes = &problem->routes;
   *problem = (moelora_align_lists_problem){0};
   moelora_arguments all;
-  moelora_arguments_of_align_lists(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_align_lists(args, &all));
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, false, routes));
   name_experts(&all, args->num_experts, routes);
   MOELORA_TRY(take_slots(&all, &args->adapters, args->max_loras, routes));

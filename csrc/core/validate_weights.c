@@ -181,8 +181,7 @@ moelora_status moelora_check_pack_weights(const moelora_pack_weights_args *args,
   const moelora_arg w = MOELORA_ARG("w", &args->w);
   moelora_arguments all;
   *problem = (moelora_pack_problem){0};
-  moelora_arguments_of_pack_weights(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_pack_weights(args, &all));
   MOELORA_TRY(check_native(w, &problem->w));
   moelora_extent tiles[] = {moelora_size_of(w, 1), moelora_size_of(w, 2)};
   for (int32_t i = 0; i < 2; i++) {
@@ -311,8 +310,7 @@ moelora_status moelora_check_pack_quantized(const moelora_pack_quantized_args *a
   MOELORA_REQUIRE(args->dtype == MOELORA_BF16 || args->dtype == MOELORA_F16,
                   "dtype is %s, expected bfloat16 or float16", moelora_dtype_name(args->dtype));
   const bool fp8 = moelora_is_fp8(layout->format), gated = layout->order != MOELORA_ROWS_PLAIN;
-  moelora_arguments_of_pack_quantized(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_pack_quantized(args, &all));
   MOELORA_TRY(moelora_check_at_least_one(values));
   moelora_extent k = moelora_size_of(values, 2);
   MOELORA_REQUIRE_DIM(fp8 || k.value <= INT32_MAX / 2, values, size, 2, "expected at most %d",
@@ -343,8 +341,7 @@ moelora_status moelora_check_unpack_quantized(const moelora_unpack_quantized_arg
   moelora_arguments all;
   *problem = (moelora_quantized_problem){.dtype = args->out.dtype};
   MOELORA_TRY(check_quantized_layout(&args->layout));
-  moelora_arguments_of_unpack_quantized(args, &all);
-  MOELORA_TRY(moelora_check_views(&all));
+  MOELORA_TRY(moelora_begin_unpack_quantized(args, &all));
   MOELORA_TRY(moelora_check_at_least_one(MOELORA_ARG("out", &args->out)));
   MOELORA_TRY(check_packed(&all, &args->tiles, &args->layout, moelora_words(args->out.size[2], "K"),
                            problem));

@@ -122,8 +122,11 @@ def tensor_fields(structs, name):
 
 
 def test_operators_have_a_row_for_each_tensor():
-    """Without one in core/operators.inc, nothing would check a field of moelora.h."""
-    header = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/moelora.h").read_text(), flags=re.S)
+    """Without one in core/operators.inc, nothing would check a field of the arguments."""
+    headers = "".join(
+        (ROOT / "csrc" / name).read_text() for name in ("moelora.h", "core/backend.h")
+    )
+    header = re.sub(r"/\*.*?\*/", "", headers, flags=re.S)
     found = re.findall(r"typedef struct (\w+) \{(.*?)\} \w+;", header, re.S)
     structs = {name: body for name, body in found if name != "moelora_tensor"}
     rows = "".join(
@@ -132,14 +135,14 @@ def test_operators_have_a_row_for_each_tensor():
             *((row, "S, D, FIELD", "FIELD") for row in ("INPUT", "OPTIONAL")),
             *((row, "S, D, FIELD", "FIELD") for row in ("OUTPUT", "OPTIONAL_OUTPUT")),
             *((row, "B, FIELD", "FIELD") for row in ("FACTORS", "FACTOR_GRADIENTS")),
-            ("OPERATOR", "...", "@NAME"),
+            *((row, "...", "@NAME") for row in ("OPERATOR", "CONVERSION")),
         )
     )
     command = ["cc", "-E", "-P", "-x", "c", "-I", str(ROOT / "csrc"), "-"]
     source = rows + '#include "core/operators.inc"\n'
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
     blocks = re.sub(r"\s", "", done.stdout).split("@@")[1:]
-    assert len(blocks) >= 8
+    assert len(blocks) >= 11
     for block in blocks:
         name, *fields = block.split("@")
         expected = set(tensor_fields(structs, f"moelora_{name}_args"))

@@ -182,8 +182,8 @@ static void test_refusals(void) {
   bad.grads.lora.num_slices = bad.forward.lora.num_slices;
   bad.grads.pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, p.s.experts + 1));
   char message[128];
-  snprintf(message, sizeof message, "grads.pairs.size(1) is %d, the number of experts is %d",
-           (int)p.s.experts + 1, (int)p.s.experts);
+  snprintf(message, sizeof message, "grads.pairs.size(1) is %d, %s is %d", (int)p.s.experts + 1,
+           bad.forward.w.data ? "w.size(0)" : "num_experts", (int)p.s.experts);
   CHECK_FAILS(gemm_backward_bytes(&bad, &serial, &bytes), MOELORA_INVALID_ARGUMENT, message);
   moelora_delta_args half = {
       .num_experts = (int32_t)p.s.experts,
