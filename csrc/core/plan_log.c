@@ -52,14 +52,18 @@ const char *moelora_last_plan(void) {
   return list_kernels(text, sizeof text, 0);
 }
 
-/* variant: its block size is that of the alignment; NULL: none. first: number of kernels that the
- * text `kernels` already names. */
-static void log_plan(const char *operator, const char *shape, const char *dtype,
-                     const moelora_routes *routes, const moelora_device_info *device,
-                     const char *kernels, int32_t first, const moelora_variant *variant,
-                     const moelora_variant *tuned) {
+/* Logs the first line of a call, and returns whether a GPU's launches follow. `shape` formats the
+ * sizes a and b. variant: its block size is that of the alignment; NULL: none. first: number of
+ * kernels that the text `kernels` already names. */
+static bool log_plan(const char *operator, const char *shape, int64_t a, int64_t b,
+                     const char *dtype, const moelora_routes *routes,
+                     const moelora_device_info *device, const char *kernels, int32_t first,
+                     const moelora_variant *variant, const moelora_variant *tuned) {
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return false;
   const int32_t capability = moelora_limited(device).compute_capability;
-  char where[48], blocks[32] = "", more[MAX_TEXT];
+  char where[48], blocks[32] = "", sizes[64], more[MAX_TEXT];
+  snprintf(sizes, sizeof sizes, shape, (long long)a, (long long)b);
   if (capability != device->compute_capability)
     snprintf(where, sizeof where, "sm_%d as sm_%d, %d SMs", device->compute_capability, capability,
              device->num_units);
@@ -76,8 +80,9 @@ static void log_plan(const char *operator, const char *shape, const char *dtype,
   fprintf(stderr,
           "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s)\n",
           operator, *dtype ? " " : "", dtype, (long long)routes->num_tokens, routes->top_k,
-          routes->num_experts, shape, kernels, *kernels && *more ? " " : "", more, blocks, where,
+          routes->num_experts, sizes, kernels, *kernels && *more ? " " : "", more, blocks, where,
           (long long)moelora_rows_per_expert(routes), why);
+  return device->device == MOELORA_CUDA;
 }
 
 void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
@@ -172,11 +177,9 @@ static void note_align(const moelora_routes *routes, const moelora_device_info *
     return;
   last.count = 0;
   name_sorts(plan);
-  if (moelora_log() < MOELORA_LOG_PLAN)
+  if (!log_plan("align", "max_loras=%lld", routes->max_loras, 0, "", routes, device, "", 0, NULL,
+                NULL))
     return;
-  char shape[32];
-  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
-  log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
   log_resolve(plan->resolves, routes);
   log_align(plan);
 }
@@ -197,13 +200,9 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
   name_variant("w", plan->variant);
   name_variant("shrink", plan->shrink.variant);
   name_sorts(&plan->align);
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
-  log_plan("gemm", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
-           plan->variant->name, 1, plan->variant, NULL);
-  if (device->device == MOELORA_CPU)
+  if (!log_plan("gemm", "N=%lld K=%lld", problem->w.n, problem->w.k,
+                moelora_dtype_name(problem->dtype), &problem->routes, device, plan->variant->name,
+                1, plan->variant, NULL))
     return;
   log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
@@ -223,16 +222,12 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
     name_sorts(&plan->align);
     name_variant("sum", plan->sum);
   }
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
-           (long long)problem->intermediate);
   const moelora_device_info seen = moelora_limited(device);
-  log_plan("experts", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
-           plan->variant->name, plan->staged || plan->w2 == plan->variant ? 2 : 1, plan->variant,
-           moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM));
-  if (device->device == MOELORA_CPU)
+  const bool is_logged = moelora_log() >= MOELORA_LOG_PLAN;
+  if (!log_plan("experts", "K=%lld I=%lld", problem->hidden, problem->intermediate,
+                moelora_dtype_name(problem->dtype), &problem->routes, device, plan->variant->name,
+                plan->staged || plan->w2 == plan->variant ? 2 : 1, plan->variant,
+                is_logged ? moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM) : NULL))
     return;
   const moelora_variant *w13 = plan->staged ? plan->staged : plan->variant;
   if (plan->staged)
@@ -268,18 +263,14 @@ void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
     name_sorts(&plan->align);
     name_variant("sum", plan->sum);
   }
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->forward.w.n,
-           (long long)problem->forward.w.k);
-  log_plan("gemm_backward", shape, moelora_dtype_name(problem->forward.dtype),
-           &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
-  if (device->device == MOELORA_CPU)
+  const moelora_gemm_problem *forward = &problem->forward;
+  if (!log_plan("gemm_backward", "N=%lld K=%lld", forward->w.n, forward->w.k,
+                moelora_dtype_name(forward->dtype), &forward->routes, device, plan->variant->name,
+                1, plan->variant, NULL))
     return;
   log_align(&plan->align);
   if (plan->copies_dout)
-    log_part("copy_dout", "rows=%lld", (long long)problem->forward.routes.num_rows);
+    log_part("copy_dout", "rows=%lld", (long long)forward->routes.num_rows);
   log_back_product("w", &plan->product);
   log_shrink("shrink", &plan->shrink);
   if (plan->sum)
@@ -295,14 +286,10 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
     name_sorts(&plan->align);
     name_variant("sum", plan->sum);
   }
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->forward.hidden,
-           (long long)problem->forward.intermediate);
-  log_plan("experts_backward", shape, moelora_dtype_name(problem->forward.dtype),
-           &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
-  if (device->device == MOELORA_CPU)
+  const moelora_experts_problem *forward = &problem->forward;
+  if (!log_plan("experts_backward", "K=%lld I=%lld", forward->hidden, forward->intermediate,
+                moelora_dtype_name(forward->dtype), &forward->routes, device, plan->variant->name,
+                1, plan->variant, NULL))
     return;
   log_align(&plan->align);
   log_back_product("w2", &plan->product[0]);
@@ -325,13 +312,8 @@ static void note_delta(const char *operator, const moelora_routes *routes, moelo
   }
   name_sorts(&plan->align);
   name_variant("sum", plan->sum);
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[32];
-  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
-  log_plan(operator, shape, moelora_dtype_name(dtype), routes, device, kernels, 1, plan->variant,
-           NULL);
-  if (device->device == MOELORA_CPU)
+  if (!log_plan(operator, "max_loras=%lld", routes->max_loras, 0, moelora_dtype_name(dtype), routes,
+                device, kernels, 1, plan->variant, NULL))
     return;
   static const char *const orders[] = {[MOELORA_BY_ROUTE] = "by_route",
                                        [MOELORA_GROUPED] = "grouped",
