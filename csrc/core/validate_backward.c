@@ -56,24 +56,21 @@ static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_ar
 }
 
 /* Prepares to check the gradients of a call with activations `x`. */
-static moelora_status begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs,
-                                      gradients *all) {
+static void begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs, gradients *all) {
   all->dtype = x->dtype;
   all->num_sparse = -1;
-  all->pairs = (moelora_arg){0};
-  if (moelora_is_absent(pairs))
-    return MOELORA_OK;
-  all->pairs = MOELORA_ARG("grads.pairs", pairs);
-  return moelora_check_contiguous(all->pairs);
+  all->pairs = moelora_is_absent(pairs) ? (moelora_arg){0} : MOELORA_ARG("grads.pairs", pairs);
 }
 
-/* Returns the table of sparse gradients, which is empty if none is sparse. */
-static moelora_gradient_pairs pairs_of(const gradients *all) {
-  if (all->num_sparse < 0)
-    return (moelora_gradient_pairs){0};
+/* Checks that all arguments fit, and fills in the table of sparse gradients, which is empty if none
+ * is sparse. */
+static moelora_status finish_gradients(gradients *all, moelora_gradient_pairs *table) {
   const moelora_tensor *pairs = all->pairs.tensor;
-  return (moelora_gradient_pairs){pairs->data, pairs->size[0] * pairs->size[1],
-                                  (int32_t)all->num_sparse};
+  if (all->num_sparse >= 0)
+    *table = (moelora_gradient_pairs){pairs->data, pairs->size[0] * pairs->size[1],
+                                      (int32_t)all->num_sparse};
+  MOELORA_TRY(moelora_check_fit(&all->rows));
+  return pairs ? moelora_check_contiguous(all->pairs) : MOELORA_OK;
 }
 
 static moelora_status check_factor_gradients(gradients *all, const moelora_lora *grads,
@@ -120,15 +117,14 @@ moelora_status moelora_check_experts_backward(const moelora_experts_backward_arg
   problem->dx = moelora_take_view(&grads->hidden_states, &problem->dx_stride, 1);
   problem->dtopk_weights =
       moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
-  MOELORA_TRY(begin_gradients(&forward->hidden_states, &grads->pairs, &all));
+  begin_gradients(&forward->hidden_states, &grads->pairs, &all);
   MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, problem->a13,
                                      problem->b13));
   MOELORA_TRY(
       check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, &problem->a2, &problem->b2));
-  problem->pairs = pairs_of(&all);
   MOELORA_TRY(check_bias_gradient(&all, &grads->w13_bias, &forward->w13_bias, &problem->bias13));
   MOELORA_TRY(check_bias_gradient(&all, &grads->w2_bias, &forward->w2_bias, &problem->bias2));
-  return moelora_check_fit(&all.rows);
+  return finish_gradients(&all, &problem->pairs);
 }
 
 /* ---- a projection ---- */
@@ -147,9 +143,8 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
   problem->dtopk_weights =
       moelora_take_view(&grads->topk_weights, problem->dtopk_weights_stride, 2);
   moelora_name_size(&all.rows, "rows of x", moelora_size_of(MOELORA_ARG("x", &forward->x), 0));
-  MOELORA_TRY(begin_gradients(&forward->x, &grads->pairs, &all));
+  begin_gradients(&forward->x, &grads->pairs, &all);
   MOELORA_TRY(check_factor_gradients(&all, &grads->lora, &forward->lora, problem->a, problem->b));
-  problem->pairs = pairs_of(&all);
   MOELORA_TRY(check_bias_gradient(&all, &grads->bias, &forward->bias, &problem->bias));
-  return moelora_check_fit(&all.rows);
+  return finish_gradients(&all, &problem->pairs);
 }
