@@ -27,6 +27,19 @@
 #include "cuda/launch/routes.cuh"
 #include "cuda/launch/warp.cuh"
 
+/* Returns the first index in [0, count) for which `less` is false; count if there is none. */
+template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (less(middle))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 
 /* Shared memory of a sort, besides the bins. */

@@ -3,6 +3,7 @@
  * A CTA sums kColumns columns of one expert. 16 threads load 8 columns of a row each, 16 rows at a
  * time: row i of the expert belongs to lane i % 16, and the sums of lanes are added in order. The
  * order of additions therefore only depends on the expert's own rows. */
+#include "cuda/align/align.cuh"
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -20,19 +21,6 @@ struct BiasLaunch {
   moelora_divisor top_k;
   bool accumulate, vectors;
 };
-
-/* Returns the first block of `expert` or of a later expert. */
-__device__ __forceinline__ int find_block(const moelora_blocks &blocks, int used, int expert) {
-  int low = 0, high = used;
-  while (low < high) {
-    const int middle = low + (high - low) / 2;
-    if (blocks.expert_ids[middle] < expert)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
 
 template <class T>
 __device__ __forceinline__ void add_row(const BiasLaunch &s, int position, int column,
@@ -67,8 +55,8 @@ __global__ void __launch_bounds__(kThreads) bias_gradient(const __grid_constant_
        work += gridDim.x) {
     const int expert = (int)(work / s.column_tiles);
     const int first = (int)(work % s.column_tiles) * kColumns;
-    const int begin = find_block(s.blocks, used, expert);
-    const int end = find_block(s.blocks, used, expert + 1);
+    const int begin = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] < expert; });
+    const int end = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] < expert + 1; });
     if (begin == end && s.accumulate)
       continue;
     float sum[8] = {};

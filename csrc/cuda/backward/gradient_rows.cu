@@ -31,19 +31,6 @@ __device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s
   return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
 }
 
-/* Returns the first index in [0, count) for which `less` is false; count if there is none. */
-template <class Less> __device__ __forceinline__ int lower_bound(int count, Less less) {
-  int low = 0, high = count;
-  while (low < high) {
-    const int middle = low + (high - low) / 2;
-    if (less(middle))
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 /* Returns the position of row `at` among the rows of blocks from `block` on, with `share` rows per
  * block. */
 __device__ __forceinline__ int position_of(const moelora_blocks &blocks, int block, int share,

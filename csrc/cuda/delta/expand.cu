@@ -256,16 +256,13 @@ extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
   case CUDA_##NAME:                                                                                \
     static_assert(CTAS == kCtas<STEPS, GATED, !ELEMENTS>, #NAME);                                  \
     return launch<T, STEPS, GATED, !ELEMENTS>(*expand, *plan, exec);
-#define MOELORA_CUDA_EXPAND(STEM, ...)                                                             \
-  LAUNCH(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
-  LAUNCH(expand_f16_##STEM, __half, __VA_ARGS__)
+#define MOELORA_CUDA_EXPAND(STEM, ...) MOELORA_BOTH_DTYPES(LAUNCH, expand, STEM, __VA_ARGS__)
 #define LAUNCH_THIN(NAME, T, STEPS, CTAS)                                                          \
   case CUDA_##NAME:                                                                                \
     static_assert(CTAS == kThinCtas<STEPS>, #NAME);                                                \
     return launch_thin<T, STEPS>(*expand, *plan, exec);
 #define MOELORA_CUDA_EXPAND_THIN(STEM, ...)                                                        \
-  LAUNCH_THIN(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                      \
-  LAUNCH_THIN(expand_f16_##STEM, __half, __VA_ARGS__)
+  MOELORA_BOTH_DTYPES(LAUNCH_THIN, expand, STEM, __VA_ARGS__)
 #include "cuda/variants.inc"
 #undef LAUNCH_THIN
 #undef LAUNCH

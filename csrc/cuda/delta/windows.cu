@@ -244,8 +244,7 @@ extern "C" moelora_status delta_launch_shrink(const delta_shrink *s,
     return launch<T, Shape<TILES, TEAMS, SPANS, TOKENS, CTAS * TEAMS * SPANS>, !ELEMENTS>(         \
         *s, *plan, exec);
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, ...)                                                     \
-  LAUNCH_##METHOD(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
-      LAUNCH_##METHOD(shrink_f16_##STEM, __half, __VA_ARGS__)
+  MOELORA_BOTH_DTYPES(LAUNCH_##METHOD, shrink, STEM, __VA_ARGS__)
 #include "cuda/variants.inc"
 #undef LAUNCH_WINDOWS
 #undef LAUNCH_BLOCKS

@@ -132,9 +132,7 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
 #define LAUNCH(NAME, T, WIDTH)                                                                     \
   case CUDA_##NAME:                                                                                \
     return launch<T, WIDTH>(*s, exec);
-#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
-  LAUNCH(sum_f16_##STEM, __half, WIDTH)
+#define MOELORA_CUDA_SUM(STEM, ...) MOELORA_BOTH_DTYPES(LAUNCH, sum, STEM, __VA_ARGS__)
 #include "cuda/variants.inc"
 #undef LAUNCH
   }

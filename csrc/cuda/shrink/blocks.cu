@@ -165,8 +165,7 @@ moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora
     return launch<T, Shape<TILES, TEAMS, SPANS, TOKENS, CTAS * TEAMS * SPANS>, !ELEMENTS>(         \
         *s, *plan, exec);
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, ...)                                                     \
-  LAUNCH_##METHOD(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
-      LAUNCH_##METHOD(shrink_f16_##STEM, __half, __VA_ARGS__)
+  MOELORA_BOTH_DTYPES(LAUNCH_##METHOD, shrink, STEM, __VA_ARGS__)
 #include "cuda/variants.inc"
 #undef LAUNCH_BLOCKS
 #undef LAUNCH_WINDOWS

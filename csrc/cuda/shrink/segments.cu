@@ -79,8 +79,7 @@ moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
     static_assert(ROWS == Staged<RANKS>::TOKENS && RESIDENT == Staged<RANKS>::CTAS, #NAME);        \
     return launch<T, Staged<RANKS>>(*s, *plan, exec);
 #define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, ...)                                            \
-  LAUNCH_##FAMILY(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
-      LAUNCH_##FAMILY(shrink_f16_##STEM, __half, __VA_ARGS__)
+  MOELORA_BOTH_DTYPES(LAUNCH_##FAMILY, shrink, STEM, __VA_ARGS__)
 #include "cuda/variants.inc"
 #undef LAUNCH_SM80
 #undef LAUNCH_SM90
