@@ -1,4 +1,4 @@
-/* The tensors of each operator as rows of operators.inc, and what all of them are checked for. */
+/* Checks the tensors of every operator against its rows of operators.inc. */
 #include <assert.h>
 #include <string.h>
 
@@ -58,8 +58,8 @@ static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) 
   return MOELORA_ARG(row->name, (const moelora_tensor *)field_of(all, row));
 }
 
-/* Whether views and sizes of a row are checked here: not those of weights, factors and gradients,
- * and not of absent optional tensors. */
+/* Returns whether views and sizes of a row are checked here: not those of weights, factors and
+ * gradients, and not of absent optional tensors. */
 static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
   const bool optional = row->use == MOELORA_MAY_READ || row->use == MOELORA_MAY_WRITE;
   return row->dtype < MOELORA_CLASS_special &&
@@ -212,7 +212,7 @@ static moelora_status check_distinct(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* Whether two matrices with the same row stride are disjoint columns of one buffer. */
+/* Returns whether two matrices with the same row stride are disjoint columns of one buffer. */
 static bool side_by_side(const moelora_tensor *a, const moelora_tensor *b) {
   if (a->ndim != 2 || b->ndim != 2 || a->size[0] < 1 || b->size[0] < 1)
     return false;

@@ -103,7 +103,7 @@ int64_t moelora_span_bytes(const moelora_tensor *tensor) {
   return bytes <= MOELORA_MAX_BYTES ? bytes : -1;
 }
 
-/* Only a check that fails formats it. */
+/* Names `arg` in messages; only a check that fails formats it. */
 #define LABEL moelora_label_of(arg).text
 
 moelora_status moelora_check_memory(moelora_arg arg, int32_t ndim, const char *layout) {

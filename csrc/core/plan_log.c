@@ -7,14 +7,14 @@
 #include "core/log.h"
 #include "core/plan.h"
 
-/* A kernel and its operation: "w13", "shrink2". */
+/* Names a kernel and its operation: "w13", "shrink2". */
 typedef struct named {
   const char *what, *kernel;
 } named;
 
 enum { MAX_KERNELS = 12 };
 
-/* Kernels of this thread's last plan; formatted only on request. */
+/* Keeps the kernels of this thread's last plan, which only a request formats. */
 static _Thread_local struct last {
   named kernels[MAX_KERNELS];
   int32_t count;
@@ -128,7 +128,7 @@ static void log_sort(const char *what, const moelora_sort_plan *plan) {
              plan->row_chunks, plan->table_bytes);
 }
 
-/* The launch that resolves the caller's tables. */
+/* Logs the launch that resolves the caller's tables. */
 static void log_resolve(bool resolves, const moelora_routes *routes) {
   if (resolves)
     log_part("resolve", "rows=%lld", (long long)routes->num_rows);

@@ -1,4 +1,4 @@
-/* Public operators: check, plan, run. operators.inc says what each one needs. */
+/* Checks, plans and runs the public operators. operators.inc says what each one needs. */
 #include "core/check.h"
 #include "core/plan.h"
 
@@ -11,7 +11,7 @@ typedef enum call_state {
   CALL_READY = 0x6d6f6502,
 } call_state;
 
-/* A call that is checked and planned; moelora_call holds it. */
+/* Describes a call that is checked and planned; a moelora_call holds it. */
 typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
@@ -59,7 +59,7 @@ static moelora_status check_built(const moelora_variant *variant) {
                       variant->name);
 }
 
-/* A size that determines the workspace, with its name in moelora.h; 0: not used. */
+/* Names a size that determines the workspace as moelora.h does; 0: not used. */
 typedef struct named_size {
   const char *name;
   int64_t value;

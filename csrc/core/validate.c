@@ -91,7 +91,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 /* ---- the whole layer ---- */
 
-/* The defaults of the activations' parameters. */
+/* Holds the defaults of an activation's parameters; 0: it takes none. */
 typedef struct activation_row {
   const char *name;
   float alpha, limit;

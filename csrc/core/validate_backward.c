@@ -3,7 +3,7 @@
 
 /* ---- gradients ---- */
 
-/* What gradients of factors and biases are checked against. */
+/* Holds what gradients of factors and biases must agree with. */
 typedef struct gradients {
   moelora_arguments rows;
   moelora_dtype dtype;

@@ -85,7 +85,7 @@ void moelora_drop_unused_tables(moelora_routes *routes) {
   routes->adapter_enabled = NULL;
 }
 
-/* Maximum rows of a block of alignment. */
+/* A block of an alignment has at most this many rows. */
 enum { MAX_BLOCK_ROWS = 256 };
 
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,

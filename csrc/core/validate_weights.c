@@ -287,7 +287,7 @@ static moelora_status check_blocks(moelora_arguments *all, const moelora_quantiz
                                                              : check_tile_rows(layout, rows);
 }
 
-/* Requires a tensor that a format has, and that another is absent. */
+/* Requires a tensor if the format has it, and its absence otherwise. */
 static moelora_status check_format_has(const moelora_arguments *all, const moelora_tensor *tensor,
                                        bool has, moelora_format format) {
   if (has)

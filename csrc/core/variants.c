@@ -87,7 +87,7 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length) {
   return NULL;
 }
 
-/* By CUDA id, of quantized weights. */
+/* Says by CUDA id which rows of quantized weights also have a saving kernel. */
 static const bool saving_rows[MOELORA_CUDA_ROWS] = {
 #define MOELORA_CUDA_SAVING_BF16(STEM) [CUDA_gemm_bf16_##STEM] = true,
 #define MOELORA_CUDA_SAVING(STEM) MOELORA_CUDA_SAVING_BF16(STEM)[CUDA_gemm_f16_##STEM] = true,

@@ -6,7 +6,7 @@
 #include "core/log.h"
 #include "glue/ops.h"
 
-/* A function without arguments. */
+/* Defines a function of the module that takes no arguments and returns VALUE. */
 #define GETTER(NAME, VALUE)                                                                        \
   static PyObject *py_##NAME(PyObject *self, PyObject *unused) {                                   \
     (void)self, (void)unused;                                                                      \
@@ -74,7 +74,7 @@ static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
   return none_if(moelora_limit_capability(compute_capability));
 }
 
-/* Arguments in the order of moelora_tuned_plan. */
+/* Takes the fields of moelora_tuned_plan in their order. */
 static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   (void)self;
   int device, dtype;
@@ -91,7 +91,7 @@ static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   return none_if(moelora_add_tuned_plan(&plan));
 }
 
-/* The numbers of a format's codes; none unless it has four bits. */
+/* Returns the numbers that a format's codes stand for; none unless it has four bits. */
 static PyObject *codes_of(moelora_format format) {
   static const float codes[][16] = {
 #define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
@@ -107,7 +107,8 @@ static PyObject *codes_of(moelora_format format) {
   return tuple;
 }
 
-/* Rows of formats.inc in the order of their enumerators, with the properties of their tiles. */
+/* Lists the rows of formats.inc in the order of their enumerators, with the properties of their
+ * tiles. */
 static PyObject *format_list(void) {
   static const struct {
     const char *name, *kernel;
@@ -131,8 +132,8 @@ static PyObject *format_list(void) {
   return list;
 }
 
-/* Rows of ops.inc: ("op", name, ""), then ("host", argument, "") for each number that is read from
- * a tensor in host memory, then ("returns", dtype, shape). */
+/* Lists the rows of ops.inc: ("op", name, ""), then ("host", argument, "") for each number that is
+ * read from a tensor in host memory, then ("returns", dtype, shape). */
 static PyObject *operator_list(void) {
   static const struct {
     const char *kind, *name, *shape;

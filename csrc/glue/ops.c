@@ -1,4 +1,4 @@
-/* Operators of alignment, layers and weights (ops.inc). */
+/* Runs the operators of alignment, layers and weights (ops.inc). */
 #include <inttypes.h>
 
 #include "core/backend.h"
@@ -21,7 +21,7 @@
   }
 #include "core/operators.inc"
 
-/* Tiles have room for a limited number of rows. */
+/* A layout may claim more rows than its tiles have room for; the core refuses that later. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = op_size(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
@@ -102,7 +102,7 @@ void op_run_prepack(moelora_op_context *ctx, moelora_pack_weights_args *args) {
   op_call_pack_weights(ctx, args);
 }
 
-/* 0: bfloat16, 1: float16 */
+/* Returns the dtype of a code: 0 is bfloat16, 1 float16. */
 static moelora_dtype compute_dtype(moelora_op_context *ctx, int32_t code) {
   if (code != 0 && code != 1) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "dtype is %d, must be 0 (bfloat16) or 1 (float16)",

@@ -1,4 +1,4 @@
-/* Operators of deltas (ops.inc). Each writes to its first tensor. All but two are a single
+/* Runs the operators of deltas (ops.inc). Each writes to its first tensor. All but two are a single
  * moelora_delta; they differ in which halves of an adapter they run and how rows are defined. */
 #include "glue/ops.h"
 

@@ -1,5 +1,5 @@
-/* Forward of a layer that saves for its backward, and the backward of layers and of projections
- * (ops.inc). */
+/* Runs the forward of a layer that saves for its backward, and the backward of layers and of
+ * projections (ops.inc). */
 #include "glue/ops.h"
 
 /* Returns the number of routed rows, or 0 if the core refuses it later. */
