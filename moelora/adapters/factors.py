@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moelora.operators.storage import check_held
+from moelora.operators.torch_private import foreach_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +48,7 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
     if not filled:
         return None
-    largest = torch._foreach_norm([tensors[number] for number in filled], float("inf"))
+    largest = foreach_norm([tensors[number] for number in filled], float("inf"))
     finite = torch.stack(list(largest)).isfinite().tolist()
     return next((n for n, ok in zip(filled, finite, strict=True) if not ok), None)
 

@@ -19,6 +19,7 @@ import torch
 from moelora.adapters.factors import check_rank, first_not_finite, have_one_a
 from moelora.adapters.fits import check_experts
 from moelora.adapters.layers import AdapterInfo, MoELayer, Pair, Projection
+from moelora.operators.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,13 +121,13 @@ class Copies:
     def run(self) -> None:
         """Launch all on the current stream; their order is not defined."""
         if self._ints:
-            torch._foreach_zero_(self._ints)
-            torch._foreach_add_(self._ints, self._values)
+            foreach_zero_(self._ints)
+            foreach_add_(self._ints, self._values)
         if self._zero:
-            torch._foreach_zero_(self._zero)
+            foreach_zero_(self._zero)
         if self._into:
             of = [_expanded(t, into) for t, into in zip(self._of, self._into, strict=True)]
-            torch._foreach_copy_(self._into, of, non_blocking=True)
+            foreach_copy_(self._into, of, non_blocking=True)
 
 
 @dataclass

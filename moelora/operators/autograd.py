@@ -11,20 +11,27 @@ second or forward-mode derivatives.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from moelora.operators.schema import BACKWARDS, Backward, in_order, is_absent, names_of
 from moelora.operators.sparse import Buffers, Pairs, is_marked
 from moelora.operators.storage import holds
-from moelora.operators.trace import name_of
+from moelora.operators.torch_private import (
+    AFTER_AUTOGRAD,
+    BelowAutograd,
+    arguments_of,
+    backward_keeps_graph,
+    has_tangents,
+    in_torch_func,
+    is_wrapped,
+    name_of,
+)
 
-_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _written: dict[Any, tuple[int, ...]] = {}
 _library = torch.library.Library(
     "moelora", "FRAGMENT"
@@ -39,11 +46,11 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
     RuntimeError
         An argument without gradient support requires one and grad mode is on, or has a tangent.
     """
-    if torch.is_inference_mode_enabled() or _transformed():
+    if torch.is_inference_mode_enabled() or is_wrapped():
         return op(*args)
     if _is_recorded(args):
         return _record(op, args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         result = op(*args)
     _count_writes(op, args)
     return result
@@ -53,27 +60,24 @@ def register(names: Sequence[str]) -> None:
     """Register the Autograd kernels of these operators."""
     for name in names:
         op = getattr(torch.ops.moelora, name).default
-        arguments = enumerate(op._schema.arguments)
+        arguments = enumerate(arguments_of(op))
         _written[op] = tuple(i for i, a in arguments if a.alias_info and a.alias_info.is_write)
         _library.impl(name, _kernel_of(op), "Autograd", with_keyset=True)
 
 
 def _kernel_of(op: Any) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any) -> Any:
-        _refuse_tangents(op, args)
+        if has_tangents():
+            why = "there is no forward-mode derivative: pass {name} without its tangent"
+            _refuse(op, args, _has_tangent, dict.fromkeys(names_of(op), why), "has a tangent")
         if _is_recorded(args):
             return _record(op, args)
-        with torch._C._AutoDispatchBelowAutograd():
-            result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args)
+        with BelowAutograd():
+            result = op.redispatch(keyset & AFTER_AUTOGRAD, *args)
         _count_writes(op, args)
         return result
 
     return kernel
-
-
-def _transformed() -> bool:
-    """Whether a tensor may be wrapped by a functional transform, or is a tangent."""
-    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def _requires(value: Any) -> bool:
@@ -104,23 +108,22 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator such that autograd records it."""
     name = name_of(op)
-    projects = name in PROJECTIONS
-    if projects or name in ("fused_experts_lora", "fused_experts_lora_saving"):
-        args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
-        _refuse(op, args, _requires, FROZEN)
-        if torch._C._are_functorch_transforms_active():
-            _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
-        counts = [len(a) if isinstance(a, list) else -1 for a in args]
-        pairs = _pairs_of(op, args)
-        if projects:
-            _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
-            result = _Projection.apply(op, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call]
-            return None if _written[op] else result
-        keeps = name == "fused_experts_lora_saving"
-        results = _Layer.apply(keeps, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
-        return results if keeps else results[0]
-    _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
-    raise AssertionError("an argument requires a gradient")
+    if name not in BACKWARDS:
+        _refuse(op, args, _requires, dict.fromkeys(names_of(op), NO_BACKWARD.get(name, NONE)))
+        raise AssertionError("an argument requires a gradient")
+    args = (*args, *(a.default_value for a in arguments_of(op)[len(args) :]))
+    _refuse(op, args, _requires, FROZEN)
+    if in_torch_func():
+        _refuse(op, args, _requires, dict.fromkeys(names_of(op), NO_TRANSFORM))
+    counts = [len(a) if isinstance(a, list) else -1 for a in args]
+    pairs = _pairs_of(op, args)
+    _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
+    is_layer = name == "fused_experts_lora"  # its saving form returns what the backward needs
+    recorded = torch.ops.moelora.fused_experts_lora_saving.default if is_layer else op
+    results = _Recorded.apply(recorded, is_layer, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call]
+    if _written[op]:
+        return None
+    return results[0] if is_layer else results
 
 
 def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
@@ -130,9 +133,9 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
         args[0].is_cuda and torch.cuda.is_current_stream_capturing()
     ):
         return None
-    given = dict(zip(_names(op), args, strict=True))
+    given = dict(zip(names_of(op), args, strict=True))
     ids, mapping = given["topk_ids"], given["token_lora_mapping"]
-    if _is_absent(mapping) and ids.size(0):
+    if is_absent(mapping) and ids.size(0):
         return None
     tables = ids, mapping, given["expert_map"]
     if mapping.shape != ids.shape[:1] or ids.dim() != 2 or not all(map(holds, tables)):
@@ -143,7 +146,7 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
         ids,
         mapping,
         (factors[0].size(0), experts),
-        None if _is_absent(given["expert_map"]) else given["expert_map"],
+        None if is_absent(given["expert_map"]) else given["expert_map"],
     )
 
 
@@ -178,22 +181,6 @@ FROZEN = {
 }
 
 
-@functools.cache
-def _names(op: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in op._schema.arguments)
-
-
-def _in_order(op: Any, given: dict[str, Any]) -> list[Any]:
-    """The arguments of `op` by name; those that `given` lacks are its last, and have defaults."""
-    return [given[name] for name in _names(op) if name in given]
-
-
-def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
-    if forward_ad._current_level >= 0:
-        why = "there is no forward-mode derivative: pass {name} without its tangent"
-        _refuse(op, args, _has_tangent, dict.fromkeys(_names(op), why), "has a tangent")
-
-
 def _refuse(
     op: Any,
     args: tuple[Any, ...],
@@ -202,41 +189,25 @@ def _refuse(
     what: str = "requires a gradient",
 ) -> None:
     """Raise for the first argument that would be recorded, if any."""
-    for argument, value in zip(op._schema.arguments, args, strict=False):
+    for argument, value in zip(names_of(op), args, strict=False):
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
-            if argument.name in reasons and recorded(item):
-                name = argument.name if index is None else f"{argument.name}[{index}]"
-                why = reasons[argument.name].format(name=name)
+            if argument in reasons and recorded(item):
+                name = argument if index is None else f"{argument}[{index}]"
+                why = reasons[argument].format(name=name)
                 raise RuntimeError(f"{name_of(op)}: {name} {what}, and {why}")
 
 
-def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
+def _count_writes(op: Any, args: Sequence[Any]) -> None:
     """Bump version counters, as any in-place operator must: a backward that saved the tensor then
     notices.
     """
     written = _written[op]
     if written:
-        torch.autograd.graph.increment_version(_flat(tuple(args[i] for i in written)))
+        torch.autograd.graph.increment_version(_flat([args[i] for i in written]))
 
 
-# ---- a layer ----
-
-# Bits of `wanted` of fused_experts_lora_backward, by argument.
-WANTED = {
-    "hidden_states": 1,
-    "topk_weights": 2,
-    "w13_lora_a": 4,
-    "w13_lora_b": 8,
-    "w2_lora_a": 16,
-    "w2_lora_b": 32,
-    "w13_bias": 64,
-    "w2_bias": 128,
-}
-SAVED = ("gate_up", "w13_shrink", "w2_shrink")
-
-
-def _flat(args: tuple[Any, ...]) -> list[Any]:
+def _flat(args: Sequence[Any]) -> list[Any]:
     return [v for a in args for v in (a if isinstance(a, list) else [a])]
 
 
@@ -248,178 +219,94 @@ def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
 
 
 def _in_rows(grad: Tensor) -> Tensor:
-    """A gradient with a contiguous last dimension; contiguous() keeps any strides of a tensor
-    without elements."""
+    """A gradient of contiguous rows, whose spaces may differ only in a matrix; contiguous() keeps
+    any strides of a tensor without elements."""
+    grad = grad.contiguous() if grad.dim() > 2 else grad
     if grad.size(-1) > 1 and grad.stride(-1) != 1:
         return grad.clone(memory_format=torch.contiguous_format)
     return grad
 
 
-def _is_absent(value: Tensor) -> bool:
-    return value.dim() == 1 and isinstance(value.size(0), int) and value.size(0) == 0
+class _Recorded(torch.autograd.Function):
+    """An operator that has a backward, with its list arguments flattened.
 
-
-def _may_overwrite(saved: Tensor) -> bool:
-    """Whether a backward has saved tensors to itself: it is the only one of its graph, and runs."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return type(saved) is Tensor and asked is not None and not asked()
-
-
-class _Layer(torch.autograd.Function):
-    """fused_experts_lora_saving, with its list arguments flattened. `keeps`: the caller has what it
-    saves, so that the backward may not write to it. `pairs`: of sparse gradients.
+    A layer's returns (out, *saved); `over`: nothing else has what it saves, so that its backward
+    may write to it. A delta writes to its first argument, either overwriting it or adding to it.
+    `pairs`: of sparse gradients.
 
     Saves tensors with autograd, so that in-place writes between forward and backward are detected;
     absent ones, which all calls share, are constants.
     """
 
     @staticmethod
-    def forward(ctx: Any, keeps: bool, pairs: Pairs | None, counts: list[int], *flat: Any) -> Any:
-        op = torch.ops.moelora.fused_experts_lora_saving.default
-        with torch._C._AutoDispatchBelowAutograd():
-            out, *saved = op(*_nested(counts, flat))
-        saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
+    def forward(
+        ctx: Any, op: Any, over: bool, pairs: Pairs | None, counts: list[int], *flat: Any
+    ) -> Any:
+        args = _nested(counts, flat)
+        with BelowAutograd():
+            out = op(*args)
+        saves = [isinstance(v, Tensor) and not is_absent(v) for v in flat]
+        saved = out[1:] if isinstance(out, tuple) else ()
+        if _written[op]:
+            out, saves[0] = flat[0], False
+            _count_writes(op, args)
+            ctx.mark_dirty(out)
         ctx.save_for_backward(*saved, *(v for v, s in zip(flat, saves, strict=True) if s))
-        ctx.keeps, ctx.pairs, ctx.counts, ctx.saves = keeps, pairs, counts, saves
-        ctx.rest = [v for v, s in zip(flat, saves, strict=True) if not s]
+        ctx.op, ctx.over, ctx.pairs, ctx.counts, ctx.saves = op, over, pairs, counts, saves
+        ctx.rest = [None if v is out else v for v, s in zip(flat, saves, strict=True) if not s]
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        return (out, *saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-        nothing = [None] * (3 + len(ctx.saves))
         if grad_out is None:
-            return tuple(nothing)
+            return tuple([None] * (4 + len(ctx.saves)))
+        backward, names = BACKWARDS[name_of(ctx.op)], names_of(ctx.op)
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
-        saved = [next(tensors) for _ in range(3)]
-        names = _names(torch.ops.moelora.fused_experts_lora_saving.default)
+        absent = grad_out.new_empty(0)
+        given: dict[str, Any] = {"w": absent, "bias": absent, "num_experts": 0}
+        given |= zip(backward.saved, tensors, strict=False)
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
-        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[3:]), strict=True))
-        wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[name],))))
-        given = dict(zip((*names, *SAVED), (*args, *saved), strict=True))
+        given |= zip(names, args, strict=True)
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[4:]), strict=True))
+        wanted = sum(b for n, b in backward.bits.items() if any(_flat([needs.get(n)])))
         given |= {"grad_out": _in_rows(grad_out), "wanted": wanted, "float32": False}
-        ops = torch.ops.moelora
-        if ctx.pairs is not None:
-            out = ops.fused_experts_lora_backward_out.default
-            grads = _sparse_gradients(out, given, WANTED, ctx.pairs)
-        else:
-            over = not ctx.keeps and _may_overwrite(saved[0])
-            op = ops.fused_experts_lora_backward_over if over else ops.fused_experts_lora_backward
-            found = op.default(*_in_order(op.default, given))
-            grads = by_argument(found, len(given["w13_lora_a"]))
-        return None, None, None, *_of_inputs(ctx, names, grads, WANTED, wanted)
+        grads: dict[str, Any] = {}
+        if wanted and ctx.pairs is not None:
+            grads = _sparse_gradients(backward, given, ctx.pairs)
+        elif wanted:
+            over = ctx.over and _may_overwrite(given[backward.saved[0]])
+            op = backward.op("_over" if over else "")
+            grads = backward.by_argument(op(*in_order(op, given)), given)
+        grads = {name: grad for name, grad in grads.items() if backward.bits[name] & wanted}
+        if needs.get("out") and given["add_inputs"]:
+            grads["out"] = grad_out
+        none = ([None] * count if count >= 0 else None for count in ctx.counts)
+        of_inputs = [grads.get(name, nothing) for name, nothing in zip(names, none, strict=True)]
+        return None, None, None, None, *_flat(of_inputs)
 
 
-def _of_inputs(
-    ctx: Any, names: Sequence[str], grads: dict[str, Any], bits: dict[str, int], wanted: int
-) -> list[Any]:
-    """The gradients of all inputs, as `_flat` has them; None of those that are not wanted."""
-    none = ([None] * count if count >= 0 else None for count in ctx.counts)
-    return _flat(
-        tuple(
-            grads[name] if bits.get(name, 0) & wanted else nothing
-            for name, nothing in zip(names, none, strict=True)
-        )
-    )
+def _may_overwrite(saved: Tensor) -> bool:
+    """Whether a backward has saved tensors to itself: it is the only one of its graph, and runs."""
+    return type(saved) is Tensor and not backward_keeps_graph()
 
 
-def _sparse_gradients(
-    op: Any, given: dict[str, Any], bits: dict[str, int], pairs: Pairs
-) -> dict[str, Any]:
-    """Gradients by argument of `op`, a backward that writes to buffers; those of factors only for
-    `pairs`."""
-    wants = {name: bool(bit & given["wanted"]) for name, bit in bits.items()}
-    names = [name for name in bits if "lora" in name]
+def _sparse_gradients(backward: Backward, given: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
+    """Gradients by argument, those of factors only for `pairs`."""
+    wants = {name: bool(bit & given["wanted"]) for name, bit in backward.bits.items()}
+    names = backward.factors
     factors = Buffers([given[name] for name in names], [wants[name] for name in names], pairs)
     others = {n: _like(given[n], is_wanted) for n, is_wanted in wants.items() if n not in names}
     to = others | dict(zip(names, factors.given, strict=True))
     buffers = {f"grad_{name}": value for name, value in to.items()}
     options = {"grad_pairs": pairs.index, "accumulate": False}
-    op(*_in_order(op, given | buffers | options))
+    op = backward.op("_out")
+    op(*in_order(op, given | buffers | options))
     return others | dict(zip(names, factors.gradients(), strict=True))
 
 
 def _like(value: Tensor, wanted: bool) -> Tensor:
-    if not wanted or _is_absent(value):
+    if not wanted or is_absent(value):
         return value.new_empty(0)
     return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
-    """Outputs of fused_experts_lora_backward by argument; w13 has `slices`."""
-    dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
-    grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
-    return dict(zip(WANTED, grads, strict=True))
-
-
-# ---- projections, and deltas ----
-
-PROJECTIONS = ("fused_moe_lora_gemm", "moe_lora_gate_up_delta", "moe_lora_down_delta")
-
-# Bits of `wanted` of fused_moe_lora_gemm_backward, by the arguments that have gradients.
-WANTED_OF_PROJECTION = {"x": 1, "topk_weights": 2, "lora_a": 4, "lora_b": 8, "bias": 16}
-
-
-class _Projection(torch.autograd.Function):
-    """An operator of PROJECTIONS, with its list arguments flattened. A delta writes to its first
-    argument, either overwriting it or adding to it."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Any, pairs: Pairs | None, counts: list[int], *flat: Any) -> Any:
-        args = _nested(counts, flat)
-        with torch._C._AutoDispatchBelowAutograd():
-            out = op(*args)
-        ctx.op, ctx.pairs, ctx.counts = op, pairs, counts
-        saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
-        if _written[op]:
-            out, saves[0] = flat[0], False
-            _count_writes(op, tuple(args))
-            ctx.mark_dirty(out)
-        ctx.save_for_backward(*(v for v, s in zip(flat, saves, strict=True) if s))
-        ctx.saves = saves
-        ctx.rest = [None if v is out else v for v, s in zip(flat, saves, strict=True) if not s]
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
-        if grad_out is None:
-            return tuple([None] * (3 + len(ctx.saves)))
-        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)
-        args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
-        names = _names(ctx.op)
-        given = dict(zip(names, args, strict=True))
-        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[3:]), strict=True))
-        wanted = sum(
-            bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
-        )
-        grads = {}
-        if wanted:
-            given |= {"grad_out": _in_rows(grad_out.contiguous()), "wanted": wanted}
-            grads = _projection_backward(given, ctx.pairs)
-        result = _of_inputs(ctx, names, grads, WANTED_OF_PROJECTION, wanted)
-        if needs.get("out") and given["add_inputs"]:
-            result[0] = grad_out
-        return None, None, None, *result
-
-
-def _projection_backward(given: dict[str, Any], pairs: Pairs | None) -> dict[str, Any]:
-    """Gradients by argument, of the arguments of an operator of PROJECTIONS; those of factors
-    only for `pairs`, if given."""
-    absent = given["x"].new_empty(0)
-    given = {"w": absent, "bias": absent, "num_experts": 0, "float32": False} | given
-    ops = torch.ops.moelora
-    if pairs is not None:
-        op = ops.fused_moe_lora_gemm_backward_out.default
-        return _sparse_gradients(op, given, WANTED_OF_PROJECTION, pairs)
-    op = ops.fused_moe_lora_gemm_backward.default
-    found = op(*_in_order(op, given))
-    return by_projection_argument(found, len(given["lora_a"]), len(given["lora_b"]))
-
-
-def by_projection_argument(found: Sequence[Tensor], num_a: int, num_b: int) -> dict[str, Any]:
-    """Outputs of fused_moe_lora_gemm_backward by argument, of factors of so many slices."""
-    dx, dt, *factors, bias = found
-    grads = dx, dt, factors[:num_a], factors[4 : 4 + num_b], bias
-    return dict(zip(WANTED_OF_PROJECTION, grads, strict=True))

@@ -8,6 +8,7 @@ runs.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from moelora import _C
 from moelora.operators import autograd
 from moelora.operators.formats import FORMATS
+from moelora.operators.schema import OF_LAYER, OF_PROJECTION, Backward, is_absent
+from moelora.operators.torch_private import WithoutTorchDispatch, arguments_of
 
 PACK = 64
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
@@ -51,11 +54,11 @@ def _example(value: Any) -> Any:
 
 def _check_devices(op: Any, args: tuple[Any, ...], on_host: set[str]) -> None:
     """Check what meta tensors cannot express: all tensors of the call are on one device."""
-    given = list(zip(op._schema.arguments, args, strict=False))
+    given = list(zip(arguments_of(op), args, strict=False))
     first = next(value for _, value in given if isinstance(value, Tensor))
     for argument, value in given:
         for tensor in value if isinstance(value, list) else [value]:
-            if not isinstance(tensor, Tensor) or _is_absent(tensor):
+            if not isinstance(tensor, Tensor) or is_absent(tensor):
                 continue
             is_read = argument.name in on_host and first.device.type != "meta"
             want = torch.device("cpu") if is_read else first.device
@@ -70,10 +73,6 @@ def _first_on(device: torch.device, given: list[tuple[Any, Any]]) -> str:
     there = [a for a, value in given if isinstance(value, Tensor) and value.device == device]
     name: str = next((a.name for a in there if a.alias_info is None), there[0].name)
     return name
-
-
-def _is_absent(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and isinstance(tensor.size(0), int) and tensor.size(0) == 0
 
 
 @dataclass
@@ -167,45 +166,25 @@ def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:
     )
 
 
-def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Outputs of a layer's backward."""
+def _gradients(backward: Backward, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Outputs of a backward."""
 
-    def like(name: str, at: int = 0) -> Tensor:
+    def like(name: str, at: int) -> Tensor:
         of = given[name] if isinstance(given[name], list) else [given[name]]
-        if not given["wanted"] & autograd.WANTED[name] or at >= len(of) or _is_absent(of[at]):
-            return given["hidden_states"].new_empty((0,), dtype=torch.float32)
-        own = name in ("hidden_states", "topk_weights") or not given["float32"]
-        return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
+        if not given["wanted"] & backward.bits[name] or at >= len(of) or is_absent(of[at]):
+            return given["grad_out"].new_empty((0,), dtype=torch.float32)
+        float32 = given["float32"] and ("lora" in name or "bias" in name)
+        return of[at].new_empty(of[at].shape, dtype=torch.float32 if float32 else of[at].dtype)
 
-    pairs = [(name, at) for name in ("w13_lora_a", "w13_lora_b") for at in range(2)]
-    return (
-        *(like(name) for name in ("hidden_states", "topk_weights")),
-        *(like(*pair) for pair in pairs),
-        *(like(name) for name in ("w2_lora_a", "w2_lora_b", "w13_bias", "w2_bias")),
-    )
-
-
-def _projection_gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What a projection's backward returns."""
-
-    def like(name: str, at: int = 0) -> Tensor:
-        of = given[name] if isinstance(given[name], list) else [given[name]]
-        bit = autograd.WANTED_OF_PROJECTION[name]
-        if not given["wanted"] & bit or at >= len(of) or _is_absent(of[at]):
-            return given["x"].new_empty((0,), dtype=torch.float32)
-        own = name in ("x", "topk_weights") or not given["float32"]
-        return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
-
-    factors = [like(name, at) for name in ("lora_a", "lora_b") for at in range(4)]
-    return (like("x"), like("topk_weights"), *factors, like("bias"))
+    return tuple(like(name, at) for name, count in backward.places.items() for at in range(count))
 
 
 # Of operators that return nothing in the place of some tensors.
 OUTPUTS: dict[str, Callable[[dict[str, Any]], tuple[Tensor, ...]]] = {
     "fused_experts_lora_saving": _saved,
-    "fused_experts_lora_backward": _gradients,
-    "fused_experts_lora_backward_over": _gradients,
-    "fused_moe_lora_gemm_backward": _projection_gradients,
+    "fused_experts_lora_backward": partial(_gradients, OF_LAYER),
+    "fused_experts_lora_backward_over": partial(_gradients, OF_LAYER),
+    "fused_moe_lora_gemm_backward": partial(_gradients, OF_PROJECTION),
 }
 
 
@@ -224,14 +203,12 @@ def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
 def _register(name: str, operator: Operator) -> None:
     """Shape function of an operator, after validation in C."""
     op = getattr(torch.ops.moelora_meta, name).default
-    arguments = op._schema.arguments
+    arguments = arguments_of(op)
 
     def shapes(*args: Any) -> Any:
         _check_devices(op, args, operator.on_host)
         try:
-            with (
-                torch._C._DisableTorchDispatch()
-            ):  # a fake tensor mode would create fake tensors again
+            with WithoutTorchDispatch():  # a fake tensor mode would create fake tensors again
                 op(*_example(list(args)))
         except _Unknown:
             pass

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from moelora.operators.torch_private import FakeTensor, has_storage
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -20,7 +21,7 @@ def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def holds(t: Tensor) -> bool:
     """Whether the storage of a tensor has all its elements; True if it has no storage."""
-    if not torch._C._has_storage(t):
+    if not has_storage(t):
         return True
     return _end(t) <= t.untyped_storage().nbytes()
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from moelora import _C
 from moelora.operators import dump
 from moelora.operators.checks import dtype_name
+from moelora.operators.schema import names_of
+from moelora.operators.torch_private import name_of
 
 MAX_DUMPS = 8  # per process: a repeating error should not fill the disk
 DUMP_MIB = 4096  # per process: one call of a layer of a large model
@@ -63,15 +65,9 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
         raise
 
 
-def name_of(op: Any) -> str:
-    """`fused_experts_lora` of torch.ops.moelora.fused_experts_lora.default."""
-    return op._schema.name.split("::")[1]
-
-
 def describe(op: Any, args: tuple[Any, ...]) -> str:
     """The call on one line, without absent tensors and numbers."""
-    names = (argument.name for argument in op._schema.arguments)
-    shown = ((n, _text(a)) for n, a in zip(names, args, strict=False))
+    shown = ((n, _text(a)) for n, a in zip(names_of(op), args, strict=False))
     return " ".join([name_of(op), *(f"{n}={text}" for n, text in shown if text)])
 
 

@@ -7,13 +7,14 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
-from moelora.operators.call import Factors, absent_tensor, factor_list, or_absent
+from moelora.operators.call import absent_tensor, factor_list, or_absent, run
+from moelora.operators.schema import Backward, in_order
 
 P = ParamSpec("P")
 T = TypeVar("T")
+G = TypeVar("G", bound="Any")  # a named tuple of gradients by argument
 
 FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
@@ -51,20 +52,51 @@ class Options:
         return {name: given.get(name, p.default) for name, p in self.parameters.items()}
 
 
-def requested(
+def gradients(
+    backward: Backward,
+    kind: type[G],
+    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    wanted: Collection[str] | None,
+    float32: bool,
+    grads: G | None,
+    accumulate: bool,
+    pairs: Tensor | None,
+) -> G:
+    """Run a backward: `grads`, or a `kind` with new tensors.
+
+    `given` are the operator's arguments by name, but for those that say what is wanted;
+    `arguments` those of the forward that have gradients, in the form of the caller. Others are
+    those of the public backwards.
+
+    Raises
+    ------
+    ValueError
+        `wanted` is not names of gradients, or beside `grads`; `pairs` is not of two dimensions;
+        `pairs` or `accumulate` without `grads`.
+    """
+    if grads is not None:
+        to: dict[str, Any] = _buffers(backward, grads._asdict(), wanted, pairs, given["grad_out"])
+        op = backward.op("_out")
+        run(op, *in_order(op, {**given, **to, "accumulate": accumulate}))
+        return grads
+    present = [n for n in backward.places if n in arguments and factor_list(arguments[n])]
+    names, bits = _requested(wanted, present, backward.bits, pairs, accumulate)
+    op = backward.op()
+    found = run(op, *in_order(op, {**given, "wanted": bits, "float32": float32}))
+    results = backward.by_argument(found, given)
+    return kind(**{name: _in_form(name, results[name], arguments[name]) for name in names})
+
+
+def _requested(
     wanted: Collection[str] | None,
     present: Collection[str],
     bits: Mapping[str, int],
     pairs: Tensor | None,
     accumulate: bool,
 ) -> tuple[list[str], int]:
-    """Gradients to return in new tensors: names of those of arguments, and their bits.
-
-    Raises
-    ------
-    ValueError
-        `wanted` is not names of gradients; `pairs` or `accumulate` without buffers.
-    """
+    """Gradients to return in new tensors: names of those of arguments, and their bits."""
     if accumulate:
         raise ValueError("accumulate adds to what grads holds, which is None")
     if pairs is not None:
@@ -77,31 +109,27 @@ def requested(
     return [name for name in present if name in names], sum(bits[name] for name in names)
 
 
-def buffers(
-    given: Mapping[str, Any],
-    factors: Collection[str],
+def _buffers(
+    backward: Backward,
+    grads: Mapping[str, Any],
     wanted: Collection[str] | None,
     pairs: Tensor | None,
     like: Tensor,
-) -> list[Any]:
-    """Gradients to write to, as operators have them.
-
-    Raises
-    ------
-    ValueError
-        `wanted` is given, too, or `pairs` is not of two dimensions.
-    """
+) -> dict[str, Any]:
+    """Gradients to write to, as operators have them."""
     if wanted is not None:
         raise ValueError("wanted and grads both say which gradients to compute: pass one")
     if pairs is not None and pairs.dim() != 2:  # operators take an empty one for none
         raise ValueError(f"pairs has shape {tuple(pairs.shape)}, expected (max_loras, E)")
     absent = absent_tensor(like)
-    return [
-        [_with_pairs(buffer, pairs) for buffer in factor_list(value)]
-        if name in factors
-        else or_absent(value, absent)
-        for name, value in given.items()
-    ]
+    buffers: dict[str, Any] = {"grad_pairs": or_absent(pairs, absent)}
+    for name, value in grads.items():
+        buffers[f"grad_{name}"] = (
+            [_with_pairs(buffer, pairs) for buffer in factor_list(value)]
+            if name in backward.factors
+            else or_absent(value, absent)
+        )
+    return buffers
 
 
 def _with_pairs(buffer: Tensor, pairs: Tensor | None) -> Tensor:
@@ -109,8 +137,8 @@ def _with_pairs(buffer: Tensor, pairs: Tensor | None) -> Tensor:
     return buffer if pairs is None or buffer.dim() != 3 else buffer.unsqueeze(0)
 
 
-def in_form(found: Any, argument: Tensor | Factors | None, dtype: torch.dtype | None = None) -> Any:
-    """Gradient in the form of its argument: a factor or a sequence of them, in `dtype` if given."""
-    if isinstance(found, list):
-        return found[0] if isinstance(argument, Tensor) else found
-    return found if dtype is None else found.to(dtype)
+def _in_form(name: str, grad: Any, argument: Any) -> Any:
+    """A gradient in the form of its argument: a factor or a sequence; weights in their dtype."""
+    if isinstance(grad, list):
+        return grad[0] if isinstance(argument, Tensor) else grad
+    return grad.to(argument.dtype) if name == "topk_weights" else grad

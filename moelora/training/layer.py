@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelora.operators.autograd import WANTED, by_argument
-from moelora.operators.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.operators.call import operators, run, typed
 from moelora.operators.checks import check_count, dtype_name
 from moelora.operators.experts import Weights, fused_experts_lora, layer_arguments
+from moelora.operators.schema import OF_LAYER, names_of
 from moelora.operators.sparse import index_of_pairs
 from moelora.operators.storage import check_held
-from moelora.training.gradients import FactorGradients, Options, buffers, in_form, requested
-
-FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
-BIASES = ("w13_bias", "w2_bias")
+from moelora.training.gradients import FactorGradients, Options, gradients
 
 
 class Saved(NamedTuple):
@@ -178,24 +175,18 @@ def fused_experts_lora_backward(
     args, last = layer_arguments(
         hidden_states, w13, w2, topk_weights, topk_ids, **OPTIONS.values(options)
     )
-    present = [
-        *("hidden_states", "topk_weights"),
-        *(name for name in FACTORS if factor_list(options.get(name))),
-        *(name for name in BIASES if options.get(name) is not None),
-    ]
-    before = (grad_out, *saved, *args)
-    if grads is not None:
-        to = buffers(grads._asdict(), FACTORS, wanted, pairs, hidden_states)
-        op = operators.fused_experts_lora_backward_out.default
-        index = or_absent(pairs, absent_tensor(hidden_states))
-        run(op, *before, *to, index, accumulate, *last)
-        return grads
-    names, bits = requested(wanted, present, WANTED, pairs, accumulate)
-    found = run(operators.fused_experts_lora_backward.default, *before, bits, float32, *last)
-    results = by_argument(found, len(factor_list(options.get("w13_lora_a"))))
-    dtypes = {"topk_weights": topk_weights.dtype}
-    return Gradients(
-        **{name: in_form(results[name], options.get(name), dtypes.get(name)) for name in names}
+    given = dict(zip(names_of(operators.fused_experts_lora.default), (*args, *last), strict=False))
+    given |= zip(OF_LAYER.saved, saved, strict=True)
+    return gradients(
+        OF_LAYER,
+        Gradients,
+        given | {"grad_out": grad_out},
+        {"hidden_states": hidden_states, "topk_weights": topk_weights, **options},
+        wanted=wanted,
+        float32=float32,
+        grads=grads,
+        accumulate=accumulate,
+        pairs=pairs,
     )
 
 

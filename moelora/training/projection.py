@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from moelora.operators.autograd import WANTED_OF_PROJECTION, by_projection_argument
-from moelora.operators.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.operators.call import absent_tensor, operators, typed
 from moelora.operators.delta import delta_arguments, moe_lora_gate_up_delta
 from moelora.operators.experts import Weights, fused_moe_lora_gemm, projection_arguments
-from moelora.training.gradients import FactorGradients, Options, buffers, in_form, requested
-
-FACTORS = ("lora_a", "lora_b")
+from moelora.operators.schema import OF_PROJECTION, names_of
+from moelora.training.gradients import FactorGradients, Options, gradients
 
 
 class ProjectionGradients(NamedTuple):
@@ -95,9 +92,16 @@ def fused_moe_lora_gemm_backward(
     Sums, rounding and the isolation of adapters are those of `fused_experts_lora_backward`.
     """
     args, last = projection_arguments(x, w, topk_weights, topk_ids, **OPTIONS.values(options))
-    arguments = {"topk_weights": topk_weights, **options}
-    return _backward(
-        (grad_out, *args, 0), last, x, arguments, wanted, float32, grads, accumulate, pairs
+    names = names_of(operators.fused_moe_lora_gemm.default)
+    given = dict(zip(names, (*args, *last), strict=False)) | {"num_experts": 0}
+    return _gradients(
+        given | {"grad_out": grad_out},
+        {"x": x, "topk_weights": topk_weights, **options},
+        wanted=wanted,
+        float32=float32,
+        grads=grads,
+        accumulate=accumulate,
+        pairs=pairs,
     )
 
 
@@ -143,52 +147,32 @@ def moe_lora_delta_backward(
     ------
     {backward_errors}
     """
-    arguments = DELTA_OPTIONS.values(options)
-    x_rows, a, b, weights, ids, mapping, *tables, expert_map, experts, weighted = delta_arguments(
-        x, topk_weights, topk_ids, **arguments
-    )
+    args = delta_arguments(x, topk_weights, topk_ids, **DELTA_OPTIONS.values(options))
+    names = names_of(operators.moe_lora_gate_up_delta.default)
     absent = absent_tensor(x)
-    before = (
-        *(grad_out, x_rows, absent, weights, ids, mapping, a, b, *tables),
-        *(absent, expert_map, weighted, experts),
+    given = {"w": absent, "bias": absent, **dict(zip(names[1:], args, strict=False))}  # but `out`
+    return _gradients(
+        given | {"grad_out": grad_out},
+        {"x": x, "topk_weights": topk_weights, **options},
+        wanted=wanted,
+        float32=float32,
+        grads=grads,
+        accumulate=accumulate,
+        pairs=pairs,
     )
-    given = {"topk_weights": topk_weights, **options}
-    return _backward(before, (), x, given, wanted, float32, grads, accumulate, pairs)
 
 
-def _backward(
-    before: tuple[Any, ...],
-    last: tuple[float, ...],
-    x: Tensor,
-    arguments: dict[str, Any],
-    wanted: Collection[str] | None,
-    float32: bool,
-    grads: ProjectionGradients | None,
-    accumulate: bool,
-    pairs: Tensor | None,
+def _gradients(
+    given: dict[str, Any], arguments: dict[str, Any], grads: ProjectionGradients | None, **how: Any
 ) -> ProjectionGradients:
-    """`before`: arguments of the operator up to those that say what is wanted."""
+    """As `gradients`; that of `x` in its shape."""
+    x, to = arguments["x"], grads
+    if grads is not None and grads.x is not None:
+        to = grads._replace(x=_in_rows(grads.x, x))
+    found = gradients(OF_PROJECTION, ProjectionGradients, given, arguments, grads=to, **how)
     if grads is not None:
-        given = buffers(grads._asdict(), FACTORS, wanted, pairs, x)
-        if grads.x is not None:
-            given[0] = _in_rows(grads.x, x)
-        op = operators.fused_moe_lora_gemm_backward_out.default
-        run(op, *before, *given, or_absent(pairs, absent_tensor(x)), accumulate, *last)
         return grads
-    present = ["x", *(n for n in ("topk_weights",) if arguments[n] is not None)]
-    present += [n for n in FACTORS if factor_list(arguments.get(n))]
-    present += [n for n in ("bias",) if arguments.get(n) is not None]
-    names, bits = requested(wanted, present, WANTED_OF_PROJECTION, pairs, accumulate)
-    op = operators.fused_moe_lora_gemm_backward.default
-    a, b = before[6:8]
-    found = by_projection_argument(run(op, *before, bits, float32, *last), len(a), len(b))
-    dtypes: dict[str, torch.dtype] = {}
-    if arguments["topk_weights"] is not None:
-        dtypes["topk_weights"] = arguments["topk_weights"].dtype
-    results = {n: in_form(found[n], arguments.get(n), dtypes.get(n)) for n in names}
-    if "x" in results:
-        results["x"] = results["x"].view(x.shape)
-    return ProjectionGradients(**results)
+    return found if found.x is None else found._replace(x=found.x.view(x.shape))
 
 
 def _in_rows(grad: Tensor, x: Tensor) -> Tensor:

@@ -12,17 +12,11 @@ from gradient_cases import by_autograd, by_hand, grad_like, leaves
 from torch.autograd import forward_ad
 
 import moelora
-from moelora.operators.autograd import PROJECTIONS, WANTED_OF_PROJECTION
+from moelora.operators.schema import BACKWARDS, OF_LAYER
 
 CALLS = op_calls()
-TRAINED = (
-    *("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"),
-    *("w13_bias", "w2_bias"),
-)
-RECORDED = {
-    **dict.fromkeys(("fused_experts_lora", "fused_experts_lora_saving"), TRAINED),
-    **dict.fromkeys(PROJECTIONS, tuple(WANTED_OF_PROJECTION)),
-}
+TRAINED = tuple(OF_LAYER.places)
+RECORDED = {name: tuple(backward.places) for name, backward in BACKWARDS.items()}
 GRAD_OUT = grad_like((M, K), torch.float32)
 
 

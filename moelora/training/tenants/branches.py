@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moelora.operators.torch_private import sequence_number
+
 NODES = 64  # watched nodes per loss: graphs of losses that share nothing are whole models
 
 
@@ -44,7 +46,7 @@ def _own_nodes(losses: Mapping[str, Tensor]) -> list[tuple[Any, str]]:
             return
         if node not in owners:
             owners[node] = set()
-            heappush(waiting, (-node._sequence_nr(), len(owners), node))
+            heappush(waiting, (-sequence_number(node), len(owners), node))
         owners[node].add(name)
 
     for name, loss in losses.items():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moelora.operators.sparse import sparse_tensor
+from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.rows import Rows, is_sparse
 
 
@@ -83,10 +84,10 @@ class Factor:
     def own(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape, which may be sparse, without padding."""
         if is_sparse(tensor):
-            values = tensor._values().narrow(self.dim, 0, self.rank)
+            indices, values = sparse_parts(tensor)
             size = [*tensor.shape]
             size[self.dim] = self.rank
-            return sparse_tensor(tensor._indices(), values, size)
+            return sparse_tensor(indices, values.narrow(self.dim, 0, self.rank), size)
         return tensor.detach().narrow(self.dim, 0, self.rank)
 
 
@@ -122,7 +123,7 @@ def collect(stacks: Sequence[Tensor], factors: Sequence[Factor]) -> list[Rows | 
         if bool((pairs[1:] <= pairs[:-1]).any()):  # a stack that several calls have used
             grad = grad.coalesce()
             pairs = grad.indices()[0].cpu() * experts + grad.indices()[1].cpu()
-        values = grad._values()
+        _, values = sparse_parts(grad)
         for n in of_stack[id(stack)]:
             slot = factors[n].slot
             ends = torch.tensor([slot, slot + 1], device="cpu") * experts
@@ -137,5 +138,6 @@ def collect(stacks: Sequence[Tensor], factors: Sequence[Factor]) -> list[Rows | 
 def _on_host(grads: Sequence[Tensor]) -> list[Tensor]:
     """Indices of each, with one transfer for each device."""
     first = grads[0].device
-    joint = torch.cat([grad._indices().to(first) for grad in grads], 1).cpu()
-    return list(joint.split([grad._nnz() for grad in grads], 1))
+    each = [sparse_parts(grad)[0] for grad in grads]
+    joint = torch.cat([indices.to(first) for indices in each], 1).cpu()
+    return list(joint.split([indices.size(1) for indices in each], 1))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.files import file_in, read_json, write_tensors
+from moelora.operators.torch_private import sparse_parts
 
 STATE_FILE = "training.json"
 TENSORS_FILE = "training.safetensors"
@@ -80,7 +81,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON has it; its tensors are added to `tensors`."""
     if isinstance(value, Tensor):
         if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
-            parts = {"indices": value._indices(), "values": value._values()}
+            parts = dict(zip(("indices", "values"), sparse_parts(value), strict=True))
             held = {name: _encoded(part, where, tensors) for name, part in parts.items()}
             return {"$sparse": {**held, "shape": list(value.shape)}}
         if value.layout == torch.strided:

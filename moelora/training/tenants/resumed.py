@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moelora.operators.checks import dtype_name, is_number
+from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.arguments import check_setting
 from moelora.training.tenants.files import STATE_FILE
 from moelora.training.tenants.rows import is_sparse
@@ -126,7 +127,7 @@ def _are_betas(value: Any) -> bool:
 def _check_gradient(what: str, grad: Tensor, shape: tuple[int, ...]) -> None:
     values = grad
     if is_sparse(grad):
-        index, values = grad._indices(), grad._values()
+        index, values = sparse_parts(grad)
         if grad.sparse_dim() != 1 or tuple(values.shape[1:]) != shape[1:]:
             raise ValueError(
                 f"{what} is sparse in {grad.sparse_dim()} dimensions with values "

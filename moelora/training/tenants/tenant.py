@@ -18,6 +18,7 @@ from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
 from moelora.adapters.pool import AdapterPool
 from moelora.operators.checks import check_count, check_number
 from moelora.operators.sparse import sparse_tensor
+from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.files import STATE_FILE
@@ -241,9 +242,10 @@ class Tenant:
             if self.is_sparse():
                 index = torch.zeros(0, dtype=torch.int64, device=value.device)
                 if grad is not None:
-                    index, rest = grad._indices()[0], value.shape[1:]
+                    indices, numbers = sparse_parts(grad)
+                    index, rest = indices[0], value.shape[1:]
                     among = torch.arange(index.numel(), device=index.device)[None]
-                    grad = sparse_tensor(among, grad._values(), (index.numel(), *rest))
+                    grad = sparse_tensor(among, numbers, (index.numel(), *rest))
                 for key, kept in states.get(parameter, {}).items():
                     if isinstance(kept, Tensor) and kept.shape == value.shape:
                         self.optimizer.state[parameter][key] = kept[index]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moelora.operators.sparse import sparse_tensor
+from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.branches import Branches
 from moelora.training.tenants.factors import collect
 from moelora.training.tenants.rows import Rows, is_sparse
@@ -68,7 +69,7 @@ def take_gradients(due: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> l
     for tenant in due:
         tenant.begin(after[tenant].held)
         grads = [p.grad for p in tenant.parameters() if p.grad is not None]
-        grads = [grad._values() if is_sparse(grad) else grad for grad in grads]
+        grads = [sparse_parts(grad)[1] if is_sparse(grad) else grad for grad in grads]
         norms.append(get_total_norm(grads) if grads else torch.zeros((), device="cpu"))
     return numbers(norms)
 
@@ -81,8 +82,8 @@ def update(tenant: Tenant, norm: float) -> None:
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None:
-                values = grad._values() * scale
-                parameter.grad = sparse_tensor(grad._indices(), values, grad.shape)
+                indices, values = sparse_parts(grad)
+                parameter.grad = sparse_tensor(indices, values * scale, grad.shape)
     elif tenant.max_norm is not None:
         clip_grads_with_norm_(parameters, tenant.max_norm, torch.tensor(norm, device="cpu"))
     try:
