@@ -24,7 +24,6 @@ adapter: `attach` refuses adapters that PEFT has not loaded completely.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
@@ -46,6 +45,7 @@ from moelora.integrations.peft.wrappers import rank_of, wrappers_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import stop_travelling
 from moelora.operators.checks import check_count
@@ -208,17 +208,8 @@ def _release(base: PreTrainedModel) -> None:
                 unwatch(side.values())
 
 
-def _detaching(unload: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(unload)
-    def _unload_and_optionally_merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
-        base = unload(self, *args, **kwargs)
-        _release(base)
-        return base
-
-    return _unload_and_optionally_merge
-
-
-# Of `unload` and `merge_and_unload`.
-BaseTuner._unload_and_optionally_merge = _detaching(  # type: ignore[method-assign] # on purpose
-    BaseTuner._unload_and_optionally_merge
-)
+@around("_unload_and_optionally_merge", BaseTuner)  # of `unload` and `merge_and_unload`
+def _detaching(unload: Callable[..., Any], self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+    base = unload(self, *args, **kwargs)
+    _release(base)
+    return base

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import peft
 
 from moelora.integrations.peft.experts import AttachedExperts
-
-
-def _checking(generate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(generate)
-    def checked(self: peft.PeftModel, *args: Any, **kwargs: Any) -> Any:
-        attached = isinstance(getattr(self.base_model, "_moelora", None), AttachedExperts)
-        if attached and kwargs.get("adapter_names") is not None:
-            _check_copies(
-                kwargs, kwargs.get("generation_config") or getattr(self, "generation_config", None)
-            )
-        return generate(self, *args, **kwargs)
-
-    return checked
+from moelora.integrations.transformers.hooks import around
 
 
 def _check_copies(kwargs: dict[str, Any], config: Any) -> None:
@@ -44,5 +31,11 @@ def _check_copies(kwargs: dict[str, Any], config: Any) -> None:
         )
 
 
-for _cls in (peft.PeftModel, peft.PeftModelForCausalLM, peft.PeftModelForSeq2SeqLM):
-    _cls.generate = _checking(_cls.generate)  # type: ignore[method-assign] # on purpose
+@around("generate", peft.PeftModel, peft.PeftModelForCausalLM, peft.PeftModelForSeq2SeqLM)
+def _checked(generate: Callable[..., Any], self: peft.PeftModel, *args: Any, **kwargs: Any) -> Any:
+    attached = isinstance(getattr(self.base_model, "_moelora", None), AttachedExperts)
+    if attached and kwargs.get("adapter_names") is not None:
+        _check_copies(
+            kwargs, kwargs.get("generation_config") or getattr(self, "generation_config", None)
+        )
+    return generate(self, *args, **kwargs)

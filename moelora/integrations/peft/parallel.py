@@ -13,7 +13,6 @@ FSDP manages are averaged over them as they are accumulated.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moelora.adapters.shards import Shard
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.parallel import experts_shard, ranks_of
 
 if TYPE_CHECKING:
@@ -180,20 +180,15 @@ class _Averaged:
                 parameter.grad.div_(size)
 
 
-def _of_modules(plan_of: Callable[..., Any]) -> Callable[..., Any]:
+def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str) -> Any:
     """PEFT splits the factors of linear layers by their plan; those of parameters stay whole."""
-
-    @functools.wraps(plan_of)
-    def get_tp_plan_and_mesh(model: nn.Module, current_key: str) -> Any:
-        owner, _, name = current_key.rpartition(".")
-        try:
-            is_module = name in model.get_submodule(owner)._modules
-        except AttributeError:  # a parameter within another wrapper
-            is_module = False
-        return plan_of(model, current_key) if is_module else (None, None)
-
-    return get_tp_plan_and_mesh
+    owner, _, name = current_key.rpartition(".")
+    try:
+        is_module = name in model.get_submodule(owner)._modules
+    except AttributeError:  # a parameter within another wrapper
+        is_module = False
+    return plan_of(model, current_key) if is_module else (None, None)
 
 
 if hasattr(peft_lora, "get_tp_plan_and_mesh"):
-    peft_lora.get_tp_plan_and_mesh = _of_modules(peft_lora.get_tp_plan_and_mesh)
+    around("get_tp_plan_and_mesh", peft_lora)(_of_modules)

@@ -7,7 +7,6 @@ PEFT by itself would merge factors into parameters that do not exist, which is r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from moelora.integrations.peft.wrappers import is_wrapper
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.projection import (
     QuantizedProjection,
     is_experts,
@@ -46,35 +46,23 @@ def with_parameters(model: nn.Module) -> Iterator[None]:
             module._modules[name] = projection
 
 
-def _with_parameters(inject: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(inject)
-    def inject_adapter(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        with with_parameters(model):
-            inject(self, model, *args, **kwargs)
-
-    return inject_adapter
-
-
-def _without_tiles(allowed: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(allowed)
-    def _check_merge_allowed(self: Any) -> None:
-        """Raises ValueError before PEFT has merged other layers."""
-        for name, module in self.model.named_modules():
-            if is_wrapper(module):
-                experts: Any = module.get_base_layer()
-                if is_experts(experts) and is_quantized(experts):
-                    raise ValueError(
-                        f"{name} has weights in tiles, which adapters cannot be merged into; run "
-                        "them side by side, with moelora.integrations.peft.attach(model)"
-                    )
-        allowed(self)
-
-    return _check_merge_allowed
+@around("inject_adapter", BaseTuner)
+def _with_parameters(
+    inject: Callable[..., None], self: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    with with_parameters(model):
+        inject(self, model, *args, **kwargs)
 
 
-BaseTuner._check_merge_allowed = _without_tiles(  # type: ignore[method-assign] # on purpose
-    BaseTuner._check_merge_allowed
-)
-BaseTuner.inject_adapter = _with_parameters(  # type: ignore[method-assign] # on purpose
-    BaseTuner.inject_adapter
-)
+@around("_check_merge_allowed", BaseTuner)
+def _without_tiles(allowed: Callable[..., None], self: Any) -> None:
+    """Raises ValueError before PEFT has merged other layers."""
+    for name, module in self.model.named_modules():
+        if is_wrapper(module):
+            experts: Any = module.get_base_layer()
+            if is_experts(experts) and is_quantized(experts):
+                raise ValueError(
+                    f"{name} has weights in tiles, which adapters cannot be merged into; run "
+                    "them side by side, with moelora.integrations.peft.attach(model)"
+                )
+    allowed(self)

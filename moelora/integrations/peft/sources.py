@@ -8,7 +8,6 @@ compared with the layers that PEFT has wrapped.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -28,6 +27,7 @@ from moelora.adapters.config import CONFIG_FILE, LoraConfig
 from moelora.adapters.keys import parse
 from moelora.adapters.places import ExpertPlace, Modules
 from moelora.adapters.weights import open_weights
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.linears import linear_layers, plain_name
@@ -102,50 +102,26 @@ def load_of(model: nn.Module, name: str) -> Load | None:
     return model.__dict__.get("_moelora_loads", {}).get(name)
 
 
-def _remembering(load_adapter: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(load_adapter)
-
-    @functools.wraps(load_adapter)
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load_adapter(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        more = given.get("kwargs", {}) | (given.get("adapter_kwargs") or {})
-        source = given.get("model_id", given.get("peft_model_id"))
-        if source is not None:
-            folder = f"{source}/{more['subfolder']}" if more.get("subfolder") else source
-            missing = frozenset(getattr(result, "missing_keys", None) or ())
-            remember(self, given.get("adapter_name") or "default", Load(str(folder), missing))
-        return result
-
-    return load
+@around("load_adapter", peft.PeftModel, PreTrainedModel)
+def _remembering(load_adapter: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = load_adapter(self, *args, **kwargs)
+    given = inspect.signature(load_adapter).bind(self, *args, **kwargs).arguments
+    more = given.get("kwargs", {}) | (given.get("adapter_kwargs") or {})
+    source = given.get("model_id", given.get("peft_model_id"))
+    if source is not None:
+        folder = f"{source}/{more['subfolder']}" if more.get("subfolder") else source
+        missing = frozenset(getattr(result, "missing_keys", None) or ())
+        remember(self, given.get("adapter_name") or "default", Load(str(folder), missing))
+    return result
 
 
-def _forgetting(add_adapter: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(add_adapter)
-
-    @functools.wraps(add_adapter)
-    def add(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A new adapter may have the name of one that was deleted."""
-        result = add_adapter(self, *args, **kwargs)
-        name = signature.bind(self, *args, **kwargs).arguments.get("adapter_name") or "default"
-        self.__dict__.get("_moelora_loads", {}).pop(name, None)
-        return result
-
-    return add
-
-
-peft.PeftModel.add_adapter = _forgetting(  # type: ignore[method-assign] # on purpose
-    peft.PeftModel.add_adapter
-)
-PreTrainedModel.add_adapter = _forgetting(  # type: ignore[method-assign] # on purpose
-    PreTrainedModel.add_adapter
-)
-peft.PeftModel.load_adapter = _remembering(  # type: ignore[method-assign] # on purpose
-    peft.PeftModel.load_adapter
-)
-PreTrainedModel.load_adapter = _remembering(  # type: ignore[method-assign] # on purpose
-    PreTrainedModel.load_adapter
-)
+@around("add_adapter", peft.PeftModel, PreTrainedModel)
+def _forgetting(add_adapter: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A new adapter may have the name of one that was deleted."""
+    result = add_adapter(self, *args, **kwargs)
+    given = inspect.signature(add_adapter).bind(self, *args, **kwargs).arguments
+    self.__dict__.get("_moelora_loads", {}).pop(given.get("adapter_name") or "default", None)
+    return result
 
 
 def check(model: Model, name: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.projection import is_loaded_fp8, not_packed
 
 IMPLEMENTATION = "moelora"
@@ -95,36 +96,23 @@ def check_implementation(layer: str, config: Any) -> None:
         )
 
 
-def _watched(choose: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(choose)
-    def get_correct_experts_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-        implementation = choose(self, *args, **kwargs)
-        if implementation == IMPLEMENTATION:
-            for name, module in self.named_modules():
-                if is_loaded_fp8(module):  # only `enable` packs: it cannot be undone
-                    raise RuntimeError(not_packed(name))
-            for module in self.modules():
-                if isinstance(module, PreTrainedModel):
-                    take_adapter_names(module)
-        return implementation
-
-    return get_correct_experts_implementation
-
-
-def _with_message(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `generate` of a model without adapters refuse `adapter_names` in moelora's words."""
-
-    @functools.wraps(generate)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("adapter_names") is not None and getattr(self, "_moelora", None) is None:
-            raise no_adapters(self)
-        return generate(self, *args, **kwargs)
-
-    return wrapped
-
-
-GenerationMixin.generate = _with_message(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
 # Called by both the constructor of a model and `set_experts_implementation`.
-PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
-    PreTrainedModel.get_correct_experts_implementation
-)
+@around("get_correct_experts_implementation", PreTrainedModel)
+def _watched(choose: Callable[..., str], self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+    implementation = choose(self, *args, **kwargs)
+    if implementation == IMPLEMENTATION:
+        for name, module in self.named_modules():
+            if is_loaded_fp8(module):  # only `enable` packs: it cannot be undone
+                raise RuntimeError(not_packed(name))
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                take_adapter_names(module)
+    return implementation
+
+
+@around("generate", GenerationMixin)
+def _with_message(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of a model without adapters refuses `adapter_names` in moelora's words."""
+    if kwargs.get("adapter_names") is not None and getattr(self, "_moelora", None) is None:
+        raise no_adapters(self)
+    return generate(self, *args, **kwargs)

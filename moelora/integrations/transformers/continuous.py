@@ -24,6 +24,7 @@ from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
 from moelora.adapters.names import BASE
 from moelora.integrations.transformers.calls import no_adapters
+from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.serving import WAIT_S, Serving
 
 ADAPTER = "adapter_name"  # argument of add_request
@@ -77,76 +78,69 @@ def missing() -> str:
     return "" if all(parts) else "hands no arguments of a request to the model"
 
 
-def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument `adapter_names` to `generate_batch`, one name per input."""
-
-    @functools.wraps(generate_batch)
-    def wrapped(
-        self: Any,
-        inputs: Any,
-        *args: Any,
-        adapter_names: Sequence[str | None] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        serving = getattr(self, "_moelora", None)
-        if adapter_names is not None and serving is None:
-            raise no_adapters(self)
-        rows = serving.now.rows if isinstance(serving, Serving) else None
-        if adapter_names is None and rows is None:
-            return generate_batch(self, inputs, *args, **kwargs)
-        if not isinstance(serving, Serving):
-            raise NotImplementedError(
-                "generate_batch with adapter_names: PEFT's names are for rows of a batch; load the "
-                "adapters with moelora.integrations.transformers.load_adapters, or call generate"
-            )
-        pool = serving.loaded()
-        if why := missing():
-            raise NotImplementedError(
-                f"transformers {transformers.__version__} {why}, which generate_batch with "
-                "adapters needs; call generate"
-            )
-        names = list(rows.names if adapter_names is None and rows else adapter_names or ())
-        if len(names) != len(inputs):
-            raise ValueError(
-                f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
-            )
-        prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
-        # With host memory, each request loads its adapter when a slot is free.
-        with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
-            try:
-                serving.now.rows = None  # requests have their own from here on
-                return generate_batch(self, prompts, *args, **kwargs)
-            finally:
-                serving.now.rows = rows
-
-    return wrapped
+def _generate_batch(
+    generate_batch: Callable[..., Any],
+    self: Any,
+    inputs: Any,
+    *args: Any,
+    adapter_names: Sequence[str | None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`generate_batch` with the argument `adapter_names`, one name per input."""
+    serving = getattr(self, "_moelora", None)
+    if adapter_names is not None and serving is None:
+        raise no_adapters(self)
+    rows = serving.now.rows if isinstance(serving, Serving) else None
+    if adapter_names is None and rows is None:
+        return generate_batch(self, inputs, *args, **kwargs)
+    if not isinstance(serving, Serving):
+        raise NotImplementedError(
+            "generate_batch with adapter_names: PEFT's names are for rows of a batch; load the "
+            "adapters with moelora.integrations.transformers.load_adapters, or call generate"
+        )
+    pool = serving.loaded()
+    if why := missing():
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} {why}, which generate_batch with "
+            "adapters needs; call generate"
+        )
+    names = list(rows.names if adapter_names is None and rows else adapter_names or ())
+    if len(names) != len(inputs):
+        raise ValueError(
+            f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
+        )
+    prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
+    # With host memory, each request loads its adapter when a slot is free.
+    with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
+        try:
+            serving.now.rows = None  # requests have their own from here on
+            return generate_batch(self, prompts, *args, **kwargs)
+        finally:
+            serving.now.rows = rows
 
 
-def _init(init_continuous_batching: Callable[..., Any]) -> Callable[..., Any]:
+def _init(
+    init_continuous_batching: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Adds the argument `adapter_name` to `add_request` of the manager that is returned."""
-
-    @functools.wraps(init_continuous_batching)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        serving = getattr(self, "_moelora", None)
-        if not isinstance(serving, Serving) or serving.pool is None or missing():
-            return init_continuous_batching(self, *args, **kwargs)  # the base model's
-        bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
-        config = _unshared(bound.arguments.get("continuous_batching_config"))
-        bound.arguments["continuous_batching_config"] = config
-        manager = init_continuous_batching(*bound.args, **bound.kwargs)
-        known = getattr(manager, "_moelora", None)
-        if known is serving:  # reused from an earlier call
-            return manager
-        if known is not None or getattr(manager, "batch_processor", None) is not None:
-            raise RuntimeError(
-                "the model keeps a manager of continuous batching that knows none of its adapters; "
-                "call model.destroy_cached_continuous_batching_manager() first"
-            )
-        manager._moelora = serving
-        _carry_slots(manager)
+    serving = getattr(self, "_moelora", None)
+    if not isinstance(serving, Serving) or serving.pool is None or missing():
+        return init_continuous_batching(self, *args, **kwargs)  # the base model's
+    bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
+    config = _unshared(bound.arguments.get("continuous_batching_config"))
+    bound.arguments["continuous_batching_config"] = config
+    manager = init_continuous_batching(*bound.args, **bound.kwargs)
+    known = getattr(manager, "_moelora", None)
+    if known is serving:  # reused from an earlier call
         return manager
-
-    return wrapped
+    if known is not None or getattr(manager, "batch_processor", None) is not None:
+        raise RuntimeError(
+            "the model keeps a manager of continuous batching that knows none of its adapters; "
+            "call model.destroy_cached_continuous_batching_manager() first"
+        )
+    manager._moelora = serving
+    _carry_slots(manager)
+    return manager
 
 
 def _unshared(config: Any) -> Any:
@@ -260,6 +254,6 @@ try:
 except ImportError:  # a release without
     pass
 else:
-    for name, around in (("generate_batch", _generate_batch), ("init_continuous_batching", _init)):
+    for name, hook in (("generate_batch", _generate_batch), ("init_continuous_batching", _init)):
         if hasattr(ContinuousMixin, name):
-            setattr(ContinuousMixin, name, around(getattr(ContinuousMixin, name)))
+            around(name, ContinuousMixin)(hook)

@@ -54,15 +54,17 @@ def unexpected(error: Exception) -> str:
     return f"the layer is not as expected ({shown(error)})"
 
 
-def wrap(
-    owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Replace `owner.name` by `make(owner.name)`, once: plugins load repeatedly."""
+def wrap(owner: object, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace `owner.name` by a function that gets it first, once: plugins load repeatedly."""
     original = getattr(owner, name)
     if not hasattr(original, "_moelora"):
-        replacement: Any = functools.wraps(original)(make(original))
-        replacement._moelora = True
-        setattr(owner, name, replacement)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        call._moelora = True  # type: ignore[attr-defined]
+        setattr(owner, name, call)
         _wrapped.append((owner, name, original))
 
 

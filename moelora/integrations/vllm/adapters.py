@@ -61,32 +61,33 @@ def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _no_stale_slots(prepare_tensors: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(self: Any, token_lora_mapping: torch.Tensor) -> None:
-        prepare_tensors(self, token_lora_mapping)
-        written = 0 if self.no_lora_flag_cpu.item() else token_lora_mapping.size(0)
-        self.token_lora_mapping[written:].fill_(-1)
+def _no_stale_slots(
+    prepare_tensors: Callable[..., Any], self: Any, token_lora_mapping: torch.Tensor
+) -> None:
+    prepare_tensors(self, token_lora_mapping)
+    written = 0 if self.no_lora_flag_cpu.item() else token_lora_mapping.size(0)
+    self.token_lora_mapping[written:].fill_(-1)
 
-    return wrapped
 
-
-def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
+def _unsharded(
+    create_lora_weights: Callable[..., Any],
+    self: Any,
+    max_loras: int,
+    lora_config: Any,
+    model_config: Any = None,
+) -> None:
     """Layers that moelora runs have whole adapters on every rank, as without `fully_sharded_loras`:
     nothing is exchanged between the two factors, which are part of one operator. They take the
     memory that vLLM's own take without that option.
     """
-
-    def wrapped(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        _warn_of_ranks(self.moe_config)
-        kernel = getattr(self, "_moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
-            lora_config = copy.copy(lora_config)
-            lora_config.fully_sharded_loras = False
-            say_once("adapters of experts are not sharded over ranks: fully_sharded_loras is off")
-        create_lora_weights(self, max_loras, lora_config, model_config)
-
-    return wrapped
+    _warn_of_ranks(self.moe_config)
+    kernel = getattr(self, "_moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
+        lora_config = copy.copy(lora_config)
+        lora_config.fully_sharded_loras = False
+        say_once("adapters of experts are not sharded over ranks: fully_sharded_loras is off")
+    create_lora_weights(self, max_loras, lora_config, model_config)
 
 
 def _warn_of_ranks(moe_config: Any) -> None:
@@ -104,43 +105,38 @@ def serves(experts: Any, activation: Any) -> bool:
     return reason_against is not None and reason_against(activation) is None
 
 
-def _with_ranks(build_lora_context: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(self: Any) -> Any:
-        ctx = build_lora_context(self)
-        if not hasattr(self, "lora_ranks"):
-            stack = ctx.w2_lora_a_stacked[0]
-            with torch.inference_mode(False):
-                self.lora_ranks = torch.full(
-                    stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
-                )
-                self.w13_one_a = torch.zeros_like(self.lora_ranks)
-            self.stack_rank = stack.size(2)
-        ctx.lora_ranks, ctx.w13_one_a = self.lora_ranks, self.w13_one_a
-        deltas.remember_ranks(ctx, self.lora_ranks)
-        return ctx
-
-    return wrapped
+def _with_ranks(build_lora_context: Callable[..., Any], self: Any) -> Any:
+    ctx = build_lora_context(self)
+    if not hasattr(self, "lora_ranks"):
+        stack = ctx.w2_lora_a_stacked[0]
+        with torch.inference_mode(False):
+            self.lora_ranks = torch.full(
+                stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
+            )
+            self.w13_one_a = torch.zeros_like(self.lora_ranks)
+        self.stack_rank = stack.size(2)
+    ctx.lora_ranks, ctx.w13_one_a = self.lora_ranks, self.w13_one_a
+    deltas.remember_ranks(ctx, self.lora_ranks)
+    return ctx
 
 
-def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(
-        self: Any,
-        index: int,
-        lora_a: Sequence[torch.Tensor | None],
-        lora_b: Sequence[torch.Tensor | None],
-    ) -> None:
-        if not hasattr(self, "lora_ranks"):
-            return set_lora(self, index, lora_a, lora_b)
-        # If vLLM fails midway, the slot is enabled with what was written. Reset slots are disabled.
-        rank, one_a = self.stack_rank, False
-        try:
-            set_lora(self, index, lora_a, lora_b)
-            rank = max(a.size(1) for a in lora_a if a is not None)  # (experts or 1, rank, columns)
-            # Gate, down and up, or two tensors for a layer whose gate and up are one stack.
-            one_a = len(lora_a) == 3 and have_one_a(lora_a[0], lora_a[2])
-        finally:
-            # An assignment would wait for the copies before it.
-            self.lora_ranks[index].fill_(rank)
-            self.w13_one_a[index].fill_(one_a)
-
-    return wrapped
+def _recording_rank(
+    set_lora: Callable[..., Any],
+    self: Any,
+    index: int,
+    lora_a: Sequence[torch.Tensor | None],
+    lora_b: Sequence[torch.Tensor | None],
+) -> None:
+    if not hasattr(self, "lora_ranks"):
+        return set_lora(self, index, lora_a, lora_b)
+    # If vLLM fails midway, the slot is enabled with what was written. Reset slots are disabled.
+    rank, one_a = self.stack_rank, False
+    try:
+        set_lora(self, index, lora_a, lora_b)
+        rank = max(a.size(1) for a in lora_a if a is not None)  # (experts or 1, rank, columns)
+        # Gate, down and up, or two tensors for a layer whose gate and up are one stack.
+        one_a = len(lora_a) == 3 and have_one_a(lora_a[0], lora_a[2])
+    finally:
+        # An assignment would wait for the copies before it.
+        self.lora_ranks[index].fill_(rank)
+        self.w13_one_a[index].fill_(one_a)

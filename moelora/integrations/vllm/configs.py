@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moelora.adapters.columns import MARK, Columns
-from moelora.integrations.vllm import say_once
+from moelora.integrations.vllm import say_once, wrap
 
 
 def install() -> None:
     from vllm.lora.peft_helper import PEFTHelper
-
-    from moelora.integrations.vllm import wrap
 
     wrap(PEFTHelper, "from_dict", _telling)
 
@@ -38,11 +36,8 @@ def warning(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _telling(from_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(config_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        helper = from_dict(config_dict, *args, **kwargs)
-        if isinstance(config_dict, Mapping) and (text := warning(config_dict)):
-            say_once(text)
-        return helper
-
-    return wrapped
+def _telling(from_dict: Callable[..., Any], config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    helper = from_dict(config_dict, *args, **kwargs)
+    if isinstance(config_dict, Mapping) and (text := warning(config_dict)):
+        say_once(text)
+    return helper

@@ -11,7 +11,7 @@ expert ids, padded counts, mapping); here they are (None, topk_ids, expert_map, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -158,21 +158,18 @@ def _add(
     )
 
 
-def _gate_up(add_lora_w13: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        if reason := reason_against_device():
-            say_once(f"{reason}; {OWN_ADAPTERS}")
-            return add_lora_w13(self, *args, **named)
-        try:
-            return _add_gate_up(self, *args, **named)
-        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
-            reason = str(refusal)
-        except UNEXPECTED as error:
-            reason = unexpected(error)
+def _gate_up(add_lora_w13: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
+    if reason := reason_against_device():
         say_once(f"{reason}; {OWN_ADAPTERS}")
         return add_lora_w13(self, *args, **named)
-
-    return wrapped
+    try:
+        return _add_gate_up(self, *args, **named)
+    except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+        reason = str(refusal)
+    except UNEXPECTED as error:
+        reason = unexpected(error)
+    say_once(f"{reason}; {OWN_ADAPTERS}")
+    return add_lora_w13(self, *args, **named)
 
 
 def _add_gate_up(
@@ -217,73 +214,56 @@ def _add_gate_up(
     return None, topk_ids, expert_map, mapping
 
 
-def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(
-        self: Any,
-        y: Tensor,
-        x: Tensor,
-        lora_a_stacked: Sequence[Tensor],
-        lora_b_stacked: Sequence[Tensor],
-        topk_weights: Tensor,
-        sorted_token_ids_lora: Tensor | None,
-        expert_ids_lora: Tensor | None,
-        num_tokens_post_padded_lora: Tensor | None,
-        token_lora_mapping: Tensor,
-        num_tokens: int,
-        w1: Tensor,
-        w2: Tensor,
-        top_k_num: int,
-        max_loras: int,
-        adapter_enabled: Tensor,
-        top_k: int,
-        fully_sharded: bool,
-        tp_rank: int,
-        use_tuned_config: bool,
-        add_inputs: bool = True,
-    ) -> None:
-        lists = sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora
-        if all(part is None for part in lists):  # `_gate_up` found that no token has an adapter
-            return
-        topk_ids, expert_map = lists[1:]
-        if sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
-            try:
-                _add(
-                    moe_lora_down_delta,
-                    self,
-                    y,
-                    x,
-                    (lora_a_stacked, lora_b_stacked),
-                    (topk_weights, topk_ids, expert_map, token_lora_mapping),
-                    adapter_enabled,
-                    lora_a_stacked[0].size(1),
-                    tp_rank * lora_b_stacked[0].size(-2) if fully_sharded else None,
-                    True,
-                    add_inputs,
-                )
-                return
-            except (ValueError, NotImplementedError) as refusal:
-                say_once(f"{refusal}; {OWN_ADAPTERS}")
-                lists = None, _local_ids(topk_ids, expert_map), None  # one row per block
-        add_lora_w2(
-            self,
-            y,
-            x,
-            lora_a_stacked,
-            lora_b_stacked,
-            topk_weights,
-            *lists,
-            token_lora_mapping,
-            num_tokens,
-            w1,
-            w2,
-            top_k_num,
-            max_loras,
-            adapter_enabled,
-            top_k,
-            fully_sharded,
-            tp_rank,
-            use_tuned_config,
-            add_inputs,
-        )
+class Down(NamedTuple):
+    """Parameters of `add_lora_w2`, by vLLM's names and in its order."""
 
-    return wrapped
+    y: Tensor
+    x: Tensor
+    lora_a_stacked: Sequence[Tensor]
+    lora_b_stacked: Sequence[Tensor]
+    topk_weights: Tensor
+    sorted_token_ids_lora: Tensor | None
+    expert_ids_lora: Tensor | None
+    num_tokens_post_padded_lora: Tensor | None
+    token_lora_mapping: Tensor
+    num_tokens: int
+    w1: Tensor
+    w2: Tensor
+    top_k_num: int
+    max_loras: int
+    adapter_enabled: Tensor
+    top_k: int
+    fully_sharded: bool
+    tp_rank: int
+    use_tuned_config: bool
+    add_inputs: bool = True
+
+
+def _down(add_lora_w2: Callable[..., Any], self: Any, *args: Any, **named: Any) -> None:
+    call = Down(*args, **named)
+    topk_ids, expert_map = call.expert_ids_lora, call.num_tokens_post_padded_lora
+    if call.sorted_token_ids_lora is None and topk_ids is None and expert_map is None:
+        return  # `_gate_up` found that no token has an adapter
+    if call.sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
+        a, b = call.lora_a_stacked, call.lora_b_stacked
+        try:
+            _add(
+                moe_lora_down_delta,
+                self,
+                call.y,
+                call.x,
+                (a, b),
+                (call.topk_weights, topk_ids, expert_map, call.token_lora_mapping),
+                call.adapter_enabled,
+                a[0].size(1),
+                call.tp_rank * b[0].size(-2) if call.fully_sharded else None,
+                True,
+                call.add_inputs,
+            )
+            return
+        except (ValueError, NotImplementedError) as refusal:
+            say_once(f"{refusal}; {OWN_ADAPTERS}")
+            call = call._replace(  # one row per block
+                expert_ids_lora=_local_ids(topk_ids, expert_map), num_tokens_post_padded_lora=None
+            )
+    add_lora_w2(self, *call)

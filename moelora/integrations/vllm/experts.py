@@ -77,24 +77,22 @@ def install() -> None:
 
         served[fused_batched_moe.BatchedTritonExperts] = BatchedTritonExpertsServed
 
-    def choose(backend_to_kernel_cls: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(backend: Any) -> list[type]:
-            return [served.get(cls, cls) for cls in backend_to_kernel_cls(backend)]
-
-        return wrapped
-
-    def name_others(init: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, prepare_finalize: Any, fused_experts: Any) -> None:
-            init(self, prepare_finalize, fused_experts)
-            if not isinstance(fused_experts, Served):
-                dtype = quantization(fused_experts)
-                base = "unquantized" if dtype is None else f"quantized ({dtype})"
-                name = type(fused_experts).__name__
-                say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
-                if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", False):
-                    say_once(f"vLLM's {name} IGNORES ADAPTERS: answers are the base model's")
-
-        return wrapped
+    def choose(backend_to_kernel_cls: Callable[..., Any], backend: Any) -> list[type]:
+        return [served.get(cls, cls) for cls in backend_to_kernel_cls(backend)]
 
     wrap(unquantized, "backend_to_kernel_cls", choose)
-    wrap(modular_kernel.FusedMoEKernel, "__init__", name_others)
+    wrap(modular_kernel.FusedMoEKernel, "__init__", _name_others)
+
+
+def _name_others(
+    init: Callable[..., Any], self: Any, prepare_finalize: Any, fused_experts: Any
+) -> None:
+    """Say which layers stay with vLLM, by the class of their experts."""
+    init(self, prepare_finalize, fused_experts)
+    if not isinstance(fused_experts, Served):
+        dtype = quantization(fused_experts)
+        base = "unquantized" if dtype is None else f"quantized ({dtype})"
+        name = type(fused_experts).__name__
+        say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
+        if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", False):
+            say_once(f"vLLM's {name} IGNORES ADAPTERS: answers are the base model's")

@@ -109,39 +109,33 @@ def _find_reason(method: Any, layer: Any, format: Format) -> str | None:
     return QuantizedExpertsWithLoRA(moe, _config(layer)).reason_against(moe.activation)
 
 
-def _choosing(choose: Callable[..., Any], place: Any) -> Callable[..., Any]:
-    """Wraps vLLM's selection of kernels, which only the `__init__` of `_deciding` calls by that
-    name: returns its exception in place of the experts class.
+def _choosing(choose: Callable[..., Any], *args: Any, place: Any, **kwargs: Any) -> Any:
+    """vLLM's selection of kernels, which only the `__init__` of `_deciding` calls by that name:
+    returns its exception in place of the experts class.
     """
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return choose(*args, **kwargs)
-        except NotImplementedError as refusal:
-            return place.Mxfp4MoeBackend.EMULATION, refusal
-
-    return wrapped
+    try:
+        return choose(*args, **kwargs)
+    except NotImplementedError as refusal:
+        return place.Mxfp4MoeBackend.EMULATION, refusal
 
 
-def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
-    """Wraps `__init__` of a method that rounds sizes: stores vLLM's choice in `_moelora_theirs`,
-    and restores it if moelora cannot serve the layer.
+def _deciding(
+    init: Callable[..., Any], self: Any, *args: Any, cls: type[Any], format: Format, **kwargs: Any
+) -> None:
+    """`__init__` of a method that rounds sizes: stores vLLM's choice in `_moelora_theirs`, and
+    restores it if moelora cannot serve the layer.
     """
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if type(self) is not cls or self.experts_cls is None:
-            _raise_refusal(self, f"{type(self).__name__} is not known")
-            return
-        if reason := _reason(self, None, format):
-            _raise_refusal(self, reason)
-            say_once(f"{reason}; {OWN_PATH}")
-            return
-        self._moelora_theirs = self.mxfp4_backend, self.experts_cls
-        self.mxfp4_backend = type(self.mxfp4_backend).EMULATION  # rounds up to blocks of 32
-        self.experts_cls = QuantizedExpertsWithLoRA
-
-    return wrapped
+    init(self, *args, **kwargs)
+    if type(self) is not cls or self.experts_cls is None:
+        _raise_refusal(self, f"{type(self).__name__} is not known")
+        return
+    if reason := _reason(self, None, format):
+        _raise_refusal(self, reason)
+        say_once(f"{reason}; {OWN_PATH}")
+        return
+    self._moelora_theirs = self.mxfp4_backend, self.experts_cls
+    self.mxfp4_backend = type(self.mxfp4_backend).EMULATION  # rounds up to blocks of 32
+    self.experts_cls = QuantizedExpertsWithLoRA
 
 
 def _raise_refusal(method: Any, reason: str) -> None:
@@ -166,29 +160,28 @@ def _give_back(method: Any, layer: Any, reason: str) -> None:
         )
 
 
-def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
-    def wrapped(self: Any, layer: Any) -> Any:
-        if type(self) is not cls:
-            return process(self, layer)
-        decided = hasattr(self, "_moelora_theirs")
-        if format.rounds and not decided:
-            return process(self, layer)
-        reason = _reason(self, layer, format)
-        if reason is None:
-            try:
-                packed = _packed(self, layer, format)
-            except (ValueError, NotImplementedError) as refusal:
-                reason = str(refusal)
-            except Exception as error:
-                reason = unexpected(error)
-            else:
-                return _put(self, layer, packed)
-        if decided:
-            _give_back(self, layer, reason)
-        say_once(f"{reason}; {OWN_PATH}")
+def _taking_over(
+    process: Callable[..., Any], self: Any, layer: Any, *, cls: type[Any], format: Format
+) -> Any:
+    if type(self) is not cls:
         return process(self, layer)
-
-    return wrapped
+    decided = hasattr(self, "_moelora_theirs")
+    if format.rounds and not decided:
+        return process(self, layer)
+    reason = _reason(self, layer, format)
+    if reason is None:
+        try:
+            packed = _packed(self, layer, format)
+        except (ValueError, NotImplementedError) as refusal:
+            reason = str(refusal)
+        except Exception as error:
+            reason = unexpected(error)
+        else:
+            return _put(self, layer, packed)
+    if decided:
+        _give_back(self, layer, reason)
+    say_once(f"{reason}; {OWN_PATH}")
+    return process(self, layer)
 
 
 def _pairs() -> bool:
