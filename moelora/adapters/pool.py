@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 import torch
 
 from moelora.adapters import arguments
+from moelora.adapters.bringing import Bringing
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
 from moelora.adapters.held import Held, Loaded
@@ -34,7 +35,6 @@ from moelora.adapters.ranks import Ranks
 from moelora.adapters.reader import Given, Reader
 from moelora.adapters.shards import Shard
 from moelora.adapters.slots import LayerFactors, Slots, Staged
-from moelora.adapters.versions import Versions
 from moelora.operators.checks import check_count, check_flag, check_mapping
 
 P = ParamSpec("P")
@@ -192,7 +192,7 @@ class AdapterPool:
         self.adapter_enabled = tables.enabled
         self._pinned = any(device.type == "cuda" for device in self.devices)
         self._host = Host(host, self._staged_folder, self._pinned) if host else None
-        self._versions = Versions(self._slots, max_loras, self._host)
+        self._versions = Bringing(self._slots, max_loras, self._host)
         self._lock = self._versions.lock
 
     # -- adapters in and out --

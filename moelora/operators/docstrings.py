@@ -102,6 +102,9 @@ ENTRIES = {
         "RuntimeError",
         "An argument requires a gradient, and grad mode is on: there is no backward.",
     ),
+    "value": ("ValueError", "A shape, a dtype or a value is not as above."),
+    "other_type": ("TypeError", "An argument is of another type than in the signature."),
+    "no_kernel": ("NotImplementedError", "There is no kernel for this device."),
     "recorded": (
         "RuntimeError",
         "Grad mode is on, and an argument requires a gradient that has none: weights, scalings, an "
@@ -121,9 +124,10 @@ ENTRIES = {
         "This build or this device has no kernel for it.",
     ),
 }
-# In the order of the docstrings: of a projection and the deltas; of explicit backwards.
+# In the order of the docstrings: of a projection and the deltas; of explicit backwards; of packing.
 GROUPS = {
     "errors": ("ValueError", "TypeError", "recorded", "NotImplementedError"),
+    "packing_errors": ("value", "other_type", "no_kernel"),
     "backward_errors": ("shared_memory", "TypeError", "no_double", "NotImplementedError"),
 }
 

@@ -224,8 +224,7 @@ def touched_pairs(
     ------
     ValueError
         A shape, dtype or number is not as above.
-    TypeError
-        An argument is of another type than in the signature.
+    {other_type}
 
     Examples
     --------

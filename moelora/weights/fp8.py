@@ -13,9 +13,14 @@ from moelora.weights.readers import (
     SCALES,
     Checkpoint,
     Numbers,
+    Packable,
     PerExpert,
     Stack,
+    XFormat,
     check_scales,
+)
+from moelora.weights.readers import (
+    GateUp as GateUp,
 )
 
 TILE = 64  # rows of a tile
@@ -25,13 +30,11 @@ LARGEST_SCALE = 255.0
 FP8_SCALES = (*SCALES, torch.float8_e8m0fnu)
 
 Activations: TypeAlias = Literal["fp8", "native", "bf16"]
-XFormat: TypeAlias = Literal["native", "group", "token", "static"]
-GateUp: TypeAlias = Literal["concatenated", "interleaved"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-Made = TypeVar("Made", bound="FromFP8")
+MadeFP8 = TypeVar("MadeFP8", bound="FromFP8")
 
 
-class FromFP8:
+class FromFP8(Packable):
     """The constructors of `QuantizedWeights` for weights of e4m3.
 
     All of them take `activations`. "fp8" (W8A8): activations are quantized to e4m3 as well, with
@@ -42,20 +45,28 @@ class FromFP8:
 
     @classmethod
     def _pack_fp8(
-        cls: type[Made],
+        cls: type[MadeFP8],
         checkpoint: Checkpoint,
         activations: Activations,
         x_format: XFormat,
         x_scale: float,
         gate_up: GateUp | None,
         dtype: torch.dtype,
-    ) -> Made:
-        raise NotImplementedError  # quantized.py
+    ) -> MadeFP8:
+        if activations not in ACTIVATIONS:
+            known = " or ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"activations is {activations!r}, expected {known}")
+        if activations == "bf16" and dtype == torch.float16:
+            wanted = "dtype torch.bfloat16, or activations 'native'"
+            raise ValueError(f"activations is 'bf16' and dtype is {dtype}, expected {wanted}")
+        if activations != "fp8":
+            x_format, x_scale = "native", 0.0
+        return cls._pack(checkpoint, gate_up, dtype, x_format, x_scale)
 
     @classmethod
     @typed
     def from_fp8_block(
-        cls: type[Made],
+        cls: type[MadeFP8],
         weight: PerExpert,
         weight_scale_inv: PerExpert,
         *,
@@ -63,7 +74,7 @@ class FromFP8:
         activations: Activations = "fp8",
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Made:
+    ) -> MadeFP8:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
         Activations become `e4m3(x * (1 / s))` with a scale `s = max(|x|, 1e-10) / 448` for every
@@ -94,10 +105,8 @@ class FromFP8:
         ------
         ValueError
             A shape, a dtype or a value is not as above, or `activations` is "bf16" and `dtype` not.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {other_type}
+        {no_kernel}
 
         Notes
         -----
@@ -109,14 +118,14 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_channel(
-        cls: type[Made],
+        cls: type[MadeFP8],
         weight: PerExpert,
         weight_scale: PerExpert,
         *,
         activations: Activations = "fp8",
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Made:
+    ) -> MadeFP8:
         """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
 
         Activations get a scale `s` for each token, `max|x| / 448`, at least `1 / (448 * 512)`, and
@@ -133,12 +142,7 @@ class FromFP8:
 
         Raises
         ------
-        ValueError
-            A shape, a dtype or a value is not as above.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {packing_errors}
 
         Notes
         -----
@@ -150,7 +154,7 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_tensor(
-        cls: type[Made],
+        cls: type[MadeFP8],
         weight: PerExpert,
         weight_scale: PerExpert,
         input_scale: PerExpert | float | None = None,
@@ -158,7 +162,7 @@ class FromFP8:
         activations: Activations = "fp8",
         gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Made:
+    ) -> MadeFP8:
         """FP8 with a scale for each expert, or one for its gate and one for its up rows.
 
         Activations become `e4m3(x * (1 / input_scale))`, of the largest if there are several.
@@ -179,12 +183,7 @@ class FromFP8:
 
         Raises
         ------
-        ValueError
-            A shape, a dtype or a value is not as above.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {packing_errors}
 
         Notes
         -----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from moelora.operators.formats import CODES, FORMATS, code_of
 from moelora.operators.storage import check_held
 from moelora.operators.tiles import TiledWeights
 from moelora.weights import bnb, readers, rounding
-from moelora.weights.fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
-from moelora.weights.readers import PerExpert
+from moelora.weights.fp4 import FromFP4
+from moelora.weights.fp8 import Activations, FromFP8
+from moelora.weights.int4 import FromINT4
+from moelora.weights.readers import GateUp, PerExpert, XFormat
 from moelora.weights.rounding import Rounding
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
@@ -27,7 +29,7 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeights(FromFP8, TiledWeights):
+class QuantizedWeights(FromFP4, FromFP8, FromINT4, TiledWeights):
     """Quantized expert weights: 4-bit (MXFP4, NVFP4, INT4, NF4) or FP8.
 
     Created by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
@@ -185,117 +187,6 @@ class QuantizedWeights(FromFP8, TiledWeights):
         return weights
 
     @classmethod
-    def _pack_fp8(
-        cls,
-        checkpoint: readers.Checkpoint,
-        activations: Activations,
-        x_format: XFormat,
-        x_scale: float,
-        gate_up: GateUp | None,
-        dtype: torch.dtype,
-    ) -> QuantizedWeights:
-        if activations not in ACTIVATIONS:
-            known = " or ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"activations is {activations!r}, expected {known}")
-        if activations == "bf16" and dtype == torch.float16:
-            wanted = "dtype torch.bfloat16, or activations 'native'"
-            raise ValueError(f"activations is 'bf16' and dtype is {dtype}, expected {wanted}")
-        if activations != "fp8":
-            x_format, x_scale = "native", 0.0
-        return _pack(cls, checkpoint, gate_up, dtype, x_format, x_scale)
-
-    @classmethod
-    @typed
-    def from_mxfp4(
-        cls,
-        blocks: PerExpert,
-        scales: PerExpert,
-        *,
-        gate_up: GateUp | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
-        """MXFP4 as in gpt-oss: `value = e2m1 * 2^(scale - 127)`.
-
-        Experts are packed one by one: the additional memory is that of one expert.
-
-        Parameters
-        ----------
-        blocks : Tensor, shape (E, N, K / 32, 16) or (E, N, K / 2), uint8, or one for each expert
-            Two values of a row per byte, the even column in the low nibble.
-        scales : Tensor, shape (E, N, K / 32), uint8 or float8_e8m0fnu, or one for each expert
-            Exponents of the scales; at most 128, i.e. a scale of 2.
-        gate_up : {None, "concatenated", "interleaved"}
-            For a gated `w13`: whether gate rows precede up rows or alternate with them, as in
-            gpt-oss. None for other weights.
-        dtype : torch.dtype
-            Dtype of the activations, bfloat16 or float16. In bfloat16 all values are exact.
-
-        Raises
-        ------
-        ValueError
-            A shape, a dtype or a scale is not as above.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
-
-        Notes
-        -----
-        OCP Microscaling Formats (MX) Specification, version 1.0, 2023.
-        """
-        return _pack(cls, readers.mxfp4(blocks, scales), gate_up, dtype)
-
-    @classmethod
-    @typed
-    def from_nvfp4(
-        cls,
-        weight: PerExpert,
-        weight_scale: PerExpert,
-        *,
-        weight_scale_2: PerExpert | None = None,
-        weight_global_scale: PerExpert | None = None,
-        gate_up: GateUp | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
-        """NVFP4 (W4A16): `value = e2m1 * weight_scale * weight_scale_2`.
-
-        Experts are packed one by one: the additional memory is that of one expert.
-
-        Parameters
-        ----------
-        weight : Tensor, shape (E, N, K / 2), uint8 or float4_e2m1fn_x2, or one for each expert
-            Two values of a row per byte, the even column in the low nibble; `weight_packed` of
-            compressed-tensors.
-        weight_scale : Tensor, shape (E, N, K / 16), float8_e4m3fn or uint8, or one for each expert
-            Scales of 16 columns of a row; not negative.
-        weight_scale_2 : Tensor, shape (E,) or (E, 2), float32, or one for each expert
-            Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it; 0 if
-            all its weights are.
-        weight_global_scale : Tensor, shape (E,) or (E, 2), float32, or one for each expert
-            The reciprocal, as in compressed-tensors: `1 / weight_scale_2`. One of both is
-            required.
-        gate_up, dtype
-            As in `from_mxfp4`. On a GPU, `weight_scale_2` is applied to the accumulators, so that
-            all values are exact.
-
-        Raises
-        ------
-        ValueError
-            A shape, a dtype or a scale is not as above.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
-
-        Notes
-        -----
-        Layouts of NVIDIA's TensorRT Model Optimizer (`NVFP4QTensor`) and of the compressed-tensors
-        library ("nvfp4-pack-quantized"). Scales of activations are not used.
-        """
-        found = readers.nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
-        return _pack(cls, found, gate_up, dtype)
-
-    @classmethod
     @typed
     def from_dense(
         cls,
@@ -339,7 +230,7 @@ class QuantizedWeights(FromFP8, TiledWeights):
             raise ValueError(
                 f"activations is {activations!r}, expected 'native': only FP8 has others"
             )
-        return _pack(cls, made, gate_up, dtype)
+        return cls._pack(made, gate_up, dtype)
 
     @classmethod
     @typed
@@ -384,208 +275,46 @@ class QuantizedWeights(FromFP8, TiledWeights):
         -----
         Dettmers et al., QLoRA, 2023 (arXiv:2305.14314). Layouts of bitsandbytes 0.50.
         """
-        return _pack(cls, bnb.checkpoint(weight, quant_state), gate_up, dtype)
+        return cls._pack(bnb.checkpoint(weight, quant_state), gate_up, dtype)
 
     @classmethod
-    @typed
-    def from_gptq(
+    def _pack(
         cls,
-        qweight: PerExpert,
-        scales: PerExpert,
-        qzeros: PerExpert | None = None,
-        g_idx: PerExpert | None = None,
-        *,
-        bits: int = 4,
-        group_size: int | None = None,
-        sym: bool | None = None,
-        checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq",
-        gate_up: GateUp | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        checkpoint: readers.Checkpoint,
+        gate_up: GateUp | None,
+        dtype: torch.dtype,
+        x_format: XFormat = "native",
+        x_scale: float = 0.0,
     ) -> QuantizedWeights:
-        """INT4 as in GPTQ checkpoints: `value = (q - zero) * scale`.
-
-        Experts are packed one by one: the additional memory is that of one expert.
-
-        Parameters
-        ----------
-        qweight : Tensor, shape (E, K / 8, N), int32, or one for each expert
-            Eight consecutive columns of a row per word, the first in the lowest bits. Gate and up
-            of a `w13` are concatenated along N.
-        scales : Tensor, shape (E, K / group, N), or one for each expert
-            float32, bfloat16 or float16; rounded to `dtype`.
-        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
-            Zero points of eight rows per word. Dropped if all are 8, as in symmetric checkpoints.
-        g_idx : Tensor, shape (E, K), int32 or int64, or one for each expert, optional
-            Group of each column. Must be `k // group_size`: weights with activation order
-            (`desc_act`) are refused.
-        bits : int
-            4.
-        group_size : int, optional
-            32, a multiple of 64, or -1 for all columns; must be that of `scales`. Absent: that of
-            `scales`.
-        sym : bool, optional
-            True: all zero points are 8. False: there are zero points. Absent: determined by
-            `qzeros`.
-        checkpoint_format : {"gptq", "gptq_v2"}
-            In the former, stored zero points are smaller by one than their meaning.
-        gate_up, dtype
-            As in `from_mxfp4`.
-
-        Raises
-        ------
-        ValueError
-            A shape, a dtype or a value is not as above, or a scale is not finite or exceeds 65504
-            in magnitude.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
-
-        Notes
-        -----
-        Frantar et al., GPTQ, 2022 (arXiv:2210.17323).
-        """
-        if bits != 4:
-            raise ValueError(f"bits is {bits}, expected 4")
-        if checkpoint_format not in readers.ZERO_OFFSETS:
-            known = " or ".join(map(repr, readers.ZERO_OFFSETS))
-            raise ValueError(f"checkpoint_format is {checkpoint_format!r}, expected {known}")
-        offset = readers.ZERO_OFFSETS[checkpoint_format]
-        found = readers.gptq(qweight, scales, qzeros, g_idx, group_size, sym, offset)
-        return _pack(cls, found, gate_up, dtype)
-
-    @classmethod
-    @typed
-    def from_awq(
-        cls,
-        qweight: PerExpert,
-        scales: PerExpert,
-        qzeros: PerExpert | None = None,
-        *,
-        group_size: int | None = None,
-        gate_up: GateUp | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
-        """INT4 as in AWQ checkpoints: `value = (q - zero) * scale`.
-
-        Experts are packed one by one: the additional memory is that of one expert.
-
-        Parameters
-        ----------
-        qweight : Tensor, shape (E, K, N / 8), int32, or one for each expert
-            Eight consecutive rows of a column per word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
-        scales : Tensor, shape (E, K / group, N), or one for each expert
-            float32, bfloat16 or float16; rounded to `dtype`.
-        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
-            Zero points in the order of `qweight`. Dropped if all are 8, as in symmetric checkpoints
-            (`zero_point: false`).
-        group_size, gate_up, dtype
-            As in `from_gptq`.
-
-        Raises
-        ------
-        ValueError
-            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
-            magnitude.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
-
-        Notes
-        -----
-        Lin et al., AWQ, 2023 (arXiv:2306.00978).
-        """
-        found = readers.awq(qweight, scales, qzeros, group_size)
-        return _pack(cls, found, gate_up, dtype)
-
-    @classmethod
-    @typed
-    def from_compressed_tensors(
-        cls,
-        weight_packed: PerExpert,
-        weight_scale: PerExpert,
-        weight_zero_point: PerExpert | None = None,
-        weight_shape: PerExpert | None = None,
-        *,
-        group_size: int | None = None,
-        gate_up: GateUp | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
-        """INT4 as in the format "pack-quantized" of compressed-tensors.
-
-        Experts are packed one by one: the additional memory is that of one expert.
-
-        Parameters
-        ----------
-        weight_packed : Tensor, shape (E, N, K / 8), int32, or one for each expert
-            Eight consecutive columns of a row per word, the first in the lowest bits, plus 8.
-        weight_scale : Tensor, shape (E, N, K / group), or one for each expert
-            float32, bfloat16 or float16; rounded to `dtype`.
-        weight_zero_point : Tensor, shape (E, N / 8, K / group), int32, or one for each, optional
-            Zero points of eight consecutive rows per word, plus 8. Absent: 0 (stored as 8).
-        weight_shape : Tensor, shape (E, 2) or (2,), or one for each expert, optional
-            N and K; a mismatch is refused, e.g. if K was padded to fill words.
-        group_size, gate_up, dtype
-            As in `from_gptq`.
-
-        Raises
-        ------
-        ValueError
-            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
-            magnitude.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
-
-        Notes
-        -----
-        Layout of the compressed-tensors library (`pack_to_int32`).
-        """
-        found = readers.compressed_tensors(
-            weight_packed, weight_scale, weight_zero_point, weight_shape, group_size
+        if gate_up not in ORDERS:
+            known = ", ".join(map(repr, ORDERS))
+            raise ValueError(f"gate_up is {gate_up!r}, expected one of {known}")
+        if dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float16")
+        experts, rows, _ = checkpoint.shape
+        if gate_up and rows % 2:
+            raise ValueError(f"there are {rows} rows, expected as many of gate as of up")
+        weights = cls(
+            data=torch.empty(0),
+            format=checkpoint.format,
+            group_size=checkpoint.group_size,
+            has_zeros=checkpoint.has_zeros,
+            gate_up=gate_up,
+            shape=torch.Size(checkpoint.shape),
+            dtype=dtype,
+            row_scales=checkpoint.row_scales,
+            x_format=x_format,
+            x_scale=x_scale,
         )
-        return _pack(cls, found, gate_up, dtype)
-
-
-def _pack(
-    cls: type[QuantizedWeights],
-    checkpoint: readers.Checkpoint,
-    gate_up: GateUp | None,
-    dtype: torch.dtype,
-    x_format: XFormat = "native",
-    x_scale: float = 0.0,
-) -> QuantizedWeights:
-    if gate_up not in ORDERS:
-        known = ", ".join(map(repr, ORDERS))
-        raise ValueError(f"gate_up is {gate_up!r}, expected one of {known}")
-    if dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float16")
-    experts, rows, _ = checkpoint.shape
-    if gate_up and rows % 2:
-        raise ValueError(f"there are {rows} rows, expected as many of gate as of up")
-    weights = cls(
-        data=torch.empty(0),
-        format=checkpoint.format,
-        group_size=checkpoint.group_size,
-        has_zeros=checkpoint.has_zeros,
-        gate_up=gate_up,
-        shape=torch.Size(checkpoint.shape),
-        dtype=dtype,
-        row_scales=checkpoint.row_scales,
-        x_format=x_format,
-        x_scale=x_scale,
-    )
-    layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
-    for expert in range(experts):
-        values, scales, zeros = checkpoint.read(expert)
-        absent, of_tensor = values.new_empty(0), checkpoint.tensor_scales
-        zeros = absent if zeros is None else zeros[None]
-        of_tensor = absent if of_tensor is None else of_tensor[expert : expert + 1]
-        op = operators.pack_quantized.default
-        tiles = run(op, values[None], scales[None], zeros, of_tensor, *layout)
-        if expert == 0:
-            data = tiles.new_empty(experts, *tiles.shape[1:])
-        data[expert] = tiles[0]
-    return replace(weights, data=data)
+        layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
+        for expert in range(experts):
+            values, scales, zeros = checkpoint.read(expert)
+            absent, of_tensor = values.new_empty(0), checkpoint.tensor_scales
+            zeros = absent if zeros is None else zeros[None]
+            of_tensor = absent if of_tensor is None else of_tensor[expert : expert + 1]
+            op = operators.pack_quantized.default
+            tiles = run(op, values[None], scales[None], zeros, of_tensor, *layout)
+            if expert == 0:
+                data = tiles.new_empty(experts, *tiles.shape[1:])
+            data[expert] = tiles[0]
+        return replace(weights, data=data)

@@ -1,14 +1,14 @@
-"""Read 4-bit weights of an expert from checkpoints: values, scales and zeros by rows.
+"""What readers of checkpoints have in common: experts one by one, as values, scales and zeros.
 
-Packing takes values (N, K / 2) uint8, the even column in the low nibble; scales (N, K / group);
-zeros (N, K / group) uint8, or None. quantized_fp8.py reads FP8 weights.
+Packing takes 4-bit values (N, K / 2) uint8, the even column in the low nibble; scales
+(N, K / group); zeros (N, K / group) uint8, or None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from moelora.operators.storage import check_held
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+GateUp: TypeAlias = Literal["concatenated", "interleaved"]
+XFormat: TypeAlias = Literal["native", "group", "token", "static"]
 Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8", "nf4", "bnb_fp4"]  # type of a value
 
 BLOCK = 32  # columns that share an MXFP4 scale
@@ -40,6 +42,24 @@ class Checkpoint:
     row_scales: bool = False  # of FP8, as `block`
     block: tuple[int, int] = (0, 0)
     tensor_scales: Tensor | None = None  # of NVFP4: (E, 1) or (E, 2) float32
+
+
+Made = TypeVar("Made", bound="Packable")
+
+
+class Packable:
+    """Base of the constructors of `QuantizedWeights`, one class for each kind of value."""
+
+    @classmethod
+    def _pack(
+        cls: type[Made],
+        checkpoint: Checkpoint,
+        gate_up: GateUp | None,
+        dtype: torch.dtype,
+        x_format: XFormat = "native",
+        x_scale: float = 0.0,
+    ) -> Made:
+        raise NotImplementedError  # quantized.py
 
 
 class Stack:
@@ -108,17 +128,6 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_SCALE = 65504.0  # largest float16 value
 
 
-def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -> int:
-    """Columns per group; -1: all columns."""
-    group = columns // groups if groups and columns % groups == 0 else 0
-    if group not in (32, columns) and (group == 0 or group % 64):
-        got = f"has {groups} groups for {columns} columns"
-        scales.fail(0, got, "groups of 32, of a multiple of 64, or of all columns")
-    if group_size is not None and group != (columns if group_size == -1 else group_size):
-        scales.fail(0, f"has groups of {group}", f"groups of {group_size}, the group_size")
-    return group
-
-
 def check_scales(scales: Stack, expert: int, largest: float = LARGEST_SCALE) -> None:
     if not (scales[expert].to(torch.float32).abs() <= largest).all():
         got = f"has a scale that is NaN, infinite or beyond {largest:g}"
@@ -134,220 +143,3 @@ def words(packed: Tensor) -> Tensor:
     """(..., n) int32 -> (..., 4 n) uint8, the low byte first."""
     # contiguous() keeps any stride of a dimension of size one; that of a vector then becomes 1
     return packed.contiguous().reshape(-1).view(torch.uint8).reshape(*packed.shape[:-1], -1)
-
-
-def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
-    blocks, scales = Stack("blocks", blocks), Stack("scales", scales)
-    wanted = "[N, K/32, 16] or [N, K/2] for each expert"
-    first = blocks[0]
-    if first.dim() == 3 and first.size(2) == BLOCK // 2:
-        rows, columns = first.size(0), first.size(1) * BLOCK
-    elif first.dim() == 2 and first.size(1) % (BLOCK // 2) == 0:
-        rows, columns = first.size(0), first.size(1) * 2
-    else:
-        blocks.fail(0, f"has shape {tuple(first.shape)} for each expert", wanted)
-    blocks.refuse_empty()
-    blocks.check(blocks, tuple(first.shape), torch.uint8)
-    scales.check(blocks, (rows, columns // BLOCK), torch.uint8, torch.float8_e8m0fnu)
-
-    def read(expert: int) -> Numbers:
-        bits = scales[expert].view(torch.uint8)
-        largest = int(bits.max())
-        if largest > LARGEST_E8M0:
-            what = "NaN" if largest == 255 else f"2^{largest - 127}"
-            scales.fail(expert, f"has the e8m0 byte {largest}, {what}", "at most 128, a scale of 2")
-        return blocks[expert].reshape(rows, columns // 2), bits, None
-
-    return Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
-
-
-def nvfp4(
-    weight: PerExpert,
-    weight_scale: PerExpert,
-    weight_scale_2: PerExpert | None,
-    weight_global_scale: PerExpert | None,
-    gate_up: str | None,
-) -> Checkpoint:
-    values, scales = Stack("weight", weight), Stack("weight_scale", weight_scale)
-    rows, half = values.matrix("[N, K/2] for each expert")
-    columns = 2 * half
-    if columns % NVFP4_BLOCK:
-        values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
-    values.check(values, (rows, half), torch.uint8, torch.float4_e2m1fn_x2)
-    wanted = rows, columns // NVFP4_BLOCK
-    scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
-    given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
-    there = {name: of for name, of in given.items() if of is not None}
-    if len(there) != 1:
-        got = "both are there" if there else "neither is there"
-        raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
-    ((name, of_tensors),) = there.items()
-    stack = Stack(name, of_tensors)
-    tensor_scales = _tensor_scales(stack, values, 2 if gate_up else 1)
-    if name == "weight_global_scale":
-        tensor_scales = 1 / tensor_scales
-        for expert in (~tensor_scales.isfinite()).any(1).nonzero().flatten().tolist():
-            got = f"is {stack[expert].flatten().tolist()}"
-            stack.fail(expert, got, "numbers with a finite reciprocal")
-
-    def read(expert: int) -> Numbers:
-        bits = scales[expert].view(torch.uint8)
-        bits = bits.masked_fill(bits == 0x80, 0)  # minus zero
-        largest = int(bits.max())
-        if largest >= 0x7F:
-            what = "NaN" if largest & 0x7F == 0x7F else "negative"
-            scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
-        return values[expert].view(torch.uint8), bits, None
-
-    shape = len(values), rows, columns
-    return Checkpoint(
-        "nvfp4", shape, NVFP4_BLOCK, False, read, tensor_scales=tensor_scales.contiguous()
-    )
-
-
-def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
-    """(E, 1) or (E, 2) float32 >= 0, from numbers or vectors per expert."""
-    if len(scales) != len(values):
-        got = f"{scales.name} has {len(scales)} experts"
-        raise ValueError(f"{got}, expected {len(values)} as {values.name}")
-    found = []
-    for expert in range(len(scales)):
-        scale = scales[expert]
-        if scale.is_meta:
-            scales.fail(expert, "is on meta", "a device with memory")
-        if scale.numel() not in (1, halves) or scale.dtype != torch.float32:
-            got = f"has shape {tuple(scale.shape)} and dtype {str(scale.dtype)[6:]}"
-            wanted = "a float32" + (", or two of gate and up" if halves == 2 else "")
-            scales.fail(expert, got, wanted)
-        if not (scale.isfinite() & (scale >= 0)).all():
-            scales.fail(expert, f"is {scale.flatten().tolist()}", "finite numbers >= 0")
-        found.append(scale.flatten())
-    counts = {scale.numel() for scale in found}
-    return torch.stack([scale.expand(max(counts)) for scale in found]).to(values[0].device)
-
-
-def gptq(
-    qweight: PerExpert,
-    scales: PerExpert,
-    qzeros: PerExpert | None,
-    g_idx: PerExpert | None,
-    group_size: int | None,
-    sym: bool | None,
-    offset: int,
-) -> Checkpoint:
-    values, scales = Stack("qweight", qweight), Stack("scales", scales)
-    depth, rows = values.matrix("[K/8, N] for each expert")
-    columns, groups = 8 * depth, scales.matrix("[K/group, N] for each expert")[0]
-    values.check(values, (depth, rows), torch.int32)
-    scales.check(values, (groups, rows), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if qzeros is not None:
-        stored = Stack("qzeros", qzeros)
-        stored.check(values, (groups, -(-rows // 8)), torch.int32)
-        zeros = stored if _differ_from_8(stored, rows, offset) else None
-        if sym and zeros is not None:
-            raise ValueError("qzeros has zero points other than 8, expected none, as sym is True")
-    elif sym is False:
-        raise ValueError("qzeros is None, expected zero points, as sym is False")
-    if g_idx is not None:
-        _check_order(Stack("g_idx", g_idx), values, columns, group)
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        points = None
-        if zeros is not None:
-            points = (nibbles(words(zeros[expert]))[:, :rows] + offset).t().contiguous()
-        return words(values[expert].t()), scales[expert].t().contiguous(), points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
-
-
-def _differ_from_8(zeros: Stack, rows: int, offset: int) -> bool:
-    stored = 8 - offset
-    return any(
-        bool((nibbles(words(zeros[expert]))[:, :rows] != stored).any())
-        for expert in range(len(zeros))
-    )
-
-
-def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:
-    if all(g_idx[expert].numel() == 0 for expert in range(len(g_idx))):
-        return
-    g_idx.check(values, (columns,), torch.int32, torch.int64)
-    in_order = torch.arange(columns, device=g_idx[0].device) // group
-    for expert in range(len(g_idx)):
-        if not torch.equal(g_idx[expert].long(), in_order):
-            got = "is of weights in the order of their activations (desc_act)"
-            g_idx.fail(expert, got, "k // group_size")
-
-
-def awq(
-    qweight: PerExpert,
-    scales: PerExpert,
-    qzeros: PerExpert | None,
-    group_size: int | None,
-) -> Checkpoint:
-    values, scales = Stack("qweight", qweight), Stack("scales", scales)
-    columns, eighth = values.matrix("[K, N/8] for each expert")
-    rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
-    if columns % 8:
-        values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
-    values.check(values, (columns, eighth), torch.int32)
-    scales.check(values, (groups, rows), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if qzeros is not None:
-        stored = Stack("qzeros", qzeros)
-        stored.check(values, (groups, eighth), torch.int32)
-        zeros = stored if _differ_from_8(stored, rows, 0) else None
-
-    def by_columns(packed: Tensor) -> Tensor:
-        stored = nibbles(words(packed)).unflatten(1, (-1, 8))
-        inverse = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
-        return stored[:, :, inverse].flatten(1)
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        numbers = by_columns(values[expert]).t()
-        packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        points = None if zeros is None else by_columns(zeros[expert]).t().contiguous()
-        return packed.contiguous(), scales[expert].t().contiguous(), points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
-
-
-def compressed_tensors(
-    weight_packed: PerExpert,
-    weight_scale: PerExpert,
-    weight_zero_point: PerExpert | None,
-    weight_shape: PerExpert | None,
-    group_size: int | None,
-) -> Checkpoint:
-    values, scales = Stack("weight_packed", weight_packed), Stack("weight_scale", weight_scale)
-    rows, depth = values.matrix("[N, K/8] for each expert")
-    columns, groups = 8 * depth, scales.matrix("[N, K/group] for each expert")[1]
-    values.check(values, (rows, depth), torch.int32)
-    scales.check(values, (rows, groups), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if weight_zero_point is not None:
-        zeros = Stack("weight_zero_point", weight_zero_point)
-        zeros.check(values, (-(-rows // 8), groups), torch.int32)
-    if weight_shape is not None:
-        shapes = weight_shape.reshape(-1, 2) if isinstance(weight_shape, Tensor) else weight_shape
-        for shape in shapes:
-            if tuple(map(int, shape)) != (rows, columns):
-                raise ValueError(
-                    f"weight_shape is {tuple(map(int, shape))}, expected {(rows, columns)} as "
-                    "weight_packed"
-                )
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        points = None
-        if zeros is not None:
-            points = nibbles(words(zeros[expert].t()))[:, :rows].t().contiguous()
-        return words(values[expert]), scales[expert], points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)

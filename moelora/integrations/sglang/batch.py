@@ -74,8 +74,7 @@ def prepare_moe_lora_batch(
     ValueError
         `seq_lens` and `weight_indices` have different lengths, a length is negative, they are more
         than `num_tokens` together, or `num_tokens` is missing. Numbers on a GPU are not looked at.
-    TypeError
-        An argument is of another type than in the signature.
+    {other_type}
     """
     check_held("weight_indices", weight_indices)
     if weight_indices.dtype not in (torch.int32, torch.int64):

@@ -157,13 +157,7 @@ def moe_lora_gate_up_b(
         [gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
     )
     op = operators.moe_lora_gate_up_b.default
-    run(
-        op,
-        out,
-        intermediate_a.unsqueeze(0),
-        [gate_up_b],
-        *routes,
-    )
+    run(op, out, intermediate_a.unsqueeze(0), [gate_up_b], *routes)
     return out
 
 
@@ -282,13 +276,7 @@ def moe_lora_fused(
         scalings,
     )
     factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
-    run(
-        operators.moe_lora_fused.default,
-        output,
-        x,
-        *factors,
-        *routes,
-    )
+    run(operators.moe_lora_fused.default, output, x, *factors, *routes)
     return output
 
 
@@ -342,8 +330,7 @@ def run_moe_lora(
     Raises
     ------
     {ValueError}
-    TypeError
-        An argument is of another type than in the signature.
+    {other_type}
     {RuntimeError}
     {NotImplementedError}
     """

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from moelora.integrations.sglang import marlin
 from moelora.operators.fake import COMPUTE_DTYPES
-from moelora.weights.fp8 import GateUp
 from moelora.weights.quantized import QuantizedWeights
+from moelora.weights.readers import GateUp
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -38,7 +38,9 @@ def compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collection
     if kind == "float" and bits == 4 and size == 32:
         tensors = ("weight_packed", "weight_scale"), ()
         taken = f"{inputs.get('num_bits', 4)} bits" if inputs else ""
-        return Scheme(f"MXFP4 of {name}", *tensors, dense.mxfp4, {}, _mxfp4, inputs=taken)
+        scheme = Scheme(f"MXFP4 of {name}", *tensors, dense.mxfp4, {}, QuantizedWeights.from_mxfp4)
+        renamed = {"weight_packed": "blocks", "weight_scale": "scales"}
+        return scheme._replace(renamed=renamed, inputs=taken)
     raise NotImplementedError(
         f"{name}: {linear} has {kind} weights of {bits} bits, strategy {strategy!r:.80}, "
         f"group_size {size}, wanted {KEPT}"
@@ -135,10 +137,6 @@ def _packed(weight_g_idx: Any = None, **tensors: Any) -> QuantizedWeights:
     return QuantizedWeights.from_compressed_tensors(**tensors)
 
 
-def _mxfp4(weight_packed: Any, weight_scale: Any, **options: Any) -> QuantizedWeights:
-    return QuantizedWeights.from_mxfp4(weight_packed, weight_scale, **options)
-
-
 def _float_quantized(
     weights: Mapping[str, Any], inputs: Mapping[str, Any], strategy: str
 ) -> Scheme:
@@ -155,10 +153,8 @@ def _float_quantized(
         scheme = scheme._replace(unused=("input_scale",))
     else:
         block = {"block": block_size(weights.get("block_structure") or (128, 128))}
-        scheme = Scheme("FP8 of blocks", *tensors, dense.fp8, block, _blocks, block)
-        scheme = scheme._replace(unused=("input_scale",))
+        make = QuantizedWeights.from_fp8_block
+        scheme = Scheme("FP8 of blocks", *tensors, dense.fp8, block, make, block)
+        renamed = {"weight_scale": "weight_scale_inv"}
+        scheme = scheme._replace(renamed=renamed, unused=("input_scale",))
     return scheme if inputs else scheme._replace(options=scheme.options | {"activations": "native"})
-
-
-def _blocks(weight: Any, weight_scale: Any, **options: Any) -> QuantizedWeights:
-    return QuantizedWeights.from_fp8_block(weight, weight_scale, **options)

@@ -49,7 +49,9 @@ def _deepseek_v4(config: Mapping[str, Any], linear: str) -> Scheme:
     if expert_dtype == "fp4" and OF_EXPERTS.search(linear):
         return Scheme("MXFP4 of DeepSeek", *tensors, _dequantize_fp4, {}, _fp4_experts)
     block = {"block": block_size(config.get("weight_block_size"))}
-    return Scheme("FP8 of blocks", *tensors, _dequantize_fp8, block, _fp8_experts, block)
+    make = QuantizedWeights.from_fp8_block
+    scheme = Scheme("FP8 of blocks", *tensors, _dequantize_fp8, block, make, block)
+    return scheme._replace(renamed={"scale": "weight_scale_inv"})
 
 
 OF_EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -70,10 +72,6 @@ def _as_bytes(weight: Tensor) -> Tensor:
 
 def _dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.fp8(weight, weight_scale_inv=scale, block=block)
-
-
-def _fp8_experts(weight: Any, scale: Any, **options: Any) -> QuantizedWeights:
-    return QuantizedWeights.from_fp8_block(weight, scale, **options)
 
 
 def fp8_tensor(is_static: bool) -> Scheme:
@@ -108,36 +106,24 @@ def mxfp8(method: str) -> Scheme:
     return Scheme(f"MXFP8 of {method}", *tensors, dense.mxfp8, {}, refusal=refusal)
 
 
+# NVFP4 is W4A16 here: scales of activations are unused, and some experts may lack them.
+
+
 def _nvfp4_scheme_of_modelopt(algorithm: str, has_inputs: bool) -> Scheme:
-    tensors = ("weight", "weight_scale", "weight_scale_2"), ("input_scale",)
-    return _nvfp4_scheme(
-        "ModelOpt", *tensors, _nvfp4_of_modelopt, algorithm == "NVFP4" and has_inputs
-    )
+    tensors = ("weight", "weight_scale", "weight_scale_2"), ()
+    make = QuantizedWeights.from_nvfp4
+    scheme = Scheme("NVFP4 of ModelOpt", *tensors, _nvfp4_of_modelopt, {}, make)
+    is_w4a4 = algorithm == "NVFP4" and has_inputs
+    return scheme._replace(inputs="NVFP4" if is_w4a4 else "", unused=("input_scale",))
 
 
 def tensor_group(method: str, has_inputs: bool) -> Scheme:
     """compressed-tensors' strategy of four-bit floats with scales of groups and of the tensor."""
-    tensors = ("weight_packed", "weight_scale", "weight_global_scale"), ("input_global_scale",)
-    return _nvfp4_scheme(method, *tensors, _nvfp4_of_compressed, has_inputs)
-
-
-def _nvfp4_scheme(
-    method: str,
-    required: tuple[str, ...],
-    unused: tuple[str, ...],
-    dequantize_weight: Callable[..., Tensor],
-    is_w4a4: bool,
-) -> Scheme:
-    """W4A16: scales of activations are unused, and some experts may lack them."""
-    scheme = Scheme(f"NVFP4 of {method}", required, (), dequantize_weight, {}, _nvfp4_experts)
-    return scheme._replace(inputs="NVFP4" if is_w4a4 else "", unused=unused)
-
-
-def _nvfp4_experts(
-    weight: Any = None, weight_packed: Any = None, **scales: Any
-) -> QuantizedWeights:
-    """Accepts the tensor names of ModelOpt (`weight`) and compressed-tensors (`weight_packed`)."""
-    return QuantizedWeights.from_nvfp4(weight_packed if weight is None else weight, **scales)
+    tensors = ("weight_packed", "weight_scale", "weight_global_scale"), ()
+    make = QuantizedWeights.from_nvfp4
+    scheme = Scheme(f"NVFP4 of {method}", *tensors, _nvfp4_of_compressed, {}, make)
+    scheme = scheme._replace(renamed={"weight_packed": "weight"}, unused=("input_global_scale",))
+    return scheme._replace(inputs="NVFP4" if has_inputs else "")
 
 
 def _nvfp4_of_compressed(

@@ -21,7 +21,8 @@ from moelora.integrations.transformers.projection import (
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.operators.checks import dtype_name
 from moelora.weights import QuantizedWeights
-from moelora.weights.fp8 import Activations, GateUp
+from moelora.weights.fp8 import Activations
+from moelora.weights.readers import GateUp
 from moelora.weights.rounding import Rounding
 
 if TYPE_CHECKING:

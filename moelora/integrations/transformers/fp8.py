@@ -28,7 +28,8 @@ from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.transformers.scheme import Scheme
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights import QuantizedWeights
-from moelora.weights.fp8 import Activations, GateUp, largest_scale, read_block, read_tensor
+from moelora.weights.fp8 import Activations, largest_scale, read_block, read_tensor
+from moelora.weights.readers import GateUp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,8 @@ from torch import Tensor
 from moelora.adapters.patterns import Patterns
 from moelora.operators.formats import FORMATS
 from moelora.weights import QuantizedWeights
-from moelora.weights.fp8 import Activations, GateUp
+from moelora.weights.fp8 import Activations
+from moelora.weights.readers import GateUp
 
 *_FIRST, _LAST = (f.name for f in FORMATS[1:] if f.name.lower() == f.kernel)
 KEPT = f"{', '.join(_FIRST)} or {_LAST}"  # as `QuantizedWeights` has them
@@ -37,6 +38,7 @@ class Scheme(NamedTuple):
     settings: dict[str, Any]  # further arguments of `dequantize_weight`
     make: Callable[..., QuantizedWeights] | None = None  # see `pack`
     options: dict[str, Any] = {}  # further arguments of `make`
+    renamed: Mapping[str, str] = {}  # arguments of `make` that are not called as their tensors
     rows: int = 0  # dimension in which gate and up are concatenated
     refusal: str = ""  # why `make` is None
     inputs: str = ""  # the folder's dtype of activations, if kernels ignore it
@@ -64,7 +66,8 @@ class Scheme(NamedTuple):
         self.check(where)
         assert self.make is not None
         try:
-            return self.make(**found, **self.options, gate_up=gate_up, dtype=dtype)
+            tensors = {self.renamed.get(name, name): tensor for name, tensor in found.items()}
+            return self.make(**tensors, **self.options, gate_up=gate_up, dtype=dtype)
         except (ValueError, TypeError) as error:  # TypeError: a setting's type
             raise ValueError(f"{where}: {error}") from None
 

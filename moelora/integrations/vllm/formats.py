@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,18 @@ def _columns_first(tensor: Tensor, parameter: Tensor) -> PerExpert:
     return tensor
 
 
-def _mxfp4(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
-    blocks, scales = _get(layer, f"{name}_weight"), _get(layer, f"{name}_weight_scale")
-    return QuantizedWeights.from_mxfp4(blocks, scales, **options)
+def _of(
+    make: Callable[..., QuantizedWeights],
+    settings: Callable[[Any], dict[str, Any]] = lambda method: {},
+    **tensors: str,
+) -> Read:
+    """`make` of tensors by their names after "w13_" and "w2_", with settings of the method."""
+
+    def read(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+        parts = {key: _get(layer, f"{name}_{own}") for key, own in tensors.items()}
+        return make(**parts, **settings(method), **options)
+
+    return read
 
 
 def apart(rows: Tensor) -> Tensor:
@@ -84,37 +94,8 @@ def _gpt_oss(method: Any, layer: Any, name: str, options: dict[str, Any]) -> Qua
     return QuantizedWeights.from_mxfp4(blocks, scales, **options)
 
 
-def _mxfp4_compressed(
-    method: Any, layer: Any, name: str, options: dict[str, Any]
-) -> QuantizedWeights:
-    blocks, scales = _get(layer, f"{name}_weight_packed"), _get(layer, f"{name}_weight_scale")
-    return QuantizedWeights.from_mxfp4(blocks, scales, **options)
-
-
 def _mxfp4_compressed_reason(method: Any) -> str | None:
     return "vLLM's kernels take activations in MXFP4" if method.use_cutlass_mxfp4 else None
-
-
-def _nvfp4_modelopt(
-    method: Any, layer: Any, name: str, options: dict[str, Any]
-) -> QuantizedWeights:
-    return QuantizedWeights.from_nvfp4(
-        _get(layer, f"{name}_weight"),
-        _get(layer, f"{name}_weight_scale"),
-        weight_scale_2=_get(layer, f"{name}_weight_scale_2"),
-        **options,
-    )
-
-
-def _nvfp4_compressed(
-    method: Any, layer: Any, name: str, options: dict[str, Any]
-) -> QuantizedWeights:
-    return QuantizedWeights.from_nvfp4(
-        _get(layer, f"{name}_weight_packed"),
-        _get(layer, f"{name}_weight_scale"),
-        weight_global_scale=_get(layer, f"{name}_weight_global_scale"),
-        **options,
-    )
 
 
 def _nvfp4_reason(method: Any) -> str | None:
@@ -125,16 +106,6 @@ def _nvfp4_reason(method: Any) -> str | None:
     return f"vLLM's {backend} kernels take activations in NVFP4"
 
 
-def _gptq(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
-    return QuantizedWeights.from_gptq(
-        _get(layer, f"{name}_qweight"),
-        _get(layer, f"{name}_scales"),
-        group_size=method.quant_config.group_size,
-        sym=True,
-        **options,
-    )
-
-
 def _gptq_reason(method: Any) -> str | None:
     config = method.quant_config
     if config.weight_bits != 4:
@@ -142,16 +113,6 @@ def _gptq_reason(method: Any) -> str | None:
     if getattr(config, "desc_act", False):
         return "GPTQ weights are in the order of their activations (desc_act)"
     return None if config.is_sym else "GPTQ weights have zero points"
-
-
-def _awq(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
-    return QuantizedWeights.from_awq(
-        _get(layer, f"{name}_qweight"),
-        _get(layer, f"{name}_scales"),
-        _get(layer, f"{name}_qzeros"),
-        group_size=method.quant_config.group_size,
-        **options,
-    )
 
 
 def _awq_reason(method: Any) -> str | None:
@@ -184,26 +145,16 @@ def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
     return options | {"activations": "native" if marlin else "fp8"}
 
 
-def _fp8(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
-    weight, options = _get(layer, f"{name}_weight"), _fp8_options(method, options)
-    if method.block_quant:
-        block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
-        scales = _get(layer, f"{name}_weight_scale_inv")
-        return QuantizedWeights.from_fp8_block(weight, scales, block=block, **options)
-    inputs = getattr(layer, f"{name}_input_scale")
-    scales = _get(layer, f"{name}_weight_scale")
-    return QuantizedWeights.from_fp8_tensor(weight, scales, inputs, **options)
-
-
-def _fp8_compressed(
-    method: Any, layer: Any, name: str, options: dict[str, Any]
+def _fp8(
+    method: Any, layer: Any, name: str, options: dict[str, Any], of_blocks: str = "weight_scale"
 ) -> QuantizedWeights:
     weight, options = _get(layer, f"{name}_weight"), _fp8_options(method, options)
-    scales = _get(layer, f"{name}_weight_scale")
     if method.block_quant:
         block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
+        scales = _get(layer, f"{name}_{of_blocks}")
         return QuantizedWeights.from_fp8_block(weight, scales, block=block, **options)
-    if method.weight_quant.strategy == "channel":
+    scales = _get(layer, f"{name}_weight_scale")
+    if getattr(getattr(method, "weight_quant", None), "strategy", None) == "channel":
         return QuantizedWeights.from_fp8_channel(weight, scales, **options)
     inputs = getattr(layer, f"{name}_input_scale")
     return QuantizedWeights.from_fp8_tensor(weight, scales, inputs, **options)
@@ -235,20 +186,25 @@ FORMATS = {
                 }
             },
         ),
-        _mxfp4,
+        _of(QuantizedWeights.from_mxfp4, blocks="weight", scales="weight_scale"),
         rounds=True,
         chooses="select_deepseek_v4_mxfp4_moe_backend",
     ),
     "mxfp4_compressed_tensors": Format(
         "MXFP4, compressed-tensors",
         _method(f"{_COMPRESSED}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", "self moe"),
-        _mxfp4_compressed,
+        _of(QuantizedWeights.from_mxfp4, blocks="weight_packed", scales="weight_scale"),
         _mxfp4_compressed_reason,
     ),
     "nvfp4_modelopt": Format(
         "NVFP4 with 16-bit activations, ModelOpt",
         _method(f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "self quant_config moe_config"),
-        _nvfp4_modelopt,
+        _of(
+            QuantizedWeights.from_nvfp4,
+            weight="weight",
+            weight_scale="weight_scale",
+            weight_scale_2="weight_scale_2",
+        ),
         _nvfp4_reason,
     ),
     "nvfp4_compressed_tensors": Format(
@@ -258,20 +214,36 @@ FORMATS = {
             "CompressedTensorsW4A4Nvfp4MoEMethod",
             "self moe layer_name use_a16",
         ),
-        _nvfp4_compressed,
+        _of(
+            QuantizedWeights.from_nvfp4,
+            weight="weight_packed",
+            weight_scale="weight_scale",
+            weight_global_scale="weight_global_scale",
+        ),
         _nvfp4_reason,
     ),
     "gptq": Format(
         "INT4, GPTQ",
         _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
-        _gptq,
+        _of(
+            QuantizedWeights.from_gptq,
+            lambda method: {"group_size": method.quant_config.group_size, "sym": True},
+            qweight="qweight",
+            scales="scales",
+        ),
         _gptq_reason,
         loaded_biases=True,
     ),
     "awq": Format(
         "INT4, AWQ",
         _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
-        _awq,
+        _of(
+            QuantizedWeights.from_awq,
+            lambda method: {"group_size": method.quant_config.group_size},
+            qweight="qweight",
+            scales="scales",
+            qzeros="qzeros",
+        ),
         _awq_reason,
     ),
     "compressed_tensors": Format(
@@ -286,11 +258,15 @@ FORMATS = {
         _compressed,
         _compressed_reason,
     ),
-    "fp8": Format("FP8", _method(f"{_QUANT}.fp8", "Fp8MoEMethod", "self quant_config layer"), _fp8),
+    "fp8": Format(
+        "FP8",
+        _method(f"{_QUANT}.fp8", "Fp8MoEMethod", "self quant_config layer"),
+        partial(_fp8, of_blocks="weight_scale_inv"),
+    ),
     "fp8_compressed_tensors": Format(
         "FP8, compressed-tensors",
         _method(f"{_COMPRESSED}_w8a8_fp8", "CompressedTensorsW8A8Fp8MoEMethod", _SCHEME),
-        _fp8_compressed,
+        _fp8,
     ),
 }
 

@@ -6,8 +6,10 @@ local expert keep their bits. They never synchronize, and can be captured in a C
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +26,30 @@ from moelora.operators.call import (
 )
 from moelora.operators.delta import known_experts, one_expert
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 UNLIMITED = 2**31 - 1
+TILES = (
+    *("block_size_m", "block_size_n", "block_size_k"),
+    *("group_size_m", "num_warps", "num_stages", "split_k"),
+)
 
 
-def _check_tiles(half: str, **tiles: int) -> None:
-    """Check the tile arguments, which are otherwise ignored."""
-    for name, value in tiles.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{half}{name} is {value!r}, expected an int of at least 1")
+def _checking_tiles(function: Callable[P, T]) -> Callable[P, T]:
+    """Check the arguments that are tiles of vLLM's kernels, which are otherwise ignored."""
+    names = enumerate(inspect.signature(function).parameters)
+    tiles = [(at, name) for at, name in names if name.endswith(TILES)]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for at, name in tiles:
+            value = args[at] if at < len(args) else kwargs.get(name, 1)  # the call misses it
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected an int of at least 1")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _check_equal(name: str, got: Any, source: str, want: Any) -> None:
@@ -106,6 +124,7 @@ def _gathered(h: Tensor, gather: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 @typed
+@_checking_tiles
 def fused_moe_lora(
     output: Tensor,
     qcurr_hidden_states: Tensor,
@@ -206,26 +225,6 @@ def fused_moe_lora(
     same path, only the shape of the input says whether it has a row per token or per choice, and
     the result does not depend on `split_k`.
     """
-    _check_tiles(
-        "shrink_",
-        block_size_m=shrink_block_size_m,
-        block_size_n=shrink_block_size_n,
-        block_size_k=shrink_block_size_k,
-        group_size_m=shrink_group_size_m,
-        num_warps=shrink_num_warps,
-        num_stages=shrink_num_stages,
-        split_k=shrink_split_k,
-    )
-    _check_tiles(
-        "expand_",
-        block_size_m=expand_block_size_m,
-        block_size_n=expand_block_size_n,
-        block_size_k=expand_block_size_k,
-        group_size_m=expand_group_size_m,
-        num_warps=expand_num_warps,
-        num_stages=expand_num_stages,
-        split_k=expand_split_k,
-    )
     a, b = list(lora_a_stacked), list(lora_b_stacked)
     if not a or len(a) != len(b):
         raise ValueError(
@@ -260,6 +259,7 @@ def fused_moe_lora(
 
 
 @typed
+@_checking_tiles
 def fused_moe_lora_shrink(
     a_intermediate_cache1: Tensor,
     qcurr_hidden_states: Tensor,
@@ -321,16 +321,6 @@ def fused_moe_lora_shrink(
     {errors}
     """
     a = list(lora_a_stacked)
-    _check_tiles(
-        "",
-        block_size_m=block_size_m,
-        block_size_n=block_size_n,
-        block_size_k=block_size_k,
-        group_size_m=group_size_m,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        split_k=split_k,
-    )
     _check_equal("num_slices", num_slices, "the number of lora_a_stacked", len(a))
     _check_size("N", N, "a_intermediate_cache1", a_intermediate_cache1, 3)
     _check_size("M", M, "topk_weights", topk_weights, 0)
@@ -351,16 +341,11 @@ def fused_moe_lora_shrink(
         block_size_m,
     )
     op = operators.fused_moe_lora_shrink.default
-    run(
-        op,
-        a_intermediate_cache1,
-        qcurr_hidden_states,
-        a,
-        *rows,
-    )
+    run(op, a_intermediate_cache1, qcurr_hidden_states, a, *rows)
 
 
 @typed
+@_checking_tiles
 def fused_moe_lora_expand(
     output: Tensor,
     a_intermediate_cache1: Tensor,
@@ -424,16 +409,6 @@ def fused_moe_lora_expand(
     {errors}
     """
     b = list(lora_b_stacked)
-    _check_tiles(
-        "",
-        block_size_m=block_size_m,
-        block_size_n=block_size_n,
-        block_size_k=block_size_k,
-        group_size_m=group_size_m,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        split_k=split_k,
-    )
     _check_equal("num_slices", num_slices, "the number of lora_b_stacked", len(b))
     _check_size("M", M, "topk_weights", topk_weights, 0)
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
