@@ -13,12 +13,9 @@ them is overwritten and added after the last. A slot that is written without the
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -26,40 +23,18 @@ from moelora.adapters import arguments
 from moelora.adapters.bringing import Bringing
 from moelora.adapters.checkpoint import Own
 from moelora.adapters.columns import Layout
-from moelora.adapters.held import Held, Loaded
 from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
-from moelora.adapters.linears import LinearFactors
-from moelora.adapters.names import check_name, distinct, listed
-from moelora.adapters.ranks import Ranks
+from moelora.adapters.names import check_name, distinct
+from moelora.adapters.ranks import Ranks, on_all_ranks
 from moelora.adapters.reader import Given, Reader
+from moelora.adapters.serving import ServingPool
 from moelora.adapters.shards import Shard
-from moelora.adapters.slots import LayerFactors, Slots, Staged
+from moelora.adapters.slots import Slots, Staged
 from moelora.operators.checks import check_count, check_flag, check_mapping
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def _on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of a pool, whose first argument is a name, that succeeds on all ranks or on none."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        ranks = args[0].ranks  # type: ignore[attr-defined] # an AdapterPool
-        if ranks is None:
-            return method(*args, **kwargs)
-        name = args[1] if len(args) > 1 else kwargs.get("name")
-        return ranks.together(  # type: ignore[no-any-return]
-            f"{method.__name__} of adapter {name!r}",
-            lambda: method(*args, **kwargs),
-            lambda result: {"the result": result},
-        )
-
-    return call
-
-
-class AdapterPool:
+class AdapterPool(ServingPool):
     """Stacked LoRA adapters of the layers of one model, by name, in `max_loras` slots.
 
     Parameters
@@ -175,7 +150,6 @@ class AdapterPool:
         self.shared_outer = shared_outer
         self.shards = dict(shards or {})
         self.ranks = ranks
-        self._reader = Reader(self.layers, self.linears, max_rank, linear_rank, others, own)
         self._slots = Slots(
             self.layers,
             self.linears,
@@ -187,6 +161,7 @@ class AdapterPool:
             shared_outer,
             self.shards,
         )
+        self._reader = Reader(self._slots, [*layers, *linears], others, own)
         tables = self._slots.tables[self.device]
         self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
         self.adapter_enabled = tables.enabled
@@ -197,7 +172,7 @@ class AdapterPool:
 
     # -- adapters in and out --
 
-    @_on_all_ranks
+    @on_all_ranks
     def add(
         self,
         name: str,
@@ -251,7 +226,7 @@ class AdapterPool:
         check_flag("replace", replace)
         return self._add(name, source, config, layout, pin, replace)
 
-    @_on_all_ranks
+    @on_all_ranks
     def register(
         self,
         name: str,
@@ -279,7 +254,7 @@ class AdapterPool:
         with self._lock:
             self._versions.check_new(name)
         if isinstance(source, (str, Path)):
-            self._reader.peek(self._slots, name, source, config, layout)
+            self._reader.peek(name, source, config, layout)
             origin = Source.of(source, layout)
         else:
             host.check_room(name)
@@ -334,7 +309,7 @@ class AdapterPool:
         """
         return self._reader.read(name, source, config, layout)
 
-    @_on_all_ranks
+    @on_all_ranks
     def update(
         self,
         name: str,
@@ -396,139 +371,31 @@ class AdapterPool:
         with self._lock:
             return self._versions.lineage(name).version
 
-    @_on_all_ranks
+    @on_all_ranks
     def remove(self, name: str) -> None:
         """Forget an adapter, and free its slot. RuntimeError while a batch holds a version."""
         check_name(name)
         self._versions.remove(name)
 
-    @_on_all_ranks
+    @on_all_ranks
     def enable(self, name: str) -> None:
         """Undo `disable`."""
         check_name(name)
         self._versions.enable(name, True)
 
-    @_on_all_ranks
+    @on_all_ranks
     def disable(self, name: str) -> None:
         """Keep the adapter loaded, but make its tokens base tokens from the next launch on."""
         check_name(name)
         self._versions.enable(name, False)
 
-    @_on_all_ranks
+    @on_all_ranks
     def pin(self, name: str, pinned: bool = True) -> None:
         """Protect an adapter in a slot from eviction, or stop protecting it."""
         check_name(name)
         check_flag("pinned", pinned)
         with self._lock:
-            self._entry(name).pinned = pinned
-
-    # -- serving --
-
-    def lookup(self, name: str, *, held: Held | None = None) -> int:
-        """The slot of an adapter, which counts as a use. KeyError names what is loaded.
-
-        `held` as of `mapping`. ValueError for what is no name of an adapter, such as None.
-        """
-        check_name(name)
-        return self._slots_of([name], held)[name]
-
-    def mapping(
-        self,
-        names: Iterable[str | None],
-        *,
-        held: Held | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`token_lora_mapping` for one name (None = no adapter) per token, int32 on the device.
-
-        `held`, from `hold` or `keep`, gives the versions that it holds, whatever `update` does; a
-        call with it begins a step, in which `in_flight="switch"` takes effect. Without it, adapters
-        that are known and in no slot are brought, as by `hold`.
-        `out` is filled in place, for a captured graph; tokens beyond the names get -1. The host
-        does not wait for the device.
-        """
-        names = listed(names)
-        if out is not None:
-            arguments.check_out(out, len(names), self.device)
-        slots = {None: -1, **self._slots_of(names, held)}
-        numbers = [slots[name] for name in names]
-        ids = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=self._pinned)
-        if out is None:
-            return ids.to(self.device, non_blocking=True)
-        out[: len(names)].copy_(ids, non_blocking=True)
-        out[len(names) :].fill_(-1)
-        return out
-
-    @contextmanager
-    def hold(
-        self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
-    ) -> Iterator[Held]:
-        """Keeps adapters in their slots for as long as the context lasts.
-
-        Those that are known and in no slot are brought to one: from host memory or their folder,
-        by copies on a stream of their own. The host does not wait for the copies.
-
-        Parameters
-        ----------
-        names : iterable of str or None
-            Adapters; None: none.
-        timeout : float
-            Seconds to wait until slots are free, if all are pinned or in use. Batches that wait
-            get slots in the order of their calls (`turns.py`).
-        layerwise : bool
-            The current streams do not wait for copies: before the kernels of a layer that read a
-            slot the caller calls `held.wait(layer)`, before a captured graph `held.wait()`. Without
-            it, the current streams wait for all.
-
-        Raises
-        ------
-        KeyError
-            An adapter is not known.
-        NoSlot
-            A RuntimeError: no slot can be freed.
-        ValueError, FileNotFoundError
-            A folder is refused, as by `add`.
-        """
-        held = None
-        try:
-            held = self.keep(names, timeout=timeout, layerwise=layerwise)
-            self._versions.enter(held)
-            yield held
-        finally:
-            if held is not None:
-                self._versions.release(held)
-
-    def keep(
-        self, names: Iterable[str | None], *, timeout: float = 0.0, layerwise: bool = False
-    ) -> Held:
-        """As `hold`, for as long as the object that it returns is referred to."""
-        if not isinstance(timeout, (int, float)) or math.isnan(timeout):
-            raise ValueError(f"timeout is {timeout!r}, wanted seconds, 0 not to wait")
-        check_flag("layerwise", layerwise)
-        held = self._versions.take(distinct(names), timeout)
-        self._slots.streams.note()
-        if not layerwise:
-            held.wait()
-        return held
-
-    def note_stream(self) -> None:
-        """Kernels on the current streams read slots from now on, wherever `hold` was called."""
-        self._slots.streams.note()
-
-    def layer(self, name: str) -> LayerFactors:
-        """Keyword arguments of `fused_experts_lora` for one layer, except `token_lora_mapping`.
-        KeyError for what is none of the pool's layers of experts."""
-        return self._slots.layer(name)
-
-    def linear(self, name: str) -> LinearFactors:
-        """Factors of one linear layer or embedding, including scalings (`linears.py`). KeyError for
-        what is none of the pool's."""
-        return self._slots.linear(name)
-
-    def names(self) -> list[str]:
-        """Adapters in slots, least recently used first."""
-        with self._lock:
-            return list(self._versions.loaded)
+            self._versions.entry(name).pinned = pinned
 
     def registered(self) -> list[str]:
         """All adapters that are known, in slots or not."""
@@ -539,37 +406,6 @@ class AdapterPool:
             "an AdapterPool is neither copied nor pickled: graphs and modules have its slots; make "
             "one for each model and process, and add the adapters to it"
         )
-
-    def __contains__(self, name: object) -> bool:
-        with self._lock:
-            return name in self._versions.loaded
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._versions.loaded)
-
-    def describe(self) -> dict[str, str]:
-        """What this process holds of every layer's factors: "whole", or its part of the weight's
-        axis, with the shapes of A and B for one adapter."""
-        held: dict[str, str] = {}
-        for name in self.layers:
-            factors: dict[str, Any] = {**self.layer(name)}
-            shapes = {
-                side: tuple((stack[0] if isinstance(stack, tuple) else stack).shape[1:])
-                for side, stack in factors.items()
-                if "_lora_" in side
-            }
-            held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
-        for name in self.linears:
-            linear = self.linear(name)
-            a, b = linear["lora_a"], linear["lora_b"]
-            shapes = {"lora_a": tuple(a.shape[2:]), "lora_b": tuple(b.shape[2:])}
-            held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
-        return held
-
-    def memory_bytes(self) -> int:
-        """Device memory of all slots, used or not."""
-        return sum(t.nbytes for t in self._tensors())
 
     def host_bytes(self) -> int:
         """Host memory of the factors of at most `host` adapters.
@@ -608,7 +444,7 @@ class AdapterPool:
         """An adapter in the dtypes of its stacks, the same on all ranks."""
 
         def stage() -> Staged:
-            return self._reader.stage(self._slots, name, source, config, layout)
+            return self._reader.stage(name, source, config, layout)
 
         if self.ranks is None:
             return stage()
@@ -616,27 +452,10 @@ class AdapterPool:
             f"{method} of adapter {name!r}", stage, lambda staged: staged.facts
         )
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return self._slots.tensors()
-
-    def _entry(self, name: str) -> Loaded:
-        return self._versions.entry(name)
-
     def _with_host(self, method: str) -> Host:
         if self._host is None:
             raise RuntimeError(f"{method} needs a pool with host memory: AdapterPool(..., host=64)")
         return self._host
-
-    def _slots_of(self, names: Iterable[str | None], held: Held | None) -> dict[str | None, int]:
-        """The slots of names, which counts as a use of them."""
-        wanted = distinct(names)
-        if held is not None and not isinstance(held, Held):
-            raise ValueError(f"held is {held!r}, wanted what hold or keep returned")
-        own = self._versions.take(wanted, 0.0, passing=True) if held is None else held
-        self._slots.streams.note()
-        if held is None:
-            own.wait()
-        return self._versions.slots_of(wanted, own)
 
     def _origin(self, source: Given, layout: Layout | None, staged: Staged) -> Source | None:
         """What a name stands for, with its factors in host memory; None for a pool without."""
@@ -645,4 +464,4 @@ class AdapterPool:
         return Source.of(source, layout, self._host.copied(staged))
 
     def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
-        return self._reader.stage(self._slots, name, folder, None, layout)
+        return self._reader.stage(name, folder, None, layout)

@@ -6,14 +6,16 @@ version) is compared before it is used, so that an error of one rank is raised b
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from moelora.adapters.layers import Adapter, LinearPair, Pair
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -81,6 +83,24 @@ class Ranks:
                         "in the same order"
                     )
         return None
+
+
+def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of a pool, whose first argument is a name, that succeeds on all ranks or on none."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        ranks = args[0].ranks  # type: ignore[attr-defined] # an AdapterPool
+        if ranks is None:
+            return method(*args, **kwargs)
+        name = args[1] if len(args) > 1 else kwargs.get("name")
+        return ranks.together(  # type: ignore[no-any-return]
+            f"{method.__name__} of adapter {name!r}",
+            lambda: method(*args, **kwargs),
+            lambda result: {"the result": result},
+        )
+
+    return call
 
 
 def facts_of(adapter: Adapter) -> dict[str, object]:

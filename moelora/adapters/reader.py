@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,26 +21,25 @@ Given: TypeAlias = "str | Path | Mapping[str, torch.Tensor] | Adapter"
 
 
 class Reader:
-    """Reads adapters for layers of a pool; `others` are layers of the model that it lacks, with
-    the reason. Other arguments are those of `AdapterPool`.
+    """Reads adapters for layers of a pool, to be written to `slots`; `others` are layers of the
+    model that it lacks, with the reason. `own` is that of `AdapterPool`.
     """
 
     def __init__(
         self,
-        layers: Mapping[str, MoELayer],
-        linears: Mapping[str, LinearLayer],
-        max_rank: int,
-        max_linear_rank: int,
+        slots: Slots,
+        layers: Iterable[MoELayer | LinearLayer],
         others: Mapping[MoELayer | LinearLayer, str],
         own: Own | None,
     ) -> None:
-        self.max_rank = max_rank
-        self.max_linear_rank = max_linear_rank
+        self._slots = slots
+        self.max_rank = slots.experts.max_rank
+        self.max_linear_rank = slots.linears.max_rank
         self._own = own
         self._others = {layer.name: why for layer, why in others.items()}
-        experts = [*layers.values(), *(x for x in others if isinstance(x, MoELayer))]
-        plain = [*linears.values(), *(x for x in others if isinstance(x, LinearLayer))]
-        self._every = experts, plain
+        every = [*layers, *others]
+        experts = [layer for layer in every if isinstance(layer, MoELayer)]
+        self._every = experts, [layer for layer in every if isinstance(layer, LinearLayer)]
 
     def read(
         self,
@@ -65,7 +64,6 @@ class Reader:
 
     def peek(
         self,
-        slots: Slots,
         name: str,
         folder: str | Path,
         config: Mapping[str, Any] | None,
@@ -79,11 +77,10 @@ class Reader:
             for layer, rank in info.linear_ranks.items():
                 check_rank(layer, rank, self.max_linear_rank, "max_linear_rank")
             self._check_served(*info.expert_ranks, *info.linear_ranks)
-            slots.experts.check_info(info)
+            self._slots.experts.check_info(info)
 
     def stage(
         self,
-        slots: Slots,
         name: str,
         source: Given,
         config: Mapping[str, Any] | None,
@@ -95,7 +92,7 @@ class Reader:
         with _errors_of(name, source):
             check_parts(source)
             self._check_served(*source.experts, *source.linears)
-            return slots.stage(source)
+            return self._slots.stage(source)
 
     def _check_served(self, *layers: str) -> None:
         for layer in layers:
