@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import torch
 
-from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
-from moelora.adapters.checkpoint import hint
+from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.columns import Layout
-from moelora.adapters.columns import check as check_layout
 from moelora.adapters.names import check_name
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
@@ -46,6 +43,16 @@ from moelora.integrations.transformers.projection import (
     not_packed,
 )
 from moelora.integrations.transformers.serving import Serving
+from moelora.integrations.transformers.sizing import (
+    Targets,
+    check_ranks,
+    layouts_of,
+    named_folders,
+    others_of,
+    peek_at,
+    served_of,
+    smallest,
+)
 from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
@@ -54,9 +61,6 @@ if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
 
 P = ParamSpec("P")
-DEFAULT_RANKS = 512  # the largest in serving engines; a file can contain any rank
-
-Targets: TypeAlias = 'Literal["all"] | Sequence[str] | None'
 
 
 def new_pool(
@@ -189,7 +193,7 @@ def load_adapters(
         raise RuntimeError(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
-    named = _named(adapters)
+    named = named_folders(adapters)
     for name in named:
         check_name(name)
     if max_loras is not None:
@@ -205,10 +209,10 @@ def load_adapters(
     specs = [layer for _, layer in experts.values()]
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
-    layouts = _layouts(layout, folders)
-    infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
-    _check_ranks(infos, max_rank, max_linear_rank)
-    served_experts, served = _served(targets, list(infos.values()), experts, linears)
+    layouts = layouts_of(layout, folders)
+    infos = {n: peek_at(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
+    check_ranks(infos, max_rank, max_linear_rank)
+    served_experts, served = served_of(targets, list(infos.values()), experts, linears)
     pack_loaded(model, experts)  # cannot be undone, so after all checks of folders
     given = {
         "w13_slices": w13_slices,
@@ -216,7 +220,7 @@ def load_adapters(
         "max_rank": max_rank,
         "max_linear_rank": max_linear_rank,
     }
-    sizes = _smallest(list(infos.values()), specs, max_rank)
+    sizes = smallest(list(infos.values()), specs, max_rank)
     sizes |= {name: value for name, value in given.items() if value is not None}
     slots = max(len(folders), 1) if max_loras is None else max_loras
     ranks = ranks_of(model)
@@ -236,7 +240,7 @@ def load_adapters(
         linears=served,
         host=host,
         dtype=dtype,
-        others=_others(experts, linears, {*served_experts, *served}),
+        others=others_of(experts, linears, {*served_experts, *served}),
         own=lambda name: plain_weight(linears[name].module),
         ranks=ranks,
         **sizes,
@@ -252,27 +256,6 @@ def load_adapters(
         pool.mapping(first)
     _attach(model, pool, served_experts, served)
     return pool
-
-
-def _smallest(
-    infos: Sequence[AdapterInfo], layers: Sequence[MoELayer], max_rank: int | None
-) -> dict[str, Any]:
-    """Sizes of the smallest pool for these adapters, as arguments of `new_pool`.
-
-    `max_rank` is the caller's, which layers other than experts have room for, too.
-    """
-    of_experts = [info for info in infos if info.max_rank]
-    linear_ranks = [rank for info in infos for rank in info.linear_ranks.values()]
-    # With interleaved rows, separate gate and up of a checkpoint share one slice.
-    joined = any(layer.interleaved for layer in layers)
-    return {
-        "w13_slices": 1 if not infos or (of_experts and all(i.fused for i in of_experts)) else 2,
-        "shared_outer": bool(of_experts) and all(i.shared_outer for i in of_experts),
-        "max_rank": max(
-            (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
-        ),
-        "max_linear_rank": max([*linear_ranks, max_rank or 0]) or 16,
-    }
 
 
 def _attach(
@@ -330,118 +313,6 @@ def _forget_attachment(model: torch.nn.Module) -> None:
     """Take away what `moelora.integrations.peft.attach` has left, once PEFT's layers are gone."""
     if model.__dict__.pop("_moelora_replaced", None) is not None:
         model.__dict__.pop("_moelora", None)
-
-
-def _layouts(
-    layout: Layout | Mapping[str, Layout] | None, names: Iterable[str]
-) -> dict[str, Layout]:
-    """The layouts that the caller has given, by adapter."""
-    if layout is None:
-        return {}
-    if not isinstance(layout, Mapping):
-        check_layout(layout)
-        return dict.fromkeys(names, layout)
-    unknown = sorted(layout.keys() - set(names))
-    if unknown:
-        raise ValueError(f"layout names {unknown}, which are none of the adapters")
-    return dict(layout)
-
-
-def _peek(
-    name: str,
-    folder: Path,
-    specs: Sequence[MoELayer],
-    linears: Mapping[str, Linear],
-    layout: Layout | None,
-) -> AdapterInfo:
-    """Content of a folder; raises ValueError for factors of a layer that cannot be served."""
-    try:
-        info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
-    except ValueError as error:
-        raise ValueError(f"adapter {name!r}: {error}{hint(folder)}") from None
-    for layer in info.linear_ranks:
-        if linears[layer].refusal:
-            raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")
-    return info
-
-
-def _check_ranks(
-    infos: Mapping[str, AdapterInfo], max_rank: int | None, max_linear_rank: int | None
-) -> None:
-    """Raises ValueError for ranks too large for a pool of default size."""
-    for name, info in infos.items():
-        largest = max(info.linear_ranks.values(), default=0)
-        for limit, rank, option in (
-            (max_rank, info.max_rank, "max_rank"),
-            (max_linear_rank, largest, "max_linear_rank"),
-        ):
-            if limit is None and rank > max(DEFAULT_RANKS, max_rank or 0):
-                raise ValueError(
-                    f"adapter {name!r} has rank {rank}, which all factors of every slot would be "
-                    f"padded to; by default a pool takes ranks up to {DEFAULT_RANKS}: pass "
-                    f"{option}= for more"
-                )
-
-
-def _served(
-    targets: Targets,
-    infos: Sequence[AdapterInfo],
-    experts: Mapping[str, tuple[Experts, MoELayer]],
-    linears: Mapping[str, Linear],
-) -> tuple[dict[str, tuple[Experts, MoELayer]], dict[str, Linear]]:
-    """The layers that the pool allocates factors for."""
-    possible = {name: linear for name, linear in linears.items() if not linear.refusal}
-    if targets == "all" or (targets is None and not infos):
-        return dict(experts), possible
-    touched = {name for info in infos for name in info.linear_ranks}
-    if targets is None:
-        needed = any(info.max_rank for info in infos)
-        return dict(experts) if needed else {}, {n: possible[n] for n in possible if n in touched}
-    if isinstance(targets, str) or not isinstance(targets, Iterable) or not list(targets):
-        raise ValueError(f'targets is {targets!r}, wanted "all" or a list of names')
-
-    def chosen(name: str) -> bool:
-        return any(name == target or name.endswith(f".{target}") for target in targets)
-
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in (*experts, *possible)):
-            raise ValueError(f"targets names {target!r}, which no layer that is served is called")
-    return (
-        {name: found for name, found in experts.items() if chosen(name)},
-        {name: linear for name, linear in possible.items() if chosen(name)},
-    )
-
-
-def _others(
-    experts: Mapping[str, tuple[Experts, MoELayer]],
-    linears: Mapping[str, Linear],
-    served: set[str],
-) -> dict[MoELayer | LinearLayer, str]:
-    """The layers without factors in the pool, and why."""
-    none = "which this pool has no room for; name it in targets= of load_adapters"
-    others: dict[MoELayer | LinearLayer, str] = {}
-    for name, (_, layer) in experts.items():
-        if name not in served:
-            others[layer] = none
-    for name, linear in linears.items():
-        if name not in served:
-            others[linear.layer] = linear.refusal or none
-    return others
-
-
-def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[str, str | Path]:
-    if isinstance(adapters, (str, Path)) or not isinstance(adapters, Iterable):
-        raise ValueError(f"adapters is {str(adapters)!r}, wanted a mapping or a list of folders")
-    folders = list(adapters.values() if isinstance(adapters, Mapping) else adapters)
-    for folder in folders:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(f"adapters has {folder!r:.80}, wanted folders, or ids of the Hub")
-    if isinstance(adapters, Mapping):
-        return dict(adapters)
-    names = [Path(folder).name for folder in folders]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the folders are called {names}, two the same; pass a mapping")
-    return dict(zip(names, folders, strict=True))
 
 
 def _generate(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
 
 
 class Step(NamedTuple):

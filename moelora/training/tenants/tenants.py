@@ -7,13 +7,12 @@ by tenant: an optimizer of the tenant's slot, the norm of its gradients, its acc
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from moelora.adapters.columns import Layout
 from moelora.adapters.folders import reading, replacing
-from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
@@ -33,23 +31,18 @@ from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
 from moelora.training.tenants.resumed import check_adam, check_resumed, of_tenant
-from moelora.training.tenants.steps import Step, check_loss, named, numbers
+from moelora.training.tenants.steps import Loss, Step, check_loss
 from moelora.training.tenants.tenant import (
-    Progress,
     Tenant,
     check_state,
     read_state,
     stacks_of,
 )
-from moelora.training.tenants.updates import accumulate, check_finite, take_gradients, update
+from moelora.training.tenants.updates import step
 
 __all__ = ["Step", "Tenant", "Tenants"]
 
-Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
-
 # Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
-REPLACED = "the pool has removed or replaced its adapter"
-
 _TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
 
 
@@ -414,68 +407,7 @@ class Tenants:
                 self._recover()
 
     def _step(self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss]) -> dict[str, Step]:
-        steps: dict[str, Step] = {}
-        values: dict[str, Tensor] = {}
-        for name, tenant in tenants.items():
-            if tenant.stopped is not None:
-                continue
-            steps[name] = Step(None)
-            if not tenant.is_here():
-                tenant.stop(REPLACED)
-                continue
-            if tenant.pending + 1 >= tenant.accumulation:
-                self.pool._versions.check_next(name)
-            loss = losses[name]
-            if not isinstance(loss, Tensor):
-                try:
-                    with torch.enable_grad():
-                        loss = loss()
-                    check_loss(name, loss)
-                except Exception as error:
-                    tenant.stop(f"its loss raised {named(error)}", error)
-                    continue
-            values[name] = loss
-        for name, number in zip(values, numbers(values.values()), strict=True):
-            steps[name] = Step(number)
-            if not math.isfinite(number):
-                tenants[name].stop(f"its loss is {number}")
-        alive = {tenants[name]: loss for name, loss in values.items() if not tenants[name].stopped}
-        after = accumulate(self._stacks, alive)
-        due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
-        for tenant, norm in zip(due, take_gradients(due, after), strict=True):
-            steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
-            if not math.isfinite(norm):
-                tenant.stop(f"the norm of its gradients is {norm}")
-            else:
-                update(tenant, norm)
-        updated = [tenant for tenant in due if tenant.stopped is None]
-        check_finite(updated)
-        after |= {tenant: tenant.after_update() for tenant in updated}
-        for name in self._publish(updated, after):
-            steps[name] = steps[name]._replace(updated=True)
-        for name, step in steps.items():
-            if tenants[name].stopped is not None:
-                steps[name] = step._replace(stopped=tenants[name].stopped)
-        return steps
-
-    def _publish(self, updated: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> list[str]:
-        """Let what follows the step be current, of all tenants at once, and write it to the slots;
-        returns whose updates these are."""
-        versions, change = self.pool._versions, Change()
-        with versions.lock:
-            for tenant in updated:
-                if tenant.stopped is None and not tenant.is_here():
-                    tenant.stop(REPLACED)
-            published = [tenant for tenant in updated if tenant.stopped is None]
-            for tenant in published:
-                versions.stage(tenant.name, change, tenant.writer(after[tenant]))
-            for tenant, progress in after.items():
-                if tenant.stopped is None:
-                    tenant.stage(change, progress)
-            change.done = True
-            for tenant in published:
-                versions.settle(tenant.name)
-        return [tenant.name for tenant in published]
+        return step(self.pool, self._stacks, tenants, losses)
 
     def _finish(self, stopped: Sequence[Tenant]) -> None:
         """Drop the gradients of tenants that were stopped, and disable them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,16 +10,99 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from moelora.adapters.held import Change
+from moelora.adapters.pool import AdapterPool
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.branches import Branches
 from moelora.training.tenants.factors import collect
 from moelora.training.tenants.rows import Rows, is_sparse
-from moelora.training.tenants.steps import named, numbers
+from moelora.training.tenants.steps import Loss, Step, check_loss, named, numbers
 from moelora.training.tenants.tenant import Progress, Tenant
 
+REPLACED = "the pool has removed or replaced its adapter"
 
-def accumulate(stacks: Sequence[Tensor], losses: Mapping[Tenant, Tensor]) -> dict[Tenant, Progress]:
+
+def step(
+    pool: AdapterPool,
+    stacks: Sequence[Tensor],
+    tenants: Mapping[str, Tenant],
+    losses: Mapping[str, Loss],
+) -> dict[str, Step]:
+    """A backward of all losses, an update of each tenant that is due, and what happened to each.
+
+    Tenants that are stopped keep what they had; updates of the others are current all at once.
+    """
+    steps: dict[str, Step] = {}
+    values: dict[str, Tensor] = {}
+    for name, tenant in tenants.items():
+        if tenant.stopped is not None:
+            continue
+        steps[name] = Step(None)
+        if not tenant.is_here():
+            tenant.stop(REPLACED)
+            continue
+        if tenant.pending + 1 >= tenant.accumulation:
+            pool._versions.check_next(name)
+        loss = losses[name]
+        if not isinstance(loss, Tensor):
+            try:
+                with torch.enable_grad():
+                    loss = loss()
+                check_loss(name, loss)
+            except Exception as error:
+                tenant.stop(f"its loss raised {named(error)}", error)
+                continue
+        values[name] = loss
+    for name, number in zip(values, numbers(values.values()), strict=True):
+        steps[name] = Step(number)
+        if not math.isfinite(number):
+            tenants[name].stop(f"its loss is {number}")
+    alive = {tenants[name]: loss for name, loss in values.items() if not tenants[name].stopped}
+    after = _accumulate(stacks, alive)
+    due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
+    for tenant, norm in zip(due, _take_gradients(due, after), strict=True):
+        steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
+        if not math.isfinite(norm):
+            tenant.stop(f"the norm of its gradients is {norm}")
+        else:
+            _update(tenant, norm)
+    updated = [tenant for tenant in due if tenant.stopped is None]
+    _check_finite(updated)
+    after |= {tenant: tenant.after_update() for tenant in updated}
+    for name in _publish(pool, updated, after):
+        steps[name] = steps[name]._replace(updated=True)
+    for name, done in steps.items():
+        if tenants[name].stopped is not None:
+            steps[name] = done._replace(stopped=tenants[name].stopped)
+    return steps
+
+
+def _publish(
+    pool: AdapterPool, updated: Sequence[Tenant], after: Mapping[Tenant, Progress]
+) -> list[str]:
+    """Let what follows the step be current, of all tenants at once, and write it to the slots;
+    returns whose updates these are."""
+    versions, change = pool._versions, Change()
+    with versions.lock:
+        for tenant in updated:
+            if tenant.stopped is None and not tenant.is_here():
+                tenant.stop(REPLACED)
+        published = [tenant for tenant in updated if tenant.stopped is None]
+        for tenant in published:
+            versions.stage(tenant.name, change, tenant.writer(after[tenant]))
+        for tenant, progress in after.items():
+            if tenant.stopped is None:
+                tenant.stage(change, progress)
+        change.done = True
+        for tenant in published:
+            versions.settle(tenant.name)
+    return [tenant.name for tenant in published]
+
+
+def _accumulate(
+    stacks: Sequence[Tensor], losses: Mapping[Tenant, Tensor]
+) -> dict[Tenant, Progress]:
     """Backward; returns what is accumulated of each tenant with it."""
     for stack in stacks:
         stack.grad = None  # of backwards outside of a step
@@ -63,7 +147,7 @@ def _backward(losses: Mapping[Tenant, Tensor]) -> None:
         branches.close()
 
 
-def take_gradients(due: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> list[float]:
+def _take_gradients(due: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> list[float]:
     """Give parameters their gradients; returns the norm of each tenant's."""
     norms = []
     for tenant in due:
@@ -74,7 +158,7 @@ def take_gradients(due: Sequence[Tenant], after: Mapping[Tenant, Progress]) -> l
     return numbers(norms)
 
 
-def update(tenant: Tenant, norm: float) -> None:
+def _update(tenant: Tenant, norm: float) -> None:
     """Clip the gradients of a tenant to its norm, and let its optimizer make a step."""
     parameters = tenant.parameters()
     if tenant.max_norm is not None and tenant.is_sparse():
@@ -92,7 +176,7 @@ def update(tenant: Tenant, norm: float) -> None:
         tenant.stop(f"its optimizer raised {named(error)}", error)
 
 
-def check_finite(tenants: Sequence[Tenant]) -> None:
+def _check_finite(tenants: Sequence[Tenant]) -> None:
     """Stop tenants whose update is not finite."""
     flags = iter(numbers(f.is_finite() for tenant in tenants for f in tenant.factors()))
     for tenant in tenants:
