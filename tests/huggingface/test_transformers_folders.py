@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import moelora.integrations.transformers as moelora_hf
 from moelora.adapters.files import file_in
 from moelora.integrations.transformers.folder import Folder
-from moelora.integrations.transformers.folder_experts import read_experts
+from moelora.integrations.transformers.folder_experts import LayerOfFolder
 from moelora.integrations.transformers.names import expert_linears
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -411,7 +411,7 @@ def read_all(folder, dtype=torch.bfloat16):
         del config.quantization_config
         model = transformers.AutoModelForCausalLM.from_config(config)
     linears = expert_linears(model, moelora_hf.moe_layers(model), opened.linears)[LAYER]
-    return read_experts(opened, LAYER, model.get_submodule(LAYER), linears, dtype)
+    return LayerOfFolder(opened, LAYER, model.get_submodule(LAYER), linears).read(dtype)
 
 
 def test_what_is_damaged_below_is_right(originals):

@@ -15,6 +15,7 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.linears import device_of
 from moelora.integrations.transformers.projection import (
     expert_weights,
+    is_interleaved,
     is_loaded_fp8,
     is_quantized,
     refuse_fsdp1,
@@ -175,7 +176,7 @@ def _candidates(
     """Activations that moelora supports for the layout, default parameters first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
-    if not getattr(experts, "is_concatenated", True):
+    if is_interleaved(experts):
         return [("swigluoai", *numbers) for numbers in product((None, *alphas), (None, *limits))]
     return [
         *(("silu", None, limit) for limit in (None, *limits)),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
 from moelora.integrations.transformers.projection import (
     expert_weights,
+    is_interleaved,
     is_quantized,
     sizes,
     up_name,
@@ -29,147 +31,288 @@ if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
 
 
-def read_experts(
-    folder: Folder,
-    layer: str,
-    experts: Experts,
-    linears: Linears,
-    dtype: torch.dtype,
-    activations: Activations | None = None,
-    dequantize: bool = False,
-    rounding: Rounding | None = None,
-) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
-    """Both projections of one experts module, called `layer` in the model.
+Projections: TypeAlias = tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
 
-    Holds the tiles, one projection's tensors in the checkpoint's format (gate and up concatenated),
-    and one expert being packed; no weight is dequantized. `linears` come from `expert_linears`.
-    With `dequantize`, if no kernel reads the scheme of a projection, both are tensors (E, N, K) of
-    `dtype`, with rows of gate and up in the module's order. With `rounding`, 16-bit experts are
-    rounded to it one by one.
 
-    Raises
-    ------
-    ValueError
-        A tensor is missing, unknown, or does not match the model or the format. The message names
-        it.
-    NotImplementedError
-        A scheme that no kernel has.
+@dataclass(frozen=True)
+class LayerOfFolder:
+    """The experts of one layer in a folder.
+
+    Attributes
+    ----------
+    layer : str
+        Name of the experts module in the model.
+    linears : dict
+        What `expert_linears` has found for it.
     """
-    try:
-        if rounding is not None:
-            return _rounded(folder, layer, experts, linears, dtype, activations, rounding)
-        return _read_experts(folder, layer, experts, linears, dtype, activations, dequantize)
-    except ValueError as error:
-        at = "" if str(error).startswith(str(folder.path)) else f"{folder.path}: "
-        raise ValueError(f"{at}{error}") from None
 
+    folder: Folder
+    layer: str
+    experts: Experts
+    linears: Linears
 
-def _read_experts(
-    folder: Folder,
-    layer: str,
-    experts: Experts,
-    linears: Linears,
-    dtype: torch.dtype,
-    activations: Activations | None,
-    dequantize: bool,
-) -> tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]:
-    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
-    if interleaved:
-        _refuse_halves(folder, layer)
-    up, down = sizes(experts)
-    method = folder.quantization.get("quant_method")
-    found: tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
-    if method == "mxfp4":
-        gate_up: GateUp = "interleaved" if interleaved else "concatenated"
-        found = (
-            _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
-            _stacked(folder, f"{layer}.down_proj", down, None, dtype),
-        )
-    elif f"{layer}.{up_name(experts)}.absmax" in folder:
-        if activations is not None:
-            raise ValueError(f"activations is {activations!r}, wanted None: weights are not FP8")
-        found = _stacks_of_bnb(folder, layer, experts, interleaved, dtype)
-    else:
-        of_up = _names(folder, layer, up_name(experts), 1 + experts.has_gate, up[0], linears)
-        of_down = _names(folder, layer, "down_proj", 1, down[0], linears)
-        rows: GateUp | None = "concatenated" if experts.has_gate else None
-        schemes = [_scheme(folder, names) for names in (of_up, of_down)]
+    @property
+    def names(self) -> tuple[str, str]:
+        """The parameters of both projections."""
+        return up_name(self.experts), "down_proj"
+
+    def places(self, own: str) -> int:
+        """Linear layers of one expert in a projection: gate and up, or one."""
+        return 1 + (self.experts.has_gate and own != "down_proj")
+
+    def gate_up(self, own: str) -> GateUp | None:
+        """The order of rows in the module."""
+        if self.places(own) == 1:
+            return None
+        return "interleaved" if is_interleaved(self.experts) else "concatenated"
+
+    def read(
+        self,
+        dtype: torch.dtype,
+        activations: Activations | None = None,
+        dequantize: bool = False,
+        rounding: Rounding | None = None,
+    ) -> Projections:
+        """Both projections.
+
+        Holds the tiles, one projection's tensors in the checkpoint's format (gate and up
+        concatenated), and one expert being packed; no weight is dequantized. With `dequantize`, if
+        no kernel reads the scheme of a projection, both are tensors (E, N, K) of `dtype`, with rows
+        of gate and up in the module's order. With `rounding`, 16-bit experts are rounded to it one
+        by one.
+
+        Raises
+        ------
+        ValueError
+            A tensor is missing, unknown, or does not match the model or the format. The message
+            names it.
+        NotImplementedError
+            A scheme that no kernel has.
+        """
+        try:
+            if rounding is not None:
+                found = self._rounded(dtype, activations, rounding)
+            else:
+                found = self._read(dtype, activations, dequantize)
+            self._refuse_others()
+        except ValueError as error:
+            at = "" if str(error).startswith(str(self.folder.path)) else f"{self.folder.path}: "
+            raise ValueError(f"{at}{error}") from None
+        return found
+
+    def _read(
+        self, dtype: torch.dtype, activations: Activations | None, dequantize: bool
+    ) -> Projections:
+        if is_interleaved(self.experts):
+            self._refuse_halves()
+        shapes = dict(zip(self.names, sizes(self.experts), strict=True))
+        if self.folder.quantization.get("quant_method") == "mxfp4":
+            up, down = (self._stacked(own, shape, dtype) for own, shape in shapes.items())
+            return up, down
+        if f"{self.layer}.{up_name(self.experts)}.absmax" in self.folder:
+            if activations is not None:
+                raise ValueError(
+                    f"activations is {activations!r}, wanted None: weights are not FP8"
+                )
+            up, down = (self._stack_of_bnb(own, shape, dtype) for own, shape in shapes.items())
+            return up, down
+        rows = {own: self._names(own, shape[0]) for own, shape in shapes.items()}
+        schemes = [self._scheme(names) for names in rows.values()]
         plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes)
         if plain or (dequantize and any(scheme.make is None for scheme in schemes)):
-            found = (
-                _dequantized(folder, of_up, up, interleaved, dtype),
-                _dequantized(folder, of_down, down, False, dtype),
-            )
-            _refuse_others(folder, layer, experts, linears)
-            return found
-        first = _per_expert(folder, of_up, up, rows, dtype, activations)
-        if interleaved:  # gate and up each fill whole tiles, in either order
-            first = replace(first, gate_up="interleaved")
-        found = first, _per_expert(folder, of_down, down, None, dtype, activations)
-    _refuse_others(folder, layer, experts, linears)
-    return found
-
-
-def _stacks_of_bnb(
-    folder: Folder, layer: str, experts: Experts, interleaved: bool, dtype: torch.dtype
-) -> tuple[QuantizedWeights, QuantizedWeights]:
-    """Parameters that bitsandbytes has replaced (`nn.parametrize`): statistics are called after
-    them."""
-    made = []
-    for own, shape in zip((up_name(experts), "down_proj"), sizes(experts), strict=True):
-        name = f"{layer}.{own}"
-        if experts.is_transposed:
-            raise NotImplementedError(
-                f"{folder.path}: {name} is stored (E, K, N), so that blocks of bitsandbytes run "
-                "along rows, which no kernel reads; load a folder of 16 bits with experts='nf4'"
-            )
-        gate_up: GateUp | None = None
-        if experts.has_gate and own != "down_proj":
-            gate_up = "interleaved" if interleaved else "concatenated"
-        state = {
-            key.removeprefix(f"{name}."): folder[key]
-            for key in folder
-            if key.startswith(f"{name}.")
-        }
-        try:
-            weights = QuantizedWeights.from_bnb(folder[name], state, gate_up=gate_up, dtype=dtype)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if weights.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
-        made.append(weights)
-    return made[0], made[1]
-
-
-def _rounded(
-    folder: Folder,
-    layer: str,
-    experts: Experts,
-    linears: Linears,
-    dtype: torch.dtype,
-    activations: Activations | None,
-    rounding: Rounding,
-) -> tuple[QuantizedWeights, QuantizedWeights]:
-    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
-    made = []
-    for own, shape in zip((up_name(experts), "down_proj"), sizes(experts), strict=True):
-        places = 1 + (experts.has_gate and own != "down_proj")
-        gate_up: GateUp | None = "concatenated" if places == 2 else None
-        if f"{layer}.{own}" in folder:
-            each = OneByOne(folder, f"{layer}.{own}", shape, experts.is_transposed)
-            if interleaved and places == 2:
-                gate_up = "interleaved"
-        else:
-            names = _names(folder, layer, own, places, shape[0], linears)
-            each = OneByOne(folder, names, shape)
-        weights = QuantizedWeights.from_dense(
-            each, rounding, gate_up=gate_up, dtype=dtype, activations=activations or "native"
+            first, second = (self._dequantized(own, rows[own], shapes[own], dtype) for own in rows)
+            return first, second
+        up, down = (
+            self._per_expert(own, rows[own], shapes[own], dtype, activations) for own in rows
         )
-        if interleaved and places == 2:  # gate and up each fill whole tiles, in either order
-            weights = replace(weights, gate_up="interleaved")
-        made.append(weights)
-    _refuse_others(folder, layer, experts, linears)
-    return made[0], made[1]
+        return up, down
+
+    def _stack_of_bnb(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
+        """A parameter that bitsandbytes has replaced (`nn.parametrize`): statistics are called
+        after it."""
+        name = f"{self.layer}.{own}"
+        if self.experts.is_transposed:
+            raise NotImplementedError(
+                f"{self.folder.path}: {name} is stored (E, K, N), so that blocks of bitsandbytes "
+                "run along rows, which no kernel reads; load a folder of 16 bits with experts='nf4'"
+            )
+        parts = (key for key in self.folder if key.startswith(f"{name}."))
+        state = {key.removeprefix(f"{name}."): self.folder[key] for key in parts}
+        with _named(name):
+            weights = QuantizedWeights.from_bnb(
+                self.folder[name], state, gate_up=self.gate_up(own), dtype=dtype
+            )
+        return _of_shape(name, weights, shape)
+
+    def _rounded(
+        self, dtype: torch.dtype, activations: Activations | None, rounding: Rounding
+    ) -> Projections:
+        made = []
+        for own, shape in zip(self.names, sizes(self.experts), strict=True):
+            gate_up, name = self.gate_up(own), f"{self.layer}.{own}"
+            if name in self.folder:
+                each = OneByOne(self.folder, name, shape, self.experts.is_transposed)
+            else:
+                each = OneByOne(self.folder, self._names(own, shape[0]), shape)
+                gate_up = gate_up and "concatenated"
+            weights = QuantizedWeights.from_dense(
+                each, rounding, gate_up=gate_up, dtype=dtype, activations=activations or "native"
+            )
+            made.append(replace(weights, gate_up=self.gate_up(own)))
+        return made[0], made[1]
+
+    def _refuse_halves(self) -> None:
+        """NotImplementedError of folders whose gate_proj and up_proj are halves of rows in turns.
+
+        GPTQModel (7.7, defuser 0.0.28) cuts gpt-oss's experts so: each half has rows of both.
+        """
+        meta = self.folder.quantization.get("meta")
+        tools = meta.get("quantizer") if isinstance(meta, dict) else None
+        if isinstance(tools, list) and any(str(tool).startswith("gptqmodel") for tool in tools):
+            raise NotImplementedError(
+                f"{self.folder.path}: {self.layer} has rows of gate and up in turns, which "
+                "GPTQModel cuts in halves and calls gate_proj and up_proj; quantize such models "
+                "with llm-compressor or AutoRound"
+            )
+
+    def _refuse_others(self) -> None:
+        """Raises ValueError if tensors of these experts were not used."""
+        folder, parameters = self.folder, self.experts._parameters
+        places = {self.layer, *(linear.rsplit(".", 2)[0] for linear in self.linears.values())}
+        biases = set(self._biases())
+        for name in sorted(folder.unread):
+            place = next((p for p in places if name.startswith(f"{p}.")), None)
+            if place is None or name in biases or name.removeprefix(f"{place}.") in parameters:
+                continue  # a bias
+            if name.endswith(".bias") and not folder[name].float().any():
+                continue  # zero bias of linear layers without one, in older GPTQ checkpoints
+            method = folder.quantization.get("quant_method")
+            raise ValueError(f"{name} is no tensor that {method} has in experts like these")
+
+    def _biases(self) -> dict[str, tuple[str, int, int]]:
+        """Names of single experts' biases in a folder, and their places in the module."""
+        has = [name for name in self.names if f"{name}_bias" in self.experts._parameters]
+        return {f"{linear}.bias": key for key, linear in self.linears.items() if key[0] in has}
+
+    def biases(self) -> dict[str, Tensor]:
+        """Biases (E, N) stored per expert in a folder, by the names of their parameters."""
+        parts: dict[str, dict[tuple[int, int], Tensor]] = {}
+        for name, (own, place, expert) in self._biases().items():
+            if name in self.folder and f"{self.layer}.{own}_bias" not in self.folder:
+                parts.setdefault(own, {})[expert, place] = self.folder[name]
+        found = {}
+        for own, biases in parts.items():
+            shape, places = getattr(self.experts, f"{own}_bias").shape, self.places(own)
+            rows = []
+            for expert in range(shape[0]):
+                here = [(expert, place) for place in range(places)]
+                row = [biases[key] for key in here if key in biases]
+                if [bias.shape for bias in row] != [(shape[1] // places,)] * places:
+                    wanted = f"{places} of {shape[1] // places} numbers"
+                    raise ValueError(
+                        f"{self.folder.path}: the biases of expert {expert} of "
+                        f"{self.layer}.{own} are missing or of another shape, wanted {wanted}"
+                    )
+                interleaved = is_interleaved(self.experts)
+                rows.append(torch.stack(row, -1).flatten() if interleaved else torch.cat(row))
+            found[f"{own}_bias"] = torch.stack(rows)
+        return found
+
+    def _stacked(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
+        name = f"{self.layer}.{own}"
+        blocks, scales = self.folder[f"{name}_blocks"], self.folder[f"{name}_scales"]
+        wanted = (*shape[:2], shape[2] // 32, 16)
+        if tuple(blocks.shape) != wanted:
+            raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
+        with _named(name):
+            return QuantizedWeights.from_mxfp4(
+                blocks, scales, gate_up=self.gate_up(own), dtype=dtype
+            )
+
+    def _names(self, own: str, count: int) -> list[list[str]]:
+        """The linear layers of one projection, per expert: gate and up, or one."""
+        names = []
+        for expert in range(count):
+            row = [self.linears.get((own, place, expert)) for place in range(self.places(own))]
+            if None in row:
+                some = next((name for name in self.folder.linears if OF_ONE.search(name)), None)
+                has = f"experts are called {some}" if some else "none is of an expert"
+                raise ValueError(
+                    f"no quantized linear layer is {own} of expert {expert} of {self.layer}; {has}"
+                )
+            names.append([name for name in row if name is not None])
+        return names
+
+    def _per_expert(
+        self,
+        own: str,
+        names: Sequence[Sequence[str]],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        activations: Activations | None,
+    ) -> QuantizedWeights:
+        folder, scheme = self.folder, self._scheme(names).taking(activations)
+        experts, _, first = names[0][0].rpartition(".")
+        parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
+        where = f"{experts.rpartition('.')[0]}.*.{parts}"
+        found: dict[str, list[Any]] = {}
+        linears = [linear for row in names for linear in row]
+        for linear in linears:
+            folder.skip(linear, scheme)
+        for part in scheme.parts:
+            if part in scheme.required or _has(folder, linears, part):
+                rows = ([f"{linear}.{part}" for linear in row] for row in names)
+                if scheme.are_apart:
+                    found[part] = [[folder[name] for name in row] for row in rows]
+                else:
+                    found[part] = [_joined(folder, row, scheme) for row in rows]
+        order: GateUp | None = "concatenated" if self.places(own) == 2 else None
+        weights = _of_shape(where, scheme.pack(where, found, order, dtype), shape)
+        return replace(weights, gate_up=self.gate_up(own))  # both fill whole tiles, in any order
+
+    def _scheme(self, names: Sequence[Sequence[str]]) -> Scheme:
+        """The common scheme of all experts of a projection."""
+        scheme = self.folder.scheme_of(names[0][0])
+        for linear in (linear for row in names for linear in row):
+            other = self.folder.scheme_of(linear)
+            if (other.name, other.options) != (scheme.name, scheme.options):
+                raise NotImplementedError(
+                    f"{self.folder.path}: {linear} is {other.name} {other.options}, and "
+                    f"{names[0][0]} {scheme.name} {scheme.options}; experts of one layer must be "
+                    "of one scheme"
+                )
+        return scheme
+
+    def _dequantized(
+        self, own: str, names: Sequence[Sequence[str]], shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        """Dequantizes to (E, N, K), one expert at a time."""
+        weights = torch.empty(shape, dtype=dtype)
+        interleaved = self.gate_up(own) == "interleaved"
+        for expert, row in enumerate(names):
+            found = [self.folder.dequantized(linear, dtype)[0] for linear in row]
+            wanted = (shape[1] // len(row), shape[2])
+            for linear, weight in zip(row, found, strict=True):
+                if tuple(weight.shape) != wanted:
+                    raise ValueError(f"{linear} has shape {tuple(weight.shape)}, wanted {wanted}")
+            joined = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
+            weights[expert] = joined
+        return weights
+
+
+def _of_shape(name: str, weights: QuantizedWeights, shape: torch.Size) -> QuantizedWeights:
+    if weights.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
+    return weights
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors of packing name the projection."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class OneByOne(Sequence[Tensor]):
@@ -208,21 +351,6 @@ class OneByOne(Sequence[Tensor]):
         return one
 
 
-def _refuse_halves(folder: Folder, layer: str) -> None:
-    """NotImplementedError of folders whose gate_proj and up_proj are halves of rows in turns.
-
-    GPTQModel (7.7, defuser 0.0.28) cuts gpt-oss's experts so: each half has rows of both.
-    """
-    meta = folder.quantization.get("meta")
-    tools = meta.get("quantizer") if isinstance(meta, dict) else None
-    if isinstance(tools, list) and any(str(tool).startswith("gptqmodel") for tool in tools):
-        raise NotImplementedError(
-            f"{folder.path}: {layer} has rows of gate and up in turns, which GPTQModel cuts in "
-            "halves and calls gate_proj and up_proj; quantize such models with llm-compressor or "
-            "AutoRound"
-        )
-
-
 def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
     """Logs how many experts `dequantize` has turned into parameters, if any."""
     modules = [module for module in modules if not is_quantized(module)]
@@ -239,114 +367,6 @@ def say_dequantized(folder: Folder, modules: Iterable[Experts]) -> None:
     )
 
 
-def _refuse_others(folder: Folder, layer: str, experts: Experts, linears: Linears) -> None:
-    """Raises ValueError if tensors of these experts were not used."""
-    places = {layer, *(linear.rsplit(".", 2)[0] for linear in linears.values())}
-    biases = set(_biases(experts, linears))
-    for name in sorted(folder.unread):
-        place = next((p for p in places if name.startswith(f"{p}.")), None)
-        if place is None or name in biases or name.removeprefix(f"{place}.") in experts._parameters:
-            continue  # a bias
-        if name.endswith(".bias") and not folder[name].float().any():
-            continue  # zero bias of linear layers without one, in older GPTQ checkpoints
-        method = folder.quantization.get("quant_method")
-        raise ValueError(f"{name} is no tensor that {method} has in experts like these")
-
-
-def _biases(experts: Experts, linears: Linears) -> dict[str, tuple[str, int, int]]:
-    """Names of single experts' biases in a folder, and their places in the module."""
-    own = (up_name(experts), "down_proj")
-    has = [name for name in own if f"{name}_bias" in experts._parameters]
-    return {f"{linear}.bias": key for key, linear in linears.items() if key[0] in has}
-
-
-def read_biases(
-    folder: Folder, layer: str, experts: Experts, linears: Linears
-) -> dict[str, Tensor]:
-    """Biases (E, N) stored per expert in a folder, by the names of their parameters."""
-    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
-    parts: dict[str, dict[tuple[int, int], Tensor]] = {}
-    for name, (own, place, expert) in _biases(experts, linears).items():
-        if name in folder and f"{layer}.{own}_bias" not in folder:
-            parts.setdefault(own, {})[expert, place] = folder[name]
-    found = {}
-    for own, biases in parts.items():
-        shape = getattr(experts, f"{own}_bias").shape
-        places = 2 if own == "gate_up_proj" else 1
-        rows = []
-        for expert in range(shape[0]):
-            here = [(expert, place) for place in range(places)]
-            row = [biases[key] for key in here if key in biases]
-            if [bias.shape for bias in row] != [(shape[1] // places,)] * places:
-                wanted = f"{places} of {shape[1] // places} numbers"
-                raise ValueError(
-                    f"{folder.path}: the biases of expert {expert} of {layer}.{own} are missing or "
-                    f"of another shape, wanted {wanted}"
-                )
-            rows.append(torch.stack(row, -1).flatten() if interleaved else torch.cat(row))
-        found[f"{own}_bias"] = torch.stack(rows)
-    return found
-
-
-def _stacked(
-    folder: Folder, name: str, shape: torch.Size, gate_up: GateUp | None, dtype: torch.dtype
-) -> QuantizedWeights:
-    blocks, scales = folder[f"{name}_blocks"], folder[f"{name}_scales"]
-    wanted = (*shape[:2], shape[2] // 32, 16)
-    if tuple(blocks.shape) != wanted:
-        raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
-    try:
-        return QuantizedWeights.from_mxfp4(blocks, scales, gate_up=gate_up, dtype=dtype)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _names(
-    folder: Folder, layer: str, own: str, places: int, count: int, linears: Linears
-) -> list[list[str]]:
-    """The linear layers of one projection, per expert: gate and up, or one."""
-    names = []
-    for expert in range(count):
-        row = [linears.get((own, place, expert)) for place in range(places)]
-        if None in row:
-            some = next((linear for linear in folder.linears if OF_ONE.search(linear)), None)
-            has = f"experts are called {some}" if some else "none is of an expert"
-            raise ValueError(
-                f"no quantized linear layer is {own} of expert {expert} of {layer}; {has}"
-            )
-        names.append([name for name in row if name is not None])
-    return names
-
-
-def _per_expert(
-    folder: Folder,
-    names: Sequence[Sequence[str]],
-    shape: torch.Size,
-    gate_up: GateUp | None,
-    dtype: torch.dtype,
-    activations: Activations | None,
-) -> QuantizedWeights:
-    scheme = _scheme(folder, names).taking(activations)
-    experts, _, first = names[0][0].rpartition(".")
-    parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
-    where = f"{experts.rpartition('.')[0]}.*.{parts}"
-    found: dict[str, list[Any]] = {}
-    linears = [linear for row in names for linear in row]
-    for linear in linears:
-        folder.skip(linear, scheme)
-    for part in scheme.parts:
-        if part in scheme.required or _has(folder, linears, part):
-            rows = ([f"{linear}.{part}" for linear in row] for row in names)
-            if scheme.are_apart:
-                found[part] = [[folder[name] for name in row] for row in rows]
-            else:
-                found[part] = [_joined(folder, row, scheme) for row in rows]
-    weights = scheme.pack(where, found, gate_up, dtype)
-    if weights.shape != shape:
-        raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
-    return weights
-
-
 def _has(folder: Folder, linears: Sequence[str], part: str) -> bool:
     """Whether the linear layers have an optional tensor; ValueError if only some do."""
     lacking = [linear for linear in linears if f"{linear}.{part}" not in folder]
@@ -357,38 +377,6 @@ def _has(folder: Folder, linears: Sequence[str], part: str) -> bool:
             f"{names}"
         )
     return not lacking
-
-
-def _scheme(folder: Folder, names: Sequence[Sequence[str]]) -> Scheme:
-    """The common scheme of all experts of a projection."""
-    scheme = folder.scheme_of(names[0][0])
-    for linear in (linear for row in names for linear in row):
-        other = folder.scheme_of(linear)
-        if (other.name, other.options) != (scheme.name, scheme.options):
-            raise NotImplementedError(
-                f"{folder.path}: {linear} is {other.name} {other.options}, and {names[0][0]} "
-                f"{scheme.name} {scheme.options}; experts of one layer must be of one scheme"
-            )
-    return scheme
-
-
-def _dequantized(
-    folder: Folder,
-    names: Sequence[Sequence[str]],
-    shape: torch.Size,
-    interleaved: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Dequantizes to (E, N, K), one expert at a time."""
-    weights = torch.empty(shape, dtype=dtype)
-    for expert, row in enumerate(names):
-        found = [folder.dequantized(linear, dtype)[0] for linear in row]
-        wanted = (shape[1] // len(row), shape[2])
-        for linear, weight in zip(row, found, strict=True):
-            if tuple(weight.shape) != wanted:
-                raise ValueError(f"{linear} has shape {tuple(weight.shape)}, wanted {wanted}")
-        weights[expert] = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
-    return weights
 
 
 def _joined(folder: Folder, names: Sequence[str], scheme: Scheme) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from moelora.adapters import MoELayer
 from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import experts_shard
-from moelora.integrations.transformers.projection import is_experts, sizes
+from moelora.integrations.transformers.projection import is_experts, is_interleaved, sizes
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -39,7 +39,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
             hidden,
             intermediate,
             gated=module.has_gate,
-            interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
+            interleaved=is_interleaved(module),
             transposed=module.is_transposed,
         )
         experts_shard(name, module, layer)  # raises if no factors go with this process's part

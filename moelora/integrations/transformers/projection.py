@@ -111,6 +111,11 @@ def up_name(experts: Experts) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
+def is_interleaved(experts: Experts) -> bool:
+    """Whether rows of gate and up alternate."""
+    return experts.has_gate and not getattr(experts, "is_concatenated", True)
+
+
 def is_quantized(experts: Experts) -> bool:
     """Whether `remove_weights` was called. Reads no weight, which torch.compile would guard on."""
     return getattr(experts, "_moelora_quantized", False)

@@ -17,11 +17,7 @@ from transformers.utils.logging import tqdm
 from moelora.adapters.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder
-from moelora.integrations.transformers.folder_experts import (
-    read_biases,
-    read_experts,
-    say_dequantized,
-)
+from moelora.integrations.transformers.folder_experts import LayerOfFolder, say_dequantized
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
 from moelora.integrations.transformers.names import OF_ONE, expert_linears
@@ -212,11 +208,9 @@ def _load_experts(
     for name, (module, _) in tqdm(layers.items(), desc="Quantizing experts", disable=what):
         kind = dtype or module.down_proj.dtype
         _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
-        own_linears = linears[name]
-        biases = read_biases(checkpoint, name, module, own_linears) if with_biases else {}
-        found = read_experts(
-            checkpoint, name, module, own_linears, kind, activations, dequantize, rounding
-        )
+        stored = LayerOfFolder(checkpoint, name, module, linears[name])
+        biases = stored.biases() if with_biases else {}
+        found = stored.read(kind, activations, dequantize, rounding)
         device = _device(model, name)
         refuse_saving(model)
         _put(module, *(weights.to(device) for weights in found))
@@ -271,7 +265,7 @@ def _biases(
     return {
         f"{name}.{own}": bias
         for name, (module, _) in layers.items()
-        for own, bias in read_biases(checkpoint, name, module, linears[name]).items()
+        for own, bias in LayerOfFolder(checkpoint, name, module, linears[name]).biases().items()
     }
 
 
