@@ -34,7 +34,7 @@ def has_tangents() -> bool:
 
 def is_wrapped() -> bool:
     """Whether a tensor may be wrapped by a functional transform, or is a tangent."""
-    return has_tangents() or peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None  # in every call
 
 
 def arguments_of(op: Any) -> list[Any]:
