@@ -1,7 +1,7 @@
 """Meta tensors and tracers refuse what a call on memory refuses, and with the same words.
 
-The wrong calls are those of test_errors.py, and drawn ones: an operator's valid arguments with one
-of them changed.
+The wrong calls are drawn: an operator's valid arguments with one of them changed. Others are in
+test_errors.py.
 """
 
 from __future__ import annotations
@@ -11,26 +11,15 @@ import random
 
 import pytest
 import torch
-from cases import Spec
 from covering import extent
 from glue_cases import TOP_K, E, K, M, inputs, op_calls, operator
-from test_errors import ALIGN, ERRORS, GEMM, LAYER, SORTING, ids, layer_arguments, zeros
+from test_errors import ERRORS, MEMORY, meta
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moelora
 
 SEEDS = extent(nightly=60, ci=6)
-# The memory that meta tensors have not: a number in it, and what an output shares with an input.
-MEMORY = ("shares memory", "share memory", "num_active_loras is")
-
-
-def meta(value):
-    if isinstance(value, list | tuple):
-        return [meta(v) for v in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
 
 def flat(value):
@@ -45,49 +34,6 @@ def refusal(function, *args, **kwargs):
         return function(*args, **kwargs), ""
     except ERRORS as error:
         return None, str(error)
-
-
-NAMED = {
-    **{
-        f"layer, {n}": (moelora.fused_experts_lora, lambda: layer_arguments("cpu"), c[0])
-        for n, c in LAYER.items()
-    },
-    **{
-        f"gemm, {n}": (moelora.fused_moe_lora_gemm, lambda: Spec().build().gemm_kwargs("w13"), c[0])
-        for n, c in GEMM.items()
-    },
-    **{
-        f"align, {n}": (
-            moelora.moe_lora_align_block_size,
-            lambda: Spec().build().align_kwargs(4),
-            c[0],
-        )
-        for n, c in ALIGN.items()
-    },
-    **{
-        f"sorting, {n}": (
-            moelora.moe_sorting,
-            lambda: {
-                "topk_ids": ids(M, TOP_K),
-                "topk_weights": zeros(M, TOP_K),
-                "num_experts": E,
-                "block_size": 4,
-            },
-            c[0],
-        )
-        for n, c in SORTING.items()
-    },
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_meta_tensors_are_refused_alike(name):
-    function, arguments, changes = NAMED[name]
-    arguments = {**arguments(), **changes}
-    _, why = refusal(function, **arguments)
-    assert why
-    _, again = refusal(function, **{k: meta(v) for k, v in arguments.items()})
-    assert again == why
 
 
 # ---- drawn ----

@@ -67,24 +67,6 @@ def test_every_operator_refuses_every_argument(device, kind):
                     assert same_bits(now, then), f"{name}: {arguments[i].name} was written"
 
 
-@pytest.mark.parametrize("name", ["topk_weights", "lora_ranks", "lora_scalings", "adapter_enabled"])
-def test_a_table_of_another_dtype(name):
-    """torch's own cast would read what is not there."""
-    given = inputs()
-    other = torch.int64 if name in ("lora_ranks", "adapter_enabled") else torch.float16
-    given[name] = without_storage(given[name].to(other))
-    with pytest.raises(ValueError, match=name):
-        moelora.fused_experts_lora(**given)
-
-
-def test_weights_in_tiles():
-    given = inputs(dtype=torch.bfloat16)
-    tiles = moelora.prepack_weights(given["w13"])
-    tiles.data.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=f"w13 {REFUSED}"):
-        moelora.fused_experts_lora(**{**given, "w13": tiles})
-
-
 def drawn(low, high, *shape, dtype=torch.int32):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
 

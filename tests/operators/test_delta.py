@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged
-from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator, zeros
+from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator
 
 import moelora
 from moelora import _C
@@ -154,56 +154,3 @@ def test_a_row_does_not_depend_on_its_neighbors(device_and_dtype):
     alone = moelora.moe_lora_gate_up_delta(**delta_kwargs(there, "w13", token_lora_mapping=mapping))
     assert same_bits(alone[39], whole[39])
     assert not alone[:39].any()
-
-
-# ---- errors ----
-
-DELTA_ERRORS = {
-    "x: K": ({"x": zeros(9, 65)}, "x.size(1)", "lora_a[0].size(3) is 64"),
-    "x: M": ({"x": zeros(8, 64)}, "x.size(0) is 8", "9", "18"),
-    "x: dtype": ({"x": zeros(9, 64, dtype=torch.int32)}, "x has dtype int32"),
-    "factors: dtype": (
-        {"lora_a": [zeros(3, 4, 8, 64).bfloat16()] * 2},
-        "lora_a[0] has dtype bfloat16",
-        "float32 as x",
-    ),
-    "out: dtype": ({"x": zeros(9, 64).bfloat16()}, "out has dtype float32", "bfloat16 as x"),
-    "lora_b: rank": (
-        {"lora_b": [zeros(3, 4, 32, 7), zeros(3, 4, 32, 7)]},
-        "lora_b[0].size(3) is 7",
-        "8",
-    ),
-    "lora_b: slots": ({"lora_b": [zeros(2, 4, 32, 8)] * 2}, "lora_b[0].size(0) is 2", "3"),
-    "lora_b: experts": ({"lora_b": [zeros(3, 5, 32, 8)] * 2}, "num_experts is 4"),
-    "slices": ({"lora_b": [zeros(3, 4, 32, 8)]}, "2 slices", "1"),
-    "too many slices": ({"lora_a": [zeros(3, 4, 8, 64)] * 5}, "5 slices", "4"),
-    "topk_ids": ({"topk_ids": zeros(9, 2)}, "topk_ids has dtype float32"),
-    "mapping": (
-        {"token_lora_mapping": zeros(8, dtype=torch.int32)},
-        "token_lora_mapping",
-        "8",
-        "9",
-    ),
-    "ranks": ({"lora_ranks": zeros(2, dtype=torch.int32)}, "lora_ranks.size(0) is 2", "3"),
-    "weights": (
-        {"topk_weights": None, "mul_routed_weight": True},
-        "topk_weights is absent",
-    ),
-    "num_experts": ({"num_experts": 5}, "num_experts is 5", "lora_a[0].size(1) is 4"),
-}
-
-
-@pytest.mark.parametrize("name", DELTA_ERRORS)
-def test_delta_errors(name):
-    changed, *texts = DELTA_ERRORS[name]
-    p = PLAIN.build()
-    out = base_output(p, 64)
-    for add in (True, False):
-        before = out.tensor.clone()
-        with pytest.raises(ValueError) as error:
-            moelora.moe_lora_gate_up_delta(
-                **{**delta_kwargs(p, "w13"), **changed}, add_inputs=add, out=out.tensor
-            )
-        for text in texts:
-            assert text in str(error.value), str(error.value)
-        assert same_bits(out.tensor, before), "something was written before the error"

@@ -126,7 +126,3 @@ def check_result(out, before, delta64, naive, active, add, offset=0) -> float:
     base = before[..., inside] if add else torch.zeros_like(before[..., inside])
     ref = (base.double() + delta64)[active]
     return assert_close_to_ref(y[..., inside][active], ref, (base + naive)[active], dtype)
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
