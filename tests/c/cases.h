@@ -33,7 +33,6 @@ static inline void parallel_for(int64_t count, moelora_task task, void *context)
     pthread_join(threads[i], NULL);
 }
 
-static const moelora_exec serial = {.device = MOELORA_CPU};
 static const moelora_exec threaded = {
     .device = MOELORA_CPU, .parallel_for = parallel_for, .num_threads = THREADS};
 
@@ -143,10 +142,6 @@ static inline void check_close(const char *what, const moelora_tensor *out, cons
   double limit = 1.5 * max_difference(exact, rounded, count) + unit * largest;
   if (error > limit)
     FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
-}
-
-static inline bool same_bytes(const moelora_tensor *a, const moelora_tensor *b) {
-  return memcmp(a->data, b->data, (size_t)count_of(a) * dtype_bytes(a->dtype)) == 0;
 }
 
 static inline moelora_dtype dtype_of(const char *variant) {

@@ -245,6 +245,17 @@ static inline moelora_tensor random_ids(moelora_dtype dtype, int64_t low, int64_
   return t;
 }
 
+/* A contiguous copy of a contiguous tensor. */
+static inline moelora_tensor copy_of(const moelora_tensor *t) {
+  moelora_tensor copy = new_tensor(t->dtype, t->ndim, t->size);
+  memcpy(copy.data, t->data, (size_t)count_of(t) * dtype_bytes(t->dtype));
+  return copy;
+}
+
+static inline bool same_bytes(const moelora_tensor *a, const moelora_tensor *b) {
+  return memcmp(a->data, b->data, (size_t)count_of(a) * dtype_bytes(a->dtype)) == 0;
+}
+
 /* The same values with rows `stride` elements apart and large values in between. */
 static inline moelora_tensor spread_rows(moelora_tensor t, int64_t stride) {
   moelora_tensor wide = new_tensor(t.dtype, SIZES(t.size[0], stride));
@@ -257,14 +268,14 @@ static inline moelora_tensor spread_rows(moelora_tensor t, int64_t stride) {
   return wide;
 }
 
-/* ---- workspace ---- */
+/* ---- calls ---- */
+
+static const moelora_exec serial = {.device = MOELORA_CPU};
 
 static inline void give_workspace(moelora_exec *exec, size_t bytes) {
   exec->workspace = bytes ? allocate(bytes) : NULL;
   exec->workspace_bytes = bytes;
 }
-
-/* ---- calls ---- */
 
 /* call_gemm(args, exec) prepares and runs; gemm_bytes(args, exec, bytes) queries the workspace
  * size. */
@@ -290,6 +301,19 @@ CALLS(experts_backward)
 CALLS(align_lists)
 CALLS(delta)
 CALLS(mlp_delta)
+
+/* A call with exactly the workspace that it asks for; with a byte less it is refused. */
+#define CHECK_RUN(NAME, ARGS, EXEC)                                                                \
+  do {                                                                                             \
+    moelora_exec exec_ = (EXEC);                                                                   \
+    size_t bytes_;                                                                                 \
+    CHECK_OK(NAME##_bytes(ARGS, &exec_, &bytes_));                                                 \
+    give_workspace(&exec_, bytes_);                                                                \
+    CHECK_OK(call_##NAME(ARGS, &exec_));                                                           \
+    exec_.workspace_bytes -= bytes_ ? 1 : 0;                                                       \
+    if (bytes_)                                                                                    \
+      CHECK_INT(call_##NAME(ARGS, &exec_), MOELORA_WORKSPACE_TOO_SMALL);                           \
+  } while (0)
 
 /* ---- activations ---- */
 

@@ -1,8 +1,6 @@
 /* Alignment in its four modes against a sort by (expert, adapter, row) written as three loops. */
 #include "naive.h"
 
-static const moelora_exec serial = {.device = MOELORA_CPU};
-
 typedef struct expected {
   int32_t *row_ids, *expert_ids, *lora_ids;
   float *weights;
@@ -52,14 +50,6 @@ static void align_naively(const moelora_align_args *args, expected *want) {
     }
     finish_block(want, &used, args->block_size);
   }
-}
-
-static void run(const moelora_align_args *args) {
-  moelora_exec exec = serial;
-  size_t bytes;
-  CHECK_OK(align_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_align(args, &exec));
 }
 
 static void check_same(const char *what, const void *got, const int32_t *want, int64_t count) {
@@ -127,7 +117,7 @@ static void test_case(moelora_align_mode mode, uint64_t number) {
   };
   align_naively(&args, &want);
   CHECK(want.blocks <= blocks);
-  run(&args);
+  CHECK_RUN(align, &args, serial);
   check_same("sorted_token_ids", args.sorted_token_ids.data, want.row_ids, rows);
   check_same("expert_ids", args.expert_ids.data, want.expert_ids, blocks);
   if (args.lora_ids.data)

@@ -4,20 +4,6 @@
 
 enum { TOKENS = 9, TOP_K = 2, EXPERTS = 3, HIDDEN = 20, INNER = 12, RANK = 5, SLOTS = 2 };
 
-static void run(const moelora_experts_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(experts_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_experts(args, &exec));
-}
-
-static void run_backward(const moelora_experts_backward_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(experts_backward_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_experts_backward(args, &exec));
-}
-
 static moelora_experts_backward_args make(moelora_activation activation, bool early,
                                           int32_t slices) {
   sizes s = {.tokens = TOKENS,
@@ -106,7 +92,7 @@ static int pairs_of(moelora_experts_backward_args *args, pair *pairs) {
 static double loss(const moelora_experts_backward_args *args) {
   moelora_experts_args forward = args->forward;
   forward.saved = (moelora_saved){0};
-  run(&forward, serial);
+  CHECK_RUN(experts, &forward, serial);
   double sum = 0;
   for (int64_t i = 0; i < TOKENS * HIDDEN; i++)
     sum += (double)((float *)forward.out.data)[i] * ((float *)args->dout.data)[i];
@@ -152,7 +138,7 @@ static void check_sparse(const moelora_experts_backward_args *args) {
       new_tensor(MOELORA_F32, SIZES(1, pairs - 1, whole->size[2], whole->size[3]));
   for (int32_t i = 0; i < pairs; i++)
     ((int32_t *)sparse.grads.pairs.data)[i] = pairs - 2 - i; /* -1 of the last */
-  run_backward(&sparse, serial);
+  CHECK_RUN(experts_backward, &sparse, serial);
   const size_t bytes = (size_t)(whole->size[2] * whole->size[3]) * sizeof(float);
   for (int32_t i = 0; i < pairs - 1; i++)
     CHECK(memcmp((char *)whole->data + i * bytes,
@@ -165,8 +151,8 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   moelora_experts_backward_args args = make(activation, early, slices);
   pair pairs[16];
   args.grads = all_grads(&args.forward);
-  run(&args.forward, serial);
-  run_backward(&args, serial);
+  CHECK_RUN(experts, &args.forward, serial);
+  CHECK_RUN(experts_backward, &args, serial);
   CHECK(strncmp(moelora_last_plan(), "backward=gemm_f32_", 18) == 0);
   check_slopes(&args, pairs, pairs_of(&args, pairs));
 
@@ -174,15 +160,15 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   moelora_experts_backward_args again = args;
   pair others[16];
   again.grads = all_grads(&args.forward);
-  run(&args.forward, threaded);
-  run_backward(&again, threaded);
+  CHECK_RUN(experts, &args.forward, threaded);
+  CHECK_RUN(experts_backward, &again, threaded);
   const int count = pairs_of(&again, others);
   for (int i = 0; i < count; i++)
     CHECK(same_bytes(pairs[i].grad, others[i].grad));
 
   /* Accumulate factors and biases once more, which doubles them. */
   again.accumulate = true;
-  run_backward(&again, serial);
+  CHECK_RUN(experts_backward, &again, serial);
   for (int i = 2; i < count; i++)
     for (int64_t j = 0; j < count_of(pairs[i].grad); j++)
       CHECK(((float *)others[i].grad->data)[j] == 2 * ((float *)pairs[i].grad->data)[j]);
@@ -191,7 +177,7 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
   moelora_experts_backward_args one = args;
   one.grads = (moelora_experts_grads){.w2_lora = {.num_slices = 1}};
   one.grads.w2_lora.b[0] = like(&args.forward.w2_lora.b[0]);
-  run_backward(&one, serial);
+  CHECK_RUN(experts_backward, &one, serial);
   CHECK(same_bytes(&one.grads.w2_lora.b[0], &args.grads.w2_lora.b[0]));
   check_sparse(&args);
   release_all();

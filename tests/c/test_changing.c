@@ -235,12 +235,6 @@ static const moelora_tensor *compute(operators *o, int which, moelora_exec exec)
   return outs[which];
 }
 
-static moelora_tensor kept(const moelora_tensor *t) {
-  moelora_tensor copy = new_tensor(t->dtype, t->ndim, t->size);
-  memcpy(copy.data, t->data, (size_t)count_of(t) * dtype_bytes(t->dtype));
-  return copy;
-}
-
 /* ---- changes between the steps of a call ---- */
 
 static int num_steps;
@@ -268,7 +262,7 @@ static void test_steps(void) {
     for (int i = 0; i < NUM_TABLES; i++)
       set_table(&tables[i], 0);
     RUN(align_lists, &o.lists, serial);
-    const moelora_tensor want = kept(compute(&o, which, serial));
+    const moelora_tensor want = copy_of(compute(&o, which, serial));
     num_steps = 0;
     const moelora_tensor *got = compute(&o, which, changing);
     if (num_steps < 2)
@@ -363,7 +357,7 @@ static void test_rows_of_one_state(int which, int rounds) {
     moelora_tensor want[2];
     for (int state = 1; state >= 0; state--) {
       set_table(&tables[changing], state);
-      want[state] = kept(compute(&o, which, serial));
+      want[state] = copy_of(compute(&o, which, serial));
     }
     const pthread_t thread = start_flipping(changing);
     for (int round = 0; round < rounds; round++) {

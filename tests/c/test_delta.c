@@ -1,24 +1,7 @@
 /* Deltas against plain loops, for every kernel variant that this machine runs: values,
  * rows that keep their bits, halves, vLLM's lists, SGLang's MLP, determinism with threads, error
  * messages. */
-#include "cases.h"
-
-static void run_delta(const moelora_delta_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(delta_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_delta(args, &exec));
-  if (bytes) {
-    exec.workspace_bytes = bytes - 1;
-    CHECK(call_delta(args, &exec) == MOELORA_WORKSPACE_TOO_SMALL);
-  }
-}
-
-static moelora_tensor copy_of(const moelora_tensor *t) {
-  moelora_tensor copy = new_tensor(t->dtype, t->ndim, t->size);
-  memcpy(copy.data, t->data, (size_t)count_of(t) * dtype_bytes(t->dtype));
-  return copy;
-}
+#include "valid.h"
 
 /* Whether the row has an adapter and a local expert. */
 static bool is_active(const moelora_routing *routing, const moelora_adapters *adapters,
@@ -110,14 +93,14 @@ static void test_delta(moelora_dtype dtype, uint64_t number, const char *variant
   naive_delta(&args, zeros, (rounding){0}, z);
   naive_delta(&args, zeros, (rounding){true, dtype}, rounded);
 
-  run_delta(&args, serial);
+  CHECK_RUN(delta, &args, serial);
   char what[96];
   snprintf(what, sizeof what, "delta case %llu with %s", (unsigned long long)number, variant);
   check_out(what, &args, s, &before, z, rounded);
 
   moelora_delta_args again = args;
   again.out = copy_of(&before);
-  run_delta(&again, threaded);
+  CHECK_RUN(delta, &again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
   /* Both halves, through the caller's h. */
@@ -125,10 +108,10 @@ static void test_delta(moelora_dtype dtype, uint64_t number, const char *variant
   moelora_delta_args half = again;
   half.h = new_tensor(dtype, SIZES(slices, s.tokens, s.top_k, rank));
   half.out = absent;
-  run_delta(&half, serial);
+  CHECK_RUN(delta, &half, serial);
   half.x = absent;
   half.out = again.out;
-  run_delta(&half, threaded);
+  CHECK_RUN(delta, &half, threaded);
   CHECK(same_bytes(&args.out, &again.out));
   release_all();
 }
@@ -171,11 +154,7 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
   for (int64_t i = 0; i < s.slots + 2; i++)
     ((int32_t *)align.lists.lora_ids.data)[i] =
         (int32_t)i - 1; /* -1, the slots, one out of range */
-  moelora_exec exec = serial;
-  size_t bytes;
-  CHECK_OK(align_lists_bytes(&align, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_align_lists(&align, &exec));
+  CHECK_RUN(align_lists, &align, serial);
 
   moelora_delta_args listed = args;
   listed.lists = align.lists;
@@ -183,14 +162,14 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
   listed.num_tokens = s.tokens;
   listed.top_k = (int32_t)s.top_k;
   listed.out = copy_of(&args.out);
-  run_delta(&args, serial);
-  run_delta(&listed, serial);
+  CHECK_RUN(delta, &args, serial);
+  CHECK_RUN(delta, &listed, serial);
   CHECK(same_bytes(&args.out, &listed.out));
 
   /* Without active lists, everything keeps its bits. */
   const moelora_tensor before = copy_of(&listed.out);
   listed.lists.num_active = 0;
-  run_delta(&listed, serial);
+  CHECK_RUN(delta, &listed, serial);
   CHECK(same_bytes(&before, &listed.out));
   release_all();
 }
@@ -239,7 +218,7 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
   naive_delta(&gate_up, zeros, (rounding){0}, exact);
   naive_delta(&gate_up, zeros, (rounding){true, dtype}, rounded);
   const moelora_tensor h_before = copy_of(&h);
-  run_delta(&gate_up, serial);
+  CHECK_RUN(delta, &gate_up, serial);
   double *h_exact = allocate((size_t)(rows * s.inner) * 8);
   double *h_rounded = allocate((size_t)(rows * s.inner) * 8);
   for (int64_t p = 0; p < rows; p++)
@@ -259,15 +238,11 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
   snprintf(what, sizeof what, "silu_and_mul case %llu with %s", (unsigned long long)number,
            variant);
   check_close(what, &h, h_exact, h_rounded, rows * s.inner);
-  run_delta(&down, serial);
+  CHECK_RUN(delta, &down, serial);
 
   for (int round = 0; round < 2; round++) {
-    moelora_exec exec = round ? threaded : serial;
-    size_t workspace;
     args.out = copy_of(&before);
-    CHECK_OK(mlp_delta_bytes(&args, &exec, &workspace));
-    give_workspace(&exec, workspace);
-    CHECK_OK(call_mlp_delta(&args, &exec));
+    CHECK_RUN(mlp_delta, &args, round ? threaded : serial);
     CHECK(same_bytes(&args.out,
                      &down.out)); /* on a CPU, the single call is identical to the stages */
   }
@@ -277,60 +252,54 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
 /* ---- errors ---- */
 
 static void test_errors(void) {
-  const sizes s = {5, 2, 4, 16, 12, 2};
+  const sizes s = {5, 2, 4, 16, 24, 2};
   moelora_exec exec = serial;
   give_workspace(&exec, 1 << 20);
-  const moelora_delta_args good = {
-      .num_experts = 4,
-      .x = random_tensor(MOELORA_F32, 1, SIZES(5, 16)),
-      .routing = {.topk_ids = random_ids(MOELORA_I32, 0, 3, SIZES(5, 2))},
-      .adapters = {.token_lora_mapping = random_ids(MOELORA_I32, 0, 1, SIZES(5))},
-      .lora = random_lora(s, MOELORA_F32, 2, 3, 24, 16),
-      .out = new_tensor(MOELORA_F32, SIZES(5, 2, 24)),
-  };
-  moelora_delta_args a = good;
-  CHECK_OK(call_delta(&a, &exec));
-#define INVALID(MESSAGE) CHECK_FAILS(call_delta(&a, &exec), MOELORA_INVALID_ARGUMENT, MESSAGE)
-  a = good, a.x = absent;
-  INVALID("1 of x, h and out are given, expected two: x and h, h and out, or x and out");
-  a = good, a.num_experts = 0;
-  INVALID("num_experts is 0, expected at least 1");
-  a = good, a.lora.num_slices = 0;
-  INVALID("lora_a has 0 slices, expected 1 to 4");
-  a = good, a.x.size[0] = 4;
-  INVALID("x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10");
-  a = good, a.lora.b[1].size[2] = 11;
-  INVALID("lora_b[1].size(2) is 11, the columns of the first slice is 12");
-  a = good, a.out_offset = 1;
-  INVALID("offset is 1, expected 0 or more and at most 0: out has 24 columns, the slices have 24");
-  a = good, a.out_offset = INT64_MAX - 7;
-  INVALID(
-      "offset is 9223372036854775800, expected 0 or more and at most 0: out has 24 columns, the "
-      "slices have 24");
-  a = good, a.out_offset = INT64_MIN;
-  INVALID("offset is -9223372036854775808, expected 0 or more and at most 0: out has 24 columns, "
-          "the slices have 24");
-  a = good, a.mul_routed_weight = true;
-  INVALID("topk_weights is absent, expected a tensor [M, top_k]");
-  a = good, a.silu_and_mul = true;
-  INVALID("silu_and_mul takes an even number of columns and writes half of them to a 3-D out of "
-          "as many, without add_inputs, mul_routed_weight and out_offset; there are 24 columns, "
-          "out has 24");
-  a = good, a.out.data = a.x.data;
-  INVALID("out shares memory with x");
-  a = good, a.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(2, 8));
-  a.num_tokens = 5;
-  INVALID("num_tokens is 5 and top_k is 0, expected top_k of at least 1 and at most 2147483647 "
-          "rows");
+  moelora_delta_args good = valid_delta(s), a;
+  good.routing.topk_weights = absent;
+  CHECK_OK(call_delta(&good, &exec));
+#define run(A) call_delta(A, &exec)
+  REFUSED(good, "1 of x, h and out are given, expected two: x and h, h and out, or x and out",
+          a.x = absent);
+  REFUSED(good, "num_experts is 0, expected at least 1", a.num_experts = 0);
+  REFUSED(good, "lora_a has 0 slices, expected 1 to 4", a.lora.num_slices = 0);
+  REFUSED(good, "x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10",
+          a.x.size[0] = 4);
+  REFUSED(good, "lora_b[1].size(2) is 11, the columns of the first slice is 12",
+          a.lora.b[1].size[2] = 11);
+  REFUSED(good,
+          "offset is 1, expected 0 or more and at most 0: out has 24 columns, the slices have 24",
+          a.out_offset = 1);
+  REFUSED(good,
+          "offset is 9223372036854775800, expected 0 or more and at most 0: out has 24 columns, "
+          "the slices have 24",
+          a.out_offset = INT64_MAX - 7);
+  REFUSED(good,
+          "offset is -9223372036854775808, expected 0 or more and at most 0: out has 24 columns, "
+          "the slices have 24",
+          a.out_offset = INT64_MIN);
+  REFUSED(good, "topk_weights is absent, expected a tensor [M, top_k]", a.mul_routed_weight = true);
+  REFUSED(good,
+          "silu_and_mul takes an even number of columns and writes half of them to a 3-D out of as "
+          "many, without add_inputs, mul_routed_weight and out_offset; there are 24 columns, out "
+          "has 24",
+          a.silu_and_mul = true);
+  REFUSED(good, "out shares memory with x", a.out.data = a.x.data);
+  REFUSED(
+      good,
+      "num_tokens is 5 and top_k is 0, expected top_k of at least 1 and at most 2147483647 rows",
+      a.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(2, 8)), a.num_tokens = 5);
   a.top_k = 2, a.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(2, 1));
   a.lists.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(2));
   a.lists.lora_ids = new_tensor(MOELORA_I32, SIZES(3));
-  INVALID("block_size is 0, expected at least 1");
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, "block_size is 0, expected at least 1");
   a.lists.block_size = 4;
-  INVALID("expert_ids.size(1) is 1, expected at least a block of 4 for each of the 8 rows of "
-          "sorted_token_ids");
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT,
+              "expert_ids.size(1) is 1, expected at least a block of 4 for each of the 8 rows of "
+              "sorted_token_ids");
   a.lists.block_size = 8, a.lists.num_active = 4;
-  INVALID("num_active_loras is 4, expected 0 to lora_ids.size(0), which is 3");
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT,
+              "num_active_loras is 4, expected 0 to lora_ids.size(0), which is 3");
   a.lists.num_active = 0;
   CHECK_OK(call_delta(&a, &exec));
 

@@ -1,184 +1,128 @@
 /* Every error of an operator that computes, with its message: each case starts from valid
  * arguments and breaks one of them. */
-#include "harness.h"
+#include "valid.h"
 
-static const moelora_exec serial = {.device = MOELORA_CPU};
+enum { M = 5, TOP_K = 2, E = 4, K = 16, I = 12, SLOTS = 2 };
 
-enum { M = 5, TOP_K = 2, E = 4, K = 16, I = 12, R = 3, SLOTS = 2 };
-
-#define INVALID(MESSAGE) CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, MESSAGE)
+static const sizes shape = {M, TOP_K, E, K, I, SLOTS};
 
 /* ---- one projection ---- */
 
 #define run(A) call_gemm(A, &exec)
 
-static moelora_lora lora_of(int32_t slices, int64_t n, int64_t k) {
-  moelora_lora lora = {.num_slices = slices};
-  for (int32_t i = 0; i < slices; i++) {
-    lora.a[i] = random_tensor(MOELORA_F32, 1, SIZES(SLOTS, E, R, k));
-    lora.b[i] = random_tensor(MOELORA_F32, 1, SIZES(SLOTS, E, n / slices, R));
-  }
-  return lora;
-}
-
-static moelora_adapters some_adapters(void) {
-  return (moelora_adapters){
-      .token_lora_mapping = random_ids(MOELORA_I32, -1, SLOTS - 1, SIZES(M)),
-      .lora_ranks = random_ids(MOELORA_I32, 0, R, SIZES(SLOTS)),
-      .lora_scalings = random_tensor(MOELORA_F32, 1, SIZES(SLOTS)),
-      .adapter_enabled = random_ids(MOELORA_BOOL, 0, 1, SIZES(SLOTS + 1)),
-  };
-}
-
-static moelora_routing some_routing(void) {
-  return (moelora_routing){
-      .topk_ids = random_ids(MOELORA_I32, 0, E - 1, SIZES(M, TOP_K)),
-      .topk_weights = random_tensor(MOELORA_F32, 1, SIZES(M, TOP_K)),
-  };
-}
-
 static void test_gemm_errors(void) {
   moelora_exec exec = serial;
   give_workspace(&exec, 1 << 20);
-  const moelora_gemm_args good = {
-      .x = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
-      .w = random_tensor(MOELORA_F32, 1, SIZES(E, I, K)),
-      .bias = random_tensor(MOELORA_F32, 1, SIZES(E, I)),
-      .routing = some_routing(),
-      .adapters = some_adapters(),
-      .lora = lora_of(2, I, K),
-      .mul_routed_weight = true,
-      .out = new_tensor(MOELORA_F32, SIZES(M, TOP_K, I)),
-  };
+  const moelora_gemm_args good = valid_gemm(shape);
   moelora_gemm_args a = good;
   CHECK_OK(call_gemm(&good, &exec));
 
-  a = good, a.x.ndim = 3;
-  INVALID("x has 3 dimensions, expected 2: [M, K] or [M * top_k, K]");
-  a = good, a.x.name = "hidden", a.x.ndim = 3;
-  INVALID("hidden has 3 dimensions, expected 2: [M, K] or [M * top_k, K]");
-  a = good, a.x.size[1] = 15, a.w.name = "experts.weight";
-  INVALID("x.size(1) is 15, experts.weight.size(2) is 16");
-  a = good, a.x.size[0] = 4, a.routing.topk_ids.name = "ids";
-  INVALID("x.size(0) is 4, expected ids.size(0), which is 5, or M * top_k, which is 10");
-  a = good, a.lora.b[1].name = "up", a.lora.b[1].dtype = MOELORA_F16, a.w.name = "weight";
-  INVALID("up[1] has dtype float16, expected float32 as weight");
-  a = good, a.adapters.lora_ranks.size[0] = 3, a.lora.a[0].name = "down";
-  INVALID("lora_ranks.size(0) is 3, down[0].size(0) is 2");
-  a = good, a.out = a.w, a.out.name = "result", a.w.name = "weight", a.out.ndim = 3;
-  a.out.size[0] = M, a.out.size[1] = TOP_K, a.out.size[2] = I;
-  a.out.stride[0] = TOP_K * I, a.out.stride[1] = I;
-  INVALID("result shares memory with weight");
-  a = good, a.x.dtype = MOELORA_I32;
-  INVALID("x has dtype int32, expected float32, bfloat16 or float16");
-  a = good, a.x.stride[1] = 2;
-  INVALID("x.stride(1) is 2, expected 1: the last dimension must be contiguous");
-  a = good, a.x.size[1] = 15;
-  INVALID("x.size(1) is 15, w.size(2) is 16");
-  a = good, a.x.size[0] = 4;
-  INVALID("x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10");
+  REFUSED(good, "x has 3 dimensions, expected 2: [M, K] or [M * top_k, K]", a.x.ndim = 3);
+  REFUSED(good, "hidden has 3 dimensions, expected 2: [M, K] or [M * top_k, K]",
+          a.x.name = "hidden", a.x.ndim = 3);
+  REFUSED(good, "x.size(1) is 15, experts.weight.size(2) is 16", a.x.size[1] = 15,
+          a.w.name = "experts.weight");
+  REFUSED(good, "x.size(0) is 4, expected ids.size(0), which is 5, or M * top_k, which is 10",
+          a.x.size[0] = 4, a.routing.topk_ids.name = "ids");
+  REFUSED(good, "up[1] has dtype float16, expected float32 as weight", a.lora.b[1].name = "up",
+          a.lora.b[1].dtype = MOELORA_F16, a.w.name = "weight");
+  REFUSED(good, "lora_ranks.size(0) is 3, down[0].size(0) is 2", a.adapters.lora_ranks.size[0] = 3,
+          a.lora.a[0].name = "down");
+  REFUSED(good, "result shares memory with weight", a.out = a.w, a.out.name = "result",
+          a.w.name = "weight", a.out.ndim = 3, a.out.size[0] = M, a.out.size[1] = TOP_K,
+          a.out.size[2] = I, a.out.stride[0] = TOP_K * I, a.out.stride[1] = I);
+  REFUSED(good, "x has dtype int32, expected float32, bfloat16 or float16",
+          a.x.dtype = MOELORA_I32);
+  REFUSED(good, "x.stride(1) is 2, expected 1: the last dimension must be contiguous",
+          a.x.stride[1] = 2);
+  REFUSED(good, "x.size(1) is 15, w.size(2) is 16", a.x.size[1] = 15);
+  REFUSED(good, "x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10",
+          a.x.size[0] = 4);
 
-  a = good, a.w.ndim = 2;
-  INVALID("w has 2 dimensions, expected 3: [E, N, K], or 5: packed [E, N/64, K/64, 64, 64]");
-  a = good, a.w = absent;
-  INVALID("w is absent, expected a tensor [E, N, K]");
-  a = good, a.w.dtype = MOELORA_BF16;
-  INVALID("w has dtype bfloat16, expected float32 as x");
-  a = good, a.w.size[0] = 0;
-  INVALID("w.size(0) is 0, expected at least 1");
-  a = good, a.w.stride[2] = 0;
-  INVALID("w.stride(2) is 0, expected 1: the last dimension must be contiguous");
+  REFUSED(good, "w has 2 dimensions, expected 3: [E, N, K], or 5: packed [E, N/64, K/64, 64, 64]",
+          a.w.ndim = 2);
+  REFUSED(good, "w is absent, expected a tensor [E, N, K]", a.w = absent);
+  REFUSED(good, "w has dtype bfloat16, expected float32 as x", a.w.dtype = MOELORA_BF16);
+  REFUSED(good, "w.size(0) is 0, expected at least 1", a.w.size[0] = 0);
+  REFUSED(good, "w.stride(2) is 0, expected 1: the last dimension must be contiguous",
+          a.w.stride[2] = 0);
   moelora_tensor tiles = new_tensor(MOELORA_F32, SIZES(E, 1, 1, 64, 64));
-  a = good, a.w = tiles;
-  INVALID("x.size(1) is 16, w.size(2) * 64 is 64");
-  a = good, a.w = tiles, a.w.size[4] = 32;
-  INVALID("w.size(4) is 32, the side of a tile is 64");
-  a = good, a.w = tiles, a.w.stride[3] = 128;
-  INVALID("w has tiles of strides (128, 1), expected (64, 1)");
+  REFUSED(good, "x.size(1) is 16, w.size(2) * 64 is 64", a.w = tiles);
+  REFUSED(good, "w.size(4) is 32, the side of a tile is 64", a.w = tiles, a.w.size[4] = 32);
+  REFUSED(good, "w has tiles of strides (128, 1), expected (64, 1)", a.w = tiles,
+          a.w.stride[3] = 128);
 
-  a = good, a.bias.size[1] = 11;
-  INVALID("bias.size(1) is 11, w.size(1) is 12");
-  a = good, a.bias.size[0] = 3;
-  INVALID("bias.size(0) is 3, w.size(0) is 4");
-  a = good, a.bias.dtype = MOELORA_F16;
-  INVALID("bias has dtype float16, expected float32 as x");
-  a = good, a.bias.stride[1] = 4;
-  INVALID("bias.stride(1) is 4, expected 1: the last dimension must be contiguous");
-  a = good, a.routing.topk_weights = absent;
-  INVALID("topk_weights is absent, expected a tensor [M, top_k]");
-  a = good, a.routing.topk_ids.size[0] = INT32_MAX / TOP_K, a.routing.topk_weights = absent;
-  a.mul_routed_weight = false;
-  INVALID("topk_ids has 2147483646 rows (M * top_k), too many for row numbers of 32 bits after "
-          "padding by expert");
+  REFUSED(good, "bias.size(1) is 11, w.size(1) is 12", a.bias.size[1] = 11);
+  REFUSED(good, "bias.size(0) is 3, w.size(0) is 4", a.bias.size[0] = 3);
+  REFUSED(good, "bias has dtype float16, expected float32 as x", a.bias.dtype = MOELORA_F16);
+  REFUSED(good, "bias.stride(1) is 4, expected 1: the last dimension must be contiguous",
+          a.bias.stride[1] = 4);
+  REFUSED(good, "topk_weights is absent, expected a tensor [M, top_k]",
+          a.routing.topk_weights = absent);
+  REFUSED(good,
+          "topk_ids has 2147483646 rows (M * top_k), too many for row numbers of 32 bits after "
+          "padding by expert",
+          a.routing.topk_ids.size[0] = INT32_MAX / TOP_K, a.routing.topk_weights = absent,
+          a.mul_routed_weight = false);
 
-  a = good, a.lora.num_slices = 5;
-  INVALID("lora_a has 5 slices, expected 0 to 4");
-  a = good, a.lora.num_slices = -1;
-  INVALID("lora_a has -1 slices, expected 0 to 4");
-  a = good, a.w.size[1] = 11, a.bias = absent;
-  INVALID("w.size(1) is 11, expected a multiple of the 2 slices of lora_a");
-  a = good, a.lora.a[1] = absent;
-  INVALID("lora_a[1] is absent, expected a tensor [max_loras, E or 1, R, K]");
-  a = good, a.lora.b[0].ndim = 3;
-  INVALID("lora_b[0] has 3 dimensions, expected 4: [max_loras, E or 1, N, R]");
-  a = good, a.lora.b[1].dtype = MOELORA_BF16;
-  INVALID("lora_b[1] has dtype bfloat16, expected float32 as w");
-  a = good, a.lora.a[0].size[2] = 0;
-  INVALID("lora_a[0].size(2) is 0, expected at least 1");
-  a = good, a.lora.a[0].size[1] = 2;
-  INVALID("lora_a[0].size(1) is 2, w.size(0) is 4: expected as many experts, or 1 factor shared by "
-          "all");
-  a = good, a.lora.a[1].stride[3] = 2;
-  INVALID("lora_a[1].stride(3) is 2, expected 1: the last dimension must be contiguous");
-  a = good, a.lora.b[0].size[0] = 1;
-  INVALID("lora_b[0].size(0) is 1, lora_a[0].size(0) is 2");
-  a = good, a.lora.a[1].size[2] = 2;
-  INVALID("lora_a[1].size(2) is 2, the rank of the first slice is 3");
-  a = good, a.lora.b[1].size[3] = 2;
-  INVALID("lora_b[1].size(3) is 2, the rank of the first slice is 3");
-  a = good, a.lora.a[1].size[3] = 15;
-  INVALID("lora_a[1].size(3) is 15, w.size(2) is 16");
-  a = good, a.lora.b[1].size[2] = 5;
-  INVALID("lora_b[1].size(2) is 5, w.size(1) / 2 slices is 6");
-  a = good, a.lora = lora_of(1, I - 1, K);
-  INVALID("lora_b[0].size(2) is 11, w.size(1) is 12");
+  REFUSED(good, "lora_a has 5 slices, expected 0 to 4", a.lora.num_slices = 5);
+  REFUSED(good, "lora_a has -1 slices, expected 0 to 4", a.lora.num_slices = -1);
+  REFUSED(good, "w.size(1) is 11, expected a multiple of the 2 slices of lora_a", a.w.size[1] = 11,
+          a.bias = absent);
+  REFUSED(good, "lora_a[1] is absent, expected a tensor [max_loras, E or 1, R, K]",
+          a.lora.a[1] = absent);
+  REFUSED(good, "lora_b[0] has 3 dimensions, expected 4: [max_loras, E or 1, N, R]",
+          a.lora.b[0].ndim = 3);
+  REFUSED(good, "lora_b[1] has dtype bfloat16, expected float32 as w",
+          a.lora.b[1].dtype = MOELORA_BF16);
+  REFUSED(good, "lora_a[0].size(2) is 0, expected at least 1", a.lora.a[0].size[2] = 0);
+  REFUSED(
+      good,
+      "lora_a[0].size(1) is 2, w.size(0) is 4: expected as many experts, or 1 factor shared by all",
+      a.lora.a[0].size[1] = 2);
+  REFUSED(good, "lora_a[1].stride(3) is 2, expected 1: the last dimension must be contiguous",
+          a.lora.a[1].stride[3] = 2);
+  REFUSED(good, "lora_b[0].size(0) is 1, lora_a[0].size(0) is 2", a.lora.b[0].size[0] = 1);
+  REFUSED(good, "lora_a[1].size(2) is 2, the rank of the first slice is 3",
+          a.lora.a[1].size[2] = 2);
+  REFUSED(good, "lora_b[1].size(3) is 2, the rank of the first slice is 3",
+          a.lora.b[1].size[3] = 2);
+  REFUSED(good, "lora_a[1].size(3) is 15, w.size(2) is 16", a.lora.a[1].size[3] = 15);
+  REFUSED(good, "lora_b[1].size(2) is 5, w.size(1) / 2 slices is 6", a.lora.b[1].size[2] = 5);
+  REFUSED(good, "lora_b[0].size(2) is 11, w.size(1) is 12",
+          a.lora = valid_lora(shape, MOELORA_F32, 1, I - 1, K));
 
-  a = good, a.adapters.lora_ranks.size[0] = 1;
-  INVALID("lora_ranks.size(0) is 1, lora_a[0].size(0) is 2");
-  a = good, a.adapters.lora_ranks.dtype = MOELORA_I64;
-  INVALID("lora_ranks has dtype int64, expected int32");
-  a = good, a.adapters.lora_scalings.size[0] = 3;
-  INVALID("lora_scalings.size(0) is 3, lora_a[0].size(0) is 2");
-  a = good, a.adapters.lora_scalings.dtype = MOELORA_BF16;
-  INVALID("lora_scalings has dtype bfloat16, expected float32");
-  a = good, a.adapters.lora_scalings.stride[0] = 0;
-  INVALID("lora_scalings.stride(0) is 0, expected 1: lora_scalings must be contiguous");
-  a = good, a.adapters.adapter_enabled.size[0] = 1;
-  INVALID("adapter_enabled.size(0) is 1, expected lora_a[0].size(0), which is 2, or max_loras + 1, "
-          "which is 3");
+  REFUSED(good, "lora_ranks.size(0) is 1, lora_a[0].size(0) is 2",
+          a.adapters.lora_ranks.size[0] = 1);
+  REFUSED(good, "lora_ranks has dtype int64, expected int32",
+          a.adapters.lora_ranks.dtype = MOELORA_I64);
+  REFUSED(good, "lora_scalings.size(0) is 3, lora_a[0].size(0) is 2",
+          a.adapters.lora_scalings.size[0] = 3);
+  REFUSED(good, "lora_scalings has dtype bfloat16, expected float32",
+          a.adapters.lora_scalings.dtype = MOELORA_BF16);
+  REFUSED(good, "lora_scalings.stride(0) is 0, expected 1: lora_scalings must be contiguous",
+          a.adapters.lora_scalings.stride[0] = 0);
+  REFUSED(good,
+          "adapter_enabled.size(0) is 1, expected lora_a[0].size(0), which is 2, or max_loras + 1, "
+          "which is 3",
+          a.adapters.adapter_enabled.size[0] = 1);
 
-  a = good, a.out.size[0] = 4;
-  INVALID("out.size(0) is 4, topk_ids.size(0) is 5");
-  a = good, a.out.size[1] = 1;
-  INVALID("out.size(1) is 1, topk_ids.size(1) is 2");
-  a = good, a.out.size[2] = 11;
-  INVALID("out.size(2) is 11, w.size(1) is 12");
-  a = good, a.out.dtype = MOELORA_F16;
-  INVALID("out has dtype float16, expected float32 as x");
-  a = good, a.out.stride[2] = 3;
-  INVALID("out.stride(2) is 3, expected 1: the last dimension must be contiguous");
-  a = good, a.out.stride[0] = 20;
-  INVALID("out.stride(0) is 20, expected at least 24: elements of an output must not share memory");
-  a = good, a.out.stride[1] = 0;
-  INVALID("out.stride(1) is 0, expected at least 1: elements of an output must not share memory");
-  a = good, a.out.data = a.x.data;
-  INVALID("out shares memory with x");
-  a = good, a.out.data = (char *)a.w.data + 400;
-  INVALID("out shares memory with w");
-  a = good, a.out.data = a.lora.b[1].data;
-  INVALID("out shares memory with lora_b[1]");
-  a = good, a.out.data = a.routing.topk_weights.data;
-  INVALID("out shares memory with topk_weights");
+  REFUSED(good, "out.size(0) is 4, topk_ids.size(0) is 5", a.out.size[0] = 4);
+  REFUSED(good, "out.size(1) is 1, topk_ids.size(1) is 2", a.out.size[1] = 1);
+  REFUSED(good, "out.size(2) is 11, w.size(1) is 12", a.out.size[2] = 11);
+  REFUSED(good, "out has dtype float16, expected float32 as x", a.out.dtype = MOELORA_F16);
+  REFUSED(good, "out.stride(2) is 3, expected 1: the last dimension must be contiguous",
+          a.out.stride[2] = 3);
+  REFUSED(good,
+          "out.stride(0) is 20, expected at least 24: elements of an output must not share memory",
+          a.out.stride[0] = 20);
+  REFUSED(good,
+          "out.stride(1) is 0, expected at least 1: elements of an output must not share memory",
+          a.out.stride[1] = 0);
+  REFUSED(good, "out shares memory with x", a.out.data = a.x.data);
+  REFUSED(good, "out shares memory with w", a.out.data = (char *)a.w.data + 400);
+  REFUSED(good, "out shares memory with lora_b[1]", a.out.data = a.lora.b[1].data);
+  REFUSED(good, "out shares memory with topk_weights", a.out.data = a.routing.topk_weights.data);
 
   /* Allowed: a transposed output, tables of any length without factors, no mapping. */
   a = good, a.out.stride[0] = I, a.out.stride[1] = M * I;
@@ -200,102 +144,82 @@ static void test_gemm_errors(void) {
 static void test_experts_errors(void) {
   moelora_exec exec = serial;
   give_workspace(&exec, 1 << 20);
-  const moelora_experts_args good = {
-      .hidden_states = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
-      .w13 = random_tensor(MOELORA_F32, 1, SIZES(E, 2 * I, K)),
-      .w2 = random_tensor(MOELORA_F32, 1, SIZES(E, K, I)),
-      .w13_bias = random_tensor(MOELORA_F32, 1, SIZES(E, 2 * I)),
-      .w2_bias = random_tensor(MOELORA_F32, 1, SIZES(E, K)),
-      .routing = some_routing(),
-      .adapters = some_adapters(),
-      .w13_lora = lora_of(2, 2 * I, K),
-      .w2_lora = lora_of(1, K, I),
-      .out = new_tensor(MOELORA_F32, SIZES(M, K)),
-  };
+  const moelora_experts_args good = valid_experts(shape, MOELORA_F32);
   moelora_experts_args a = good;
   CHECK_OK(call_experts(&good, &exec));
 
-  a = good, a.hidden_states.size[1] = 8;
-  INVALID("hidden_states.size(1) is 8, w13.size(2) is 16");
-  a = good, a.hidden_states.size[0] = 4;
-  INVALID("hidden_states.size(0) is 4, topk_ids.size(0) is 5");
-  a = good, a.hidden_states.dtype = MOELORA_BOOL;
-  INVALID("hidden_states has dtype bool, expected float32, bfloat16 or float16");
-  a = good, a.w13.dtype = MOELORA_F16;
-  INVALID("w13 has dtype float16, expected float32 as hidden_states");
-  a = good, a.w2.dtype = MOELORA_F16;
-  INVALID("w2 has dtype float16, expected float32 as hidden_states");
-  a = good, a.w2.size[0] = 3;
-  INVALID("w2.size(0) is 3, w13.size(0) is 4");
-  a = good, a.w2.size[1] = 15;
-  INVALID("w2.size(1) is 15, w13.size(2) is 16: both are the hidden size");
-  a = good, a.w13.size[1] = 23;
-  INVALID("w13.size(1) is 23, expected 24: 2 * w2.size(2), as the activation is gated");
-  a = good, a.activation = MOELORA_RELU2;
-  INVALID("w13.size(1) is 24, expected 12: w2.size(2), as the activation is not gated");
-  a = good, a.activation = (moelora_activation)7;
-  INVALID("activation is 7, expected a moelora_activation");
-  a = good, a.activation_limit = -7;
-  INVALID("activation_limit is -7, expected a normal float32 above 0");
-  a = good, a.activation_limit = NAN;
-  INVALID("activation_limit is nan, expected a normal float32 above 0");
-  a = good, a.activation_limit = 1e39;
-  INVALID("activation_limit is 1e+39, expected a normal float32 above 0");
-  a = good, a.activation_alpha = 1.5;
-  INVALID("activation_alpha is 1.5, but the activation takes none: swigluoai, "
-          "swigluoai_uninterleave and situ have one");
-  a = good, a.activation = MOELORA_GELU, a.activation_limit = 7;
-  INVALID("activation_limit is 7, but the activation takes none: silu, swigluoai, "
-          "swigluoai_uninterleave, situ and swiglustep have one");
-  a = good, a.activation = MOELORA_SWIGLUSTEP, a.activation_alpha = 4;
-  INVALID("activation_alpha is 4, but the activation takes none: swigluoai, "
-          "swigluoai_uninterleave and situ have one");
-  a = good, a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY;
-  INVALID("activation_alpha is inf, expected a normal float32 above 0");
-  a = good, a.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(3));
-  INVALID("w13_one_a.size(0) is 3, w13_lora_a[0].size(0) is 2");
-  a = good, a.w13_one_a = random_ids(MOELORA_BOOL, 0, 1, SIZES(SLOTS));
-  INVALID("w13_one_a has dtype bool, expected int32");
-  a = good, a.w13_bias.size[1] = 12;
-  INVALID("w13_bias.size(1) is 12, w13.size(1) is 24");
-  a = good, a.w2_bias.size[0] = 1;
-  INVALID("w2_bias.size(0) is 1, w13.size(0) is 4");
-  a = good, a.routing.topk_weights = absent;
-  INVALID("topk_weights is absent, expected a tensor [M, top_k]");
-  a = good, a.apply_router_weight_on_input = true;
-  INVALID("topk_ids.size(1) is 2, expected 1 with apply_router_weight_on_input");
+  REFUSED(good, "hidden_states.size(1) is 8, w13.size(2) is 16", a.hidden_states.size[1] = 8);
+  REFUSED(good, "hidden_states.size(0) is 4, topk_ids.size(0) is 5", a.hidden_states.size[0] = 4);
+  REFUSED(good, "hidden_states has dtype bool, expected float32, bfloat16 or float16",
+          a.hidden_states.dtype = MOELORA_BOOL);
+  REFUSED(good, "w13 has dtype float16, expected float32 as hidden_states",
+          a.w13.dtype = MOELORA_F16);
+  REFUSED(good, "w2 has dtype float16, expected float32 as hidden_states",
+          a.w2.dtype = MOELORA_F16);
+  REFUSED(good, "w2.size(0) is 3, w13.size(0) is 4", a.w2.size[0] = 3);
+  REFUSED(good, "w2.size(1) is 15, w13.size(2) is 16: both are the hidden size", a.w2.size[1] = 15);
+  REFUSED(good, "w13.size(1) is 23, expected 24: 2 * w2.size(2), as the activation is gated",
+          a.w13.size[1] = 23);
+  REFUSED(good, "w13.size(1) is 24, expected 12: w2.size(2), as the activation is not gated",
+          a.activation = MOELORA_RELU2);
+  REFUSED(good, "activation is 7, expected a moelora_activation",
+          a.activation = (moelora_activation)7);
+  REFUSED(good, "activation_limit is -7, expected a normal float32 above 0",
+          a.activation_limit = -7);
+  REFUSED(good, "activation_limit is nan, expected a normal float32 above 0",
+          a.activation_limit = NAN);
+  REFUSED(good, "activation_limit is 1e+39, expected a normal float32 above 0",
+          a.activation_limit = 1e39);
+  REFUSED(good,
+          "activation_alpha is 1.5, but the activation takes none: swigluoai, "
+          "swigluoai_uninterleave and situ have one",
+          a.activation_alpha = 1.5);
+  REFUSED(good,
+          "activation_limit is 7, but the activation takes none: silu, swigluoai, "
+          "swigluoai_uninterleave, situ and swiglustep have one",
+          a.activation = MOELORA_GELU, a.activation_limit = 7);
+  REFUSED(good,
+          "activation_alpha is 4, but the activation takes none: swigluoai, swigluoai_uninterleave "
+          "and situ have one",
+          a.activation = MOELORA_SWIGLUSTEP, a.activation_alpha = 4);
+  REFUSED(good, "activation_alpha is inf, expected a normal float32 above 0",
+          a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY);
+  REFUSED(good, "w13_one_a.size(0) is 3, w13_lora_a[0].size(0) is 2",
+          a.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(3)));
+  REFUSED(good, "w13_one_a has dtype bool, expected int32",
+          a.w13_one_a = random_ids(MOELORA_BOOL, 0, 1, SIZES(SLOTS)));
+  REFUSED(good, "w13_bias.size(1) is 12, w13.size(1) is 24", a.w13_bias.size[1] = 12);
+  REFUSED(good, "w2_bias.size(0) is 1, w13.size(0) is 4", a.w2_bias.size[0] = 1);
+  REFUSED(good, "topk_weights is absent, expected a tensor [M, top_k]",
+          a.routing.topk_weights = absent);
+  REFUSED(good, "topk_ids.size(1) is 2, expected 1 with apply_router_weight_on_input",
+          a.apply_router_weight_on_input = true);
 
-  a = good, a.w13_lora.num_slices = 3;
-  INVALID("w13_lora_a has 3 slices, expected 0 to 2: one for all rows, or gate and up");
-  a = good, a.w13.size[1] = I, a.w13_bias = absent, a.activation = MOELORA_RELU2;
-  INVALID("w13_lora_a has 2 slices, expected 0 to 1: one for all rows");
-  a = good, a.w2_lora.num_slices = 2;
-  INVALID("w2_lora_a has 2 slices, expected 0 to 1");
-  a = good, a.w13_lora.a[1].size[3] = 8;
-  INVALID("w13_lora_a[1].size(3) is 8, w13.size(2) is 16");
-  a = good, a.w13_lora.b[0].size[2] = 24;
-  INVALID("w13_lora_b[0].size(2) is 24, w13.size(1) / 2 slices is 12");
-  a = good, a.w2_lora.a[0].size[0] = 1;
-  INVALID("w2_lora_a[0].size(0) is 1, w13_lora_a[0].size(0) is 2");
-  a = good, a.w2_lora.b[0].size[2] = 15;
-  INVALID("w2_lora_b[0].size(2) is 15, w2.size(1) is 16");
-  a = good, a.w13_lora.num_slices = 0, a.adapters.lora_ranks.size[0] = 1;
-  INVALID("lora_ranks.size(0) is 1, w2_lora_a[0].size(0) is 2");
+  REFUSED(good, "w13_lora_a has 3 slices, expected 0 to 2: one for all rows, or gate and up",
+          a.w13_lora.num_slices = 3);
+  REFUSED(good, "w13_lora_a has 2 slices, expected 0 to 1: one for all rows", a.w13.size[1] = I,
+          a.w13_bias = absent, a.activation = MOELORA_RELU2);
+  REFUSED(good, "w2_lora_a has 2 slices, expected 0 to 1", a.w2_lora.num_slices = 2);
+  REFUSED(good, "w13_lora_a[1].size(3) is 8, w13.size(2) is 16", a.w13_lora.a[1].size[3] = 8);
+  REFUSED(good, "w13_lora_b[0].size(2) is 24, w13.size(1) / 2 slices is 12",
+          a.w13_lora.b[0].size[2] = 24);
+  REFUSED(good, "w2_lora_a[0].size(0) is 1, w13_lora_a[0].size(0) is 2",
+          a.w2_lora.a[0].size[0] = 1);
+  REFUSED(good, "w2_lora_b[0].size(2) is 15, w2.size(1) is 16", a.w2_lora.b[0].size[2] = 15);
+  REFUSED(good, "lora_ranks.size(0) is 1, w2_lora_a[0].size(0) is 2", a.w13_lora.num_slices = 0,
+          a.adapters.lora_ranks.size[0] = 1);
 
-  a = good, a.out.size[1] = 8;
-  INVALID("out.size(1) is 8, hidden_states.size(1) is 16");
-  a = good, a.out.size[0] = 6;
-  INVALID("out.size(0) is 6, topk_ids.size(0) is 5");
-  a = good, a.out.stride[0] = 0;
-  INVALID("out.stride(0) is 0, expected at least 1: elements of an output must not share memory");
-  a = good, a.out.data = (char *)a.hidden_states.data + 4;
-  INVALID("out shares memory with hidden_states");
-  a = good, a.out = a.hidden_states, a.out.stride[0] = K + 1; /* same address, other rows */
-  INVALID("out shares memory with hidden_states");
-  a = good, a.out.data = a.w2_bias.data;
-  INVALID("out shares memory with w2_bias");
-  a = good, a.out.data = a.w13_lora.a[1].data;
-  INVALID("out shares memory with w13_lora_a[1]");
+  REFUSED(good, "out.size(1) is 8, hidden_states.size(1) is 16", a.out.size[1] = 8);
+  REFUSED(good, "out.size(0) is 6, topk_ids.size(0) is 5", a.out.size[0] = 6);
+  REFUSED(good,
+          "out.stride(0) is 0, expected at least 1: elements of an output must not share memory",
+          a.out.stride[0] = 0);
+  REFUSED(good, "out shares memory with hidden_states",
+          a.out.data = (char *)a.hidden_states.data + 4);
+  REFUSED(good, "out shares memory with hidden_states", a.out = a.hidden_states,
+          a.out.stride[0] = K + 1); /* same address, other rows */
+  REFUSED(good, "out shares memory with w2_bias", a.out.data = a.w2_bias.data);
+  REFUSED(good, "out shares memory with w13_lora_a[1]", a.out.data = a.w13_lora.a[1].data);
 
   /* Allowed: in place, and next to the input in one buffer. */
   a = good, a.out = a.hidden_states;
@@ -305,7 +229,7 @@ static void test_experts_errors(void) {
   a.hidden_states.stride[0] = a.out.stride[0] = 2 * K;
   CHECK_OK(call_experts(&a, &exec));
   a.out.data = (float *)wide.data + K - 1;
-  INVALID("out shares memory with hidden_states");
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, "out shares memory with hidden_states");
   release_all();
 }
 
@@ -322,24 +246,16 @@ static void test_pack_errors(void) {
            .out = new_tensor(MOELORA_BF16, SIZES(E, 2, 1, 64, 64)),
        };
   CHECK_OK(run(&good));
-  a = good, a.w.size[1] = 100;
-  INVALID("w.size(1) is 100, expected a multiple of 64");
-  a = good, a.w.size[2] = 63;
-  INVALID("w.size(2) is 63, expected a multiple of 64");
-  a = good, a.w = good.out;
-  INVALID("w has 5 dimensions, expected 3: [E, N, K]");
-  a = good, a.out.ndim = 4;
-  INVALID("out has 4 dimensions, expected 5: [E, N/64, K/64, 64, 64]");
-  a = good, a.out.dtype = MOELORA_F16;
-  INVALID("out has dtype float16, expected bfloat16 as w");
-  a = good, a.out.size[1] = 1;
-  INVALID("out.size(1) is 1, w.size(1) / 64 is 2");
-  a = good, a.out.size[3] = 32;
-  INVALID("out.size(3) is 32, the side of a tile is 64");
-  a = good, a.out.stride[0] *= 2;
-  INVALID("out.stride(0) is 16384, expected 8192: out must be contiguous");
-  a = good, a.out.data = a.w.data;
-  INVALID("out shares memory with w");
+  REFUSED(good, "w.size(1) is 100, expected a multiple of 64", a.w.size[1] = 100);
+  REFUSED(good, "w.size(2) is 63, expected a multiple of 64", a.w.size[2] = 63);
+  REFUSED(good, "w has 5 dimensions, expected 3: [E, N, K]", a.w = good.out);
+  REFUSED(good, "out has 4 dimensions, expected 5: [E, N/64, K/64, 64, 64]", a.out.ndim = 4);
+  REFUSED(good, "out has dtype float16, expected bfloat16 as w", a.out.dtype = MOELORA_F16);
+  REFUSED(good, "out.size(1) is 1, w.size(1) / 64 is 2", a.out.size[1] = 1);
+  REFUSED(good, "out.size(3) is 32, the side of a tile is 64", a.out.size[3] = 32);
+  REFUSED(good, "out.stride(0) is 16384, expected 8192: out must be contiguous",
+          a.out.stride[0] *= 2);
+  REFUSED(good, "out shares memory with w", a.out.data = a.w.data);
   release_all();
 }
 

@@ -1,161 +1,126 @@
 /* Every error of an alignment and of the exec that all operators share, with its message. */
-#include "harness.h"
+#include "valid.h"
 
-static const moelora_exec serial = {.device = MOELORA_CPU};
+enum { M = 5, TOP_K = 2, E = 4, SLOTS = 2 };
 
-enum { M = 5, TOP_K = 2, E = 4, SLOTS = 2, BLOCK = 4 };
-
-#define INVALID(MESSAGE) CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, MESSAGE)
+static const sizes shape = {M, TOP_K, E, 0, 0, SLOTS};
 
 #define run(A) call_align(A, &exec)
-
-static moelora_align_args align_args(moelora_align_mode mode) {
-  int64_t blocks = moelora_align_max_blocks(mode, M * TOP_K, E, SLOTS, BLOCK);
-  moelora_align_args a = {
-      .mode = mode,
-      .num_experts = E,
-      .block_size = BLOCK,
-      .max_loras = SLOTS,
-      .routing = {.topk_ids = random_ids(MOELORA_I32, 0, E - 1, SIZES(M, TOP_K)),
-                  .topk_weights = random_tensor(MOELORA_F32, 1, SIZES(M, TOP_K))},
-      .adapters = {.token_lora_mapping = random_ids(MOELORA_I32, -1, SLOTS - 1, SIZES(M))},
-      .sorted_token_ids = new_tensor(MOELORA_I32, SIZES(blocks * BLOCK)),
-      .expert_ids = new_tensor(MOELORA_I32, SIZES(blocks)),
-      .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1)),
-  };
-  if (mode == MOELORA_ALIGN_UNIFORM)
-    a.lora_ids = new_tensor(MOELORA_I32, SIZES(blocks));
-  if (mode == MOELORA_ALIGN_SEGMENTED)
-    a.lora_ids = new_tensor(MOELORA_I32, SIZES(blocks * BLOCK));
-  if (mode == MOELORA_ALIGN_SORTING)
-    a.sorted_weights = new_tensor(MOELORA_F32, SIZES(blocks * BLOCK));
-  return a;
-}
 
 static void test_align_errors(void) {
   moelora_exec exec = serial;
   give_workspace(&exec, 1 << 16);
-  const moelora_align_args base = align_args(MOELORA_ALIGN_BASE);
-  const moelora_align_args uniform = align_args(MOELORA_ALIGN_UNIFORM);
-  const moelora_align_args segmented = align_args(MOELORA_ALIGN_SEGMENTED);
-  const moelora_align_args sorting = align_args(MOELORA_ALIGN_SORTING);
+  const moelora_align_args base = valid_align(shape, MOELORA_ALIGN_BASE);
+  const moelora_align_args uniform = valid_align(shape, MOELORA_ALIGN_UNIFORM);
+  const moelora_align_args segmented = valid_align(shape, MOELORA_ALIGN_SEGMENTED);
+  const moelora_align_args sorting = valid_align(shape, MOELORA_ALIGN_SORTING);
   moelora_align_args a = base;
   CHECK_OK(call_align(&base, &exec));
   CHECK_OK(call_align(&uniform, &exec));
   CHECK_OK(call_align(&segmented, &exec));
   CHECK_OK(call_align(&sorting, &exec));
 
-  a = base, a.mode = (moelora_align_mode)9;
-  INVALID("mode is 9, expected a moelora_align_mode");
-  a = base, a.num_experts = 0;
-  INVALID("num_experts is 0, expected at least 1");
-  a = base, a.block_size = 0;
-  INVALID("block_size is 0, expected at least 1");
-  a = uniform, a.max_loras = 0;
-  INVALID("max_loras is 0, expected at least 1");
+  REFUSED(base, "mode is 9, expected a moelora_align_mode", a.mode = (moelora_align_mode)9);
+  REFUSED(base, "num_experts is 0, expected at least 1", a.num_experts = 0);
+  REFUSED(base, "block_size is 0, expected at least 1", a.block_size = 0);
+  REFUSED(uniform, "max_loras is 0, expected at least 1", a.max_loras = 0);
   /* Arguments that a mode does not read must not lower its requirements, nor be looked at. */
-  a = base, a.max_loras = -1, a.expert_ids.size[0] = 0;
-  INVALID("expert_ids.size(0) is 0, expected at least 5 blocks");
+  REFUSED(base, "expert_ids.size(0) is 0, expected at least 5 blocks", a.max_loras = -1,
+          a.expert_ids.size[0] = 0);
   a = base, a.adapters.token_lora_mapping = base.expert_ids;
   a.adapters.token_lora_mapping.ndim = INT32_MAX;
   CHECK_OK(call_align(&a, &exec));
 
-  a = base, a.routing.topk_ids = absent;
-  INVALID("topk_ids is absent, expected a tensor [M, top_k]");
-  a = base, a.routing.topk_ids.ndim = 1;
-  INVALID("topk_ids has 1 dimensions, expected 2: [M, top_k]");
-  a = base, a.routing.topk_ids.dtype = MOELORA_F32;
-  INVALID("topk_ids has dtype float32, expected int32 or int64");
-  a = base, a.routing.topk_ids.dtype = (moelora_dtype)17;
-  INVALID("topk_ids has dtype 17, which is not a moelora_dtype");
-  a = base, a.routing.topk_ids.size[1] = 0;
-  INVALID("topk_ids.size(1) is 0, expected top_k of at least 1");
-  a = base, a.routing.topk_ids.size[0] = -1;
-  INVALID("topk_ids.size(0) is -1, expected 0 or more");
-  a = base, a.routing.topk_ids.size[0] = 1ll << 31;
-  INVALID("topk_ids.size(0) is 2147483648, expected at most 2147483647");
-  a = base, a.routing.topk_ids.size[0] = 1 << 30;
-  INVALID("topk_ids has 2147483648 rows (M * top_k), expected at most 2147483647");
-  a = base, a.routing.topk_ids.stride[0] = -2;
-  INVALID("topk_ids.stride(0) is -2, expected 0 or more");
-  a = base, a.routing.topk_ids.stride[0] = INT64_MAX / 2;
-  INVALID("topk_ids has strides that reach beyond the address space");
-  a = base, a.routing.topk_ids.data = NULL;
-  INVALID("topk_ids has elements but its data is NULL, expected memory on the device of the call: "
-          "bring it back if it was freed or offloaded");
+  REFUSED(base, "topk_ids is absent, expected a tensor [M, top_k]", a.routing.topk_ids = absent);
+  REFUSED(base, "topk_ids has 1 dimensions, expected 2: [M, top_k]", a.routing.topk_ids.ndim = 1);
+  REFUSED(base, "topk_ids has dtype float32, expected int32 or int64",
+          a.routing.topk_ids.dtype = MOELORA_F32);
+  REFUSED(base, "topk_ids has dtype 17, which is not a moelora_dtype",
+          a.routing.topk_ids.dtype = (moelora_dtype)17);
+  REFUSED(base, "topk_ids.size(1) is 0, expected top_k of at least 1",
+          a.routing.topk_ids.size[1] = 0);
+  REFUSED(base, "topk_ids.size(0) is -1, expected 0 or more", a.routing.topk_ids.size[0] = -1);
+  REFUSED(base, "topk_ids.size(0) is 2147483648, expected at most 2147483647",
+          a.routing.topk_ids.size[0] = 1ll << 31);
+  REFUSED(base, "topk_ids has 2147483648 rows (M * top_k), expected at most 2147483647",
+          a.routing.topk_ids.size[0] = 1 << 30);
+  REFUSED(base, "topk_ids.stride(0) is -2, expected 0 or more", a.routing.topk_ids.stride[0] = -2);
+  REFUSED(base, "topk_ids has strides that reach beyond the address space",
+          a.routing.topk_ids.stride[0] = INT64_MAX / 2);
+  REFUSED(base,
+          "topk_ids has elements but its data is NULL, expected memory on the device of the call: "
+          "bring it back if it was freed or offloaded",
+          a.routing.topk_ids.data = NULL);
   a = base, a.routing.topk_ids.data = (char *)a.routing.topk_ids.data + 4;
   a.routing.topk_ids.dtype = MOELORA_I64;
   char text[160];
   snprintf(text, sizeof text, "topk_ids starts at %p, expected a multiple of the 8 bytes of int64",
            a.routing.topk_ids.data);
-  INVALID(text);
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, text);
 
-  a = sorting, a.routing.topk_weights = absent;
-  INVALID("topk_weights is absent, expected a tensor [M, top_k]");
-  a = sorting, a.routing.topk_weights.dtype = MOELORA_BF16;
-  INVALID("topk_weights has dtype bfloat16, expected float32");
-  a = sorting, a.routing.topk_weights.size[0] = 4;
-  INVALID("topk_weights.size(0) is 4, topk_ids.size(0) is 5");
-  a = sorting, a.routing.topk_weights.size[1] = 1;
-  INVALID("topk_weights.size(1) is 1, topk_ids.size(1) is 2");
+  REFUSED(sorting, "topk_weights is absent, expected a tensor [M, top_k]",
+          a.routing.topk_weights = absent);
+  REFUSED(sorting, "topk_weights has dtype bfloat16, expected float32",
+          a.routing.topk_weights.dtype = MOELORA_BF16);
+  REFUSED(sorting, "topk_weights.size(0) is 4, topk_ids.size(0) is 5",
+          a.routing.topk_weights.size[0] = 4);
+  REFUSED(sorting, "topk_weights.size(1) is 1, topk_ids.size(1) is 2",
+          a.routing.topk_weights.size[1] = 1);
 
   moelora_tensor map = random_ids(MOELORA_I32, -1, E - 1, SIZES(E));
-  a = base, a.routing.expert_map = map, a.routing.expert_map.size[0] = 3;
-  INVALID("expert_map.size(0) is 3, num_experts is 4");
-  a = base, a.routing.expert_map = map, a.routing.expert_map.size[0] = 0;
-  INVALID("expert_map.size(0) is 0, expected at least 1");
-  a = base, a.routing.expert_map = map, a.routing.expert_map.dtype = MOELORA_I64;
-  INVALID("expert_map has dtype int64, expected int32");
-  a = base, a.routing.expert_map = map, a.routing.expert_map.stride[0] = 2;
-  INVALID("expert_map.stride(0) is 2, expected 1: expert_map must be contiguous");
+  REFUSED(base, "expert_map.size(0) is 3, num_experts is 4", a.routing.expert_map = map,
+          a.routing.expert_map.size[0] = 3);
+  REFUSED(base, "expert_map.size(0) is 0, expected at least 1", a.routing.expert_map = map,
+          a.routing.expert_map.size[0] = 0);
+  REFUSED(base, "expert_map has dtype int64, expected int32", a.routing.expert_map = map,
+          a.routing.expert_map.dtype = MOELORA_I64);
+  REFUSED(base, "expert_map.stride(0) is 2, expected 1: expert_map must be contiguous",
+          a.routing.expert_map = map, a.routing.expert_map.stride[0] = 2);
 
-  a = uniform, a.adapters.token_lora_mapping.size[0] = 4;
-  INVALID("token_lora_mapping.size(0) is 4, topk_ids.size(0) is 5");
-  a = uniform, a.adapters.token_lora_mapping.dtype = MOELORA_BOOL;
-  INVALID("token_lora_mapping has dtype bool, expected int32 or int64");
-  a = uniform, a.adapters.token_lora_mapping.ndim = 2;
-  INVALID("token_lora_mapping has 2 dimensions, expected 1: [M]");
-  a = uniform, a.adapters.adapter_enabled = new_tensor(MOELORA_I32, SIZES(SLOTS + 2));
-  INVALID(
-      "adapter_enabled.size(0) is 4, expected max_loras, which is 2, or max_loras + 1, which is 3");
-  a = uniform, a.adapters.adapter_enabled = new_tensor(MOELORA_I64, SIZES(SLOTS));
-  INVALID("adapter_enabled has dtype int64, expected bool or int32");
+  REFUSED(uniform, "token_lora_mapping.size(0) is 4, topk_ids.size(0) is 5",
+          a.adapters.token_lora_mapping.size[0] = 4);
+  REFUSED(uniform, "token_lora_mapping has dtype bool, expected int32 or int64",
+          a.adapters.token_lora_mapping.dtype = MOELORA_BOOL);
+  REFUSED(uniform, "token_lora_mapping has 2 dimensions, expected 1: [M]",
+          a.adapters.token_lora_mapping.ndim = 2);
+  REFUSED(
+      uniform,
+      "adapter_enabled.size(0) is 4, expected max_loras, which is 2, or max_loras + 1, which is 3",
+      a.adapters.adapter_enabled = new_tensor(MOELORA_I32, SIZES(SLOTS + 2)));
+  REFUSED(uniform, "adapter_enabled has dtype int64, expected bool or int32",
+          a.adapters.adapter_enabled = new_tensor(MOELORA_I64, SIZES(SLOTS)));
 
-  a = base, a.expert_ids.size[0] = 4;
-  INVALID("expert_ids.size(0) is 4, expected at least 5 blocks");
-  a = base, a.expert_ids.dtype = MOELORA_I64;
-  INVALID("expert_ids has dtype int64, expected int32");
-  a = base, a.sorted_token_ids.size[0] = 19;
-  INVALID("sorted_token_ids.size(0) is 19, expert_ids.size(0) * block_size is 20");
-  a = base, a.num_tokens_post_padded.size[0] = 2;
-  INVALID("num_tokens_post_padded.size(0) is 2, the number of totals is 1");
-  a = base, a.block_size = INT32_MAX, a.expert_ids.size[0] = 5;
-  INVALID("expert_ids.size(0) * block_size is 10737418235, expected at most 2147483647");
-  a = base, a.lora_ids = uniform.lora_ids;
-  INVALID("lora_ids is given, but only a mode with adapters writes it");
-  a = base, a.sorted_weights = sorting.sorted_weights;
-  INVALID("sorted_weights is given, but only moe_sorting writes it");
-  a = base, a.out_to_zero = sorting.sorted_weights;
-  INVALID("out_to_zero is given, but only moe_sorting writes it");
-  a = uniform, a.lora_ids = absent;
-  INVALID("lora_ids is absent, expected a tensor [blocks]");
-  a = segmented, a.lora_ids.size[0] = 5;
-  INVALID("lora_ids.size(0) is 5, expert_ids.size(0) * block_size is 20");
-  a = sorting, a.sorted_weights = absent;
-  INVALID("sorted_weights is absent, expected a tensor [rows]");
-  a = sorting, a.out_to_zero = map;
-  INVALID("out_to_zero has dtype int32, expected float32, bfloat16 or float16");
-  a = sorting, a.out_to_zero = new_tensor(MOELORA_F32, SIZES(4, 4)), a.out_to_zero.stride[0] = 5;
-  INVALID("out_to_zero.stride(0) is 5, expected 4: out_to_zero must be contiguous");
-  a = base, a.sorted_token_ids.data = a.routing.topk_ids.data;
-  INVALID("sorted_token_ids shares memory with topk_ids");
-  a = base, a.expert_ids.data = a.sorted_token_ids.data;
-  INVALID("expert_ids shares memory with sorted_token_ids");
+  REFUSED(base, "expert_ids.size(0) is 4, expected at least 5 blocks", a.expert_ids.size[0] = 4);
+  REFUSED(base, "expert_ids has dtype int64, expected int32", a.expert_ids.dtype = MOELORA_I64);
+  REFUSED(base, "sorted_token_ids.size(0) is 19, expert_ids.size(0) * block_size is 20",
+          a.sorted_token_ids.size[0] = 19);
+  REFUSED(base, "num_tokens_post_padded.size(0) is 2, the number of totals is 1",
+          a.num_tokens_post_padded.size[0] = 2);
+  REFUSED(base, "expert_ids.size(0) * block_size is 10737418235, expected at most 2147483647",
+          a.block_size = INT32_MAX, a.expert_ids.size[0] = 5);
+  REFUSED(base, "lora_ids is given, but only a mode with adapters writes it",
+          a.lora_ids = uniform.lora_ids);
+  REFUSED(base, "sorted_weights is given, but only moe_sorting writes it",
+          a.sorted_weights = sorting.sorted_weights);
+  REFUSED(base, "out_to_zero is given, but only moe_sorting writes it",
+          a.out_to_zero = sorting.sorted_weights);
+  REFUSED(uniform, "lora_ids is absent, expected a tensor [blocks]", a.lora_ids = absent);
+  REFUSED(segmented, "lora_ids.size(0) is 5, expert_ids.size(0) * block_size is 20",
+          a.lora_ids.size[0] = 5);
+  REFUSED(sorting, "sorted_weights is absent, expected a tensor [rows]", a.sorted_weights = absent);
+  REFUSED(sorting, "out_to_zero has dtype int32, expected float32, bfloat16 or float16",
+          a.out_to_zero = map);
+  REFUSED(sorting, "out_to_zero.stride(0) is 5, expected 4: out_to_zero must be contiguous",
+          a.out_to_zero = new_tensor(MOELORA_F32, SIZES(4, 4)), a.out_to_zero.stride[0] = 5);
+  REFUSED(base, "sorted_token_ids shares memory with topk_ids",
+          a.sorted_token_ids.data = a.routing.topk_ids.data);
+  REFUSED(base, "expert_ids shares memory with sorted_token_ids",
+          a.expert_ids.data = a.sorted_token_ids.data);
   release_all();
 }
 
 static void test_exec_errors(void) {
-  moelora_align_args args = align_args(MOELORA_ALIGN_BASE);
+  moelora_align_args args = valid_align(shape, MOELORA_ALIGN_BASE);
   moelora_exec exec = serial;
   size_t bytes;
   CHECK_OK(align_bytes(&args, &exec, &bytes));

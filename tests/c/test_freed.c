@@ -1,8 +1,8 @@
 /* A tensor with elements but without memory is refused by name, in every argument of every
  * operator, before anything is written. Tensors without elements need no memory. */
-#include "cases.h"
+#include "valid.h"
 
-enum { M = 5, TOP_K = 2, E = 4, K = 64, I = 64, R = 3, SLOTS = 2 };
+enum { M = 5, TOP_K = 2, E = 4, K = 64, I = 64, SLOTS = 2 };
 
 static const sizes shape = {M, TOP_K, E, K, I, SLOTS};
 static int refused;
@@ -28,23 +28,6 @@ static int refused;
     CHECK_OK(PREPARE);                                                                             \
   } while (0)
 
-static moelora_routing all_of_routing(void) {
-  return (moelora_routing){
-      .topk_ids = random_ids(MOELORA_I32, 0, E - 1, SIZES(M, TOP_K)),
-      .topk_weights = random_tensor(MOELORA_F32, 1, SIZES(M, TOP_K)),
-      .expert_map = random_ids(MOELORA_I32, 0, E - 1, SIZES(E)),
-  };
-}
-
-static moelora_adapters all_of_adapters(void) {
-  return (moelora_adapters){
-      .token_lora_mapping = random_ids(MOELORA_I32, -1, SLOTS - 1, SIZES(M)),
-      .lora_ranks = random_ids(MOELORA_I32, 0, R, SIZES(SLOTS)),
-      .lora_scalings = random_tensor(MOELORA_F32, 1, SIZES(SLOTS)),
-      .adapter_enabled = random_ids(MOELORA_BOOL, 0, 1, SIZES(SLOTS)),
-  };
-}
-
 #define ROUTING(A) &(A).routing.topk_ids, &(A).routing.topk_weights, &(A).routing.expert_map
 #define TABLES(A)                                                                                  \
   &(A).adapters.lora_ranks, &(A).adapters.lora_scalings, &(A).adapters.adapter_enabled
@@ -56,16 +39,7 @@ static moelora_adapters all_of_adapters(void) {
 static moelora_call call;
 
 static void test_projection(void) {
-  moelora_gemm_args a = {
-      .x = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
-      .w = random_tensor(MOELORA_F32, 1, SIZES(E, I, K)),
-      .bias = random_tensor(MOELORA_F32, 1, SIZES(E, I)),
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .lora = random_lora(shape, MOELORA_F32, 2, R, I, K),
-      .mul_routed_weight = true,
-      .out = new_tensor(MOELORA_F32, SIZES(M, TOP_K, I)),
-  };
+  moelora_gemm_args a = valid_gemm(shape);
   CHECK_FREED(moelora_prepare_gemm(&a, &serial, &call), &a.x, &a.w, &a.bias, &a.out, ROUTING(a),
               MAPPING(a), TABLES(a), &a.lora.a[0], &a.lora.a[1], &a.lora.b[0], &a.lora.b[1]);
   a.w = new_tensor(MOELORA_F32, SIZES(E, 1, 1, MOELORA_PACK, MOELORA_PACK));
@@ -74,19 +48,7 @@ static void test_projection(void) {
 }
 
 static void test_layer(void) {
-  moelora_experts_args a = {
-      .hidden_states = random_tensor(MOELORA_BF16, 1, SIZES(M, K)),
-      .w13 = random_tensor(MOELORA_BF16, 1, SIZES(E, 2 * I, K)),
-      .w2 = random_tensor(MOELORA_BF16, 1, SIZES(E, K, I)),
-      .w13_bias = random_tensor(MOELORA_BF16, 1, SIZES(E, 2 * I)),
-      .w2_bias = random_tensor(MOELORA_BF16, 1, SIZES(E, K)),
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(SLOTS)),
-      .w13_lora = random_lora(shape, MOELORA_BF16, 2, R, 2 * I, K),
-      .w2_lora = random_lora(shape, MOELORA_BF16, 1, R, K, I),
-      .out = new_tensor(MOELORA_BF16, SIZES(M, K)),
-  };
+  moelora_experts_args a = valid_experts(shape, MOELORA_BF16);
   CHECK_FREED(moelora_prepare_experts(&a, &serial, &call), &a.hidden_states, &a.w13, &a.w2,
               &a.w13_bias, &a.w2_bias, &a.out, ROUTING(a), MAPPING(a), TABLES(a), &a.w13_one_a,
               &a.w13_lora.a[1], &a.w13_lora.b[1], &a.w2_lora.a[0], &a.w2_lora.b[0]);
@@ -99,81 +61,51 @@ static void test_layer(void) {
 }
 
 static void test_alignment(void) {
-  enum { BLOCK = 4, BLOCKS = M * TOP_K, ROWS = BLOCKS * BLOCK };
-  moelora_align_args a = {
-      .mode = MOELORA_ALIGN_UNIFORM,
-      .num_experts = E,
-      .block_size = BLOCK,
-      .max_loras = SLOTS,
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .sorted_token_ids = new_tensor(MOELORA_I32, SIZES(ROWS)),
-      .expert_ids = new_tensor(MOELORA_I32, SIZES(BLOCKS)),
-      .lora_ids = new_tensor(MOELORA_I32, SIZES(BLOCKS)),
-      .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1)),
-  };
+  moelora_align_args a = valid_align(shape, MOELORA_ALIGN_UNIFORM);
+  a.routing.expert_map = random_ids(MOELORA_I32, 0, E - 1, SIZES(E));
   CHECK_FREED(moelora_prepare_align(&a, &serial, &call), &a.sorted_token_ids, &a.expert_ids,
               &a.lora_ids, &a.num_tokens_post_padded, ROUTING(a), MAPPING(a),
               &a.adapters.adapter_enabled);
   a.mode = MOELORA_ALIGN_SORTING;
   a.lora_ids = absent;
-  a.sorted_weights = new_tensor(MOELORA_F32, SIZES(ROWS));
+  a.sorted_weights = new_tensor(MOELORA_F32, a.sorted_token_ids.ndim, a.sorted_token_ids.size);
   a.out_to_zero = new_tensor(MOELORA_F32, SIZES(M, K));
   CHECK_FREED(moelora_prepare_align(&a, &serial, &call), &a.sorted_weights, &a.out_to_zero);
   release_all();
-}
-
-static moelora_lists new_lists(void) {
-  enum { BLOCK = 4, BLOCKS = M * TOP_K };
-  return (moelora_lists){
-      .sorted_token_ids = random_ids(MOELORA_I32, 0, M, SIZES(SLOTS, BLOCKS * BLOCK)),
-      .expert_ids = random_ids(MOELORA_I32, -1, -1, SIZES(SLOTS, BLOCKS)),
-      .num_tokens_post_padded = random_ids(MOELORA_I32, 0, 0, SIZES(SLOTS)),
-      .lora_ids = random_ids(MOELORA_I32, 0, SLOTS - 1, SIZES(SLOTS)),
-      .num_active = SLOTS,
-      .block_size = BLOCK,
-  };
 }
 
 static void test_adapters_alone(void) {
   moelora_align_lists_args align = {
       .num_experts = E,
       .max_loras = SLOTS,
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .lists = new_lists(),
+      .routing = valid_routing(shape),
+      .adapters = valid_adapters(shape),
+      .lists = valid_lists(shape),
   };
   CHECK_FREED(moelora_prepare_align_lists(&align, &serial, &call), LISTS(align),
               &align.routing.topk_ids, &align.routing.expert_map, MAPPING(align),
               &align.adapters.adapter_enabled);
 
-  moelora_delta_args a = {
-      .num_experts = E,
-      .x = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .lora = random_lora(shape, MOELORA_F32, 1, R, I, K),
-      .mul_routed_weight = true,
-      .out = new_tensor(MOELORA_F32, SIZES(M, TOP_K, I)),
-  };
+  moelora_delta_args a = valid_delta(shape);
+  a.mul_routed_weight = true;
   CHECK_FREED(moelora_prepare_delta(&a, &serial, &call), &a.x, &a.out, ROUTING(a), MAPPING(a),
               TABLES(a), &a.lora.a[0], &a.lora.b[0]);
-  a.lists = new_lists();
+  a.lists = valid_lists(shape);
   a.num_tokens = M;
   a.top_k = TOP_K;
   CHECK_FREED(moelora_prepare_delta(&a, &serial, &call), LISTS(a), &a.routing.topk_weights,
               TABLES(a));
   a.x = absent;
-  a.h = random_tensor(MOELORA_F32, 1, SIZES(1, M, TOP_K, R));
+  a.h = random_tensor(MOELORA_F32, 1, SIZES(2, M, TOP_K, VALID_RANK));
   CHECK_FREED(moelora_prepare_delta(&a, &serial, &call), &a.h);
 
   moelora_mlp_delta_args mlp = {
       .num_experts = E,
       .hidden_states = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
-      .routing = all_of_routing(),
-      .adapters = all_of_adapters(),
-      .gate_up = random_lora(shape, MOELORA_F32, 2, R, 2 * I, K),
-      .down = random_lora(shape, MOELORA_F32, 1, R, K, I),
+      .routing = valid_routing(shape),
+      .adapters = valid_adapters(shape),
+      .gate_up = valid_lora(shape, MOELORA_F32, 2, 2 * I, K),
+      .down = valid_lora(shape, MOELORA_F32, 1, K, I),
       .out = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
   };
   CHECK_FREED(moelora_prepare_mlp_delta(&mlp, &serial, &call), &mlp.hidden_states, &mlp.out,
@@ -207,7 +139,7 @@ static void test_no_elements_need_no_memory(void) {
       .w = random_tensor(MOELORA_F32, 1, SIZES(E, I, K)),
       .routing.topk_ids = view(NULL, MOELORA_I32, SIZES(0, TOP_K)),
       .adapters.token_lora_mapping = view(NULL, MOELORA_I32, SIZES(0)),
-      .lora = random_lora(shape, MOELORA_F32, 1, R, I, K),
+      .lora = valid_lora(shape, MOELORA_F32, 1, I, K),
       .out = view(NULL, MOELORA_F32, SIZES(0, TOP_K, I)),
   };
   CHECK_OK(call_gemm(&a, &serial));

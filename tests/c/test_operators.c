@@ -3,29 +3,6 @@
  */
 #include "cases.h"
 
-/* ---- running ---- */
-
-static void run_gemm(const moelora_gemm_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(gemm_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_gemm(args, &exec));
-  if (bytes) {
-    exec.workspace_bytes = bytes - 1;
-    char want[128];
-    snprintf(want, sizeof want, "the workspace has %zu bytes, expected at least %zu", bytes - 1,
-             bytes);
-    CHECK_FAILS(call_gemm(args, &exec), MOELORA_WORKSPACE_TOO_SMALL, want);
-  }
-}
-
-static void run_experts(const moelora_experts_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(experts_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_experts(args, &exec));
-}
-
 /* ---- one projection ---- */
 
 static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant) {
@@ -56,7 +33,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant)
   naive_gemm(&args, (rounding){0}, exact);
   naive_gemm(&args, (rounding){true, dtype}, rounded);
 
-  run_gemm(&args, serial);
+  CHECK_RUN(gemm, &args, serial);
   char plan[96], what[96];
   snprintf(plan, sizeof plan, "w=%s", variant);
   snprintf(what, sizeof what, "gemm case %llu with %s", (unsigned long long)number, variant);
@@ -65,13 +42,13 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant)
 
   moelora_gemm_args again = args;
   again.out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n));
-  run_gemm(&again, threaded);
+  CHECK_RUN(gemm, &again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
   /* Rows of tokens without an adapter keep their bits without adapters. */
   again.adapters = (moelora_adapters){.token_lora_mapping = absent};
   again.lora.num_slices = 0;
-  run_gemm(&again, serial);
+  CHECK_RUN(gemm, &again, serial);
   for (int64_t m = 0; m < s.tokens; m++)
     if (adapter_of(&args.adapters, slots_of(&args.lora, NULL), m) < 0)
       CHECK(memcmp((char *)args.out.data + (size_t)(m * s.top_k * n) * dtype_bytes(dtype),
@@ -114,7 +91,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   naive_experts(&args, (rounding){0}, exact);
   naive_experts(&args, (rounding){true, dtype}, rounded);
 
-  run_experts(&args, serial);
+  CHECK_RUN(experts, &args, serial);
   char plan[160], what[96];
   snprintf(plan, sizeof plan, "w13=%s w2=%s", variant, variant);
   snprintf(what, sizeof what, "layer case %llu with %s", (unsigned long long)number, variant);
@@ -123,13 +100,13 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
 
   moelora_experts_args again = args;
   again.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
-  run_experts(&again, threaded);
+  CHECK_RUN(experts, &again, threaded);
   CHECK(same_bytes(&args.out, &again.out));
 
   /* In place, from non-contiguous rows. */
   again.hidden_states = spread_rows(args.hidden_states, s.hidden + random_in(0, 9));
   again.out = again.hidden_states;
-  run_experts(&again, serial);
+  CHECK_RUN(experts, &again, serial);
   size_t line = (size_t)s.hidden * dtype_bytes(dtype);
   for (int64_t m = 0; m < s.tokens; m++)
     CHECK(memcmp((char *)args.out.data + (size_t)m * line,
@@ -141,7 +118,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   again.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
   again.adapters = (moelora_adapters){.token_lora_mapping = absent};
   again.w13_lora.num_slices = again.w2_lora.num_slices = 0;
-  run_experts(&again, serial);
+  CHECK_RUN(experts, &again, serial);
   for (int64_t m = 0; m < s.tokens; m++)
     if (adapter_of(&args.adapters, slots_of(&args.w13_lora, &args.w2_lora), m) < 0)
       CHECK(memcmp((char *)args.out.data + (size_t)m * line,

@@ -76,27 +76,17 @@ static moelora_gemm_grads new_grads(const problem *p, moelora_dtype dtype) {
 
 /* ---- calls ---- */
 
-static void run_backward(const moelora_gemm_backward_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(gemm_backward_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_gemm_backward(args, &exec));
-}
-
 /* out of the projection, or of the delta added to ones. */
 static moelora_tensor run_forward(const problem *p, const moelora_lora *lora, moelora_exec exec) {
   const moelora_gemm_args *from = &p->args.forward;
   moelora_tensor out = new_tensor(p->dtype, SIZES(p->s.tokens, p->s.top_k, p->n));
   for (int64_t i = 0; i < count_of(&out); i++)
     write_value(out.data, p->dtype, i, 1);
-  size_t bytes;
   if (from->w.data) {
     moelora_gemm_args args = *from;
     args.lora = *lora;
     args.out = out;
-    CHECK_OK(gemm_bytes(&args, &exec, &bytes));
-    give_workspace(&exec, bytes);
-    CHECK_OK(call_gemm(&args, &exec));
+    CHECK_RUN(gemm, &args, exec);
     return out;
   }
   const moelora_delta_args args = {
@@ -109,9 +99,7 @@ static moelora_tensor run_forward(const problem *p, const moelora_lora *lora, mo
       .add_inputs = true,
       .out = out,
   };
-  CHECK_OK(delta_bytes(&args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_delta(&args, &exec));
+  CHECK_RUN(delta, &args, exec);
   return out;
 }
 
@@ -141,7 +129,7 @@ static void check_sparse(const problem *p, const moelora_gemm_grads *dense) {
       args.grads.lora.b[i] =
           new_tensor(whole->dtype, SIZES(1, pairs - 1, whole->size[2], whole->size[3]));
   }
-  run_backward(&args, threaded);
+  CHECK_RUN(gemm_backward, &args, threaded);
   for (int32_t i = 0; i < dense->lora.num_slices; i++) {
     const moelora_tensor *whole = &dense->lora.b[i], *sparse = &args.grads.lora.b[i];
     const size_t bytes = (size_t)(whole->size[2] * whole->size[3]) * dtype_bytes(whole->dtype);
@@ -165,8 +153,8 @@ static void test_problem(uint64_t number) {
   of_narrow.forward.lora = narrow;
   of_wide.grads = new_grads(&p, dtype);
   of_narrow.grads = new_grads(&p, dtype);
-  run_backward(&of_wide, threaded);
-  run_backward(&of_narrow, serial);
+  CHECK_RUN(gemm_backward, &of_wide, threaded);
+  CHECK_RUN(gemm_backward, &of_narrow, serial);
   check_same_grads(&of_wide.grads, &of_narrow.grads);
   if (SLOTS * p.s.experts > 1)
     check_sparse(&p, &of_wide.grads);

@@ -132,20 +132,6 @@ static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
   return out;
 }
 
-static void run_experts(const moelora_experts_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(experts_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_experts(args, &exec));
-}
-
-static void run_gemm(const moelora_gemm_args *args, moelora_exec exec) {
-  size_t bytes;
-  CHECK_OK(gemm_bytes(args, &exec, &bytes));
-  give_workspace(&exec, bytes);
-  CHECK_OK(call_gemm(args, &exec));
-}
-
 static void test_gemm(moelora_dtype dtype, uint64_t number) {
   seed(number);
   sizes s = random_sizes(false);
@@ -169,8 +155,8 @@ static void test_gemm(moelora_dtype dtype, uint64_t number) {
   args.w = packed(dtype, s.experts, s.hidden, &layout, &dense.w);
   args.w_layout = layout;
   dense.out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n));
-  run_gemm(&args, maybe() ? serial : threaded);
-  run_gemm(&dense, serial);
+  CHECK_RUN(gemm, &args, maybe() ? serial : threaded);
+  CHECK_RUN(gemm, &dense, serial);
   CHECK(same_bytes(&args.out, &dense.out));
   release_all();
 }
@@ -196,7 +182,7 @@ static void test_gemm_of_e4m3(moelora_dtype dtype, uint64_t number) {
   moelora_gemm_args dense = args;
   args.w = packed(dtype, s.experts, s.hidden, &layout, &dense.w);
   args.w_layout = layout;
-  run_gemm(&args, maybe() ? serial : threaded);
+  CHECK_RUN(gemm, &args, maybe() ? serial : threaded);
   double *exact = allocate((size_t)(rows * n) * sizeof *exact);
   double *rounded = allocate((size_t)(rows * n) * sizeof *rounded);
   naive_gemm(&dense, (rounding){0}, exact);
@@ -243,8 +229,8 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
     args.w2_layout = (moelora_layout){0};
   }
   dense.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
-  run_experts(&args, maybe() ? serial : threaded);
-  run_experts(&dense, serial);
+  CHECK_RUN(experts, &args, maybe() ? serial : threaded);
+  CHECK_RUN(experts, &dense, serial);
   CHECK(same_bytes(&args.out, &dense.out));
   release_all();
 }

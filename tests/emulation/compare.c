@@ -14,83 +14,33 @@
 
 static void test_experts(uint64_t number) {
   seed(number + 1000);
-  const bool quantized = maybe();
-  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
-  const moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
-  const bool gated = activation != MOELORA_RELU2;
-  const int64_t n13 = s.inner * (gated ? 2 : 1);
-  const moelora_x_format x = (moelora_x_format)random_in(0, 3);
-  moelora_layout layout13 = {0}, layout2 = {0};
-  if (quantized) {
-    layout13 = draw_layout(n13,
-                           activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
-                           : gated                         ? MOELORA_ROWS_GATE_UP
-                                                           : MOELORA_ROWS_PLAIN,
-                           x);
-    if (random_in(0, 3)) {
-      layout2 = layout13;
-      layout2.order = MOELORA_ROWS_PLAIN;
-      layout2.rows = layout13.format ? s.hidden : 0;
-    } else {
-      layout2 = draw_layout(s.hidden, MOELORA_ROWS_PLAIN, x);
-    }
-  }
-  if (random_in(0, 3) == 0)
-    s.top_k = 1;
-  moelora_experts_args args = {
-      .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
-      .w13 = draw_weights(dtype, s, n13, s.hidden, &layout13),
-      .w2 = draw_weights(dtype, s, s.hidden, s.inner, &layout2),
-      .w13_layout = layout13,
-      .w2_layout = layout2,
-      .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
-      .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
-      .routing = random_routing(s),
-      .adapters = draw_adapters(s, 130),
-      .w13_lora = random_in(0, 5) ? draw_lora(s, dtype, gated && maybe() ? 2 : 1, n13, s.hidden)
-                                  : (moelora_lora){0},
-      .w2_lora = random_in(0, 5) ? draw_lora(s, dtype, 1, s.hidden, s.inner) : (moelora_lora){0},
-      .activation = activation,
-      .apply_router_weight_on_input = s.top_k == 1 && maybe(),
-      .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
-  };
-  if (maybe() && takes_limit(activation))
-    args.activation_limit = 0.5;
+  const layer_problem p = draw_layer(dtype, dtype);
+  const sizes s = p.s;
+  moelora_experts_args args = p.args;
   const bool one_a = args.w13_lora.num_slices == 2 && maybe();
   if (one_a)
     args.w13_lora.a[1] = args.w13_lora.a[0];
   moelora_experts_args want = args;
-  want.out = like(&args.out);
+  want.out = copy_of(&args.out);
   if (one_a)
     args.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(s.slots));
-  snprintf(
-      drawn, sizeof drawn,
-      " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d ranks=%lld,%lld",
-      (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-      (long long)s.experts, (long long)s.hidden, (long long)s.inner, activation, layout13.format,
-      layout2.format, layout13.x, layout2.x,
-      (long long)(args.w13_lora.num_slices ? args.w13_lora.a[0].size[2] : 0),
-      (long long)(args.w2_lora.num_slices ? args.w2_lora.a[0].size[2] : 0));
+  describe_layer(number, &p, dtype);
   moelora_force_variant(NULL);
   run_experts(&want, serial);
-  force_any(dtype, maybe() ? &layout13 : &layout2);
+  force_any(dtype, maybe() ? &p.w13 : &p.w2);
   run_experts(&args, gpu());
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
-  compare("experts", &args.out, &want.out, fmax(slack_of(&layout13), slack_of(&layout2)));
+  note_plan();
+  compare("experts", &args.out, &want.out, fmax(slack_of(&p.w13), slack_of(&p.w2)));
   hash_tensor(&args.out);
-  const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
+  const tokens t = draw_tokens(s);
   moelora_experts_args some = args;
-  some.hidden_states = part(&args.hidden_states, first, count);
-  some.routing.topk_ids = part(&args.routing.topk_ids, first, count);
-  some.routing.topk_weights = part(&args.routing.topk_weights, first, count);
-  some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
-  some.out = new_tensor(dtype, SIZES(count, s.hidden));
-  DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-  force_any(dtype, maybe() ? &layout13 : &layout2);
+  some.hidden_states = part(&args.hidden_states, t, 1);
+  take_part(&some.routing, &some.adapters, t);
+  some.out = new_tensor(dtype, SIZES(t.count, s.hidden));
+  force_any(dtype, maybe() ? &p.w13 : &p.w2);
   run_experts(&some, gpu());
-  same_rows(&some.out, &args.out, first, plan);
+  same_rows(&some.out, &args.out, t.first);
   release_all();
 }
 
@@ -101,23 +51,21 @@ static void test_gemm(uint64_t number) {
   moelora_gemm_args *args = &p.args;
   args->out = new_tensor(p.dtype, SIZES(s.tokens, s.top_k, p.n));
   moelora_gemm_args want = *args;
-  want.out = like(&args->out);
+  want.out = copy_of(&args->out);
   describe_projection(number, &p);
   moelora_force_variant(NULL);
   run_gemm(&want, serial);
   force_any(p.dtype, &p.layout);
   run_gemm(args, gpu());
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  note_plan();
   compare("gemm", &args->out, &want.out, 2); /* quantized to the same values on both */
   hash_tensor(&args->out);
-  const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
-  moelora_gemm_args some = tokens_of(&p, first, count);
-  some.out = new_tensor(p.dtype, SIZES(count, s.top_k, p.n));
-  DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
+  const tokens t = draw_tokens(s);
+  moelora_gemm_args some = tokens_of(&p, t);
+  some.out = new_tensor(p.dtype, SIZES(t.count, s.top_k, p.n));
   force_any(p.dtype, &p.layout);
   run_gemm(&some, gpu());
-  same_rows(&some.out, &args->out, first, plan);
+  same_rows(&some.out, &args->out, t.first);
   release_all();
 }
 
@@ -202,13 +150,12 @@ static void test_delta(uint64_t number) {
     args.num_tokens = 0, args.top_k = 0;
   }
   moelora_delta_args want = args;
-  want.out = like(&args.out);
-  moelora_tensor before = like(&args.out);
+  want.out = copy_of(&args.out);
+  moelora_tensor before = copy_of(&args.out);
   run_delta(&want, serial);
   force_any(dtype, &native);
   run_delta(&args, gpu());
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  note_plan();
   compare("delta", &args.out, &want.out, 2);
   hash_tensor(&args.out);
   /* rows that the CPU leaves unchanged must keep their bits here, too */
@@ -216,22 +163,19 @@ static void test_delta(uint64_t number) {
     const size_t bytes = (size_t)width * 2, from = (size_t)row * bytes;
     if (memcmp((char *)want.out.data + from, (char *)before.data + from, bytes) == 0 &&
         memcmp((char *)args.out.data + from, (char *)before.data + from, bytes) != 0)
-      FAIL("delta%s: row %lld was written (%s)", drawn, (long long)row, plan);
+      FAIL("delta%s: row %lld was written (%s)", drawn, (long long)row, noted_plan);
   }
   if (!lists) {
-    const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
+    const tokens t = draw_tokens(s);
     const int64_t rows = args.x.size[0] / s.tokens;
     moelora_delta_args some = args;
-    some.x = part(&args.x, first * rows, count * rows);
-    some.routing.topk_ids = part(&args.routing.topk_ids, first, count);
-    some.routing.topk_weights = part(&args.routing.topk_weights, first, count);
-    some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
-    moelora_tensor some_before = part(&before, first, count);
-    some.out = like(&some_before);
-    DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
+    some.x = part(&args.x, t, rows);
+    take_part(&some.routing, &some.adapters, t);
+    moelora_tensor some_before = part(&before, t, 1);
+    some.out = copy_of(&some_before);
     force_any(dtype, &native);
     run_delta(&some, gpu());
-    same_rows(&some.out, &args.out, first, plan);
+    same_rows(&some.out, &args.out, t.first);
   }
   /* both halves, through the caller's h */
   if (!silu && of_factors == dtype && maybe()) {
@@ -244,7 +188,7 @@ static void test_delta(uint64_t number) {
     for (int i = 0; i < slices; i++)
       half.lora.b[i] = absent;
     moelora_delta_args half_want = half;
-    half_want.h = like(&half.h);
+    half_want.h = copy_of(&half.h);
     DESCRIBE(", halves");
     moelora_force_variant(NULL);
     run_delta(&half_want, serial);
@@ -255,7 +199,7 @@ static void test_delta(uint64_t number) {
     moelora_delta_args other = args;
     other.h = half_want.h;
     other.x = absent;
-    other.out = like(&before);
+    other.out = copy_of(&before);
     for (int i = 0; i < slices; i++)
       other.lora.a[i] = absent;
     force_any(dtype, &native);
@@ -280,8 +224,8 @@ static void test_mlp(uint64_t number) {
       .out = random_tensor(dtype, 0.1, SIZES(s.tokens, s.hidden)),
   };
   moelora_mlp_delta_args want = args;
-  want.out = like(&args.out);
-  const moelora_tensor before = like(&args.out);
+  want.out = copy_of(&args.out);
+  const moelora_tensor before = copy_of(&args.out);
   snprintf(drawn, sizeof drawn, " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld",
            (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
            (long long)s.experts, (long long)s.hidden, (long long)s.inner);
@@ -289,22 +233,18 @@ static void test_mlp(uint64_t number) {
   run_mlp_delta(&want, serial);
   force_any(dtype, &native);
   run_mlp_delta(&args, gpu());
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  note_plan();
   compare("mlp", &args.out, &want.out, 2);
   hash_tensor(&args.out);
-  const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);
+  const tokens t = draw_tokens(s);
   moelora_mlp_delta_args some = args;
-  some.hidden_states = part(&args.hidden_states, first, count);
-  some.routing.topk_ids = part(&args.routing.topk_ids, first, count);
-  some.routing.topk_weights = part(&args.routing.topk_weights, first, count);
-  some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
-  moelora_tensor some_before = part(&before, first, count);
-  some.out = like(&some_before);
-  DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
+  some.hidden_states = part(&args.hidden_states, t, 1);
+  take_part(&some.routing, &some.adapters, t);
+  moelora_tensor some_before = part(&before, t, 1);
+  some.out = copy_of(&some_before);
   force_any(dtype, &native);
   run_mlp_delta(&some, gpu());
-  same_rows(&some.out, &args.out, first, plan);
+  same_rows(&some.out, &args.out, t.first);
   release_all();
 }
 

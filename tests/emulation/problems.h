@@ -104,12 +104,6 @@ static inline void compare(const char *what, const moelora_tensor *got, const mo
   }
 }
 
-static inline moelora_tensor like(const moelora_tensor *t) {
-  moelora_tensor copy = new_tensor(t->dtype, t->ndim, t->size);
-  memcpy(copy.data, t->data, (size_t)count_of(t) * dtype_bytes(t->dtype));
-  return copy;
-}
-
 #define RUN(NAME)                                                                                  \
   static inline void run_##NAME(const moelora_##NAME##_args *args, moelora_exec exec) {            \
     size_t bytes;                                                                                  \
@@ -242,23 +236,118 @@ static inline double slack_of(const moelora_layout *layout) {
   return layout->x == MOELORA_X_NATIVE ? 2 : 10;
 }
 
-/* A range of rows of a tensor whose first dimension is tokens, or rows of tokens. */
-static inline moelora_tensor part(const moelora_tensor *t, int64_t first, int64_t count) {
+static char noted_plan[512];
+static inline void note_plan(void) {
+  snprintf(noted_plan, sizeof noted_plan, "%s", moelora_last_plan());
+}
+
+/* Some of the tokens, by number and first. */
+typedef struct tokens {
+  int64_t first, count;
+} tokens;
+
+static inline tokens draw_tokens(sizes s) {
+  const int64_t count = random_in(1, s.tokens);
+  const tokens t = {random_in(0, s.tokens - count), count};
+  DESCRIBE(", %lld tokens from %lld", (long long)t.count, (long long)t.first);
+  return t;
+}
+
+/* Rows of some tokens, of which each has `rows`. */
+static inline moelora_tensor part(const moelora_tensor *t, tokens some, int64_t rows) {
   moelora_tensor p = *t;
   if (!t->data)
     return p;
-  p.data = (char *)t->data + (size_t)(first * t->stride[0]) * dtype_bytes(t->dtype);
-  p.size[0] = count;
+  p.data = (char *)t->data + (size_t)(some.first * rows * t->stride[0]) * dtype_bytes(t->dtype);
+  p.size[0] = some.count * rows;
   return p;
 }
 
-static inline void same_rows(const moelora_tensor *got, const moelora_tensor *whole, int64_t first,
-                             const char *plan) {
+static inline void take_part(moelora_routing *routing, moelora_adapters *adapters, tokens some) {
+  routing->topk_ids = part(&routing->topk_ids, some, 1);
+  routing->topk_weights = part(&routing->topk_weights, some, 1);
+  adapters->token_lora_mapping = part(&adapters->token_lora_mapping, some, 1);
+}
+
+/* ---- layers ---- */
+
+/* A random layer, without what a training step saves. */
+typedef struct layer_problem {
+  sizes s;
+  moelora_dtype dtype;
+  int64_t n13;
+  moelora_layout w13, w2;
+  moelora_experts_args args;
+} layer_problem;
+
+static inline layer_problem draw_layer(moelora_dtype dtype, moelora_dtype of_factors) {
+  const bool quantized = maybe();
+  layer_problem p = {.s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64)), .dtype = dtype};
+  const moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
+  const bool gated = activation != MOELORA_RELU2;
+  const moelora_row_order order = activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
+                                  : gated                         ? MOELORA_ROWS_GATE_UP
+                                                                  : MOELORA_ROWS_PLAIN;
+  const int64_t n13 = p.n13 = p.s.inner * (gated ? 2 : 1);
+  if (quantized) {
+    const moelora_x_format x = (moelora_x_format)random_in(0, 3);
+    p.w13 = draw_layout(n13, order, x);
+    p.w2 = random_in(0, 3) ? p.w13 : draw_layout(p.s.hidden, MOELORA_ROWS_PLAIN, x);
+    p.w2.order = MOELORA_ROWS_PLAIN;
+    p.w2.rows = p.w2.format ? p.s.hidden : 0;
+  }
+  if (random_in(0, 3) == 0)
+    p.s.top_k = 1;
+  const sizes s = p.s;
+  p.args = (moelora_experts_args){
+      .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
+      .w13 = draw_weights(dtype, s, n13, s.hidden, &p.w13),
+      .w2 = draw_weights(dtype, s, s.hidden, s.inner, &p.w2),
+      .w13_layout = p.w13,
+      .w2_layout = p.w2,
+      .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
+      .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
+      .routing = random_routing(s),
+      .adapters = draw_adapters(s, 130),
+      .w13_lora = random_in(0, 5)
+                      ? draw_lora(s, of_factors, gated && maybe() ? 2 : 1, n13, s.hidden)
+                      : (moelora_lora){0},
+      .w2_lora =
+          random_in(0, 5) ? draw_lora(s, of_factors, 1, s.hidden, s.inner) : (moelora_lora){0},
+      .activation = activation,
+      .activation_limit = takes_limit(activation) && maybe() ? 0.5 : 0,
+      .apply_router_weight_on_input = s.top_k == 1 && maybe(),
+      .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
+  };
+  return p;
+}
+
+static inline int64_t rank_of(const moelora_lora *lora) {
+  return lora->num_slices ? lora->a[0].size[2] : 0;
+}
+
+static inline void describe_layer(uint64_t number, const layer_problem *p,
+                                  moelora_dtype of_factors) {
+  const moelora_experts_args *a = &p->args;
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d "
+           "ranks=%lld,%lld of %s%s%s",
+           (unsigned long long)number, dtype_name(p->dtype), (long long)p->s.tokens,
+           (long long)p->s.top_k, (long long)p->s.experts, (long long)p->s.hidden,
+           (long long)p->s.inner, a->activation, p->w13.format, p->w2.format, p->w13.x, p->w2.x,
+           (long long)rank_of(&a->w13_lora), (long long)rank_of(&a->w2_lora),
+           dtype_name(of_factors), a->w13.ndim == 5 ? " packed" : "",
+           a->apply_router_weight_on_input ? " early" : "");
+}
+
+/* Rows from `first` on have the bits of `whole`, which was computed by the plan of note_plan(). */
+static inline void same_rows(const moelora_tensor *got, const moelora_tensor *whole,
+                             int64_t first) {
   const size_t row = (size_t)whole->stride[0] * dtype_bytes(whole->dtype);
   for (int64_t m = 0; m < got->size[0]; m++)
     if (memcmp((char *)got->data + (size_t)m * row, (char *)whole->data + (size_t)(first + m) * row,
                row))
-      FAIL("%s: token %lld alone differs: %s and %s", drawn, (long long)(first + m), plan,
+      FAIL("%s: token %lld alone differs: %s and %s", drawn, (long long)(first + m), noted_plan,
            moelora_last_plan());
 }
 

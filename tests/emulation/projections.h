@@ -79,20 +79,16 @@ static inline void describe_projection(uint64_t number, const projection_problem
            "%s%s%s%s",
            (unsigned long long)number, dtype_name(p->dtype), (long long)p->s.tokens,
            (long long)p->s.top_k, (long long)p->s.experts, (long long)p->s.hidden, (long long)p->n,
-           p->layout.format, p->layout.x, (long long)(lora->num_slices ? lora->a[0].size[2] : 0),
-           lora->num_slices, dtype_name(p->of_factors), p->args.w.data ? "" : " alone",
-           p->per_row ? " per row" : "", p->args.mul_routed_weight ? " weighted" : "");
+           p->layout.format, p->layout.x, (long long)rank_of(lora), lora->num_slices,
+           dtype_name(p->of_factors), p->args.w.data ? "" : " alone", p->per_row ? " per row" : "",
+           p->args.mul_routed_weight ? " weighted" : "");
 }
 
-/* The arguments for a range of tokens. */
-static inline moelora_gemm_args tokens_of(const projection_problem *p, int64_t first,
-                                          int64_t count) {
-  const int64_t rows = p->per_row ? p->s.top_k : 1;
+/* The arguments for some tokens. */
+static inline moelora_gemm_args tokens_of(const projection_problem *p, tokens t) {
   moelora_gemm_args some = p->args;
-  some.x = part(&p->args.x, first * rows, count * rows);
-  some.routing.topk_ids = part(&p->args.routing.topk_ids, first, count);
-  some.routing.topk_weights = part(&p->args.routing.topk_weights, first, count);
-  some.adapters.token_lora_mapping = part(&p->args.adapters.token_lora_mapping, first, count);
+  some.x = part(&p->args.x, t, p->per_row ? p->s.top_k : 1);
+  take_part(&some.routing, &some.adapters, t);
   return some;
 }
 
@@ -124,7 +120,6 @@ static void test_projection(uint64_t number) {
   const projection_problem p = draw_projection(alone);
   const sizes s = p.s;
   const moelora_dtype dtype = p.dtype;
-  const bool per_row = p.per_row;
   const moelora_layout layout = p.layout;
   moelora_gemm_backward_args args = {
       .forward = p.args,
@@ -160,7 +155,7 @@ static void test_projection(uint64_t number) {
   list_gemm_gradients(&on_cpu.grads, want);
   for (int i = 1; i < count; i++)
     if (got[i]->data)
-      *want[i] = like(got[i]);
+      *want[i] = copy_of(got[i]);
   if (args.grads.x.data)
     on_cpu.grads.x = random_tensor(dtype, 1, SIZES(forward->x.size[0], s.hidden));
   moelora_force_variant(NULL);
@@ -185,24 +180,22 @@ static void test_projection(uint64_t number) {
   }
 
   /* A part of the tokens, by another kernel: its rows have the same bits. */
-  const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
-  const int64_t rows = per_row ? s.top_k : 1;
+  const tokens t = draw_tokens(s);
+  const int64_t rows = p.per_row ? s.top_k : 1;
   moelora_gemm_backward_args less = args;
-  less.forward = tokens_of(&p, first, some);
-  less.dout = part(&args.dout, first, some);
+  less.forward = tokens_of(&p, t);
+  less.dout = part(&args.dout, t, 1);
   less.grads = (moelora_gemm_grads){
-      .x = new_tensor(dtype, SIZES(some * rows, s.hidden)),
-      .topk_weights = new_tensor(MOELORA_F32, SIZES(some, s.top_k)),
+      .x = new_tensor(dtype, SIZES(t.count * rows, s.hidden)),
+      .topk_weights = new_tensor(MOELORA_F32, SIZES(t.count, s.top_k)),
   };
-  DESCRIBE(", %lld tokens from %lld", (long long)some, (long long)first);
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
+  note_plan();
   force_any(dtype, &layout);
   run_gemm_backward(&less, gpu());
   if (dx.data)
-    same_rows(&less.grads.x, &dx, first * rows, plan);
+    same_rows(&less.grads.x, &dx, t.first * rows);
   if (args.grads.topk_weights.data)
-    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, first, plan);
+    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, t.first);
   release_all();
 }
 

@@ -42,14 +42,14 @@ static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
   return count;
 }
 
-static inline moelora_experts_grads copy_of(const moelora_experts_grads *from) {
+static inline moelora_experts_grads copy_grads(const moelora_experts_grads *from) {
   moelora_experts_grads copy = *from;
   moelora_tensor *all[MAX_GRADIENTS];
   const char *names[MAX_GRADIENTS];
   const int count = list_gradients(&copy, all, names);
   for (int i = 0; i < count; i++)
     if (all[i]->data)
-      *all[i] = like(all[i]);
+      *all[i] = copy_of(all[i]);
   return copy;
 }
 
@@ -80,7 +80,7 @@ static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
   for (int32_t i = 0; i < lora->num_slices; i++) {
     moelora_tensor *const both[] = {&sick.a[i], &sick.b[i]};
     for (int j = 0; j < 2; j++) {
-      *both[j] = like(both[j]);
+      *both[j] = copy_of(both[j]);
       const int64_t each = count_of(both[j]) / both[j]->size[0];
       for (int64_t k = 0; k < each; k++)
         write_value(both[j]->data, both[j]->dtype, slot * each + k, NAN);
@@ -119,76 +119,30 @@ static void check_others(const moelora_experts_backward_args *args,
 
 static void test_training(uint64_t number) {
   seed(number + 8000);
-  const bool quantized = maybe();
-  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const moelora_dtype of_factors = random_in(0, 3) ? dtype : MOELORA_F32;
-  const moelora_activation activation = (moelora_activation)random_in(0, NUM_ACTIVATIONS - 1);
-  const bool gated = activation != MOELORA_RELU2;
-  const int64_t n13 = s.inner * (gated ? 2 : 1);
-  moelora_layout layout = {0}, layout2 = {0};
-  if (quantized) {
-    const moelora_x_format x = (moelora_x_format)random_in(0, 3);
-    layout = draw_layout(n13,
-                         activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
-                         : gated                         ? MOELORA_ROWS_GATE_UP
-                                                         : MOELORA_ROWS_PLAIN,
-                         x);
-    layout2 = random_in(0, 3) ? layout : draw_layout(s.hidden, MOELORA_ROWS_PLAIN, x);
-    layout2.order = MOELORA_ROWS_PLAIN;
-    layout2.rows = layout2.format ? s.hidden : 0;
-  }
-  if (random_in(0, 3) == 0)
-    s.top_k = 1;
+  const layer_problem p = draw_layer(dtype, of_factors);
+  const sizes s = p.s;
+  const moelora_layout layout = p.w13, layout2 = p.w2;
   moelora_experts_backward_args args = {
-      .forward =
-          {
-              .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
-              .w13 = draw_weights(dtype, s, n13, s.hidden, &layout),
-              .w2 = draw_weights(dtype, s, s.hidden, s.inner, &layout2),
-              .w13_layout = layout,
-              .w2_layout = layout2,
-              .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
-              .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
-              .routing = random_routing(s),
-              .adapters = draw_adapters(s, 130),
-              .w13_lora = random_in(0, 5)
-                              ? draw_lora(s, of_factors, gated && maybe() ? 2 : 1, n13, s.hidden)
-                              : (moelora_lora){0},
-              .w2_lora = random_in(0, 5) ? draw_lora(s, of_factors, 1, s.hidden, s.inner)
-                                         : (moelora_lora){0},
-              .activation = activation,
-              .apply_router_weight_on_input = s.top_k == 1 && maybe(),
-              .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
-          },
+      .forward = p.args,
       .dout = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
       .accumulate = maybe(),
   };
   moelora_experts_args *forward = &args.forward;
-  if (maybe() && takes_limit(activation))
-    forward->activation_limit = 0.5;
   if (random_in(0, 7) == 0)
     forward->adapters.token_lora_mapping = absent;
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d "
-           "ranks=%lld,%lld of %s%s%s%s",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)s.inner, activation, layout.format,
-           layout2.format, layout.x, layout2.x,
-           (long long)(forward->w13_lora.num_slices ? forward->w13_lora.a[0].size[2] : 0),
-           (long long)(forward->w2_lora.num_slices ? forward->w2_lora.a[0].size[2] : 0),
-           dtype_name(of_factors), forward->w13.ndim == 5 ? " packed" : "",
-           forward->apply_router_weight_on_input ? " early" : "",
-           args.accumulate ? " accumulate" : "");
+  describe_layer(number, &p, of_factors);
+  DESCRIBE("%s", args.accumulate ? " accumulate" : "");
 
   /* The forward: outputs as in inference, and what it saves. */
   moelora_experts_args want = *forward, serving = *forward;
-  want.out = like(&forward->out);
+  want.out = copy_of(&forward->out);
   want.saved = new_saved(dtype, forward);
   moelora_force_variant(NULL);
   run_experts(&want, serial);
   force_any(dtype, &layout);
-  serving.out = like(&forward->out);
+  serving.out = copy_of(&forward->out);
   run_experts(&serving, gpu());
   forward->saved = new_saved(dtype, forward);
   run_experts(forward, gpu());
@@ -211,13 +165,13 @@ static void test_training(uint64_t number) {
       .w2_bias = gradient_of(&forward->w2_bias, maybe() ? dtype : MOELORA_F32),
   };
   moelora_experts_backward_args on_cpu = args;
-  on_cpu.grads = copy_of(&args.grads);
+  on_cpu.grads = copy_grads(&args.grads);
   moelora_force_variant(NULL);
   run_experts_backward(&on_cpu, serial);
   moelora_experts_backward_args over = args;
   over.overwrites_gate_up = true;
-  over.grads = copy_of(&args.grads);
-  over.forward.saved.gate_up = like(&forward->saved.gate_up);
+  over.grads = copy_grads(&args.grads);
+  over.forward.saved.gate_up = copy_of(&forward->saved.gate_up);
   force_any(dtype, &layout);
   run_experts_backward(&args, gpu());
   run_experts_backward(&over, gpu());
@@ -247,31 +201,26 @@ static void test_training(uint64_t number) {
   }
 
   /* A part of the tokens, by another kernel: its rows have the same bits. */
-  const int64_t some = random_in(1, s.tokens), first = random_in(0, s.tokens - some);
+  note_plan();
+  const tokens some = draw_tokens(s);
   moelora_experts_backward_args less = args;
-  less.forward.hidden_states = part(&forward->hidden_states, first, some);
-  less.forward.routing.topk_ids = part(&forward->routing.topk_ids, first, some);
-  less.forward.routing.topk_weights = part(&forward->routing.topk_weights, first, some);
-  less.forward.adapters.token_lora_mapping =
-      part(&forward->adapters.token_lora_mapping, first, some);
-  less.forward.saved.gate_up = part(&want.saved.gate_up, first * s.top_k, some * s.top_k);
-  less.forward.saved.w13_shrink = part(&want.saved.w13_shrink, first * s.top_k, some * s.top_k);
-  less.forward.saved.w2_shrink = part(&want.saved.w2_shrink, first * s.top_k, some * s.top_k);
-  less.forward.out = new_tensor(dtype, SIZES(some, s.hidden));
-  less.dout = part(&args.dout, first, some);
+  less.forward.hidden_states = part(&forward->hidden_states, some, 1);
+  take_part(&less.forward.routing, &less.forward.adapters, some);
+  less.forward.saved.gate_up = part(&want.saved.gate_up, some, s.top_k);
+  less.forward.saved.w13_shrink = part(&want.saved.w13_shrink, some, s.top_k);
+  less.forward.saved.w2_shrink = part(&want.saved.w2_shrink, some, s.top_k);
+  less.forward.out = new_tensor(dtype, SIZES(some.count, s.hidden));
+  less.dout = part(&args.dout, some, 1);
   less.grads = (moelora_experts_grads){
-      .hidden_states = new_tensor(dtype, SIZES(some, s.hidden)),
-      .topk_weights = new_tensor(MOELORA_F32, SIZES(some, s.top_k)),
+      .hidden_states = new_tensor(dtype, SIZES(some.count, s.hidden)),
+      .topk_weights = new_tensor(MOELORA_F32, SIZES(some.count, s.top_k)),
   };
-  DESCRIBE(", %lld tokens from %lld", (long long)some, (long long)first);
-  char plan[512];
-  snprintf(plan, sizeof plan, "%s", moelora_last_plan());
   force_any(dtype, &layout);
   run_experts_backward(&less, gpu());
   if (args.grads.hidden_states.data)
-    same_rows(&less.grads.hidden_states, &args.grads.hidden_states, first, plan);
+    same_rows(&less.grads.hidden_states, &args.grads.hidden_states, some.first);
   if (args.grads.topk_weights.data)
-    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, first, plan);
+    same_rows(&less.grads.topk_weights, &args.grads.topk_weights, some.first);
   release_all();
 }
 
