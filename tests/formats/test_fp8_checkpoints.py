@@ -9,7 +9,6 @@ from quantized_cases import (
     EightBits,
     fp8_numbers,
     refusal_tests,
-    through_a_file,
 )
 
 from moelora import QuantizedWeights
@@ -84,25 +83,6 @@ def test_activations_in_bf16_are_native_ones():
         native, bf16 = (make(q, *scales, activations=said) for said in ("native", "bf16"))
         assert torch.equal(bf16.data, native.data)
         assert bf16.layout == native.layout
-
-
-@pytest.mark.parametrize("name", FP8_FORMATS)
-@pytest.mark.parametrize("gate_up", [None, "concatenated"])
-def test_state_dict(name, gate_up, tmp_path):
-    weights = fp8_numbers(name).pack(torch.float16, gate_up)
-    again = through_a_file(weights, tmp_path / "weights.safetensors")
-    assert torch.equal(again.data, weights.data)
-    for field in ("format", "group_size", "gate_up", "shape", "dtype", "layout", "row_scales"):
-        assert getattr(again, field) == getattr(weights, field)
-
-
-def test_state_dicts_that_are_none():
-    state = fp8_numbers("fp8_static_w8a8").pack(torch.bfloat16).state_dict()
-    for at, value in ((0, 2), (0, 7), (0, 8), (0, 9), (6, 4), (6, 0), (7, 0), (7, -1), (3, 300)):
-        layout = state["layout"].clone()
-        layout[at] = value
-        with pytest.raises(ValueError, match=r"layout|columns is|tiles"):
-            QuantizedWeights.from_state_dict({**state, "layout": layout})
 
 
 # ---- what is refused ----
@@ -182,20 +162,3 @@ def test_bad_arguments_of_packing(arguments, message):
         torch.ops.moelora.pack_quantized(
             **{**good, "block_rows": 64, "block_columns": 128, **arguments}
         )
-
-
-def test_layouts_of_the_operator_itself():
-    x, ids = torch.zeros(3, K).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
-    tiles, absent = fp8_numbers("fp8_block", (1, N, K)).pack(torch.bfloat16).data, torch.empty(0)
-    rest = (ids.float(), ids, absent, [], [], *[absent] * 5, False)
-    for layout, message in {
-        (6, 0, N, 4): "w_layout.x is 4, expected a moelora_x_format",
-        (6, 0, N, 1, 0.5): "w_layout.x_scale is 0.5, expected 0, as x is not STATIC",
-        (6, 0, N, 3): "w_layout.x_scale is 0, expected a normal float32 above 0",
-        (6, 0, N, 3, 1e300): "w_layout.x_scale is inf",
-        (1, 0, N, 1): "w_layout.x is 1, expected 0: x as it is, as its format is MXFP4",
-        (0, 0, 0, 1): "w_layout.x is 1, expected 0: x as it is, as its format is native",
-        (8, 0, N): r"w.size\(3\) is 8208, expected the 8448 bytes of a tile of FP8 \(scales of ro",
-    }.items():
-        with pytest.raises(RuntimeError, match=message):
-            torch.ops.moelora.fused_moe_lora_gemm(x, tiles, *rest, *layout)

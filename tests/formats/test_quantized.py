@@ -5,71 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
-from checks import assert_close_to_ref, assert_unchanged, guarded_empty
-from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, STEPS, Quantized, build
+from checks import naming
+from holding import hold_base_rows, hold_gemm, hold_layer
+from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
-from moelora.reference import (
-    active_adapter,
-    fused_experts_lora_ref,
-    fused_moe_lora_gemm_ref,
-    naive_fused_experts_lora,
-    naive_fused_moe_lora_gemm,
-)
 
 every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", ALL_FORMATS)
-
-
-def check_layer(p: Quantized, device: str) -> float:
-    there, dtype = p.to(device), p.dense.spec.dtype
-    ref = fused_experts_lora_ref(**p.kwargs())
-    naive = naive_fused_experts_lora(**(there if p.is_w8a8 else there.dense).kwargs())
-    inputs = {name: t.clone() for name, t in there.dense.tensors().items()}
-    out = guarded_empty(ref.shape, dtype, device)
-    y = moelora.fused_experts_lora(**there.kwargs(), out=out.tensor)
-    out.check("out")
-    assert_unchanged(inputs, there.dense.tensors())
-    if device == "cpu" and not p.is_w8a8:
-        assert same_bits(y, moelora.fused_experts_lora(**p.dense.kwargs()))
-    return assert_close_to_ref(y, ref, naive, dtype, **(STEPS if p.is_w8a8 else {}))
-
-
-def check_gemm(p: Quantized, projection: str, mul_routed_weight: bool, device: str) -> float:
-    there, dtype = p.to(device), p.dense.spec.dtype
-    ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(projection, mul_routed_weight))
-    like = there if p.is_w8a8 else there.dense
-    naive = naive_fused_moe_lora_gemm(**like.gemm_kwargs(projection, mul_routed_weight))
-    out = guarded_empty(ref.shape, dtype, device)
-    arguments = there.gemm_kwargs(projection, mul_routed_weight)
-    y = moelora.fused_moe_lora_gemm(**arguments, out=out.tensor)
-    out.check("out")
-    if device == "cpu" and not p.is_w8a8:
-        dense = p.dense.gemm_kwargs(projection, mul_routed_weight)
-        assert same_bits(y, moelora.fused_moe_lora_gemm(**dense))
-    return assert_close_to_ref(y, ref, naive, dtype)
-
-
-def base_rows(p: Quantized) -> torch.Tensor:
-    dense = p.dense
-    enabled = None if dense.adapter_enabled is None else dense.adapter_enabled.tolist()
-    ranks = None if dense.lora_ranks is None else dense.lora_ranks.tolist()
-    slots = len(dense.spec.ranks)
-    carried = dense.token_lora_mapping.tolist()
-    return torch.tensor([active_adapter(a, slots, enabled, ranks) < 0 for a in carried])
-
-
-def check_neutral(p: Quantized, device: str) -> None:
-    there, rows = p.to(device), base_rows(p)
-    y = moelora.fused_experts_lora(**there.kwargs()).cpu()
-    base = moelora.fused_experts_lora(**there.base().kwargs()).cpu()
-    assert rows.any()
-    assert same_bits(y[rows], base[rows]), "a base row of the layer depends on adapters"
-    for projection in ("w13", "w2"):
-        y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)).cpu()
-        base = moelora.fused_moe_lora_gemm(**there.base().gemm_kwargs(projection)).cpu()
-        assert same_bits(y[rows], base[rows]), f"a base row of {projection} depends on adapters"
 
 
 # ---- values ----
@@ -81,9 +25,9 @@ def test_edge_cases(edge, device, dtype):
     names = list(ALL_FORMATS)
     name = names[list(EDGE_CASES).index(edge) % len(names)]
     p = build(EDGE_CASES[edge], ALL_FORMATS[name], dtype)
-    check_layer(p, device)
+    hold_layer(p, device)
     for projection in ("w13", "w2"):
-        check_gemm(p, projection, projection == "w2", device)
+        hold_gemm(p, device, projection, projection == "w2")
 
 
 @every_device
@@ -91,12 +35,10 @@ def test_edge_cases(edge, device, dtype):
 def test_random_problems(name, device, dtype):
     count = 6 if name.startswith("fp8") else 24
     for spec in random_specs(count, first_seed=5000, dtypes=(dtype,)):
-        try:
+        with naming(spec):
             p = build(spec, ALL_FORMATS[name], dtype)
-            check_layer(p, device)
-            check_gemm(p, ("w13", "w2")[spec.seed % 2], spec.seed % 3 == 0, device)
-        except Exception as error:
-            raise AssertionError(f"{spec}: {error}") from error
+            hold_layer(p, device)
+            hold_gemm(p, device, ("w13", "w2")[spec.seed % 2], spec.seed % 3 == 0)
 
 
 @every_device
@@ -113,7 +55,7 @@ def test_rows_and_depth_that_fill_no_tiles(activation, name, device, dtype):
         ranks=(16, 5),
         bias=True,
     )
-    check_layer(build(spec, ALL_FORMATS[name], dtype), device)
+    hold_layer(build(spec, ALL_FORMATS[name], dtype), device)
 
 
 @every_device
@@ -123,14 +65,7 @@ def test_the_shape_of_gpt_oss(name, device, dtype):
     spec = Spec(
         tokens=3, experts=2, hidden=2880, inter=480, activation="swigluoai", bias=True, slices=1
     )
-    p = build(spec, ALL_FORMATS[name], dtype)
-    there = p.to(device)
-    y = moelora.fused_experts_lora(**there.kwargs())
-    dense = moelora.fused_experts_lora(**there.dense.kwargs())
-    if device == "cpu":
-        assert same_bits(y, dense)
-    ref = fused_experts_lora_ref(**p.kwargs())
-    assert_close_to_ref(y, ref, naive_fused_experts_lora(**there.dense.kwargs()), dtype)
+    hold_layer(build(spec, ALL_FORMATS[name], dtype), device)
 
 
 @every_device
@@ -146,18 +81,15 @@ def test_the_shape_of_gpt_oss(name, device, dtype):
 def test_formats_of_two_kinds(pair, tokens, hidden, inter, device, dtype):
     first, second = (ALL_FORMATS[name] for name in pair)
     spec = Spec(tokens=tokens, hidden=hidden, inter=inter, ranks=(16, 5, 64), mix="many")
-    check_layer(build(spec, first, dtype, second), device)
+    hold_layer(build(spec, first, dtype, second), device)
 
 
 @every_device
 @pytest.mark.parametrize("which", ["w13", "w2"])
 def test_one_projection_quantized(which, device, dtype):
     p = build(Spec(tokens=9, hidden=128, inter=96, bias=True), ALL_FORMATS["mxfp4"], dtype)
-    there = p.to(device)
-    arguments = {**there.dense.kwargs(), which: getattr(there, which)}
-    y = moelora.fused_experts_lora(**arguments)
-    ref = fused_experts_lora_ref(**p.dense.kwargs())
-    assert_close_to_ref(y, ref, naive_fused_experts_lora(**there.dense.kwargs()), dtype)
+    weights = getattr(p.to(device), which)
+    hold_layer(p.dense, device, lambda **kw: moelora.fused_experts_lora(**{**kw, which: weights}))
 
 
 @every_device
@@ -194,16 +126,7 @@ def test_base_rows_have_the_bits_of_the_base_layer(name, device, dtype):
         Spec(tokens=24, activation="swigluoai", bias=True, mix="half_base"),
     )
     for spec in specs:
-        check_neutral(build(spec, ALL_FORMATS[name], dtype), device)
-
-
-@every_device
-def test_hostile_factors_do_not_reach_base_rows(device, dtype):
-    p = build(Spec(tokens=24, mix="half_base", ranks=(8, 8)), ALL_FORMATS["mxfp4"], dtype)
-    p.dense.w13_lora_a[0][0] = float("inf")
-    p.dense.w13_lora_b[1][1] = float("nan")
-    p.dense.w2_lora_a[:] = float("nan")
-    check_neutral(p, device)
+        hold_base_rows(build(spec, ALL_FORMATS[name], dtype), device)
 
 
 @every_device
@@ -227,19 +150,6 @@ def test_same_inputs_same_bits(name, device, dtype):
     layer = moelora.fused_experts_lora(**p.kwargs())
     for _ in range(3):
         assert same_bits(moelora.fused_experts_lora(**p.kwargs()), layer)
-
-
-def test_number_of_threads_does_not_change_bits():
-    p = build(Spec(tokens=90, hidden=320, inter=192), ALL_FORMATS["mxfp4"], torch.bfloat16)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(moelora.fused_experts_lora(**p.kwargs()))
-    finally:
-        torch.set_num_threads(threads)
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
 
 
 # ---- torch ----
@@ -294,73 +204,77 @@ def test_meta_tensors():
 
 # ---- what is refused ----
 
+FP8 = "fp8_tensor_w8a8"
 GOOD = {"hidden": 96, "inter": 96, "tokens": 4, "mix": "absent"}
 
 
-@pytest.mark.parametrize("spec, changes, message", [
-    ({}, {"hidden_states": torch.zeros(4, 96)}, "w13 was quantized for bfloat16, expected float32"),
-    ({}, {"hidden_states": torch.zeros(4, 96).half()}, "w13 was quantized for bfloat16"),
-    ({}, {"hidden_states": torch.zeros(4, 80).bfloat16()}, r"w13.shape\[2\] is 96, expected 80"),
-    ({"activation": "swigluoai"}, {"activation": "silu"}, "w13_layout.order is INTERLEAVED, expec"),
-    ({}, {"activation": "swigluoai"}, "order is GATE_UP, expected INTERLEAVED, as the activation"),
-    ({}, {"activation": "relu2"}, r"w2.shape\[2\] is 96, expected 192"),
-    ({}, {"w13_bias": torch.zeros(4, 192)}, "w13_bias has dtype float32, expected bfloat16 as hid"),
-    ({}, {"w13_bias": torch.zeros(4, 200).bfloat16()}, r"w13_bias.size\(1\) is 200, w13_lay"),
-    ({}, {"w2_bias": torch.zeros(4, 97).bfloat16()}, r"w2_bias.size\(1\) is 97, hidden_states"),
+def with_tiles(change):
+    return lambda p: {"w13": replace(p.w13, data=change(p.w13.data))}
+
+
+def fewer_experts(p):
+    return {"w2": replace(p.w2, data=p.w2.data[:-1], shape=torch.Size((3, *p.w2.shape[1:])))}
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"hidden_states": torch.zeros(4, 96)}, "w13 was quantized for bfloat16, expected float32"),
+    ({"hidden_states": torch.zeros(4, 96).half()}, "w13 was quantized for bfloat16"),
+    ({"hidden_states": torch.zeros(4, 80).bfloat16()}, r"w13.shape\[2\] is 96, expected 80"),
+    ({"activation": "swigluoai"}, "order is GATE_UP, expected INTERLEAVED, as the activation"),
+    ({"activation": "relu2"}, r"w2.shape\[2\] is 96, expected 192"),
+    ({"w13_bias": torch.zeros(4, 192)}, "w13_bias has dtype float32, expected bfloat16 as hid"),
+    ({"w13_bias": torch.zeros(4, 200).bfloat16()}, r"w13_bias.size\(1\) is 200, w13_lay"),
+    ({"w2_bias": torch.zeros(4, 97).bfloat16()}, r"w2_bias.size\(1\) is 97, hidden_states"),
+    (fewer_experts, r"w2.size\(0\) is 3, w13.size\(0\) is 4"),
+    (lambda p: {"w13": p.w13_plain}, "w13_layout.order is PLAIN, expected GATE_UP"),
+    *((with_tiles(change), message) for change, message in (
+        (lambda t: t[:, :1].contiguous(), r"w13.size\(1\) is 1, expected 4 tiles, as w13_layout"),
+        (lambda t: t[:, :, :1].contiguous(), r"w13.size\(2\) is 1, expected 2 tiles, as hidden_st"),
+        (lambda t: t[..., :-16], r"w13.size\(3\) is 2160, expected the 2176 bytes of a tile of MX"),
+        (lambda t: t.flatten(2), "w13 has 3 dimensions, expected 4"),
+        (lambda t: t.view(torch.int8).float(), "w13 has dtype float32, expected uint8"),
+        (lambda t: t.repeat_interleave(2, 3)[..., ::2], r"w13.stride\(3\) is 2, expect"),
+        (lambda t: t.new_empty(*t.shape[:3], t.size(3) + 8)[..., :-8], r"w13.stride\(2\) is 2184"),
+        (lambda t: t.new_empty(t.numel() + 8)[8:].view(t.shape), "w13 starts at .* multiple of 16"),
+    )),
 ])  # fmt: skip
-def test_arguments_that_do_not_fit(spec, changes, message):
-    p = build(Spec(**{**GOOD, **spec}), ALL_FORMATS["mxfp4"], torch.bfloat16)
-    with pytest.raises(ValueError, match=message):
-        moelora.fused_experts_lora(**{**p.kwargs(), **changes})
-
-
-def test_plain_rows_of_gate_and_up_within_a_tile():
+def test_arguments_that_do_not_fit(changes, message):
     p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
-    with pytest.raises(ValueError, match="w13_layout.order is PLAIN, expected GATE_UP"):
-        moelora.fused_experts_lora(**{**p.kwargs(), "w13": p.w13_plain})
+    with pytest.raises(ValueError, match=message):
+        moelora.fused_experts_lora(**p.kwargs() | (changes(p) if callable(changes) else changes))
+
+
+def test_rows_in_an_order_for_something_else():
+    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
     with pytest.raises(ValueError, match="w_layout.order is GATE_UP, expected PLAIN"):
         moelora.fused_moe_lora_gemm(**{**p.gemm_kwargs(), "w": p.w13})
+    p = build(Spec(**GOOD, activation="swigluoai"), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    with pytest.raises(ValueError, match="w13_layout.order is INTERLEAVED, expec"):
+        moelora.fused_experts_lora(**{**p.kwargs(), "activation": "silu"})
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda t: t[:, :1].contiguous(), r"w13.size\(1\) is 1, expected 4 tiles, as w13_layout.rows"),
-    (lambda t: t[:, :, :1].contiguous(), r"w13.size\(2\) is 1, expected 2 tiles, as hidden_states"),
-    (lambda t: t[..., :-16], r"w13.size\(3\) is 2160, expected the 2176 bytes of a tile of MXFP4"),
-    (lambda t: t.flatten(2), "w13 has 3 dimensions, expected 4"),
-    (lambda t: t.view(torch.int8).float(), "w13 has dtype float32, expected uint8"),
-    (lambda t: t.new_empty(*t.shape[:3], 2 * t.size(3))[..., ::2], r"w13.stride\(3\) is 2, expect"),
-    (lambda t: t.new_empty(*t.shape[:3], t.size(3) + 8)[..., :-8], r"w13.stride\(2\) is 2184, "),
-    (lambda t: t.new_empty(t.numel() + 8)[8:].view(t.shape), "w13 starts at .* multiple of 16"),
+@pytest.mark.parametrize("name, layout, message", [
+    ("mxfp4", (99, 0, 192), "w_layout.format is 99, expected a moelora_format"),
+    ("mxfp4", (1, 3, 192), "w_layout.order is 3, expected a moelora_row_order"),
+    ("mxfp4", (1, 0, 0), "w_layout.rows is 0, expected 1 to 2147483647"),
+    ("mxfp4", (0, 0, 192), "w_layout has order PLAIN and 192 rows, expected zeros"),
+    ("mxfp4", (1, 1, 191), "w_layout.rows is 191, expected an even number"),
+    ("mxfp4", (1, 0, 192, 1), "w_layout.x is 1, expected 0: x as it is, as its format is MXFP4"),
+    ("mxfp4", (0, 0, 0, 1), "w_layout.x is 1, expected 0: x as it is, as its format is native"),
+    (FP8, (6, 0, 192, 4), "w_layout.x is 4, expected a moelora_x_format"),
+    (FP8, (6, 0, 192, 1, 0.5), "w_layout.x_scale is 0.5, expected 0, as x is not STATIC"),
+    (FP8, (6, 0, 192, 3), "w_layout.x_scale is 0, expected a normal float32 above 0"),
+    (FP8, (6, 0, 192, 3, 1e300), "w_layout.x_scale is inf"),
+    (FP8, (8, 0, 192), r"w.size\(3\) is 8208, expected the 8448 bytes of a tile of FP8 \("),
 ])  # fmt: skip
-def test_tiles_that_do_not_fit(change, message):
-    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
-    wrong = replace(p.w13, data=change(p.w13.data))
-    with pytest.raises(ValueError, match=message):
-        moelora.fused_experts_lora(**{**p.kwargs(), "w13": wrong})
-
-
-@every_device
-def test_experts_of_two_numbers(device, dtype):
-    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], dtype).to(device)
-    fewer = replace(p.w2, data=p.w2.data[:-1], shape=torch.Size((3, *p.w2.shape[1:])))
-    with pytest.raises(ValueError, match=r"w2.size\(0\) is 3, w13.size\(0\) is 4"):
-        moelora.fused_experts_lora(**{**p.kwargs(), "w2": fewer})
-
-
-def test_layouts_of_the_operator_itself():
-    p = build(Spec(**GOOD), ALL_FORMATS["mxfp4"], torch.bfloat16)
-    absent, x, op = torch.empty(0), p.dense.hidden_states, torch.ops.moelora.fused_moe_lora_gemm
-    routing = (p.dense.topk_weights, p.dense.topk_ids)
+def test_layouts_of_the_operator_itself(name, layout, message):
+    p = build(Spec(**GOOD), ALL_FORMATS[name], torch.bfloat16)
+    absent, d = torch.empty(0), p.dense
     rest = (absent, [], [], *[absent] * 5, False)
-    for layout, message in {
-        (99, 0, 192): "w_layout.format is 99, expected a moelora_format",
-        (1, 3, 192): "w_layout.order is 3, expected a moelora_row_order",
-        (1, 0, 0): "w_layout.rows is 0, expected 1 to 2147483647",
-        (0, 0, 192): "w_layout has order PLAIN and 192 rows, expected zeros",
-        (1, 1, 191): "w_layout.rows is 191, expected an even number",
-    }.items():
-        with pytest.raises(RuntimeError, match=message):
-            op(x, p.w13_plain.data, *routing, *rest, *layout)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.moelora.fused_moe_lora_gemm(
+            *(d.hidden_states, p.w13_plain.data, d.topk_weights, d.topk_ids, *rest, *layout)
+        )
 
 
 def test_prepacking_gives_them_back():

@@ -5,13 +5,16 @@ import pytest
 import torch
 from cases import same_bits
 from quantized_cases import (
+    ALL_FORMATS,
     CODES,
     DEVICES_AND_DTYPES,
     FORMATS,
+    FP8_FORMATS,
     HALVES,
     Numbers,
     by_bytes,
     by_words,
+    fp8_numbers,
     quantize,
     refusal_tests,
     through_a_file,
@@ -434,26 +437,44 @@ def test_words_of_vllm(name, packers):
 # ---- state dicts ----
 
 
-@every_format
-@pytest.mark.parametrize("gate_up", GATE_UP)
+@pytest.mark.parametrize(
+    ("name", "gate_up"),
+    [(n, g) for n in ALL_FORMATS for g in GATE_UP if n in FORMATS or g != "interleaved"],
+)
 def test_state_dict(name, gate_up, tmp_path):
-    weights = numbers(name).pack(torch.float16, gate_up)
+    given = fp8_numbers(name) if name in FP8_FORMATS else numbers(name)
+    weights = given.pack(torch.float16, gate_up)
     again = through_a_file(weights, tmp_path / "weights.safetensors")
     assert torch.equal(again.data, weights.data)
-    for field in ("format", "group_size", "has_zeros", "gate_up", "shape", "dtype", "layout"):
+    fields = ("format", "group_size", "has_zeros", "gate_up", "shape", "dtype", "layout")
+    for field in (*fields, "row_scales"):
         assert getattr(again, field) == getattr(weights, field)
     assert same_bits(again.unpack(), weights.unpack())
+
+
+CHANGED = {
+    "mxfp4": ((0, 0), (0, 6), (0, 9), (1, 3), (2, 300), (3, 300), (3, 0), (5, 2), (0, 2)),
+    "fp8_static_w8a8": (
+        *((0, 2), (0, 7), (0, 8), (0, 9), (6, 4), (6, 0), (7, 0), (7, -1), (3, 300)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_layouts_that_are_none(name):
+    given = fp8_numbers(name) if name in FP8_FORMATS else numbers(name)
+    state = given.pack(torch.bfloat16).state_dict()
+    for at, value in CHANGED[name]:
+        layout = state["layout"].clone()
+        layout[at] = value
+        with pytest.raises(ValueError, match=r"layout|rows is 300|columns is|tiles"):
+            QuantizedWeights.from_state_dict({**state, "layout": layout})
 
 
 def test_state_dicts_that_are_none():
     state = numbers("mxfp4").pack(torch.bfloat16).state_dict()
     with pytest.raises(KeyError):
         QuantizedWeights.from_state_dict({"data": state["data"]})
-    for at, value in ((0, 0), (0, 6), (0, 9), (1, 3), (2, 300), (3, 300), (3, 0), (5, 2), (0, 2)):
-        layout = state["layout"].clone()
-        layout[at] = value
-        with pytest.raises(ValueError, match=r"layout|rows is 300|columns is|tiles"):
-            QuantizedWeights.from_state_dict({**state, "layout": layout})
     with pytest.raises(ValueError, match="layout has 5 numbers"):
         QuantizedWeights.from_state_dict({**state, "layout": state["layout"][:5]})
     for layout in (state["layout"].float(), state["layout"][None]):

@@ -8,6 +8,7 @@ import torch
 from c_programs import ROOT
 from cases import ALPHAS, LIMITS, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref
+from holding import hold_layer
 
 import moelora
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
@@ -28,14 +29,6 @@ def test_names_are_those_of_the_core():
     )
 
 
-def check(p: Problem, device: str) -> torch.Tensor:
-    there = p.to(device)
-    y = moelora.fused_experts_lora(**there.kwargs())
-    naive = naive_fused_experts_lora(**there.kwargs())
-    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, p.spec.dtype)
-    return y
-
-
 def scaled(p: Problem) -> Problem:
     """With outputs of up to about 1/2: a small limit makes a small silu(g) * u."""
     p = replace(p, w2_bias=None)
@@ -54,7 +47,7 @@ def test_numbers(activation, alpha, limit, size, device_and_dtype):
     device, dtype = device_and_dtype
     spec = replace(SIZES[size], activation=activation, alpha=alpha, limit=limit, dtype=dtype)
     p = scaled(spec.build())
-    y = check(p, device)
+    y = hold_layer(p, device)
     if limit == 0.25:  # it clamps or caps
         assert not torch.allclose(y, other_numbers(p.to(device), activation_limit=1e30), rtol=0.1)
 
@@ -73,7 +66,7 @@ def test_the_smallest_and_the_largest_number(activation, name, number, size, dev
     spec = replace(SIZES[size], activation=activation, dtype=dtype, bias=False)
     p = replace(spec, **{name: number}).build()
     p.hidden_states[0] = 0  # no product of it with infinity
-    check(p, device)
+    hold_layer(p, device)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -86,36 +79,26 @@ def test_a_limit_beyond_every_value_changes_nothing(activation, size, device_and
     assert not torch.equal(other_numbers(p, activation_limit=0.5), plain)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", OAI)
-def test_absent_numbers_are_those_of_gpt_oss(activation, size, device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SIZES[size], activation=activation, dtype=dtype).build()
-    p = replace(p, hidden_states=p.hidden_states * 8).to(device)  # past the limit
-    plain = other_numbers(p)
-    assert same_bits(other_numbers(p, activation_alpha=1.702, activation_limit=7), plain)
-    assert not same_bits(other_numbers(p, activation_limit=6.5), plain)
-    assert not same_bits(other_numbers(p, activation_alpha=1.5), plain)
+ABSENT = {
+    **dict.fromkeys(OAI, ({"activation_alpha": 1.702, "activation_limit": 7}, "alpha", 1.5)),
+    "situ": ({"activation_alpha": 1}, "limit", 25),
+    "swiglustep": ({"activation_limit": 7}, "limit", 6.5),
+}
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("activation", "numbers", "other"),
-    [
-        ("situ", {"activation_alpha": 1}, {"activation_limit": 25}),
-        ("swiglustep", {"activation_limit": 7}, {"activation_limit": 6.5}),
-    ],
-)
-def test_absent_numbers_are_those_of_their_sources(
-    activation, numbers, other, size, device_and_dtype
-):
-    """SituAndMul has beta 1 and leaves up alone; SwigluStepAndMul has limit 7."""
+@pytest.mark.parametrize("activation", ABSENT)
+def test_absent_numbers_are_those_of_their_sources(activation, size, device_and_dtype):
+    """GPT-OSS has alpha 1.702 and limit 7; SituAndMul has beta 1 and leaves up alone;
+    SwigluStepAndMul has limit 7."""
     device, dtype = device_and_dtype
     p = replace(SIZES[size], activation=activation, dtype=dtype).build()
     p = replace(p, hidden_states=p.hidden_states * 8).to(device)  # past the limit
-    plain = other_numbers(p)
+    plain, (numbers, name, other) = other_numbers(p), ABSENT[activation]
     assert same_bits(other_numbers(p, **numbers), plain)
-    assert not same_bits(other_numbers(p, **other), plain)
+    assert not same_bits(other_numbers(p, **{f"activation_{name}": other}), plain)
+    if activation in OAI:
+        assert not same_bits(other_numbers(p, activation_limit=6.5), plain)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -168,7 +151,7 @@ def test_soft_caps_of_small_and_large_values(scale, limit, size, device_and_dtyp
     spec = replace(SIZES[size], activation="situ", alpha=4, limit=limit, mix="absent")
     p = replace(spec, dtype=dtype, bias=False).build()
     scale = min(scale, 1e4) if dtype == torch.float16 else scale
-    check(scaled(replace(p, w13=(p.w13.double() * scale).to(dtype))), device)
+    hold_layer(scaled(replace(p, w13=(p.w13.double() * scale).to(dtype))), device)
 
 
 @pytest.mark.parametrize("activation", OAI)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs
+from conftest import on_gpu
 
 import moelora
 from moelora.reference import (
@@ -78,34 +79,74 @@ def test_large(tokens, top_k, experts, adapters, device):
     check_all(spec, 16, device)
 
 
+# ---- by hand ----
+
+
+@pytest.fixture(params=["reference", "cpu", on_gpu("cuda")])
+def sorts(request):
+    """(alignment, that with adapters, sorting, device): of the reference, and operators."""
+    if request.param == "reference":
+        refs = moe_align_block_size_ref, moe_lora_align_block_size_ref, moe_sorting_ref
+        return *refs, "cpu"
+    operators = moelora.moe_align_block_size, moelora.moe_lora_align_block_size
+    return *operators, moelora.moe_sorting, request.param
+
+
 # Composable Kernel's example: five tokens, top-3, six experts, blocks of four.
 EXAMPLE = [[0, 3, 5], [2, 3, 5], [1, 3, 5], [1, 2, 3], [1, 3, 5]]
+X = 15  # padding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sorting_example(dtype, device):
+def test_sorting_example(dtype, sorts):
+    *_, sort, device = sorts
     ids = torch.tensor(EXAMPLE, dtype=torch.int32, device=device)
-    weights = torch.arange(15, dtype=torch.float32, device=device).view(5, 3) / 16
+    weights = torch.arange(15, dtype=torch.float32, device=device).view(5, 3) + 1
     out = torch.full((5, 3, 33), 7.0, dtype=dtype, device=device)
     around = out.clone()
-    tokens, sorted_weights, experts, padded = moelora.moe_sorting(
-        ids, weights, 6, 4, out_to_zero=out[1:4]
-    )
-    x = 15
+    tokens, sorted_weights, experts, padded = sort(ids, weights, 6, 4, out_to_zero=out[1:4])
     assert padded.tolist() == [28]
     assert tokens.tolist()[:28] == (
-        [0, x, x, x, 2, 3, 4, x, 1, 3, x, x, 0, 1, 2, 3, 4, x, x, x, x, x, x, x, 0, 1, 2, 4]
+        [0, X, X, X, 2, 3, 4, X, 1, 3, X, X, 0, 1, 2, 3, 4, X, X, X, X, X, X, X, 0, 1, 2, 4]
+    )
+    assert sorted_weights.tolist()[:28] == (
+        [1, 0, 0, 0, 7, 10, 13, 0, 4, 11, 0, 0, 2, 5, 8, 12, 14, *[0] * 7, 3, 6, 9, 15]
     )
     assert experts.tolist()[:7] == [0, 1, 2, 3, 3, 4, 5]
-    assert experts.tolist()[7:] == [-1] * (experts.numel() - 7)
-    row, weight = tokens[:28].cpu(), sorted_weights[:28].cpu()
-    assert not weight[row == x].any()
-    for slot in (row != x).nonzero().flatten().tolist():
-        choice = EXAMPLE[row[slot]].index(experts[slot // 4].item())
-        assert weight[slot] == weights[row[slot], choice]
+    assert set(tokens.tolist()[28:]) == {X}
+    assert set(experts.tolist()[7:]) == {-1}
     assert not out[1:4].any()
     assert torch.equal(out[0], around[0])
     assert torch.equal(out[4], around[4])
+
+
+def test_align_example(sorts):
+    align, *_, device = sorts
+    rows, experts, padded = align(torch.tensor(EXAMPLE, dtype=torch.int32, device=device), 4, 6)
+    assert padded.tolist() == [24]
+    assert rows.tolist()[:24] == (
+        [0, X, X, X, 6, 9, 12, X, 3, 10, X, X, 1, 4, 7, 11, 13, X, X, X, 2, 5, 8, 14]
+    )
+    assert experts.tolist()[:6] == [0, 1, 2, 3, 3, 5]
+    assert set(rows.tolist()[24:]) <= {X}
+
+
+def test_lora_align_example(sorts):
+    """Two adapters over three experts; rows of the base come first, order by token is kept."""
+    _, align, _, device = sorts
+    ids = torch.tensor([[0, 1], [1, 0], [1, 2], [1, 0]], dtype=torch.int32, device=device)
+    mapping = torch.tensor([1, -1, 1, 0], dtype=torch.int32, device=device)
+    rows, experts, loras, padded = align(ids, mapping, 3, 2, 2)
+    assert padded.tolist() == [14]
+    assert rows.tolist()[:14] == [3, 8, 7, 8, 0, 8, 2, 8, 6, 8, 1, 4, 5, 8]
+    assert experts.tolist()[:7] == [0, 0, 0, 1, 1, 1, 2]
+    assert loras.tolist()[:7] == [-1, 0, 1, -1, 0, 1, 1]
+
+    rows, experts, loras, padded = align(ids, mapping, 3, 2, 2, mode="segmented")
+    assert padded.tolist() == [10]
+    assert rows.tolist()[:10] == [3, 7, 0, 8, 2, 6, 1, 4, 5, 8]
+    assert experts.tolist()[:5] == [0, 0, 1, 1, 2]
+    assert loras.tolist()[:10] == [-1, 0, 1, -1, -1, 0, 1, 1, 1, -1]
 
 
 def test_sorting_zeroes_large_and_empty_outputs(device):
@@ -115,25 +156,6 @@ def test_sorting_zeroes_large_and_empty_outputs(device):
         out = torch.full(shape, float("nan"), device=device)
         moelora.moe_sorting(ids, weights, 1, 1, out_to_zero=out)
         assert out.numel() == int((out == 0).sum())
-
-
-def test_lora_align_example(device):
-    """Two adapters over three experts; rows of the base come first, order by token is kept."""
-    ids = torch.tensor([[0, 1], [1, 0], [1, 2], [1, 0]], dtype=torch.int32, device=device)
-    mapping = torch.tensor([1, -1, 1, 0], dtype=torch.int32, device=device)
-    rows, experts, loras, padded = moelora.moe_lora_align_block_size(ids, mapping, 3, 2, 2)
-    assert padded.tolist() == [14]
-    assert rows.tolist()[:14] == [3, 8, 7, 8, 0, 8, 2, 8, 6, 8, 1, 4, 5, 8]
-    assert experts.tolist()[:7] == [0, 0, 0, 1, 1, 1, 2]
-    assert loras.tolist()[:7] == [-1, 0, 1, -1, 0, 1, 1]
-
-    rows, experts, loras, padded = moelora.moe_lora_align_block_size(
-        ids, mapping, 3, 2, 2, mode="segmented"
-    )
-    assert padded.tolist() == [10]
-    assert rows.tolist()[:10] == [3, 7, 0, 8, 2, 6, 1, 4, 5, 8]
-    assert experts.tolist()[:5] == [0, 0, 1, 1, 2]
-    assert loras.tolist()[:10] == [-1, 0, 1, -1, -1, 0, 1, 1, 1, -1]
 
 
 def test_segmented_padding_does_not_depend_on_adapters(device):

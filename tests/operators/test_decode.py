@@ -4,27 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, ALPHAS, DTYPES, LIMITS, Problem, Spec, same_bits
-from checks import assert_close_to_ref, guarded_empty
-from conftest import CUDA_DTYPES, needs_gpu, on_gpu
-from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, kernels_of, made
+from cases import ACTIVATIONS, ALPHAS, LIMITS, Problem, Spec, same_bits
+from conftest import needs_gpu
+from holding import hold_layer
+from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, each, kernels_of, made
 
 import moelora
 from moelora import _C
-from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 QUANTIZED = "quantized"  # one of FORMATS
-
-
-def each(*forms: str):
-    """Every dtype of native weights, on every device; of others, which a CPU makes native, one."""
-    cpu = {form: DTYPES if form == NATIVE else CUDA_DTYPES[:1] for form in forms}
-    places = [
-        *((form, "cpu", dtype) for form in forms for dtype in cpu[form]),
-        *(on_gpu(form, "cuda", dtype) for form in forms for dtype in CUDA_DTYPES),
-    ]
-    return pytest.mark.parametrize("form, device, dtype", places)
 
 
 every_format = each(NATIVE, *FORMATS)
@@ -86,21 +75,24 @@ def one_launch(p: Problem | Quantized) -> str | None:
 
 
 def run(p: Problem | Quantized, device: str, **kwargs) -> torch.Tensor:
-    if device == "cuda":
-        _C.force_variant(one_launch(p))
-    y = moelora.fused_experts_lora(**p.to(device).kwargs(), **kwargs)
-    assert device == "cpu" or ("decode_" in _C.last_plan()) == isinstance(p, Quantized)
-    return y
+    return forced(p, device)(**p.to(device).kwargs(), **kwargs)
+
+
+def forced(p: Problem | Quantized, device: str):
+    """The operator; on a GPU by the launch that takes all of the layer."""
+
+    def layer(**arguments) -> torch.Tensor:
+        if device == "cuda":
+            _C.force_variant(one_launch(p))
+        y = moelora.fused_experts_lora(**arguments)
+        assert device == "cpu" or ("decode_" in _C.last_plan()) == isinstance(p, Quantized)
+        return y
+
+    return layer
 
 
 def check(p: Problem | Quantized, device: str) -> None:
-    plain = dense(p)
-    ref = fused_experts_lora_ref(**plain.kwargs())
-    out = guarded_empty(ref.shape, plain.spec.dtype, device)
-    y = run(p, device, out=out.tensor)
-    out.check("out")
-    naive = naive_fused_experts_lora(**plain.to(device).kwargs())
-    assert_close_to_ref(y, ref, naive, plain.spec.dtype)
+    hold_layer(p, device, forced(p, device))
 
 
 @native_and_not

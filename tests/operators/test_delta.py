@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
-from checks import assert_close_to_ref, assert_unchanged
+from checks import assert_close_to_ref, assert_unchanged, naming
 from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator
 
 import moelora
@@ -52,16 +52,9 @@ def test_random_problems(device_and_dtype):
     for spec in random_specs(80, first_seed=5000, dtypes=(dtype,)):
         if spec.mix == "absent":
             continue
-        try:
-            check_delta(
-                spec.build(),
-                PROJECTIONS[spec.seed % 2],
-                device,
-                spec.seed % 3 > 0,
-                spec.seed % 5 > 2,
-            )
-        except Exception as error:
-            raise AssertionError(f"{spec}: {error}") from error
+        which = PROJECTIONS[spec.seed % 2]
+        with naming(spec):
+            check_delta(spec.build(), which, device, spec.seed % 3 > 0, spec.seed % 5 > 2)
 
 
 @pytest.mark.parametrize("slices", [3, 4])

@@ -101,17 +101,3 @@ def test_a_function_that_torch_has_compiled(device):
     p = p.to(device)
     run = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend="aot_eager")
     assert same_bits(run(**p.prefix(2).kwargs()), run(**p.kwargs())[:2])
-
-
-def test_nonfinite_factors_stay_with_their_adapter(device):
-    p = Spec(tokens=9, hidden=128, inter=64, mix="half_base", dtype=torch.bfloat16).build()
-    p = p.to(device)
-    clean = moelora.fused_experts_lora(**p.kwargs())
-    carry = p.token_lora_mapping == 1
-    p.w13_lora_b[0][1] = float("inf")
-    p.w2_lora_a[1] = float("nan")
-    y = moelora.fused_experts_lora(**p.kwargs())
-    assert carry.any()
-    assert not carry.all()
-    assert not y[carry].isfinite().any()
-    assert same_bits(y[~carry], clean[~carry])

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Problem, Spec, random_specs, same_bits
+from cases import Spec, random_specs, same_bits
+from checks import naming
+from holding import base_rows, hold_base_rows
+from quantized_cases import NATIVE, dense, each, made
 
 import moelora
-from moelora.reference import active_adapter
 
 SPECS = {
     "small": Spec(tokens=9, mix="many", ranks=(8, 16)),
@@ -28,25 +30,6 @@ SPECS = {
 }
 
 
-def base_rows(p: Problem) -> torch.Tensor:
-    enabled = None if p.adapter_enabled is None else p.adapter_enabled.tolist()
-    ranks = None if p.lora_ranks is None else p.lora_ranks.tolist()
-    slots = len(p.spec.ranks)
-    carried = p.token_lora_mapping.tolist()
-    return torch.tensor([active_adapter(a, slots, enabled, ranks) < 0 for a in carried])
-
-
-def check_neutral(p: Problem, device: str) -> None:
-    there, rows = p.to(device), base_rows(p)
-    y = moelora.fused_experts_lora(**there.kwargs()).cpu()
-    base = moelora.fused_experts_lora(**there.base().kwargs()).cpu()
-    assert same_bits(y[rows], base[rows]), "a base row of the layer depends on adapters"
-    for projection in ("w13", "w2"):
-        y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)).cpu()
-        base = moelora.fused_moe_lora_gemm(**there.base().gemm_kwargs(projection)).cpu()
-        assert same_bits(y[rows], base[rows]), f"a base row of {projection} depends on adapters"
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_base_rows_have_the_bits_of_the_base_layer(name, device_and_dtype):
     device, dtype = device_and_dtype
@@ -54,7 +37,7 @@ def test_base_rows_have_the_bits_of_the_base_layer(name, device_and_dtype):
     rows = base_rows(p)
     assert rows.any()
     assert not rows.all()
-    check_neutral(p, device)
+    hold_base_rows(p, device)
 
 
 def test_base_rows_of_random_problems(device_and_dtype):
@@ -62,10 +45,8 @@ def test_base_rows_of_random_problems(device_and_dtype):
     for spec in random_specs(100, first_seed=2000, dtypes=(dtype,)):
         if spec.mix == "absent":
             continue
-        try:
-            check_neutral(spec.build(), device)
-        except AssertionError as error:
-            raise AssertionError(f"{spec}: {error}") from error
+        with naming(spec):
+            hold_base_rows(spec.build(), device)
 
 
 def test_others_gaining_adapters_changes_nothing(device_and_dtype):
@@ -83,14 +64,14 @@ def test_others_gaining_adapters_changes_nothing(device_and_dtype):
             assert (y[:count] != base[:count]).any(dim=1).all()
 
 
-def test_hostile_factors_do_not_reach_base_rows(device_and_dtype):
+@each(NATIVE, "mxfp4")
+def test_hostile_factors_do_not_reach_base_rows(form, device, dtype):
     """Infinite and NaN factors of the adapters in a batch stay with the rows that carry them."""
-    device, dtype = device_and_dtype
-    p = Spec(tokens=24, mix="half_base", ranks=(8, 8), dtype=dtype).build()
-    p.w13_lora_a[0][0] = float("inf")
-    p.w13_lora_b[1][1] = float("nan")
-    p.w2_lora_a[:] = float("nan")
-    check_neutral(p, device)
+    p = made(Spec(tokens=24, mix="half_base", ranks=(8, 8)), form, dtype)
+    dense(p).w13_lora_a[0][0] = float("inf")
+    dense(p).w13_lora_b[1][1] = float("nan")
+    dense(p).w2_lora_a[:] = float("nan")
+    hold_base_rows(p, device)
 
 
 def test_same_inputs_same_bits(device_and_dtype):
@@ -104,9 +85,12 @@ def test_same_inputs_same_bits(device_and_dtype):
             assert same_bits(moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13")), gemm)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_number_of_threads_does_not_change_bits(dtype):
-    p = replace(SPECS["tiles"], dtype=dtype).build()
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(NATIVE, torch.float32), (NATIVE, torch.bfloat16), ("mxfp4", torch.bfloat16)],
+)
+def test_number_of_threads_does_not_change_bits(form, dtype):
+    p = made(SPECS["tiles"], form, dtype)
     threads = torch.get_num_threads()
     results = []
     try:

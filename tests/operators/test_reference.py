@@ -15,9 +15,6 @@ from moelora.reference import (
     align_max_blocks_ref,
     fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
-    moe_align_block_size_ref,
-    moe_lora_align_block_size_ref,
-    moe_sorting_ref,
     naive_fused_experts_lora,
     naive_fused_moe_lora_gemm,
 )
@@ -266,62 +263,6 @@ def test_moving_a_problem_keeps_strides():
     for name, t in p.tensors().items():
         assert moved[name].stride() == t.stride(), name
         assert same_bits(moved[name].nan_to_num(0), t.nan_to_num(0)), name
-
-
-# Alignment, by hand. Five tokens, top-3, six experts, block 4 (Composable Kernel's own example).
-TOPK_IDS = [[0, 3, 5], [2, 3, 5], [1, 3, 5], [1, 2, 3], [1, 3, 5]]
-
-
-def test_sorting_example():
-    ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
-    weights = torch.arange(15, dtype=torch.float32).view(5, 3) + 1  # a = 1, b = 2, ... o = 15
-    buffer = torch.full((5, 7), 3.0)
-    tokens, sorted_weights, experts, padded = moe_sorting_ref(
-        ids, weights, 6, 4, out_to_zero=buffer
-    )
-    x = 15  # padding
-    assert padded.tolist() == [28]
-    assert tokens.tolist()[:28] == (
-        [0, x, x, x, 2, 3, 4, x, 1, 3, x, x, 0, 1, 2, 3, 4, x, x, x, x, x, x, x, 0, 1, 2, 4]
-    )
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o = range(1, 16)  # noqa: E741
-    assert sorted_weights.tolist()[:28] == (
-        [a, 0, 0, 0, g, j, m, 0, d, k, 0, 0, b, e, h, l, n, 0, 0, 0, 0, 0, 0, 0, c, f, i, o]
-    )
-    assert experts.tolist()[:7] == [0, 1, 2, 3, 3, 4, 5]
-    assert set(tokens.tolist()[28:]) == {x}
-    assert set(experts.tolist()[7:]) == {-1}
-    assert not buffer.any()
-
-
-def test_align_example():
-    ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
-    rows, experts, padded = moe_align_block_size_ref(ids, 4, 6)
-    x = 15
-    assert padded.tolist() == [24]
-    assert rows.tolist()[:24] == (
-        [0, x, x, x, 6, 9, 12, x, 3, 10, x, x, 1, 4, 7, 11, 13, x, x, x, 2, 5, 8, 14]
-    )
-    assert experts.tolist()[:6] == [0, 1, 2, 3, 3, 5]
-    assert set(rows.tolist()[24:]) <= {x}
-
-
-def test_lora_align_example():
-    ids = torch.tensor([[0, 1], [1, 0], [1, 2], [1, 0]], dtype=torch.int32)
-    mapping = torch.tensor([1, -1, 1, 0], dtype=torch.int32)
-    rows, experts, loras, padded = moe_lora_align_block_size_ref(ids, mapping, 3, 2, 2)
-    assert padded.tolist() == [14]
-    assert rows.tolist()[:14] == [3, 8, 7, 8, 0, 8, 2, 8, 6, 8, 1, 4, 5, 8]
-    assert experts.tolist()[:7] == [0, 0, 0, 1, 1, 1, 2]
-    assert loras.tolist()[:7] == [-1, 0, 1, -1, 0, 1, 1]
-
-    rows, experts, loras, padded = moe_lora_align_block_size_ref(
-        ids, mapping, 3, 2, 2, mode="segmented"
-    )
-    assert padded.tolist() == [10]
-    assert rows.tolist()[:10] == [3, 7, 0, 8, 2, 6, 1, 4, 5, 8]
-    assert experts.tolist()[:5] == [0, 0, 1, 1, 2]
-    assert loras.tolist()[:10] == [-1, 0, 1, -1, -1, 0, 1, 1, 1, -1]
 
 
 @pytest.mark.parametrize("mode", ["base", "uniform", "segmented", "sorting"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,15 @@ def _describe(what: str, bad: Tensor, y: Tensor, ref: Tensor) -> str:
         f"{what}; {count} of {bad.numel()} elements, first at {first}: "
         f"got {y[first]:.6g}, reference {ref[first]:.6g}"
     )
+
+
+@contextmanager
+def naming(what: object):
+    """What fails inside names the problem."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{what}: {error}") from error
 
 
 GUARD_BYTES = 4096

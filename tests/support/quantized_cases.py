@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import Problem, Spec
+from cases import DTYPES, Problem, Spec
 from checks import assert_close_to_ref
 from conftest import on_gpu
 from torch import Tensor
@@ -63,6 +63,18 @@ FP8_FORMATS = {
 }
 ALL_FORMATS = {**FORMATS, **FP8_FORMATS}
 NATIVE = "native"  # a form of weights beside those formats
+
+
+def each(*forms: str):
+    """Every dtype of native weights, on every device; of others, which a CPU makes native, one."""
+    cpu = {form: DTYPES if form == NATIVE else HALVES[:1] for form in forms}
+    places = [
+        *((form, "cpu", dtype) for form in forms for dtype in cpu[form]),
+        *(on_gpu(form, "cuda", dtype) for form in forms for dtype in HALVES),
+    ]
+    return pytest.mark.parametrize("form, device, dtype", places)
+
+
 # A last bit of h decides to which of two numbers of e4m3 it goes, which lie up to 1/8 apart. In a
 # layer a few may fall the other way, in a projection none.
 STEPS = {"atol": 5e-2, "steps": 1 / 16}
