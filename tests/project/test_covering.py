@@ -41,6 +41,13 @@ def test_arguments_that_belong_together_count_as_one():
     assert len(covering.covering([{"a": i, "b": i} for i in range(50)])) == 50
 
 
+def test_of_arguments_that_follow_from_another_the_finest_counts():
+    """Rows of a table whose first column is that of a group."""
+    choices = [{"group": i // 7, "row": i, "d": d} for i in range(20) for d in range(3)]
+    assert covering.independent(choices) == ["row", "d"]
+    assert {choices[i]["row"] for i in covering.covering(choices)} == set(range(20))
+
+
 def test_a_choice_that_is_not_there_is_not_asked_for():
     choices = [c for c in product(a=range(4), b=range(4), c=range(4)) if c["a"] != c["b"]]
     kept = [choices[i] for i in covering.covering(choices)]

@@ -23,9 +23,9 @@ def extent(nightly, ci):
 
 
 def independent(choices: Sequence[Mapping[str, Hashable]]) -> list[str]:
-    """Arguments whose values do not follow from those of an earlier one, and vice versa."""
+    """Arguments whose values do not follow from those of another: of those that do, the finest."""
     names: list[str] = []
-    for name in choices[0]:
+    for name in sorted(choices[0], key=lambda n: -len({choice[n] for choice in choices})):
         values = [choice[name] for choice in choices]
         if len(set(values)) == 1:
             continue
