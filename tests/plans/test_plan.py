@@ -2,90 +2,38 @@
 
 import platform
 import re
-from typing import NamedTuple
 
 import pytest
 from c_programs import ROOT, compile_program, run
+from plan_cases import (
+    DTYPES,
+    MIXTRAL,
+    NATIVE_ROWS,
+    QWEN3,
+    ROWS,
+    TOKENS,
+    answer,
+    refusal,
+)
 
 from benchmarks.grid.layers import LAYOUTS
 from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
 
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
 AMX = AVX2 | AVX512 | AVX512_BF16 | 8
-QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
-MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
-DTYPES = {"BF16": "bfloat16", "F16": "float16"}
-TOKENS = [1, 2, 8, 64, 256, 1024, 4096, 16384, 131072]
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="rows of x86 instruction sets")
 
 
-@pytest.fixture(scope="module")
-def print_plan(tmp_path_factory):
-    return compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("plan"))
-
-
-@pytest.fixture(scope="module")
-def answer(print_plan):
-    """What print_plan says about one problem."""
-
-    def ask(device, *args, dtype="bfloat16", tokens=8, rank=0, remote=0, env=None, **shape):
-        s = QWEN3 | shape
-        line = [dtype, tokens, s["top_k"], s["experts"], s["experts"] + remote]
-        line += [s["hidden"], s["inter"], rank, *device]
-        done = run(print_plan, *args, stdin=" ".join(map(str, line)), **(env or {}))
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return ask
-
-
-@pytest.fixture(scope="module")
-def plan(answer):
+def plan(device, dtype="bfloat16", tokens=8, **shape):
     """(variant, block_rows) of one layer, or the message of the refusal."""
-
-    def ask(device, dtype="bfloat16", tokens=8, **shape):
-        words = answer(device, dtype=dtype, tokens=tokens, **shape)
-        if words.startswith("error: "):
-            return words.removeprefix("error: ")
-        variant, block_rows, staged, *_ = words.split()
-        assert (staged != "-") == variant.startswith("decode_")
-        assert not staged.startswith("decode_")
-        return variant, int(block_rows)
-
-    return ask
-
-
-class Row(NamedTuple):
-    """Of a projection, or what it has in common with that of a layer in one launch."""
-
-    name: str
-    dtype: str
-    format: str
-    family: str
-    block_m: int = 0
-    block_n: int = 0
-    block_k: int = 0
-    stages: int = 0
-    cluster: int = 1
-
-
-def rows_of(kind, role):
-    """Name, dtype and arguments of the CUDA variants that the rows of one kind define."""
-    text = (ROOT / "csrc/cuda/variants.inc").read_text()
-    rows = re.findall(rf"^MOELORA_CUDA_{kind}\((.*)\)$", text, re.M)
-    fields = [row.split(", ") for row in rows]
-    return [
-        [f"{role}_{dtype}_{row[0]}".lower(), dtype, *row[1:]]
-        for row in fields
-        for dtype in ("BF16", "F16")
-    ]
-
-
-CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("GEMM", "gemm")]
-NATIVE_ROWS = [row for row in CUDA_ROWS if row.format == "NATIVE"]
-DECODE_ROWS = [Row(*row) for row in rows_of("DECODE", "decode")]
-ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
+    words = answer(device, dtype=dtype, tokens=tokens, **shape)
+    if why := refusal(words):
+        return why
+    variant, block_rows, staged, *_ = words.split()
+    assert (staged != "-") == variant.startswith("decode_")
+    assert not staged.startswith("decode_")
+    return variant, int(block_rows)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +54,14 @@ ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
         pytest.param(AMX, "float32", "gemm_f32_avx512", marks=x86),
     ],
 )
-def test_the_best_instruction_set_of_a_cpu(plan, isa, dtype, want):
+def test_the_best_instruction_set_of_a_cpu(isa, dtype, want):
     variant, block_rows = plan(("cpu", isa), dtype)
     assert variant == want
     assert block_rows > 0
 
 
 @x86
-def test_a_cpu_has_one_variant_for_all_sizes(plan):
+def test_a_cpu_has_one_variant_for_all_sizes():
     """Variants differ in bits, and a row's bits do not depend on its batch."""
     assert {plan(("cpu", AMX), "bfloat16", tokens)[0] for tokens in TOKENS} == {"gemm_bf16_amx"}
 
@@ -121,7 +69,7 @@ def test_a_cpu_has_one_variant_for_all_sizes(plan):
 @pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
+def test_every_gpu_from_ampere_on_has_a_plan(capability, dtype, shape):
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     blocks = []
     for tokens in TOKENS:
@@ -136,13 +84,13 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
 
 
 @pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (89, 99), (120, 99)])
-def test_a_plan_fits_the_shared_memory_of_its_gpu(plan, capability, kib):
+def test_a_plan_fits_the_shared_memory_of_its_gpu(capability, kib):
     for tokens in TOKENS[2:]:
         row = ROWS[plan(("cuda", capability), tokens=tokens)[0]]
         assert row.stages * (row.block_m + row.block_n) * row.block_k * 2 <= kib * 1024, row
 
 
-def test_blocks_follow_the_rows_of_an_expert(plan):
+def test_blocks_follow_the_rows_of_an_expert():
     sm80 = ("cuda", 80)
     few = plan(sm80, tokens=16)  # 128 rows over 128 experts
     many = plan(sm80, tokens=16, experts=1, top_k=1)
@@ -153,13 +101,13 @@ def test_blocks_follow_the_rows_of_an_expert(plan):
 
 
 @pytest.mark.parametrize("capability, tile", [(80, "128x256x64"), (86, "128x128x64")])
-def test_prefill_takes_the_largest_tile_that_fits(plan, capability, tile):
+def test_prefill_takes_the_largest_tile_that_fits(capability, tile):
     assert plan(("cuda", capability), tokens=4096)[0] == f"gemm_bf16_{tile}_sm80"
 
 
 @pytest.mark.parametrize("device", [("cpu", 7), ("cuda", 80), ("cuda", 90)])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_adapters_never_change_the_kernels_of_projections(answer, device, tokens):
+def test_adapters_never_change_the_kernels_of_projections(device, tokens):
     """They may make several launches of one: those that stand in for it without them."""
 
     def projections(rank):
@@ -169,14 +117,14 @@ def test_adapters_never_change_the_kernels_of_projections(answer, device, tokens
     assert all(projections(rank) == projections(0) for rank in (1, 16, 256))
 
 
-def test_what_no_kernel_serves(plan):
+def test_what_no_kernel_serves():
     refusal = "no float32 kernel for CUDA compute capability 9.0"
     assert plan(("cuda", 90), "float32") == refusal
     assert plan(("cuda", 75)) == "no bfloat16 kernel for CUDA compute capability 7.5"
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
+def test_the_grid_of_digests_meets_every_block_of_a_gpu(capability):
     """By the table's own choice, beside the variants that it forces."""
     met = set()
     for spec in LAYOUTS.values():
@@ -188,13 +136,13 @@ def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
     assert {ROWS[name].block_m for name in met} >= blocks
 
 
-def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
+def test_rows_that_tma_cannot_read_stay_with_mma_sync():
     """2050 columns of 2 bytes: rows do not start at multiples of 16 bytes."""
     name, _ = plan(("cuda", 90), hidden=2050)
     assert ROWS[name].family == "SM80"
 
 
-def test_forcing_a_variant(plan):
+def test_forcing_a_variant():
     def forced(name, *args, **kwargs):
         return plan(*args, env={"MOELORA_FORCE_VARIANT": name}, **kwargs)
 
@@ -213,14 +161,14 @@ def test_forcing_a_variant(plan):
 
 
 @x86
-def test_a_forced_variant_that_the_machine_cannot_run_is_ignored(plan):
+def test_a_forced_variant_that_the_machine_cannot_run_is_ignored():
     env = {"MOELORA_FORCE_VARIANT": "gemm_bf16_avx512"}
     assert plan(("cpu", AVX2), env=env) == plan(("cpu", AVX2))
 
 
 @pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_newer_gpu_has_the_kernels_of_its_limit(plan, dtype, shape):
+def test_a_newer_gpu_has_the_kernels_of_its_limit(dtype, shape):
     def limited(capability, limit, tokens):
         env = {"MOELORA_MAX_CC": str(limit)}
         return plan(("cuda", capability), dtype, tokens, env=env, **shape)
@@ -238,7 +186,7 @@ def test_a_newer_gpu_has_the_kernels_of_its_limit(plan, dtype, shape):
     assert len({limited(90, 80, tokens) for tokens in TOKENS}) > 2
 
 
-def test_a_limit_is_for_gpus_and_refuses_what_is_newer(plan):
+def test_a_limit_is_for_gpus_and_refuses_what_is_newer():
     env = {"MOELORA_MAX_CC": "80"}
     assert plan(("cpu", 7), env=env) == plan(("cpu", 7))
     forced = env | {"MOELORA_FORCE_VARIANT": "gemm_bf16_16x128x64_sm90"}
@@ -246,7 +194,7 @@ def test_a_limit_is_for_gpus_and_refuses_what_is_newer(plan):
 
 
 @pytest.mark.parametrize("limit", ["8.0", "sm_80", "75", "-80", "99999999999999999999"])
-def test_what_is_no_limit(plan, limit):
+def test_what_is_no_limit(limit):
     assert plan(("cuda", 90), env={"MOELORA_MAX_CC": limit}) == (
         f"MOELORA_MAX_CC is '{limit}', expected a number such as 80"
     )
@@ -289,7 +237,7 @@ def strip(names):
 
 
 @pytest.mark.parametrize("tokens, rank", AROUND)
-def test_kernels_around_the_projections(answer, tokens, rank):
+def test_kernels_around_the_projections(tokens, rank):
     words = answer(("cuda", 90), tokens=tokens, rank=rank).split()
     assert strip(" ".join(words[3:6])) == AROUND[tokens, rank]
     assert words[6] == "sum_bf16_8_sm80"
@@ -307,17 +255,17 @@ def test_kernels_around_the_projections(answer, tokens, rank):
         (4096, 16, 512, "0 0"),  # to look through all pairs takes longer
     ],
 )
-def test_who_shares_items_of_listed_segments(answer, tokens, rank, experts, listed):
+def test_who_shares_items_of_listed_segments(tokens, rank, experts, listed):
     problem = {"tokens": tokens, "rank": rank, "experts": experts}
     assert answer(("cuda", 90), "listed", **problem) == listed
 
 
-def test_a_layer_without_adapters_shrinks_nothing(answer):
+def test_a_layer_without_adapters_shrinks_nothing():
     assert answer(("cuda", 90), tokens=64).split()[4:6] == ["-", "-"]
     assert answer(("cpu", 0), tokens=64, rank=16).split()[3:7] == ["-"] * 4
 
 
-def test_shrinks_of_a_portable_gpu_are_portable(answer):
+def test_shrinks_of_a_portable_gpu_are_portable():
     for tokens in TOKENS:
         for rank in (8, 16, 64, 256):
             words = answer(("cuda", 80), tokens=tokens, rank=rank).split()
@@ -333,7 +281,7 @@ DELTAS = {
 
 
 @pytest.mark.parametrize("tokens, rank", DELTAS)
-def test_kernels_of_adapters_alone(answer, tokens, rank):
+def test_kernels_of_adapters_alone(tokens, rank):
     words = answer(("cuda", 90), "delta", tokens=tokens, rank=rank)
     assert strip(words) == DELTAS[tokens, rank]
 
@@ -352,12 +300,12 @@ ORDER = 0  # of the words of a delta
         (148, 8000, 112, "route"),  # or not so long
     ],
 )
-def test_deltas_are_sorted_where_that_takes_less_than_memory(answer, sms, bandwidth, tokens, order):
+def test_deltas_are_sorted_where_that_takes_less_than_memory(sms, bandwidth, tokens, order):
     words = answer(("cuda", 90), "delta", "on", str(sms), str(bandwidth), tokens=tokens, rank=16)
     assert words.split()[ORDER] == order
 
 
-def test_one_variant_of_each_role_can_be_forced(answer, plan):
+def test_one_variant_of_each_role_can_be_forced():
     gpu = ("cuda", 90)
     names = (
         "gemm_bf16_16x128x64_sm90,shrink_bf16_blocks_48x64x4_sm80,sort_i32_any_sm80,sum_bf16_1_sm80"

@@ -1,37 +1,23 @@
 """Plans of the backward of a layer, for devices that need not be there."""
 
 import pytest
-from test_plan import MIXTRAL, answer, print_plan  # noqa: F401
+from plan_cases import MIXTRAL, answer, refusal
 
 HOPPER, AMPERE, ADA = ("cuda", 90), ("cuda", 80), ("cuda", 89)
 
 
-@pytest.fixture(scope="module")
-def backward(answer):  # noqa: F811
-    """(variant, block_rows, sort, sum) of the backward of one layer, or what the refusal says."""
-
-    def ask(device, *args, **problem):
-        words = answer(device, "backward", *args, **problem)
-        if words.startswith("error: "):
-            return words.removeprefix("error: ")
-        variant, rows, sort, total = words.split()
-        return variant, int(rows), sort, total
-
-    return ask
+def backward(device, *args, of="backward", **problem):
+    """(variant, block_rows, sort or shrink, sum) of a backward, or what the refusal says."""
+    words = answer(device, of, *args, **problem)
+    if why := refusal(words):
+        return why
+    variant, rows, around, total = words.split()
+    return variant, int(rows), around, total
 
 
-@pytest.fixture(scope="module")
-def projection(answer):  # noqa: F811
-    """(variant, block_rows, shrink, sum) of the backward of w13, or of its adapters alone."""
-
-    def ask(device, *args, alone=False, **problem):
-        words = answer(device, "alone" if alone else "project", *args, **problem)
-        if words.startswith("error: "):
-            return words.removeprefix("error: ")
-        variant, rows, shrink, total = words.split()
-        return variant, int(rows), shrink, total
-
-    return ask
+def projection(device, *args, alone=False, **problem):
+    """Of the backward of w13, or of its adapters alone."""
+    return backward(device, *args, of="alone" if alone else "project", **problem)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +32,7 @@ def projection(answer):  # noqa: F811
         (16384, "128x256x64x2"),
     ],
 )
-def test_hopper(backward, tokens, variant):
+def test_hopper(tokens, variant):
     """Qwen3-30B-A3B has tokens / 16 rows of an expert."""
     name, rows, _, total = backward(HOPPER, tokens=tokens, rank=16)
     assert name in (f"back_bf16_{variant}_sm90", f"back_bf16_{variant}x64_sm90")
@@ -55,19 +41,19 @@ def test_hopper(backward, tokens, variant):
 
 @pytest.mark.parametrize("device", [AMPERE, ADA])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (256, 32), (1024, 64), (16384, 128)])
-def test_others(backward, device, tokens, rows):
+def test_others(device, tokens, rows):
     """With shared memory that every GPU has."""
     name, *_ = backward(device, tokens=tokens, dtype="float16")
     assert name == f"back_f16_{rows}x128x64_sm80"
 
 
-def test_sizes_without_vectors(backward):
+def test_sizes_without_vectors():
     for device in (HOPPER, AMPERE):
         name, *_, total = backward(device, tokens=16384, hidden=2044)
         assert name == "back_bf16_32x128x64_sm80" and total == "sum_bf16_1_sm80"
 
 
-def test_the_kernel_does_not_depend_on_adapters(backward):
+def test_the_kernel_does_not_depend_on_adapters():
     for tokens in (1, 100, 5000):
         assert (
             backward(HOPPER, tokens=tokens, **MIXTRAL)[0]
@@ -75,13 +61,13 @@ def test_the_kernel_does_not_depend_on_adapters(backward):
         )
 
 
-def test_a_cpu(backward):
+def test_a_cpu():
     name, _, sort, total = backward(("cpu", 0), dtype="float32", rank=16)
     assert name == "gemm_f32_scalar" and sort == total == "-"
 
 
 @pytest.mark.parametrize("forced", ["back_bf16_64x128x64_sm80", "back_bf16_96x128x64_sm90"])
-def test_forced(backward, forced):
+def test_forced(forced):
     env = {"MOELORA_FORCE_VARIANT": forced}
     assert backward(HOPPER, tokens=4096, env=env)[0] == forced
     family = forced[-4:]
@@ -92,14 +78,14 @@ def test_forced(backward, forced):
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
 @pytest.mark.parametrize("device", [AMPERE, ADA])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 32), (256, 32), (4096, 128)])
-def test_quantized_weights(backward, device, name, tokens, rows):
+def test_quantized_weights(device, name, tokens, rows):
     kernel = "w8a16" if name == "fp8" else name
     variant, found, *_ = backward(device, "formats", name, name, tokens=tokens)
     assert variant == f"back_bf16_{kernel}_{rows}x128x64_sm80" and found == rows
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
-def test_quantized_weights_on_hopper(backward, name):
+def test_quantized_weights_on_hopper(name):
     kernel = "w8a16" if name == "fp8" else name
     assert backward(HOPPER, "formats", name, name)[0] == f"back_bf16_{kernel}_128x256x128_sm90"
     portable = backward(HOPPER, "formats", name, name, hidden=2048 + 4)
@@ -107,13 +93,13 @@ def test_quantized_weights_on_hopper(backward, name):
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
-def test_weights_of_two_formats(backward, device):
+def test_weights_of_two_formats(device):
     """Both products take one alignment of rows; the kernel of w13 is named."""
     assert "_mxfp4_" in backward(device, "formats", "mxfp4", "fp8", tokens=4096)[0]
     assert "_mxfp4_" not in backward(device, "formats", "native", "mxfp4", tokens=4096)[0]
 
 
-def test_refusals(backward):
+def test_refusals():
     assert "no float32 kernel for a backward" in backward(HOPPER, dtype="float32")
     assert backward(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
 
@@ -125,7 +111,7 @@ def test_refusals(backward):
     ("tokens", "variant"),
     [(1, "32x128"), (512, "96x128"), (4096, "144x256x64x2")],
 )
-def test_a_projection_on_hopper(projection, tokens, variant):
+def test_a_projection_on_hopper(tokens, variant):
     """By the kernels of a layer."""
     name, rows, shrink, total = projection(HOPPER, tokens=tokens, rank=16)
     assert name in (f"back_bf16_{variant}_sm90", f"back_bf16_{variant}x64_sm90")
@@ -136,20 +122,20 @@ def test_a_projection_on_hopper(projection, tokens, variant):
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (256, 32), (16384, 128)])
-def test_adapters_alone(projection, device, tokens, rows):
+def test_adapters_alone(device, tokens, rows):
     """By portable kernels, without weights."""
     name, found, *_ = projection(device, tokens=tokens, rank=16, alone=True)
     assert name == f"back_bf16_{rows}x128x64_sm80" and found == rows
 
 
-def test_a_projection_of_quantized_weights(projection):
+def test_a_projection_of_quantized_weights():
     name, *_ = projection(HOPPER, "formats", "mxfp4", "native", rank=16)
     assert name == "back_bf16_mxfp4_128x256x128_sm90"
     name, *_ = projection(AMPERE, "formats", "mxfp4", "native", rank=16)
     assert name == "back_bf16_mxfp4_32x128x64_sm80"
 
 
-def test_refusals_of_a_projection(projection):
+def test_refusals_of_a_projection():
     assert "no float32 kernel for a backward with native weights" in projection(
         HOPPER, dtype="float32", rank=8
     )

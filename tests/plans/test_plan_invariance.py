@@ -1,9 +1,7 @@
 """Sums whose order no batch changes, in plans for devices that need not be there."""
 
-# ruff: noqa: F811  fixtures of another file
-
 import pytest
-from test_plan import QWEN3, TOKENS, answer, print_plan, rows_of  # noqa: F401
+from plan_cases import QWEN3, TOKENS, answer, rows_of
 
 EXPANDS = [
     name
@@ -24,7 +22,7 @@ def parts_of(name, depth):
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shape", LONG)
-def test_every_shrink_of_a_depth_adds_up_the_same_parts(answer, capability, shape):
+def test_every_shrink_of_a_depth_adds_up_the_same_parts(capability, shape):
     gpu, sizes = ("cuda", capability), QWEN3 | LONG[shape]
     depths, met = (sizes["hidden"], sizes["inter"]), set()
     for tokens in TOKENS:
@@ -41,7 +39,7 @@ def test_every_shrink_of_a_depth_adds_up_the_same_parts(answer, capability, shap
     assert met == {"blocks", "windows", "segments"}
 
 
-def test_a_forced_shrink_that_adds_up_otherwise_is_passed_over(answer):
+def test_a_forced_shrink_that_adds_up_otherwise_is_passed_over():
     gpu = ("cuda", 90)
     usual = answer(gpu, tokens=64, rank=16)
     other, same = ("shrink_bf16_blocks_48x16x8_sm80", "shrink_bf16_blocks_48x64x4_sm80")
@@ -56,7 +54,7 @@ def neighboring_ranks(name):
 
 @pytest.mark.parametrize("inter", [768, 772])  # vectors, and rows that allow none
 @pytest.mark.parametrize("rank", [8, 12, 16, 24, 64, 256])
-def test_every_expand_of_some_factors_adds_up_ranks_in_one_order(answer, rank, inter):
+def test_every_expand_of_some_factors_adds_up_ranks_in_one_order(rank, inter):
     """Whatever the batch, and whatever is forced: of vectors some are passed over."""
 
     def expand(tokens, **env):

@@ -3,35 +3,23 @@
 import re
 
 import pytest
-from c_programs import ROOT, compile_program, run
+from plan_cases import asked
 
 H200 = ("cuda", 90)
 A100 = ("cuda", 80)
-QWEN3 = {"top_k": 8, "experts": 128, "hidden": 2048, "inter": 768}
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory):
+def launches(device, w13="native", w2=None, **problem):
     """{part of a layer: {"kernel": name, key: value}} in the order of launches."""
-    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("plan"))
-
-    def ask(device, w13="native", w2=None, tokens=8, rank=0, **shape):
-        s = QWEN3 | shape
-        line = ["bfloat16", tokens, s["top_k"], s["experts"], s["experts"]]
-        line += [s["hidden"], s["inter"], rank, *device]
-        words = " ".join(map(str, line))
-        done = run(program, "formats", w13, w2 or w13, stdin=words, MOELORA_LOG="plan")
-        assert done.returncode == 0, done.stderr
-        parts = re.findall(r"^moelora:   (\w+): (\S+) ?(.*)$", done.stderr, re.M)
-        return {
-            part: {"kernel": kernel} | dict(re.findall(r"(\w+)=(\S+)", rest))
-            for part, kernel, rest in parts
-        }
-
-    return ask
+    done = asked(device, "formats", w13, w2 or w13, env={"MOELORA_LOG": "plan"}, **problem)
+    parts = re.findall(r"^moelora:   (\w+): (\S+) ?(.*)$", done.stderr, re.M)
+    return {
+        part: {"kernel": kernel} | dict(re.findall(r"(\w+)=(\S+)", rest))
+        for part, kernel, rest in parts
+    }
 
 
-def test_launches_come_in_their_order(launches):
+def test_launches_come_in_their_order():
     assert [*launches(H200, tokens=64)] == ["resolve", "sort", "w13", "w2", "sum"]
     assert [*launches(H200, tokens=8)] == ["sort", "w13", "w2", "sum"], "which reads tables itself"
     with_adapters = ["resolve", "sort", "shrink13", "w13", "shrink2", "w2", "sum"]
@@ -40,7 +28,7 @@ def test_launches_come_in_their_order(launches):
     )
 
 
-def test_epilogues(launches):
+def test_epilogues():
     few, many = launches(H200, tokens=64), launches(H200, tokens=4096)
     assert few["w13"]["epilogue"] == many["w13"]["epilogue"] == "gated"
     assert few["w2"]["epilogue"] == "plain"
@@ -49,7 +37,7 @@ def test_epilogues(launches):
 
 @pytest.mark.parametrize("device", [A100, H200])
 @pytest.mark.parametrize("tokens", [16, 64, 512, 4096])
-def test_grids(launches, device, tokens):
+def test_grids(device, tokens):
     """CTAs are spread over SMs behind the other projection, and nowhere else."""
     plain = launches(device, tokens=tokens)
     assert plain["w13"]["grid"] == "overlapped"
@@ -60,7 +48,7 @@ def test_grids(launches, device, tokens):
 
 
 @pytest.mark.parametrize("format, inter", [("native", 512), ("w8a8", 1024)])
-def test_tiles_with_few_k_steps_run(launches, format, inter):
+def test_tiles_with_few_k_steps_run(format, inter):
     many = {"tokens": 16384, "hidden": 7168}  # 28 columns
     at_most, more = (launches(H200, format, inter=i, **many) for i in (inter, inter + 128))
     assert (at_most["w13"]["run"], at_most["w2"]["run"]) == ("1", "7")
@@ -81,14 +69,14 @@ def test_tiles_with_few_k_steps_run(launches, format, inter):
         ("w8a8", 4112, "1"),
     ],
 )
-def test_weights_of_long_experts_are_read_again(launches, format, tokens, again):
+def test_weights_of_long_experts_are_read_again(format, tokens, again):
     """Those with more rows than the blocks of a cluster."""
     plan = launches(H200, format, tokens=tokens)
     assert (plan["w13"]["weights_again"], plan["w2"]["weights_again"]) == (again, again)
 
 
 @pytest.mark.parametrize("hidden, tokens", [(4096, 4096), (2048, 16384)])
-def test_shrinks_of_much_x_go_by_adapter(launches, hidden, tokens):
+def test_shrinks_of_much_x_go_by_adapter(hidden, tokens):
     much = launches(H200, tokens=tokens, hidden=hidden, rank=16)
     assert (much["shrink13"]["by_adapter"], much["shrink2"]["by_adapter"]) == ("1", "0")
     little = launches(H200, tokens=tokens // 2, hidden=hidden, rank=16)
@@ -96,13 +84,13 @@ def test_shrinks_of_much_x_go_by_adapter(launches, hidden, tokens):
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4"])
-def test_few_rows_of_four_bits_start_behind_a_shrink(launches, format):
+def test_few_rows_of_four_bits_start_behind_a_shrink(format):
     adapted = launches(H200, format, tokens=32, rank=16)
     assert {adapted["w13"]["grid"], adapted["w2"]["grid"]} == {"overlapped"}
     assert launches(H200, format, tokens=32)["w2"]["grid"] == "spread"
 
 
-def test_activations_become_e4m3_once(launches):
+def test_activations_become_e4m3_once():
     """In launches of their own, or h by the epilogue that makes it, if that holds whole groups."""
     small, large = launches(H200, "w8a8", tokens=64), launches(H200, "w8a8", tokens=4096)
     assert small["w13"]["quantizes_x"] == small["w2"]["quantizes_x"] == "1"
@@ -118,7 +106,7 @@ def test_activations_become_e4m3_once(launches):
     assert native["w13"]["quantizes_x"] == native["w2"]["quantizes_x"] == "0"
 
 
-def test_dynamic_schedules_have_a_counter_for_each_tile(launches):
+def test_dynamic_schedules_have_a_counter_for_each_tile():
     assert launches(H200, tokens=64)["w13"]["counters"] == "1"
     many = launches(H200, tokens=4096)["w13"]
     assert "x256x" in many["kernel"]
@@ -127,34 +115,23 @@ def test_dynamic_schedules_have_a_counter_for_each_tile(launches):
     assert launches(A100, tokens=4096)["w13"]["counters"] == "1"
 
 
-def test_one_launch_names_what_stands_in_for_it(launches):
+def test_one_launch_names_what_stands_in_for_it():
     one = launches(A100, "mxfp4", tokens=1)
     assert [*one] == ["layer", "sort", "w13", "w2", "sum"]
     assert one["layer"]["kernel"].startswith("decode_")
 
 
-def test_a_forced_row_that_is_passed_over_says_why(tmp_path):
-    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path)
-    line = "bfloat16 64 8 128 128 2048 768 0 cuda 90"
+def test_a_forced_row_that_is_passed_over_says_why():
     for name, formats, why in (
         ("gemm_bf16_64x128x64_sm80", ("mxfp4", "mxfp4"), "it is for weights of another format"),
-        (
-            "decode_bf16_mxfp4_sm80",
-            ("mxfp4", "mxfp4"),
-            "it only takes a few tokens of a whole layer",
-        ),
+        ("decode_bf16_mxfp4_sm80", ("mxfp4",) * 2, "it only takes a few tokens of a whole layer"),
         (
             "gemm_bf16_mxfp4_64x128x128_sm90",
             ("mxfp4", "native"),
             "no row like it is for the format",
         ),
     ):
-        done = run(
-            program,
-            *("formats", *formats),
-            stdin=line,
-            MOELORA_LOG="plan",
-            MOELORA_FORCE_VARIANT=name,
-        )
+        env = {"MOELORA_LOG": "plan", "MOELORA_FORCE_VARIANT": name}
+        done = asked(H200, "formats", *formats, tokens=64, env=env)
         assert f"moelora: {name} is passed over: {why}" in done.stderr
         assert name not in done.stdout

@@ -6,12 +6,10 @@ import pytest
 import test_decode
 import test_variants
 import torch
+from plan_cases import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, quantized
 from quantized_cases import FORMATS, NATIVE, fitted, forms_of, kernels_of, made
-from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
 
 from moelora.operators import formats
-
-FIXTURES = (answer, print_plan)
 
 # Formats of weights, and the kernels that are written for them.
 KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "nf4": "nf4"} | dict.fromkeys(
@@ -21,29 +19,13 @@ PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxf
 PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4"), ("nf4", "nf4"), ("mxfp4", "nf4")]
 
 
-@pytest.fixture(scope="module")
-def quantized(answer):
-    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
-
-    def ask(device, w13, w2, *args, **problem):
-        words = answer(device, "formats", w13, w2, *args, **problem)
-        if words.startswith("error: "):
-            return words.removeprefix("error: ")
-        variant, block_rows, staged, *around, second = words.split()
-        row, of_w2 = ROWS[variant], ROWS[second]
-        assert staged == "-" and row.block_m == int(block_rows)
-        return row, of_w2, around
-
-    return ask
-
-
 def tile(row):
     return f"{row.block_m}x{row.block_n}x{row.block_k}_{row.family.lower()}"
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_tiles_of_quantized_weights(quantized, name, dtype):
+def test_tiles_of_quantized_weights(name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
     tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
     tiles |= {1792: 128, 1793: 144, 131072: 144}
@@ -62,7 +44,7 @@ def test_tiles_of_quantized_weights(quantized, name, dtype):
 
 @pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_projections_of_two_formats_share_an_alignment(answer, pair, capability, kib):
+def test_projections_of_two_formats_share_an_alignment(pair, capability, kib):
     for tokens in TOKENS:
         words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
         row, of_w2 = ROWS[words[0] if words[2] == "-" else words[2]], ROWS[words[7]]
@@ -86,9 +68,7 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("name", KERNELS)
-def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(
-    answer, name, capability
-):
+def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(name, capability):
     """But for Hopper, whose kernels are faster, where they can take the weights."""
 
     def first(w2=name, **problem):
@@ -114,7 +94,7 @@ def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capability):
+def test_one_launch_serves_what_its_tests_force_it_on(name, dtype, capability):
     """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
     variant, layout = (
@@ -134,7 +114,7 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
 
 
 @pytest.mark.parametrize("row", CUDA_ROWS + DECODE_ROWS, ids=lambda row: row.name)
-def test_a_variant_serves_what_its_tests_force_it_on(answer, row):
+def test_a_variant_serves_what_its_tests_force_it_on(row):
     """The layers of test_variants.py that are to name it, of each form of weights for it."""
     spec = test_variants.deepest(row.name, getattr(torch, DTYPES[row.dtype]))
     sizes = ("tokens", "top_k", "experts", "hidden", "inter")
@@ -157,7 +137,7 @@ def test_a_variant_serves_what_its_tests_force_it_on(answer, row):
         assert words.split()[0] == row.name, form
 
 
-def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantized):
+def test_a_tile_that_one_format_has_alone_is_no_choice_for_two():
     """Hopper has 144 rows natively in a cluster, quantized without; 96 and 128 of both."""
     gpu = ("cuda", 90)
     for pair in (("native", "mxfp4"), ("int4", "native")):
@@ -170,7 +150,7 @@ def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantized):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_only_kernels_of_its_format_are_forced_on_a_layer(quantized, capability):
+def test_only_kernels_of_its_format_are_forced_on_a_layer(capability):
     gpu = ("cuda", capability)
     usual = quantized(gpu, "mxfp4", "int4_zp", tokens=2)
     for row in CUDA_ROWS + DECODE_ROWS:
@@ -183,7 +163,7 @@ def test_only_kernels_of_its_format_are_forced_on_a_layer(quantized, capability)
             assert got == usual, row
 
 
-def test_plans_tuned_for_other_formats_do_not_serve(quantized):
+def test_plans_tuned_for_other_formats_do_not_serve():
     key = ["cuda", "90", "132", "bfloat16", "128", "8", "2048", "768"]
 
     def tuned(variant):
@@ -196,7 +176,7 @@ def test_plans_tuned_for_other_formats_do_not_serve(quantized):
     assert tuned("gemm_bf16_mxfp4_64x128x128_sm90") == ("gemm_bf16_mxfp4_64x128x128_sm90",) * 2
 
 
-def test_adapters_and_limits_of_quantized_layers(quantized):
+def test_adapters_and_limits_of_quantized_layers():
     def ask(capability, **problem):
         return quantized(("cuda", capability), "mxfp4", "int4", **problem)
 
@@ -210,9 +190,7 @@ def test_adapters_and_limits_of_quantized_layers(quantized):
     "capability, of_format, native",
     [(90, "128x256x128_sm90", "128x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
 )
-def test_what_is_around_the_projections_does_not_depend_on_formats(
-    answer, quantized, capability, of_format, native
-):
+def test_what_is_around_the_projections_does_not_depend_on_formats(capability, of_format, native):
     """A shrink reads activations alone. Both have tiles of 128 rows, if not by their own choice."""
     forced, env = (
         {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{name}"} for name in (f"mxfp4_{of_format}", native)
@@ -226,13 +204,13 @@ def test_what_is_around_the_projections_does_not_depend_on_formats(
             assert words[3:7] == around and "-" not in around
 
 
-def test_quantized_rows_that_allow_no_vectors(quantized):
+def test_quantized_rows_that_allow_no_vectors():
     for tokens in TOKENS:
         row, of_w2, _ = quantized(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
         assert row.family == of_w2.family == "SM80" and row.block_m <= 32
 
 
-def test_formats_without_a_kernel(quantized):
+def test_formats_without_a_kernel():
     ask = quantized
     assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
         "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
@@ -242,7 +220,7 @@ def test_formats_without_a_kernel(quantized):
     )
 
 
-def test_a_cpu_has_one_kernel_for_all_formats(answer):
+def test_a_cpu_has_one_kernel_for_all_formats():
     for pair in PAIRS:
         words = answer(("cpu", 7), "formats", *pair).split()
         assert words == answer(("cpu", 7)).split()

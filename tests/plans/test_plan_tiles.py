@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from c_programs import ROOT, compile_program, run
-from test_plan import ROWS
+from c_programs import run
+from plan_cases import ROWS, asked, print_plan
 
 H200 = ("on", 132, 4800)  # SMs, GB/s
 KINDS = {
@@ -21,31 +21,25 @@ FORMATS = ["native", "mxfp4", "int4", "fp8", "w8a8"]
 LOADS = [*range(1, 48), *range(48, 200, 4), 220, 256, 320, 400, 512, 800, 1024, 4096]
 
 
-@pytest.fixture(scope="module")
-def tiles(tmp_path_factory):
+def tiles(capability, *device, format="native", loads=LOADS, **env):
     """[({name: nanoseconds}, the chosen name)] for each load of an expert."""
-    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("plan"))
-
-    def ask(capability, *device, format="native", loads=LOADS, **env):
-        lines = [f"bfloat16 {rows} 1 1 1 2048 768 0 cuda {capability}" for rows in loads]
-        words = [str(word) for word in ("tiles", *device, "formats", format, format)]
-        done = run(program, *words, stdin="\n".join(lines), **env)
-        assert done.returncode == 0, done.stderr
-        answers = []
-        for line in done.stdout.splitlines():
-            found = re.findall(r"(\[?)(\w+)=([\d.]+)\]?", line)
-            (chosen,) = [name for bracket, name, _ in found if bracket]
-            answers.append(({name: float(ns) for _, name, ns in found}, chosen))
-        return answers
-
-    return ask
+    lines = [f"bfloat16 {rows} 1 1 1 2048 768 0 cuda {capability}" for rows in loads]
+    words = [str(word) for word in ("tiles", *device, "formats", format, format)]
+    done = run(print_plan(), *words, stdin="\n".join(lines), **env)
+    assert done.returncode == 0, done.stderr
+    answers = []
+    for line in done.stdout.splitlines():
+        found = re.findall(r"(\[?)(\w+)=([\d.]+)\]?", line)
+        (chosen,) = [name for bracket, name, _ in found if bracket]
+        answers.append(({name: float(ns) for _, name, ns in found}, chosen))
+    return answers
 
 
 def rows_of(name):
     return ROWS[name].block_m
 
 
-def test_gpus_of_the_measured_chip_have_its_choices(tiles):
+def test_gpus_of_the_measured_chip_have_its_choices():
     for format in FORMATS:
         want = [chosen for _, chosen in tiles(90, *H200, format=format)]
         for gpu in (("on", 132, 3350), ("on", 132, 4000), ()):  # H100, GH200, unknown
@@ -54,7 +48,7 @@ def test_gpus_of_the_measured_chip_have_its_choices(tiles):
 
 @pytest.mark.parametrize("most", ["80", "90"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_model_agrees_with_what_was_measured(tiles, format, most):
+def test_the_model_agrees_with_what_was_measured(format, most):
     """On an H200: with most choices, and everywhere with one of them or its neighbor."""
     agreed = total = 0
     for times, chosen in tiles(90, *H200, format=format, MOELORA_MAX_CC=most):
@@ -71,7 +65,7 @@ def test_the_model_agrees_with_what_was_measured(tiles, format, most):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_gpus_have_the_choices_of_their_model(tiles, kind):
+def test_other_gpus_have_the_choices_of_their_model(kind):
     for format in FORMATS:
         for rows, (times, chosen) in zip(LOADS, tiles(*KINDS[kind], format=format), strict=True):
             newest = max(ROWS[name].family for name in times)
@@ -80,14 +74,14 @@ def test_other_gpus_have_the_choices_of_their_model(tiles, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_a_modeled_gpu_follow_the_rows_of_an_expert(tiles, kind):
+def test_blocks_of_a_modeled_gpu_follow_the_rows_of_an_expert(kind):
     blocks = [rows_of(chosen) for _, chosen in tiles(*KINDS[kind])]
     until = LOADS.index(96)
     assert blocks[: until + 1] == sorted(blocks[: until + 1])
     assert blocks[0] == 16 and blocks[-1] >= 96
 
 
-def test_a_gpu_is_its_own(tiles):
+def test_a_gpu_is_its_own():
     """More bandwidth for the same products: to read an expert twice costs less."""
 
     def last_small(kind):
@@ -99,12 +93,10 @@ def test_a_gpu_is_its_own(tiles):
     assert last_small("L40S") > last_small("B200")
 
 
-def test_the_log_has_every_tile_of_a_modeled_gpu(tmp_path):
-    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path)
-    line = "bfloat16 512 8 128 128 2048 768 0 cuda 80"
+def test_the_log_has_every_tile_of_a_modeled_gpu():
 
     def log(*device):
-        done = run(program, *device, stdin=line, MOELORA_LOG="plan")
+        done = asked(("cuda", 80), *device, tokens=512, env={"MOELORA_LOG": "plan"})
         return done.stdout.split()[0], re.findall(
             r"^moelora:   tile (\w+): [\d.]+ ns for 1000 weights(?:, (.*))?$", done.stderr, re.M
         )

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from c_programs import ROOT
-from test_plan import rows_of
+from plan_cases import rows_of
 
 spec = importlib.util.spec_from_file_location("rows", ROOT / "csrc/cuda/gemm/rows.py")
 rows = importlib.util.module_from_spec(spec)
