@@ -1,33 +1,68 @@
 """torch.compile(fullgraph=True) gives the same bits as the eager call, static and dynamic."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import OAI, Spec, same_bits
 from glue_cases import DEVICES, LORAS, E, inputs
+from quantized_cases import ALL_FORMATS, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
 
 # Inductor needs a C++ compiler on the CPU, which is not ours to demand; the graph is ours.
 BACKEND = "aot_eager"
+BASE = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids")
 
 
-def same(a, b):
-    return torch.equal(a, b)
+def plain(device, tokens=6):
+    return inputs(device, torch.bfloat16, tokens)
+
+
+def without_adapters(device):
+    given = plain(device)
+    return {name: given[name] for name in BASE}
+
+
+def packed(device):
+    given = plain(device)
+    return given | {name: moelora.prepack_weights(given[name]) for name in ("w13", "w2")}
+
+
+def of_format(name):
+    def given(device, tokens=9):
+        p = build(Spec(tokens=17, hidden=96, inter=96), ALL_FORMATS[name], torch.bfloat16)
+        return replace(p, dense=p.dense.prefix(tokens)).to(device).kwargs()
+
+    return given
+
+
+def with_numbers(activation):
+    spec = Spec(tokens=3, hidden=72, inter=40, bias=True, activation=activation)
+    spec = replace(spec, alpha=1.1, limit=0.5, dtype=torch.bfloat16)
+    return lambda device: spec.build().to(device).kwargs()
+
+
+LAYERS = {
+    "plain": plain,
+    "without adapters": without_adapters,
+    "packed": packed,
+    **{a: with_numbers(a) for a in OAI},
+    **{n: of_format(n) for n in ("int4_g64_zp", "fp8_block_w8a8", "fp8_static_w8a8")},
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("adapters", [True, False])
-def test_layer(device, adapters):
-    given = inputs(device, torch.bfloat16)
-    if not adapters:
-        names = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids")
-        given = {name: given[name] for name in names}
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name, device):
+    given = LAYERS[name](device)
 
     def layer(**kwargs):
         return moelora.fused_experts_lora(**kwargs).relu()
 
     compiled = torch.compile(layer, fullgraph=True, backend=BACKEND)
-    assert same(compiled(**given), layer(**given))
+    assert same_bits(compiled(**given), layer(**given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -40,30 +75,22 @@ def test_layer_writes_into_its_input(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend=BACKEND)
     got = compiled(**given)
-    assert same(got, want)
-    assert same(given["hidden_states"], want)
+    assert same_bits(got, want)
+    assert same_bits(given["hidden_states"], want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dynamic_number_of_tokens(device):
+@pytest.mark.parametrize("given", [plain, of_format("mxfp4"), of_format("fp8_block_w8a8")])
+def test_dynamic_number_of_tokens(given, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(
         moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True
     )
     for tokens in (6, 9, 17):
-        given = inputs(device, torch.bfloat16, tokens)
-        assert same(compiled(**given), moelora.fused_experts_lora(**given))
+        arguments = given(device, tokens)
+        assert same_bits(compiled(**arguments), moelora.fused_experts_lora(**arguments))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_packed_weights(device):
-    given = inputs(device, torch.bfloat16)
-    given["w13"] = moelora.prepack_weights(given["w13"])
-    given["w2"] = moelora.prepack_weights(given["w2"])
-    compiled = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend=BACKEND)
-    assert same(compiled(**given), moelora.fused_experts_lora(**given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,8 +114,20 @@ def test_gemm(device):
     x, w, ids = args[0], args[1], args[3]
     outs = [x.new_empty(*ids.shape, w.size(1)) for _ in range(2)]
     compiled = torch.compile(project, fullgraph=True, backend=BACKEND)
-    assert same(compiled(*args, outs[0]), project(*args, outs[1]))
-    assert same(outs[0], outs[1])
+    assert same_bits(compiled(*args, outs[0]), project(*args, outs[1]))
+    assert same_bits(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gemm_of_quantized_weights_and_their_numbers(device):
+    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    given = p.to(device).gemm_kwargs()
+
+    def project(**kwargs):
+        return moelora.fused_moe_lora_gemm(**kwargs), kwargs["w"].unpack()
+
+    compiled = torch.compile(project, fullgraph=True, backend=BACKEND)
+    assert all(map(same_bits, compiled(**given), project(**given)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +149,7 @@ def test_alignments(device, mode):
     compiled = torch.compile(align, fullgraph=True, backend=BACKEND, dynamic=True)
     got, want = compiled(ids, weights, mapping), align(ids, weights, mapping)
     assert len(got) == len(want) == 12
-    assert all(same(a, b) for a, b in zip(got, want, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
     assert not want[-1].any()
 
 
@@ -122,8 +161,7 @@ def test_export():
             return moelora.fused_experts_lora(hidden_states, w13, w2, topk_weights, topk_ids)
 
     given = inputs()
-    names = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids")
-    args = tuple(given[name] for name in names)
+    args = tuple(given[name] for name in BASE)
     program = torch.export.export(Layer(), args)
     assert "moelora.fused_experts_lora" in str(program.graph)
-    assert same(program.module()(*args), Layer()(*args))
+    assert same_bits(program.module()(*args), Layer()(*args))

@@ -135,6 +135,7 @@ def test_drawn_calls_are_refused_alike(first):
         ({"topk_weights": torch.zeros(M, TOP_K + 1)}, r"topk_weights.size\(1\) is 3"),
         ({"hidden_states": torch.zeros(M, K).double()}, "hidden_states has dtype float64"),
         ({"token_lora_mapping": None}, "token_lora_mapping is None, but w13_lora_a is not"),
+        ({"activation_limit": -1.0}, "activation_limit is -1, expected a normal float32"),
     ],
 )
 def test_compile_refuses(changes, message, dynamic):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
-from checks import assert_close_to_ref, assert_gemm_is_the_cpus
+from checks import assert_close_to_ref, assert_gemm_is_the_cpus, naming
 from conftest import CUDA_DTYPES, needs_gpu
 
 import moelora
@@ -37,7 +37,7 @@ def test_parity_with_the_cpu(dtype):
     for spec in specs:
         p = spec.build()
         there = p.to(GPU)
-        try:
+        with naming(spec):
             y = moelora.fused_experts_lora(**there.kwargs())
             cpu = moelora.fused_experts_lora(**p.kwargs()).double()
             assert_close_to_ref(y, cpu, naive_fused_experts_lora(**p.kwargs()), dtype)
@@ -45,8 +45,6 @@ def test_parity_with_the_cpu(dtype):
             cpu = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2", True)).double()
             naive = naive_fused_moe_lora_gemm(**p.gemm_kwargs("w2", True))
             assert_close_to_ref(y, cpu, naive, dtype)
-        except AssertionError as error:
-            raise AssertionError(f"{spec}: {error}") from error
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Problem, Spec, same_bits
-from checks import assert_close_to_ref
+from checks import assert_close_to_ref, naming
 from conftest import needs_gpu
 from quantized_cases import NATIVE, Quantized, check_layer, dense, is_w8a8, made, with_dense
 
@@ -138,10 +138,8 @@ def test_layer(tokens, dtype, form):
         p = with_dense(first, values)
         y = captured.replay()
         assert same_bits(y, moelora.fused_experts_lora(**p.to("cuda").kwargs())), name
-        try:
+        with naming(name):
             check_layer(y, p)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 @every_form
@@ -157,10 +155,8 @@ def test_projection(tokens, projection, form):
         y = captured.replay()
         eager = moelora.fused_moe_lora_gemm(**p.to("cuda").gemm_kwargs(projection))
         assert same_bits(y, eager), name
-        try:
+        with naming(name):
             check_projection(y, p, projection)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 # One launch, two launches, and two sorts (more pairs than shared memory counts), each with uniform

@@ -139,26 +139,3 @@ BAD = [
     test_what_the_refused_are_made_from_is_right,
     test_bad_checkpoints_name_their_tensor,
 ) = refusal_tests(GOOD, BAD, (2, N, K))
-
-
-@pytest.mark.parametrize("arguments, message", [
-    ({"block_rows": 0}, "block_rows is 0, expected at least 1"),
-    ({"block_columns": 64}, "block_columns is 64 for K = 128, expected a multiple of 128, or all"),
-    ({"block_rows": 32}, "tile 0 of rows has scales of several blocks"),
-    ({"scales": torch.ones(2, 2, 1)}, "scales.size\\(1\\) is 2, layout.rows / block_rows, rounded"),
-    ({"scales": torch.ones(2, 1, 2)}, "scales.size\\(2\\) is 2, K / block_columns, rounded up, is"),
-    ({"scales": torch.ones(3, 1, 1)}, "scales.size\\(0\\) is 3, values.size\\(0\\) is 2"),
-    ({"scales": torch.ones(2, 1, 1).half()}, "scales has dtype float16, expected float32"),
-    ({"zeros": torch.zeros(2, 1, 1).byte()}, "zeros is there, but FP8 has none"),
-    ({"format": 2}, "block_rows is 64 and block_columns 128, expected 0: INT4 has groups"),
-])  # fmt: skip
-def test_bad_arguments_of_packing(arguments, message):
-    good = {"values": ONES.view(torch.uint8), "scales": torch.ones(2, 1, 1)}
-    absent = torch.empty(0)
-    good |= {"zeros": absent, "tensor_scales": absent, "format": 6, "order": 0, "dtype": 0}
-    if arguments.get("block_rows") == 32:
-        good["scales"] = torch.ones(2, 2, 1)
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.moelora.pack_quantized(
-            **{**good, "block_rows": 64, "block_columns": 128, **arguments}
-        )

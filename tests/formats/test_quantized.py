@@ -8,7 +8,6 @@ from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import naming
 from holding import hold_base_rows, hold_gemm, hold_layer
 from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, build
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
 
@@ -150,47 +149,6 @@ def test_same_inputs_same_bits(name, device, dtype):
     layer = moelora.fused_experts_lora(**p.kwargs())
     for _ in range(3):
         assert same_bits(moelora.fused_experts_lora(**p.kwargs()), layer)
-
-
-# ---- torch ----
-
-
-@every_device
-@pytest.mark.parametrize("name", ["int4_g64_zp", "fp8_block_w8a8", "fp8_static_w8a8"])
-def test_compile(name, device, dtype):
-    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS[name], dtype).to(device)
-
-    def layer(**kwargs):
-        return moelora.fused_experts_lora(**kwargs).relu()
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert same_bits(compiled(**p.kwargs()), layer(**p.kwargs()))
-
-
-@every_device
-def test_compile_of_a_projection_and_its_numbers(device, dtype):
-    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS["mxfp4"], dtype).to(device)
-
-    def project(**kwargs):
-        return moelora.fused_moe_lora_gemm(**kwargs), kwargs["w"].unpack()
-
-    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(**p.gemm_kwargs()), project(**p.gemm_kwargs()), strict=True):
-        assert same_bits(got, want)
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_block_w8a8"])
-def test_compile_of_any_number_of_tokens(name):
-    torch._dynamo.reset()
-    p = build(Spec(tokens=17, hidden=96, inter=96), ALL_FORMATS[name], torch.bfloat16)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True
-    )
-    for tokens in (5, 9, 17):
-        arguments = replace(p, dense=p.dense.prefix(tokens)).kwargs()
-        assert same_bits(compiled(**arguments), moelora.fused_experts_lora(**arguments))
-    assert counter.frame_count == 1
 
 
 def test_meta_tensors():

@@ -625,13 +625,16 @@ def test_arguments_of_other_types():
         QuantizedWeights.from_gptq(GOOD["from_gptq"]["qweight"], 3)
 
 
-def pack(values, scales, zeros=None, tensor_scales=None, format=2, order=0, dtype=0):
+def pack(values, scales, zeros=None, tensor_scales=None, format=2, order=0, dtype=0, **block):
     absent = torch.empty(0)
     given = [absent if t is None else t for t in (zeros, tensor_scales)]
-    return torch.ops.moelora.pack_quantized(values, scales, *given, format, order, dtype)
+    pack_quantized = torch.ops.moelora.pack_quantized
+    return pack_quantized(values, scales, *given, format, order, dtype, **block)
 
 
 NVFP4 = {"format": 9, "scales": some_bytes(2, N, 4)}
+FP8 = {"values": some_bytes(2, 64, 128, value=56), "scales": torch.ones(2, 1, 1), "format": 6}
+FP8 |= {"block_rows": 64, "block_columns": 128}
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -659,6 +662,15 @@ NVFP4 = {"format": 9, "scales": some_bytes(2, N, 4)}
     ({"order": 3}, "layout.order is 3"),
     ({"dtype": 2}, r"dtype is 2, must be 0 \(bfloat16\) or 1"),
     ({"values": some_bytes(2, 15, 32), "scales": torch.ones(2, 15, 1), "order": 1}, "rows is 15"),
+    ({**FP8, "block_rows": 0}, "block_rows is 0, expected at least 1"),
+    ({**FP8, "block_columns": 64}, "block_columns is 64 for K = 128, expected a multiple of 12"),
+    ({**FP8, "block_rows": 32, "scales": torch.ones(2, 2, 1)}, "tile 0 of rows has scales of sev"),
+    ({**FP8, "scales": torch.ones(2, 2, 1)}, r"scales.size\(1\) is 2, layout.rows / block_rows, r"),
+    ({**FP8, "scales": torch.ones(2, 1, 2)}, r"scales.size\(2\) is 2, K / block_columns, rounded"),
+    ({**FP8, "scales": torch.ones(3, 1, 1)}, r"scales.size\(0\) is 3, values.size\(0\) is 2"),
+    ({**FP8, "scales": torch.ones(2, 1, 1).half()}, "scales has dtype float16, expected float32"),
+    ({**FP8, "zeros": torch.zeros(2, 1, 1).byte()}, "zeros is there, but FP8 has none"),
+    ({**FP8, "format": 2}, "block_rows is 64 and block_columns 128, expected 0: INT4 has groups"),
 ])  # fmt: skip
 def test_bad_arguments_of_packing(arguments, message):
     good = {"values": some_bytes(2, N, 32), "scales": torch.ones(2, N, 1)}

@@ -152,14 +152,3 @@ def test_soft_caps_of_small_and_large_values(scale, limit, size, device_and_dtyp
     p = replace(spec, dtype=dtype, bias=False).build()
     scale = min(scale, 1e4) if dtype == torch.float16 else scale
     hold_layer(scaled(replace(p, w13=(p.w13.double() * scale).to(dtype))), device)
-
-
-@pytest.mark.parametrize("activation", OAI)
-def test_compiled(activation, device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    p = replace(SIZES["few"], activation=activation, alpha=1.1, limit=0.5, dtype=dtype)
-    kwargs = p.build().to(device).kwargs()
-    compiled = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**kwargs), moelora.fused_experts_lora(**kwargs))
-    with pytest.raises(Exception, match="activation_limit is -1, expected a normal float32"):
-        compiled(**{**kwargs, "activation_limit": -1.0})

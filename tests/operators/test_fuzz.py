@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, ALPHAS, LIMITS, MIXES, POISON, Problem, Spec, same_bits
-from checks import assert_close_to_ref, assert_unchanged, guarded_empty
+from checks import assert_close_to_ref, assert_unchanged, guarded_empty, naming
 from conftest import CUDA_DTYPES, needs_gpu
 from delta_cases import Lists, delta_kwargs, delta_operator
 
@@ -46,13 +46,6 @@ VARIANTS = {
 def seeds(count: int, first: int):
     """One test id per BATCH seeds."""
     return [range(s, s + BATCH) for s in range(first, first + count * SCALE, BATCH)]
-
-
-def naming_the_seed(check, seed: int) -> None:
-    try:
-        check(seed)
-    except Exception as error:
-        raise AssertionError(f"seed {seed}: {error}") from error
 
 
 # ---- alignment ----
@@ -139,7 +132,8 @@ def check_alignment(seed: int) -> None:
 @pytest.mark.parametrize("batch", seeds(2000, FIRST), ids=lambda r: f"from_{r.start}")
 def test_alignment(batch):
     for seed in batch:
-        naming_the_seed(check_alignment, seed)
+        with naming(f"seed {seed}"):
+            check_alignment(seed)
 
 
 # ---- layers and projections ----
@@ -257,7 +251,8 @@ def check_layer(seed: int) -> None:
 @pytest.mark.parametrize("batch", seeds(1000, FIRST + 1_000_000), ids=lambda r: f"from_{r.start}")
 def test_layers(batch):
     for seed in batch:
-        naming_the_seed(check_layer, seed)
+        with naming(f"seed {seed}"):
+            check_layer(seed)
 
 
 # ---- adapters alone ----
@@ -333,7 +328,8 @@ def check_mlp(p: Problem, there: Problem, make: torch.Generator) -> None:
 @pytest.mark.parametrize("batch", seeds(500, FIRST + 2_000_000), ids=lambda r: f"from_{r.start}")
 def test_deltas(batch):
     for seed in batch:
-        naming_the_seed(check_delta, seed)
+        with naming(f"seed {seed}"):
+            check_delta(seed)
 
 
 def test_seeds_repeat():

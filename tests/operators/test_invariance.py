@@ -1,11 +1,8 @@
 """Batch invariance: a row has the bits that it has in any other batch."""
 
 import pytest
-import torch
-from cases import Spec, same_bits
 from conftest import needs_gpu, on_gpu
 
-import moelora
 from benchmarks import invariance
 from moelora import _C
 
@@ -94,10 +91,3 @@ def test_forced_variants_without_a_differing_bit_are_one_row():
     both = row("2 variants") | {"compositions": 20, "elements": 14}
     one = row("1 variants", operator="gemm w2")
     assert invariance.summed(rows) == [row(""), both, row("c", differing=3), one]
-
-
-def test_a_function_that_torch_has_compiled(device):
-    p = Spec(tokens=300, hidden=256, inter=128, dtype=torch.bfloat16, mix="half_base").build()
-    p = p.to(device)
-    run = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend="aot_eager")
-    assert same_bits(run(**p.prefix(2).kwargs()), run(**p.kwargs())[:2])
