@@ -144,6 +144,13 @@ static inline void check_close(const char *what, const moelora_tensor *out, cons
     FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
 }
 
+/* Whether the values of token m have the same bytes; rows may lie apart. */
+static inline bool same_token(const moelora_tensor *a, const moelora_tensor *b, int64_t m) {
+  const size_t bytes = dtype_bytes(a->dtype), row = (size_t)(count_of(a) / a->size[0]) * bytes;
+  return memcmp((char *)a->data + (size_t)(m * a->stride[0]) * bytes,
+                (char *)b->data + (size_t)(m * b->stride[0]) * bytes, row) == 0;
+}
+
 static inline moelora_dtype dtype_of(const char *variant) {
   return strstr(variant, "_bf16_")  ? MOELORA_BF16
          : strstr(variant, "_f16_") ? MOELORA_F16

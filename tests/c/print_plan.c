@@ -109,18 +109,20 @@ static const char *name_of(const moelora_variant *variant) {
 }
 
 static void print_delta(const moelora_experts_problem *layer, const moelora_device_info *device) {
-  const moelora_delta_problem problem = {
+  const int64_t n = layer->intermediate;
+  moelora_delta_problem problem = {
       .routes = layer->routes,
       .dtype = layer->dtype,
       .lora = layer->w2_lora,
       .k = layer->hidden,
-      .columns = layer->w2_lora.slice_n,
+      .columns = n,
       .x = layer->x,
       .x_stride = layer->hidden,
       .out = layer->out,
-      .out_stride = {layer->routes.top_k * layer->w2_lora.slice_n, layer->w2_lora.slice_n},
+      .out_stride = {layer->routes.top_k * n, n},
       .add_inputs = true,
   };
+  problem.lora.slice_n = n;
   static const char *const orders[] = {"route", "grouped", "sorted", "listed"};
   moelora_delta_plan plan;
   if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
@@ -149,8 +151,8 @@ static void print_backward(const moelora_experts_problem *layer,
            name_of(plan.align.rows.variant), name_of(plan.sum));
 }
 
-static void print_projection(const moelora_experts_problem *layer,
-                             const moelora_device_info *device, bool alone) {
+static void print_back_projection(const moelora_experts_problem *layer,
+                                  const moelora_device_info *device, bool alone) {
   const int64_t n = layer->w13.n;
   moelora_gemm_backward_problem problem = {
       .forward =
@@ -174,6 +176,40 @@ static void print_projection(const moelora_experts_problem *layer,
   else
     printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m, name_of(plan.shrink.variant),
            name_of(plan.sum));
+}
+
+static void print_projection(const moelora_experts_problem *layer,
+                             const moelora_device_info *device) {
+  print_back_projection(layer, device, false);
+}
+
+static void print_adapters(const moelora_experts_problem *layer,
+                           const moelora_device_info *device) {
+  print_back_projection(layer, device, true);
+}
+
+static bool plan_layer(const moelora_experts_problem *layer, const moelora_device_info *device,
+                       moelora_experts_plan *plan) {
+  if (moelora_plan_experts(layer, device, plan) == MOELORA_OK)
+    return true;
+  printf("error: %s\n", moelora_error_message());
+  return false;
+}
+
+static void print_layer(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  moelora_experts_plan plan;
+  if (!plan_layer(layer, device, &plan))
+    return;
+  printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
+         name_of(plan.staged), name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant),
+         name_of(plan.shrink[1].variant), name_of(plan.sum), name_of(plan.w2));
+  moelora_note_experts(layer, device, &plan);
+}
+
+static void print_listed(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  moelora_experts_plan plan;
+  if (plan_layer(layer, device, &plan))
+    printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
 }
 
 /* With contiguous weights, which Hopper's kernels support, too. */
@@ -204,14 +240,20 @@ static void print_tiles(const moelora_experts_problem *layer, const moelora_devi
   printf("\n");
 }
 
+/* What a first argument asks about; nothing: layers. */
+static const struct {
+  const char *name;
+  void (*print)(const moelora_experts_problem *, const moelora_device_info *);
+} subjects[] = {{"delta", print_delta},        {"listed", print_listed},
+                {"tiles", print_tiles},        {"backward", print_backward},
+                {"project", print_projection}, {"alone", print_adapters}};
+
 int main(int argc, char **argv) {
-  const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
-  const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
-  const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
-  const bool project = argc > 1 && strcmp(argv[1], "project") == 0;
-  const bool alone = argc > 1 && strcmp(argv[1], "alone") == 0;
-  const int asked = 1 + deltas + listed + tiles + backward + project + alone;
+  void (*print)(const moelora_experts_problem *, const moelora_device_info *) = print_layer;
+  for (size_t i = 0; i < sizeof subjects / sizeof *subjects; i++)
+    if (argc > 1 && strcmp(argv[1], subjects[i].name) == 0)
+      print = subjects[i].print;
+  const int asked = 1 + (print != print_layer);
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -262,36 +304,7 @@ int main(int argc, char **argv) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
     }
-    if (deltas) {
-      problem.w2_lora.slice_n = inner;
-      print_delta(&problem, &device);
-      continue;
-    }
-    if (backward) {
-      print_backward(&problem, &device);
-      continue;
-    }
-    if (project || alone) {
-      print_projection(&problem, &device, alone);
-      continue;
-    }
-    if (tiles) {
-      print_tiles(&problem, &device);
-      continue;
-    }
-    moelora_experts_plan plan;
-    const bool planned = moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK;
-    if (planned && listed)
-      printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
-    else if (planned)
-      printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
-             name_of(plan.staged), name_of(plan.align.rows.variant),
-             name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum),
-             name_of(plan.w2));
-    if (planned)
-      moelora_note_experts(&problem, &device, &plan);
-    else
-      printf("error: %s\n", moelora_error_message());
+    print(&problem, &device);
   }
   return 0;
 }

@@ -51,9 +51,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant)
   CHECK_RUN(gemm, &again, serial);
   for (int64_t m = 0; m < s.tokens; m++)
     if (adapter_of(&args.adapters, slots_of(&args.lora, NULL), m) < 0)
-      CHECK(memcmp((char *)args.out.data + (size_t)(m * s.top_k * n) * dtype_bytes(dtype),
-                   (char *)again.out.data + (size_t)(m * s.top_k * n) * dtype_bytes(dtype),
-                   (size_t)(s.top_k * n) * dtype_bytes(dtype)) == 0);
+      CHECK(same_token(&args.out, &again.out, m));
   release_all();
 }
 
@@ -107,11 +105,8 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   again.hidden_states = spread_rows(args.hidden_states, s.hidden + random_in(0, 9));
   again.out = again.hidden_states;
   CHECK_RUN(experts, &again, serial);
-  size_t line = (size_t)s.hidden * dtype_bytes(dtype);
   for (int64_t m = 0; m < s.tokens; m++)
-    CHECK(memcmp((char *)args.out.data + (size_t)m * line,
-                 (char *)again.out.data + (size_t)(m * again.out.stride[0]) * dtype_bytes(dtype),
-                 line) == 0);
+    CHECK(same_token(&args.out, &again.out, m));
 
   /* Base rows keep their bits without adapters. */
   again = args;
@@ -121,8 +116,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number, const char *varia
   CHECK_RUN(experts, &again, serial);
   for (int64_t m = 0; m < s.tokens; m++)
     if (adapter_of(&args.adapters, slots_of(&args.w13_lora, &args.w2_lora), m) < 0)
-      CHECK(memcmp((char *)args.out.data + (size_t)m * line,
-                   (char *)again.out.data + (size_t)m * line, line) == 0);
+      CHECK(same_token(&args.out, &again.out, m));
   release_all();
 }
 

@@ -76,16 +76,6 @@ def test_down_takes_rows_by_token_and_choice(device_and_dtype):
     assert same_bits(moelora.moe_lora_down_delta(**arguments), flat)
 
 
-def test_a_mapping_of_minus_ones_is_no_delta(device_and_dtype):
-    device, dtype = device_and_dtype
-    p = Spec(dtype=dtype, mix="none").build().to(device)
-    out = base_output(p, 64)
-    before = out.tensor.clone()
-    moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"), out=out.tensor)
-    assert same_bits(out.tensor, before)
-    assert not moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13")).any()
-
-
 def test_shared_factors_need_no_number_of_experts(device_and_dtype):
     """Wholly shared factors serve every expert id from 0 up; negative ids are skipped."""
     device, dtype = device_and_dtype

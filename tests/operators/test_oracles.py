@@ -25,63 +25,38 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 40, 24, 6, 3, 11
 
-CONFIGS = {
-    "mixtral": transformers.MixtralConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTER,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
+SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K}
+DENSE = {**SIZES, "intermediate_size": INTER, "num_local_experts": EXPERTS}
+ROUTED = {**SIZES, "moe_intermediate_size": INTER, "n_routed_experts": EXPERTS, "topk_group": 1}
+MODELS = {
+    "mixtral": (MixtralSparseMoeBlock, transformers.MixtralConfig(**DENSE)),
+    "qwen3_moe": (
+        Qwen3MoeSparseMoeBlock,
+        transformers.Qwen3MoeConfig(
+            **SIZES, moe_intermediate_size=INTER, num_experts=EXPERTS, norm_topk_prob=True
+        ),
     ),
-    "qwen3_moe": transformers.Qwen3MoeConfig(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTER,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
+    "gpt_oss": (GptOssMLP, transformers.GptOssConfig(**DENSE)),
+    "deepseek_v2": (
+        DeepseekV2Moe,
+        transformers.DeepseekV2Config(
+            **ROUTED,
+            num_attention_heads=4,
+            topk_method="group_limited_greedy",
+            n_group=2,
+            routed_scaling_factor=1.5,
+        ),
     ),
-    "gpt_oss": transformers.GptOssConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTER,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
+    "deepseek_v3": (DeepseekV3MoE, transformers.DeepseekV3Config(**ROUTED, n_group=2)),
+    "nemotron_h": (
+        NemotronHMoE,
+        transformers.NemotronHConfig(
+            **ROUTED,
+            moe_shared_expert_intermediate_size=INTER,
+            n_group=1,
+            mlp_hidden_act="relu2",
+        ),
     ),
-    "deepseek_v2": transformers.DeepseekV2Config(
-        num_attention_heads=4,
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTER,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        topk_method="group_limited_greedy",
-        n_group=2,
-        topk_group=1,
-        routed_scaling_factor=1.5,
-    ),
-    "deepseek_v3": transformers.DeepseekV3Config(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTER,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        n_group=2,
-        topk_group=1,
-    ),
-    "nemotron_h": transformers.NemotronHConfig(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTER,
-        moe_shared_expert_intermediate_size=INTER,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        n_group=1,
-        topk_group=1,
-        mlp_hidden_act="relu2",
-    ),
-}
-BLOCKS = {
-    "mixtral": MixtralSparseMoeBlock,
-    "qwen3_moe": Qwen3MoeSparseMoeBlock,
-    "gpt_oss": GptOssMLP,
-    "deepseek_v2": DeepseekV2Moe,
-    "deepseek_v3": DeepseekV3MoE,
-    "nemotron_h": NemotronHMoE,
 }
 ACTIVATION = {"gpt_oss": "swigluoai", "nemotron_h": "relu2"}
 # Nemotron's router makes float32 weights of any input, and its experts sum in the weights' dtype.
@@ -104,10 +79,10 @@ def fill(module: nn.Module, seed: int) -> None:
 
 
 def make_block(name: str) -> nn.Module:
-    config = CONFIGS[name]
+    kind, config = MODELS[name]
     config._experts_implementation = "eager"
     # DeepSeek's and Nemotron's routers hold buffers that only a whole model initializes.
-    block = BLOCKS[name](config).double().eval()
+    block = kind(config).double().eval()
     fill(block, 0)
     for buffer in block.buffers():
         buffer.zero_()
@@ -193,7 +168,7 @@ def check(request):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_block(name, check):
     block = make_block(name)
     x = hidden_states()
@@ -264,7 +239,7 @@ def peft_stacks(model: nn.Module, names: list[str]) -> dict:
 @torch.no_grad()
 # PEFT honors the patterns of target parameters (the shapes prove it) but says that it does not.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
-@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "nemotron_h"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "nemotron_h"])
 def test_peft_target_parameters(name, check):
     """Three adapters and base tokens in one batch; PEFT runs them one at a time."""
     block = make_block(name)
@@ -278,7 +253,7 @@ def test_peft_target_parameters(name, check):
         rows[(*ADAPTERS, "base")[slot]].append(m)
 
     first, *others = ADAPTERS
-    model = OneLayer(block, CONFIGS[name])
+    model = OneLayer(block, MODELS[name][1])
     for config in ADAPTERS.values():
         config.target_modules = []
         config.target_parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
