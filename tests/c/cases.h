@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 
+#include "core/format.h"
 #include "naive.h"
 
 /* A pool of three threads that starts with the last share. */
@@ -121,6 +122,13 @@ static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_
       for (int64_t j = 0; j < k; j++)
         CHECK(weight_at(&tiles, e, i, j) == weight_at(&w, e, i, j));
   return tiles;
+}
+
+/* Memory for the tiles of quantized weights [experts, layout->rows, k]. */
+static inline moelora_tensor new_tiles(int64_t experts, int64_t k, const moelora_layout *layout) {
+  return new_tensor(MOELORA_U8, SIZES(experts, moelora_row_tiles(layout->order, layout->rows),
+                                      moelora_depth_tiles(layout->format, k),
+                                      moelora_tile_bytes(layout->format)));
 }
 
 /* Compares |out - exact| with the error of a chain of roundings to the dtype. */

@@ -1,6 +1,6 @@
 /* The backward of the layer against central differences of its forward, independent of any
  * reference: values, guard bands, threads, absent gradients, accumulation, and error messages. */
-#include "cases.h"
+#include "valid.h"
 
 enum { TOKENS = 9, TOP_K = 2, EXPERTS = 3, HIDDEN = 20, INNER = 12, RANK = 5, SLOTS = 2 };
 
@@ -185,39 +185,36 @@ static void test_gradients(moelora_activation activation, bool early, int32_t sl
 
 static void test_refusals(void) {
   seed(77);
-  moelora_experts_backward_args good = make(MOELORA_SILU, false, 2), bad;
+  moelora_experts_backward_args good = make(MOELORA_SILU, false, 2), a;
   good.grads = all_grads(&good.forward);
   size_t bytes;
-#define REFUSES(CHANGE, MESSAGE)                                                                   \
-  do {                                                                                             \
-    bad = good;                                                                                    \
-    CHANGE;                                                                                        \
-    CHECK_FAILS(experts_backward_bytes(&bad, &serial, &bytes), MOELORA_INVALID_ARGUMENT, MESSAGE); \
-  } while (0)
-  REFUSES(bad.dout = absent, "dout is absent, expected a tensor [M, K]");
-  REFUSES(bad.dout.size[1] = 3, "dout.size(1) is 3, hidden_states.size(1) is 20");
-  REFUSES(bad.forward.saved.gate_up = absent,
-          "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]");
-  REFUSES(bad.forward.saved.gate_up.size[1] = 7, "saved.gate_up.size(1) is 7, w13.size(1) is 24");
-  REFUSES(bad.forward.saved.w13_shrink = absent,
-          "saved.w13_shrink is absent, expected a tensor [M * top_k, slices, R]");
-  REFUSES(bad.forward.saved.w13_shrink.size[1] = 1,
-          "saved.w13_shrink.size(1) is 1, the number of slices of the factors is 2");
-  REFUSES(bad.forward.saved.w13_shrink.stride[2] = 2,
-          "saved.w13_shrink.stride(2) is 2, expected 1: the last dimension must be contiguous");
-  REFUSES(bad.forward.saved.w2_shrink.size[1] = 1,
-          "saved.w2_shrink.size(1) is 1, the maximum rank of the factors is 5");
-  REFUSES(bad.forward.saved.w2_shrink.dtype = MOELORA_F16,
-          "saved.w2_shrink has dtype float16, expected float32 as hidden_states");
-  REFUSES(bad.grads.w2_lora.a[0].dtype = MOELORA_F16,
-          "grads.w2_lora_a[0] has dtype float16, expected float32");
-  REFUSES(bad.grads.w13_lora.num_slices = 1, "grads.w13_lora_a has 1 slices, w13_lora_a has 2");
-  REFUSES(bad.grads.hidden_states = bad.dout, "grads.hidden_states shares memory with dout");
-  REFUSES(bad.grads.w2_bias = bad.grads.hidden_states,
-          "grads.w2_bias.size(0) is 9, w2_bias.size(0) is 3");
+#define run(A) experts_backward_bytes(A, &serial, &bytes)
+  REFUSED(good, "dout is absent, expected a tensor [M, K]", a.dout = absent);
+  REFUSED(good, "dout.size(1) is 3, hidden_states.size(1) is 20", a.dout.size[1] = 3);
+  REFUSED(good, "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]",
+          a.forward.saved.gate_up = absent);
+  REFUSED(good, "saved.gate_up.size(1) is 7, w13.size(1) is 24",
+          a.forward.saved.gate_up.size[1] = 7);
+  REFUSED(good, "saved.w13_shrink is absent, expected a tensor [M * top_k, slices, R]",
+          a.forward.saved.w13_shrink = absent);
+  REFUSED(good, "saved.w13_shrink.size(1) is 1, the number of slices of the factors is 2",
+          a.forward.saved.w13_shrink.size[1] = 1);
+  REFUSED(good,
+          "saved.w13_shrink.stride(2) is 2, expected 1: the last dimension must be contiguous",
+          a.forward.saved.w13_shrink.stride[2] = 2);
+  REFUSED(good, "saved.w2_shrink.size(1) is 1, the maximum rank of the factors is 5",
+          a.forward.saved.w2_shrink.size[1] = 1);
+  REFUSED(good, "saved.w2_shrink has dtype float16, expected float32 as hidden_states",
+          a.forward.saved.w2_shrink.dtype = MOELORA_F16);
+  REFUSED(good, "grads.w2_lora_a[0] has dtype float16, expected float32",
+          a.grads.w2_lora.a[0].dtype = MOELORA_F16);
+  REFUSED(good, "grads.w13_lora_a has 1 slices, w13_lora_a has 2", a.grads.w13_lora.num_slices = 1);
+  REFUSED(good, "grads.hidden_states shares memory with dout", a.grads.hidden_states = a.dout);
+  REFUSED(good, "grads.w2_bias.size(0) is 9, w2_bias.size(0) is 3",
+          a.grads.w2_bias = a.grads.hidden_states);
   const moelora_tensor pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, EXPERTS + 1));
-  REFUSES(bad.grads.pairs = pairs, "grads.pairs.size(1) is 4, w13.size(0) is 3");
-  REFUSES(bad.forward.w2_bias = absent, "grads.w2_bias is given, but w2_bias is absent");
+  REFUSED(good, "grads.pairs.size(1) is 4, w13.size(0) is 3", a.grads.pairs = pairs);
+  REFUSED(good, "grads.w2_bias is given, but w2_bias is absent", a.forward.w2_bias = absent);
   moelora_experts_args forward = good.forward;
   forward.saved.gate_up = absent;
   if (forward.saved.w2_shrink.data)

@@ -60,6 +60,18 @@ static moelora_experts_problem experts_of(int64_t tokens, int64_t x_stride) {
                                    .out_stride = K};
 }
 
+static moelora_delta_problem delta_of(int64_t tokens, int32_t top_k, int32_t slots, int32_t rank) {
+  return (moelora_delta_problem){.routes = routes_of(tokens, top_k, 8, slots),
+                                 .dtype = MOELORA_BF16,
+                                 .lora = factors_of(1, rank, N, K),
+                                 .k = K,
+                                 .columns = N,
+                                 .x = memory,
+                                 .x_stride = K,
+                                 .out = memory,
+                                 .out_stride = {top_k * N, N}};
+}
+
 #define CHECK_PLANNED(CALL)                                                                        \
   do {                                                                                             \
     moelora_clear_error();                                                                         \
@@ -232,15 +244,7 @@ static void test_ranks(void) {
                   "rank 4096: the GPU kernels take ranks below 4096");
   }
   /* Deltas do not use the packed ranks that sorts list. */
-  moelora_delta_problem d = {.routes = routes_of(4096, 2, 8, 4),
-                             .dtype = MOELORA_BF16,
-                             .lora = factors_of(1, MAX_RANK, N, K),
-                             .k = K,
-                             .columns = N,
-                             .x = memory,
-                             .x_stride = K,
-                             .out = memory,
-                             .out_stride = {2 * N, N}};
+  moelora_delta_problem d = delta_of(4096, 2, 4, MAX_RANK);
   moelora_delta_plan delta;
   CHECK_PLANNED(moelora_plan_delta(&d, &hopper, &delta));
   CHECK_INT(delta.shrink[0].variant->method, MOELORA_SHRINK_SEGMENTS);
@@ -291,15 +295,7 @@ static void test_keys(void) {
       FAIL("got '%s', expected '%s'", moelora_error_message(), cases[i].message);
   }
   const char *message = "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either";
-  moelora_delta_problem d = {.routes = routes_of(M, 1, 8, MOELORA_SORT_KEYS),
-                             .dtype = MOELORA_BF16,
-                             .lora = factors_of(1, RANK, N, K),
-                             .k = K,
-                             .columns = N,
-                             .x = memory,
-                             .x_stride = K,
-                             .out = memory,
-                             .out_stride = {N, N}};
+  moelora_delta_problem d = delta_of(M, 1, MOELORA_SORT_KEYS, RANK);
   moelora_mlp_delta_problem mlp = {.routes = routes_of(M, 1, 8, MOELORA_SORT_KEYS),
                                    .dtype = MOELORA_BF16,
                                    .hidden = K,

@@ -4,33 +4,6 @@
 
 enum { NUM_FORMATS = MOELORA_FP8_ROWS };
 
-static bool is_fp8(moelora_format format) {
-  return format >= MOELORA_FP8;
-}
-
-static bool has_zeros(moelora_format format) {
-  return format == MOELORA_INT4_ZP || format == MOELORA_INT4_ZP_G32;
-}
-
-static bool groups_of_32(moelora_format format) {
-  return format == MOELORA_MXFP4 || format == MOELORA_INT4_G32 || format == MOELORA_INT4_ZP_G32;
-}
-
-static int64_t tiles(int64_t n) {
-  return (n + 63) / 64;
-}
-
-static int64_t depth_tiles(moelora_format format, int64_t k) {
-  return is_fp8(format) ? (k + 127) / 128 : tiles(k);
-}
-
-static moelora_tensor new_tiles(int64_t experts, int64_t k, const moelora_layout *layout) {
-  const int64_t rows =
-      layout->order == MOELORA_ROWS_PLAIN ? tiles(layout->rows) : 2 * tiles(layout->rows / 2);
-  return new_tensor(MOELORA_U8, SIZES(experts, rows, depth_tiles(layout->format, k),
-                                      moelora_tile_bytes(layout->format)));
-}
-
 /* Arbitrary values of [experts, n, k] except NaN, with one scale block per tile; scales are powers
  * of two, unless any will do. */
 static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_layout *layout,
@@ -56,7 +29,7 @@ static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_la
 /* Arbitrary values of [experts, n, k], with scales that keep products small. */
 static moelora_quantized random_nibbles(int64_t experts, int64_t n, int64_t k,
                                         moelora_format format) {
-  const int64_t group = groups_of_32(format) ? 32 : k % 64 == 0 && maybe() ? 64 : k;
+  const int64_t group = moelora_has_groups_of_32(format) ? 32 : k % 64 == 0 && maybe() ? 64 : k;
   const bool mxfp4 = format == MOELORA_MXFP4;
   const moelora_dtype dtype = (moelora_dtype)random_in(MOELORA_F32, MOELORA_F16);
   moelora_quantized w = {
@@ -64,14 +37,15 @@ static moelora_quantized random_nibbles(int64_t experts, int64_t n, int64_t k,
       .scales = mxfp4 ? random_ids(MOELORA_U8, 118, 124, SIZES(experts, n, k / group))
                       : random_tensor(dtype, 0.05, SIZES(experts, n, k / group)),
   };
-  if (has_zeros(format))
+  if (moelora_has_zeros(format))
     w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
   return w;
 }
 
 static moelora_quantized random_numbers(int64_t experts, int64_t k, const moelora_layout *layout) {
-  return is_fp8(layout->format) ? random_fp8(experts, k, layout, layout->x == MOELORA_X_NATIVE)
-                                : random_nibbles(experts, layout->rows, k, layout->format);
+  return moelora_is_fp8(layout->format)
+             ? random_fp8(experts, k, layout, layout->x == MOELORA_X_NATIVE)
+             : random_nibbles(experts, layout->rows, k, layout->format);
 }
 
 static double e4m3(int byte) {
@@ -103,13 +77,13 @@ static double nibble_at(const moelora_quantized *w, moelora_format format, moelo
     return round_to((q & 8 ? -1 : 1) * ldexp(e2m1[q & 7], ((uint8_t *)w->scales.data)[place] - 127),
                     dtype);
   const double scale = round_to(read_value(w->scales.data, w->scales.dtype, place), dtype);
-  const int zero = has_zeros(format) ? ((uint8_t *)w->zeros.data)[place] : 8;
+  const int zero = moelora_has_zeros(format) ? ((uint8_t *)w->zeros.data)[place] : 8;
   return round_to((q - zero) * scale, dtype);
 }
 
 static double number_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
                         int64_t e, int64_t n, int64_t k) {
-  return is_fp8(format) ? fp8_at(w, dtype, e, n, k) : nibble_at(w, format, dtype, e, n, k);
+  return moelora_is_fp8(format) ? fp8_at(w, dtype, e, n, k) : nibble_at(w, format, dtype, e, n, k);
 }
 
 /* Packed by any number of threads; `unpacked` receives the dequantized values. */

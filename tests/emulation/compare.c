@@ -338,15 +338,13 @@ static void test_pack(uint64_t number) {
     if (moelora_has_zeros(f))
       w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
   }
-  const int64_t rows = order != MOELORA_ROWS_PLAIN ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;
   moelora_tensor tiles[2], matrix[2];
   snprintf(drawn, sizeof drawn, " %llu: %s format %d order %d E=%lld N=%lld K=%lld",
            (unsigned long long)number, dtype_name(dtype), f, order, (long long)experts,
            (long long)n, (long long)k);
   for (int i = 0; i < 2; i++) {
     const moelora_exec exec = i ? gpu() : serial;
-    tiles[i] = new_tensor(MOELORA_U8, SIZES(experts, rows, fp8 ? (k + 127) / 128 : (k + 63) / 64,
-                                            moelora_tile_bytes(f)));
+    tiles[i] = new_tiles(experts, k, &layout);
     matrix[i] = new_tensor(dtype, SIZES(experts, n, k));
     CHECK_OK(moelora_pack_quantized(&w, &layout, dtype, &tiles[i], &exec));
     CHECK_OK(moelora_unpack_quantized(&tiles[i], &layout, &matrix[i], &exec));

@@ -6,7 +6,6 @@
 #include <setjmp.h>
 
 #include "cases.h"
-#include "core/format.h"
 
 static const char *wanted = "";
 static uint64_t hash = 14695981039346656037u;
@@ -201,10 +200,7 @@ static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
     if (moelora_has_zeros(f))
       w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(s.experts, n, k / group));
   }
-  const int64_t rows = gate_up ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;
-  moelora_tensor tiles =
-      new_tensor(MOELORA_U8, SIZES(s.experts, rows, fp8 ? (k + 127) / 128 : (k + 63) / 64,
-                                   moelora_tile_bytes(f)));
+  moelora_tensor tiles = new_tiles(s.experts, k, layout);
   CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &tiles, &serial));
   return tiles;
 }
