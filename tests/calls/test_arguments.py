@@ -78,31 +78,24 @@ def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def vllm_calls(monkeypatch):
-    """Arguments of vLLM's operators, by name, in both forms."""
-    found = {}
+def vllm_calls():
+    """Of vLLM's operators, in both forms."""
     p = replace(PLAIN, dtype=torch.float32).build()
-    for naive in (True, False):
+    for form, naive in (("", False), (" naive", True)):
         lists = Lists(p, "w13", naive)
         out, rank = base_output(p, columns_of(p, "w13")).tensor, lists.a[0].size(2)
         h = zeros(len(lists.a), *p.topk_ids.shape, rank)
-        with monkeypatch.context() as patch:
-            for name in VLLM:
-                function, key = getattr(moelora, name), f"{name} {'naive' if naive else ''}".strip()
-                names_of = inspect.signature(function)
-
-                def record(*args, key=key, function=function, names_of=names_of, **kwargs):
-                    found[key] = function, names_of.bind(*args, **kwargs).arguments
-
-                patch.setattr(moelora, name, record)
-            lists.fused(out)
-            lists.shrink(h, lists.a)
-            lists.expand(out, h, lists.b)
-    return found
+        arguments = (
+            lists.of_fused(out),
+            lists.of_shrink(h, lists.a),
+            lists.of_expand(out, h, lists.b),
+        )
+        for name, of in zip(VLLM, arguments, strict=True):
+            yield name + form, (getattr(moelora, name), of | {"num_experts": lists.num_experts})
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls():
     """(function, valid arguments) by name."""
     given, spec = inputs(), Spec().build()
     one_expert = delta_kwargs(spec, "w13")
@@ -197,7 +190,7 @@ def calls(monkeypatch):
         name: (ADDED.get(name) or getattr(moelora, name.split()[0]), arguments)
         for name, arguments in plain.items()
     }
-    return found | vllm_calls(monkeypatch)
+    return found | dict(vllm_calls())
 
 
 def test_every_operator_is_here(calls):

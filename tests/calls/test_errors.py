@@ -16,7 +16,6 @@ from cases import Spec, same_bits
 from delta_cases import PLAIN, Lists, base_output, delta_kwargs
 
 import moelora
-from moelora.integrations.vllm.ops import fused_moe_lora
 from moelora.operators.call import _fits
 
 M, TOP_K, E, K, I, L, R = 5, 2, 4, 64, 32, 2, 16
@@ -51,27 +50,7 @@ def meta(value):
 
 def of_lists():
     p = PLAIN.build()
-    lists = Lists(p, "w13", naive=False)
-    words = ("block_size_m", "block_size_n", "block_size_k", "group_size_m")
-    words += ("num_warps", "num_stages", "split_k")
-    numbers = dict(zip(words, (16, 32, 64, 8, 4, 3, 1), strict=True))
-    return {
-        "output": base_output(p, 68).tensor,
-        "qcurr_hidden_states": p.hidden_states,
-        "lora_a_stacked": lists.a,
-        "lora_b_stacked": lists.b,
-        "topk_weights": p.topk_weights,
-        "sorted_token_ids": lists.sorted_token_ids,
-        "expert_ids": lists.expert_ids,
-        "num_tokens_post_padded": lists.num_tokens_post_padded,
-        "token_lora_mapping": p.token_lora_mapping,
-        "max_lora_rank": 8,
-        "top_k_num": 2,
-        "lora_ids": lists.lora_ids,
-        "num_active_loras": lists.num_active,
-        "adapter_enabled": None,
-        **{f"{half}_{name}": n for half in ("shrink", "expand") for name, n in numbers.items()},
-    }
+    return Lists(p, "w13", naive=False).of_fused(base_output(p, 68).tensor)
 
 
 def of_delta():
@@ -90,7 +69,7 @@ CALLS = {
         lambda: {**Spec().build().gemm_kwargs("w13"), "out": torch.ones(M, TOP_K, 2 * I)},
     ),
     "delta": (moelora.moe_lora_gate_up_delta, of_delta),
-    "lists": (fused_moe_lora, of_lists),
+    "lists": (moelora.fused_moe_lora, of_lists),
     "align": (moelora.moe_align_block_size, lambda: ROUTING),
     "lora align": (moelora.moe_lora_align_block_size, lambda: Spec().build().align_kwargs(4)),
     "sorting": (moelora.moe_sorting, lambda: {**ROUTING, "topk_weights": zeros(M, TOP_K)}),
@@ -380,7 +359,7 @@ def test_output_must_not_share_memory_with_an_input():
     arguments = of_lists()
     arguments["qcurr_hidden_states"] = arguments["output"][:, 0, :64]
     with pytest.raises(ERRORS, match="output shares memory with qcurr_hidden_states"):
-        fused_moe_lora(**arguments)
+        moelora.fused_moe_lora(**arguments)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -13,8 +13,9 @@ from moelora.reference.routing import as_list
 
 # vLLM's operators know neither true ranks nor scalings.
 PLAIN = Spec(tokens=9, ranks=(8, 8, 8), pass_ranks=False, scalings=False, mix="many")
-# Tiles of vLLM's kernels: shrink, then expand.
-TILES = (32, 64, 8, 4, 3, 1)
+# Of tiles of vLLM's kernels, behind the block size.
+TILES = {"block_size_n": 32, "block_size_k": 64, "group_size_m": 8}
+TILES |= {"num_warps": 4, "num_stages": 3, "split_k": 1}
 
 
 def delta_kwargs(p: Problem, projection: str, **options) -> dict:
@@ -64,45 +65,75 @@ class Lists:
                 t.to(p.topk_ids.device) for t in lists
             )
 
-    def who(self) -> tuple:
-        p = self.p
-        return (
-            *(p.topk_weights, self.sorted_token_ids, self.expert_ids),
-            *(self.num_tokens_post_padded, p.token_lora_mapping),
-        )
+    def _rows(self) -> dict:
+        return {
+            "topk_weights": self.p.topk_weights,
+            "sorted_token_ids": self.sorted_token_ids,
+            "expert_ids": self.expert_ids,
+            "num_tokens_post_padded": self.num_tokens_post_padded,
+            "token_lora_mapping": self.p.token_lora_mapping,
+        }
+
+    def _tiles(self, half: str = "") -> dict:
+        tiles = {"block_size_m": self.block_size, **TILES}
+        return {half + name: number for name, number in tiles.items()}
+
+    def of_fused(self, output: Tensor) -> dict:
+        """Arguments of `fused_moe_lora` in vLLM's order; of the halves below."""
+        return {
+            "output": output,
+            "qcurr_hidden_states": self.x,
+            "lora_a_stacked": self.a,
+            "lora_b_stacked": self.b,
+            **self._rows(),
+            "max_lora_rank": self.a[0].size(2),
+            "top_k_num": self.p.spec.top_k,
+            "lora_ids": self.lora_ids,
+            "num_active_loras": self.num_active,
+            "adapter_enabled": self.p.adapter_enabled,
+            **self._tiles("shrink_"),
+            **self._tiles("expand_"),
+        }
+
+    def _of_half(self, rank: int) -> dict:
+        tokens, rows = self.p.spec.tokens, self.p.topk_ids.numel()
+        return {
+            **self._rows(),
+            "top_k_num": self.p.spec.top_k,
+            "lora_ids": self.lora_ids,
+            "adapter_enabled": self.p.adapter_enabled,
+            "device": self.x.device,
+            "N": rank,
+            "M": tokens,
+            "EM": rows,
+            "K": self.x.size(1),
+            "num_tokens": rows,
+            "num_experts": self.num_experts,
+            "num_slices": len(self.a),
+        }
+
+    def of_shrink(self, h: Tensor, a: list[Tensor]) -> dict:
+        first = {"a_intermediate_cache1": h, "qcurr_hidden_states": self.x, "lora_a_stacked": a}
+        last = {**self._tiles(), "num_active_loras": self.num_active}
+        return {**first, **self._of_half(a[0].size(2)), **last}
+
+    def of_expand(self, output: Tensor, h: Tensor, b: list[Tensor]) -> dict:
+        first = {"output": output, "a_intermediate_cache1": h, "lora_b_stacked": b}
+        sizes = {"max_lora_rank": b[0].size(3), "w1_output_dim_size": b[0].size(2)}
+        last = {**sizes, **self._tiles(), "num_active_loras": self.num_active}
+        return {**first, **self._of_half(self.a[0].size(2)), **last}
+
+    # As vLLM calls them: by place.
 
     def fused(self, output: Tensor, **options) -> None:
-        p, rank = self.p, self.a[0].size(2)
-        tiles = (self.block_size, *TILES)
-        moelora.fused_moe_lora(
-            *(output, self.x, self.a, self.b, *self.who(), rank, p.spec.top_k),
-            *(self.lora_ids, self.num_active, p.adapter_enabled, *tiles, *tiles),
-            num_experts=self.num_experts,
-            **{**self.options, **options},
-        )
-
-    def _sizes(self, a: Tensor) -> tuple:
-        """device, N, M, EM, K, num_tokens, num_experts, num_slices"""
-        p, m = self.p, self.p.spec.tokens
-        rows = m * p.spec.top_k
-        shape = (a.size(2), m, rows, self.x.size(1), rows)
-        return (self.x.device, *shape, self.num_experts, len(self.a))
+        options = {"num_experts": self.num_experts, **self.options, **options}
+        moelora.fused_moe_lora(*self.of_fused(output).values(), **options)
 
     def shrink(self, h: Tensor, a: list[Tensor]) -> None:
-        p = self.p
-        moelora.fused_moe_lora_shrink(
-            *(h, self.x, a, *self.who(), p.spec.top_k, self.lora_ids, p.adapter_enabled),
-            *(*self._sizes(a[0]), self.block_size, *TILES, self.num_active),
-        )
+        moelora.fused_moe_lora_shrink(*self.of_shrink(h, a).values())
 
     def expand(self, output: Tensor, h: Tensor, b: list[Tensor], **options) -> None:
-        p = self.p
-        moelora.fused_moe_lora_expand(
-            *(output, h, b, *self.who(), p.spec.top_k, self.lora_ids, p.adapter_enabled),
-            *(*self._sizes(self.a[0]), b[0].size(3), b[0].size(2)),
-            *(self.block_size, *TILES, self.num_active),
-            **options,
-        )
+        moelora.fused_moe_lora_expand(*self.of_expand(output, h, b).values(), **options)
 
 
 def base_output(p: Problem, columns: int, offset: int = 0, extra: int = 0):

@@ -78,11 +78,16 @@ def by_autograd(arguments: dict, grad_out: Tensor, names=TRAINED, function=None)
     given = leaves(arguments, names)
     out = (function or moelora.fused_experts_lora)(**given)
     out.backward(grad_out)
+    return leaf_gradients({n: v for n, v in given.items() if n in names})
+
+
+def leaf_gradients(given: dict) -> dict[str, Tensor]:
+    """What autograd left in `.grad` of each leaf."""
     return flat(
         {
             n: [t.grad for t in v] if isinstance(v, list) else v.grad
             for n, v in given.items()
-            if n in names and v is not None
+            if v is not None
         }
     )
 

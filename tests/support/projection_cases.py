@@ -1,10 +1,11 @@
 """Problems of a projection and of the deltas of adapters alone, and their gradients by autograd."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from cases import Spec
-from gradient_cases import flat, grad_like, on_cpu
+from gradient_cases import by_autograd, flat, grad_like, leaf_gradients, leaves, on_cpu
 
 import moelora
 from moelora.reference import fused_moe_lora_gemm_backward_ref, naive_fused_moe_lora_gemm_backward
@@ -15,26 +16,16 @@ FACTORS = ("lora_a", "lora_b")
 
 
 def with_leaves(arguments):
-    def leaf(value):
-        if isinstance(value, list):
-            return [leaf(v) for v in value]
-        return value.detach().requires_grad_()
-
-    given = {n: leaf(arguments[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None}
-    return arguments | given
+    return leaves(arguments, TRAINED_OF_PROJECTION)
 
 
 def grads_of(arguments, given):
-    def grad(value):
-        return [t.grad for t in value] if isinstance(value, list) else value.grad
-
-    return flat({n: grad(given[n]) for n in TRAINED_OF_PROJECTION if arguments.get(n) is not None})
+    return leaf_gradients({n: given[n] for n in TRAINED_OF_PROJECTION if n in arguments})
 
 
 def of_projection(arguments, grad_out):
-    given = with_leaves(arguments)
-    moelora.fused_moe_lora_gemm(**given).backward(grad_out)
-    return grads_of(arguments, given)
+    function = moelora.fused_moe_lora_gemm
+    return by_autograd(arguments, grad_out, TRAINED_OF_PROJECTION, function)
 
 
 def for_delta(projection, arguments):
@@ -56,11 +47,9 @@ def samples(grads, reference, grad_out):
 
 def of_delta(projection, base=None, add_inputs=True):
     def compute(arguments, grad_out):
-        given = with_leaves(arguments)
-        out = None if base is None else base(grad_out)
-        result = DELTAS[projection](**given, out=out, add_inputs=add_inputs)
-        result.backward(grad_out)
-        return grads_of(arguments, given)
+        options = {"out": None if base is None else base(grad_out), "add_inputs": add_inputs}
+        function = partial(DELTAS[projection], **options)
+        return by_autograd(arguments, grad_out, TRAINED_OF_PROJECTION, function)
 
     return compute
 
