@@ -114,13 +114,12 @@ def test_strides_are_shown_where_they_matter(ask, capsys):
     assert "topk_ids=int32[2,2]strides[4,2]@cpu" in capsys.readouterr().err
 
 
-def test_a_dump_can_be_replayed(ask, tmp_path, capsys):
-    ask(dump=str(tmp_path / "dumps"))
+def test_a_dump_can_be_replayed(dumps, tmp_path, capsys):
+    folder = dumps()
     layer()
-    assert not (tmp_path / "dumps").exists()
-    with pytest.raises(ValueError, match=r"w2\.size"):
-        layer(w2_columns=41)
-    (path,) = (tmp_path / "dumps").iterdir()
+    assert not folder.exists()
+    refused()
+    (path,) = folder.iterdir()
     content = dump.load(path)
     assert content["op"] == "fused_experts_lora"
     assert "w2.size" in content["error"]
@@ -252,29 +251,23 @@ def test_no_half_of_a_dump_stays(dumps, monkeypatch, capsys):
 def test_a_dump_keeps_the_numbers_of_an_activation(dumps, capsys):
     folder = dumps(shapes=True)
     numbers = {"activation": "swigluoai_uninterleave", "activation_limit": 0.5}
-    with pytest.raises(ValueError, match=r"w2\.size"):
-        layer(w2_columns=41, **numbers, activation_alpha=1.25)
+    refused(**numbers, activation_alpha=1.25)
     assert "activation=4 activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().err
     (path,) = folder.iterdir()
     assert main(["replay", str(path), "--device", "cpu"]) == 1
     assert "activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().out
 
 
-def test_dumps_end_before_the_disk_does(ask, tmp_path, monkeypatch):
-    ask(dump=str(tmp_path))
-    monkeypatch.setattr(trace, "_dumps", iter(range(100)))
+def test_dumps_end_before_the_disk_does(dumps):
+    folder = dumps()
     for _ in range(trace.MAX_DUMPS + 3):
-        with pytest.raises(ValueError):
-            layer(w2_columns=41)
-    assert len(list(tmp_path.iterdir())) == trace.MAX_DUMPS
+        refused()
+    assert len(list(folder.iterdir())) == trace.MAX_DUMPS
 
 
-def test_a_dump_that_cannot_be_written_hides_nothing(ask, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(trace, "_dumps", iter(range(100)))
-    ask(dump=str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"w2\.size"):
-        layer(w2_columns=41)
+def test_a_dump_that_cannot_be_written_hides_nothing(dumps, capsys):
+    dumps().touch()
+    refused()
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -361,20 +354,18 @@ def told(capsys):
 
 
 def test_files_that_are_no_dumps(tmp_path, capsys):
-    path = tmp_path / "dump"
-    for content in (b"text", b"", b"\0" * 100, json.dumps(packed()).encode()):
-        path.write_bytes(content)
+    path, numbers = tmp_path / "dump", {"0": torch.zeros(1 << 14, dtype=torch.int8)}
+    other = "is not a dump of moelora: "
+    texts = (b"text", b"", b"\0" * 100, json.dumps(packed()).encode())
+    for write, message in (
+        *((lambda text=text: path.write_bytes(text), other) for text in texts),
+        (lambda: torch.save({"op": "prepack_weights", "args": []}, path), other),  # not unpickled
+        (lambda: save_file({"0": torch.zeros(3)}, path), "its header has no moelora_dump"),
+        (lambda: write_dump(path, packed(), numbers), "is stored as torch.int8, wanted uint8"),
+    ):
+        write()
         assert main(["replay", str(path)]) == 2
-        assert "is not a dump of moelora: " in told(capsys)
-    torch.save({"op": "prepack_weights", "args": []}, path)  # is never unpickled
-    assert main(["replay", str(path)]) == 2
-    assert "is not a dump of moelora: " in told(capsys)
-    save_file({"0": torch.zeros(3)}, path)
-    assert main(["replay", str(path)]) == 2
-    assert "its header has no moelora_dump" in told(capsys)
-    write_dump(path, packed(), {"0": torch.zeros(1 << 14, dtype=torch.int8)})
-    assert main(["replay", str(path)]) == 2
-    assert "is stored as torch.int8, wanted uint8" in told(capsys)
+        assert message in told(capsys)
     os.mkfifo(tmp_path / "pipe")
     for name in ("gone", "pipe", "."):
         assert main(["replay", str(tmp_path / name)]) == 2

@@ -1,5 +1,7 @@
 """From checkpoints to tiles and back: every layout bit by bit, state dicts, and what is refused."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -224,6 +226,33 @@ def test_the_numbers_of_transformers():
 # ---- checkpoints ----
 
 
+def as_stored(t: torch.Tensor) -> torch.Tensor:
+    """With the strides of a file's tensor: contiguous() leaves those of dimensions of one."""
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t)
+
+
+def stored(given: Numbers) -> dict[str, list[torch.Tensor | None]]:
+    """Numbers, scales and zero points as checkpoints hold them, by constructor; GPTQ's in version
+    2, AWQ's with zero points and whole words of rows only."""
+    parts = (given.q, given.scales, given.zeros)
+    q, scales, zeros = (None if t is None else t.transpose(1, 2) for t in parts)
+    points = None if zeros is None else by_words(zeros, pad=True)
+    held = {
+        "from_gptq": [by_words(given.q).transpose(1, 2), scales, points],
+        "from_compressed_tensors": [
+            *(by_words(given.q), given.scales),
+            None if points is None else points.transpose(1, 2),
+        ],
+    }
+    if zeros is not None and given.q.size(1) % 8 == 0:
+        held["from_awq"] = [by_words(q, AWQ_ORDER), scales, by_words(zeros, AWQ_ORDER)]
+    return {n: [None if t is None else as_stored(t) for t in of] for n, of in held.items()}
+
+
+def placed(tensors, device):
+    return [None if t is None else t.to(device) for t in tensors]
+
+
 def both(make, *tensors):
     """The weights of stacked tensors, which are those of one tensor for each expert."""
     stacked = make(*tensors)
@@ -249,11 +278,9 @@ def test_mxfp4(flat, device, dtype):
 @every_int4
 def test_gptq(name, version, device, dtype):
     given = numbers(name, (2, 72, 128))
-    qweight = by_words(given.q).transpose(1, 2).contiguous().to(device)
-    scales = given.scales.transpose(1, 2).contiguous().to(device)
     zeros = torch.full_like(given.scales, 8).long() if given.zeros is None else given.zeros
-    stored = zeros.transpose(1, 2) - int(version == "gptq")
-    qzeros = by_words(stored, pad=True).to(device)
+    held = replace(given, zeros=zeros - int(version == "gptq"))
+    qweight, scales, qzeros = placed(stored(held)["from_gptq"], device)
     group = 128 // scales.size(1)
     g_idx = (torch.arange(128) // group).int().expand(2, -1).to(device)
 
@@ -286,10 +313,8 @@ def test_a_zero_point_of_16():
 @pytest.mark.parametrize("name", ["int4_g64_zp", "int4_g32_zp"])
 def test_awq(name, device, dtype):
     given = numbers(name, (2, 72, 128))
-    qweight = by_words(given.q.transpose(1, 2), AWQ_ORDER).to(device)
-    qzeros = by_words(given.zeros.transpose(1, 2), AWQ_ORDER).to(device)
-    scales = given.scales.transpose(1, 2).contiguous().to(device)
-    weights = both(lambda *t: QuantizedWeights.from_awq(*t, dtype=dtype), qweight, scales, qzeros)
+    tensors = placed(stored(given)["from_awq"], device)
+    weights = both(lambda *t: QuantizedWeights.from_awq(*t, dtype=dtype), *tensors)
     assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
@@ -312,78 +337,31 @@ def test_gptq_by_hand():
 @every_int4
 def test_compressed_tensors(name, device, dtype):
     given = numbers(name, (2, 76, 128))
-    packed = by_words(given.q).to(device)
-    zeros = None
-    if given.zeros is not None:
-        zeros = by_words(given.zeros.transpose(1, 2), pad=True).transpose(1, 2).to(device)
+    packed, scales, zeros = placed(stored(given)["from_compressed_tensors"], device)
     shape = torch.tensor([[76, 128]] * 2)
     weights = both(
         lambda *t: QuantizedWeights.from_compressed_tensors(*t, dtype=dtype),
-        *(packed, given.scales.bfloat16().to(device), zeros, shape),
+        *(packed, scales.bfloat16(), zeros, shape),
     )
     assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
+# One word of rows, of columns, or of zero points: dimensions of one have any stride. Then rows that
+# fill no word.
 TINY = [(1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
-
-
-def as_stored(t: torch.Tensor) -> torch.Tensor:
-    """With the strides of a file's tensor: contiguous() leaves those of dimensions of one."""
-    return torch.empty(t.shape, dtype=t.dtype).copy_(t)
+TINY += [(2, rows, 64) for rows in (1, 3)]
 
 
 @every_device
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("shape", TINY)
 def test_checkpoints_of_few_rows_and_columns(shape, zeros, device, dtype):
-    """One word of rows, of columns, or of zero points: dimensions of one have any stride."""
     given = numbers("int4_g32_zp" if zeros else "int4_g32", shape)
-    t = [given.q, given.scales, given.zeros]
-    q, scales, points = (None if x is None else x.transpose(1, 2) for x in t)
-    packed = {"dtype": dtype}
-    made = [
-        QuantizedWeights.from_gptq(
-            as_stored(by_words(given.q).transpose(1, 2)).to(device),
-            as_stored(scales).to(device),
-            by_words(points).to(device) if zeros else None,
-            **packed,
-            checkpoint_format="gptq_v2",
-        ),
-        QuantizedWeights.from_compressed_tensors(
-            by_words(given.q).to(device),
-            given.scales.to(device),
-            as_stored(by_words(points).transpose(1, 2)).to(device) if zeros else None,
-            **packed,
-        ),
-    ]
-    if zeros:
-        words = (as_stored(by_words(x, AWQ_ORDER)).to(device) for x in (q, points))
-        qweight, qzeros = words
-        made.append(
-            QuantizedWeights.from_awq(qweight, as_stored(scales).to(device), qzeros, **packed)
-        )
-    for weights in made:
-        assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_checkpoints_of_few_rows_that_fill_no_word(rows):
-    given = numbers("int4_g32_zp", (2, rows, 64))
-    stored = given.zeros.transpose(1, 2)
-    weights = [
-        QuantizedWeights.from_gptq(
-            as_stored(by_words(given.q).transpose(1, 2)),
-            as_stored(given.scales.transpose(1, 2)),
-            by_words(stored - 1, pad=True),
-        ),
-        QuantizedWeights.from_compressed_tensors(
-            by_words(given.q),
-            given.scales,
-            as_stored(by_words(stored, pad=True).transpose(1, 2)),
-        ),
-    ]
-    for found in weights:
-        assert same_bits(found.unpack(), given.dequantized(torch.bfloat16))
+    for name, tensors in stored(given).items():
+        version = {"checkpoint_format": "gptq_v2"} if name == "from_gptq" else {}
+        make = getattr(QuantizedWeights, name)
+        weights = make(*placed(tensors, device), dtype=dtype, **version)
+        assert same_bits(weights.unpack().cpu(), given.dequantized(dtype)), name
 
 
 # ---- packed by others ----
