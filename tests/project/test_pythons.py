@@ -6,6 +6,7 @@ import sys
 import check_pythons
 import pytest
 import pythons
+from small_project import script
 
 HERE = "{}.{}".format(*sys.version_info)
 
@@ -15,11 +16,7 @@ def machine(tmp_path, monkeypatch):
     """A function that installs a Python called so, which says that it is of some version."""
 
     def install(place, version):
-        file = tmp_path / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"#!/bin/sh\necho {version}\n")
-        file.chmod(0o755)
-        return str(file)
+        return str(script(tmp_path / place, f"echo {version}"))
 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))

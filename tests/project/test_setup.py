@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_project import CUDA, Project, project, setups
+from small_project import CUDA, Project, project, script, setups
 from test_packaging import ROOT, compiling, output
 
 FIXTURES = (compiling, project, setups)
@@ -120,8 +120,7 @@ def test_objects_follow_contents(project):
     assert "compiling" not in project.build()
     cc = project.root / "cc"
     for version in (1, 2):
-        cc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n')
-        cc.chmod(0o755)
+        script(cc, f'[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"')
         assert "compiling 3 of 3" in project.build(CC=str(cc))
         assert project.build(CC=str(cc)) == ""
     (project.root / "csrc/core/a.c").write_text('#include "core/b.h"\n')
@@ -134,9 +133,9 @@ def test_objects_follow_contents(project):
 
 def test_an_edit_under_way_is_compiled_next_time(project):
     """A file that changes while it is compiled: its object may be of the old text."""
-    cc, source = project.root / "cc", project.root / "csrc/core/a.c"
-    cc.write_text(f'#!/bin/sh\ncc "$@" || exit\ncase "$*" in *core/a.c*) echo >> {source};; esac\n')
-    cc.chmod(0o755)
+    source = project.root / "csrc/core/a.c"
+    edit = f'cc "$@" || exit\ncase "$*" in *core/a.c*) echo >> {source};; esac'
+    cc = script(project.root / "cc", edit)
     assert "compiling 3 of 3" in project.build(CC=str(cc))
     assert "[1/1] csrc/core/a.c" in project.build(CC=str(cc))
 
@@ -234,9 +233,7 @@ def test_architectures_that_are_none_are_named(compiling, monkeypatch, text, mes
 )
 def test_x86_sources_are_for_compilers_of_x86(compiling, monkeypatch, tmp_path, target, is_x86):
     """Whatever this machine is: cross compilers."""
-    (tmp_path / "cc").write_text(f"#!/bin/sh\necho {target}\n")
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setattr(compiling, "CC", [str(tmp_path / "cc")])
+    monkeypatch.setattr(compiling, "CC", [str(script(tmp_path / "cc", f"echo {target}"))])
     names = {source.stem for source in compiling.sources(["cpu"], None)}
     assert "gemm_scalar" in names
     assert ("gemm_avx2" in names) == ("gemm_avx512bf16" in names) == is_x86
@@ -384,8 +381,7 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
         "python": 'case "$*" in *demo.py) echo demo;; '
         f'*build_ext*|*"pip wheel"*) {settings};; esac',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        script(tmp_path / name, text)
     for name in (".ready", ".editable"):
         (tmp_path / name).write_text("")
     drop = ("MOELORA_", "TORCH_CUDA_ARCH_LIST", "FEW_KERNELS", "MAKE")
@@ -418,8 +414,7 @@ def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
         "python3": "exit 0",
         "python": f'case "$*" in *config*) echo "{configured}";; *) echo "$@";; esac',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        script(tmp_path / name, text)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python", f"PYTHON={tmp_path}/python3"]

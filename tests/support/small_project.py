@@ -55,7 +55,6 @@ GEMMS = {
 CUDA = {name for name in PROJECT if name.endswith(".cu")} | GEMMS
 # Compiles nothing but does what setup.py relies on; tells its arguments to nvcc.log.
 NVCC = """\
-#!/bin/sh
 here=$(dirname "$0")
 case "$1" in
   --version) echo "Cuda compilation tools, release {release}, V{release}.1"; exit;;
@@ -69,6 +68,14 @@ done
 echo "$object : $source" > "$rule"
 cp "$here/empty.o" "$object"
 """
+
+
+def script(path: Path, text: str) -> Path:
+    """A shell script where a program is looked for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 # Runs setup.py for each line on stdin, in forks: setuptools is imported once, which takes most of
@@ -128,9 +135,7 @@ class Project:
     def nvcc(self, release="13.0"):
         """The environment of a build with CUDA by a stand-in for nvcc."""
         (self.root / "bin").mkdir()
-        nvcc = self.root / "bin/nvcc"
-        nvcc.write_text(NVCC.format(release=release))
-        nvcc.chmod(0o755)
+        nvcc = script(self.root / "bin/nvcc", NVCC.format(release=release))
         for command in ("ar rcs libcudart_static.a", "cc -fPIC -x c -c /dev/null -o empty.o"):
             subprocess.run(command.split(), cwd=nvcc.parent, check=True)
         return {"MOELORA_CUDA": "1", "NVCC": str(nvcc), "MAX_JOBS": "1"}
