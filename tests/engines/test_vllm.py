@@ -33,12 +33,10 @@ CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": ["
         ({"auto_mapping": {"unsloth_fixed": True}}, "an adapter of base: Unsloth wrote the"),
     ],
 )
-def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
-    vllm.register()
-    lines.clear()
+def test_adapters_that_vllm_reads_wrong_are_told(served, lines, more, said):
     for _ in range(2):
         config = {**CONFIG, **more, "base_model_name_or_path": "base"}
-        assert vllm.PEFTHelper.from_dict(config).r == 4
+        assert served.PEFTHelper.from_dict(config).r == 4
     if said is None:
         assert lines == []
         return
@@ -95,10 +93,9 @@ def test_registering_twice_is_registering_once(vllm, lines):
     assert lines == []
 
 
-def test_other_backends_keep_their_class(vllm):
-    vllm.register()
+def test_other_backends_keep_their_class(served):
     oracle = load("vllm.model_executor.layers.fused_moe.oracle.unquantized")
-    (other,) = oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+    (other,) = oracle.backend_to_kernel_cls(served.UnquantizedMoeBackend.FLASHINFER_CUTLASS)
     assert "Triton" not in other.__name__
 
 
@@ -144,32 +141,26 @@ def test_a_parameter_that_moelora_would_not_pass_is_named(vllm):
     assert problem == "inspect.getattr_static requires attr"
 
 
-def test_other_platforms_are_left_alone(vllm, lines):
-    vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
-    vllm.plugin.register()
-    assert left_alone(vllm)
-    assert lines == ["moelora: the platform is not CUDA; vLLM's own path runs"]
-
-
 @pytest.mark.parametrize(
-    "with_cuda, capability, why",
+    "with_cuda, of_platform, why",
     [
-        (0, 90, "this build of moelora has no CUDA kernels"),
-        (1, 75, "there is no GPU of compute capability 8.0 or newer"),
+        (1, {"cuda": False}, "the platform is not CUDA"),
+        (
+            0,
+            {},
+            "this build of moelora has no CUDA kernels (it was made without nvcc: docs/install.md)",
+        ),
+        (1, {"capability": 75}, "there is no GPU of compute capability 8.0 or newer"),
     ],
 )
-def test_without_kernels_or_a_gpu_it_is_left_alone(
-    vllm, lines, monkeypatch, with_cuda, capability, why
-):
+def test_other_machines_are_left_alone(vllm, lines, monkeypatch, with_cuda, of_platform, why):
     monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
     monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
-    vllm.set("vllm.platforms", "current_platform", platform(capability=capability))
+    vllm.set("vllm.platforms", "current_platform", platform(**of_platform))
     for _ in range(2):
         vllm.plugin.register()
     assert left_alone(vllm)
-    (line,) = lines
-    assert why in line
-    assert line.endswith("; vLLM's own path runs")
+    assert lines == [f"moelora: {why}; vLLM's own path runs"]
 
 
 def test_the_engine_survives_a_failure(vllm, lines):
@@ -214,27 +205,18 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_layer_is_what_the_reference_says(vllm, place, name):
-    device, dtype = place
-    vllm.register()
-    layer = Layer(vllm, replace(SPECS[name], dtype=dtype).build(), device)
-    if layer.lora is not None:
-        layer.step()
+def test_a_layer_is_what_the_reference_says(make_layer, name):
+    layer = make_layer(SPECS[name])
     layer.check(layer())
-    assert vllm.own_calls == 0
+    assert layer.vllm.own_calls == 0
 
 
-def test_ranks_below_the_maximum_are_used(vllm, place):
+def test_ranks_below_the_maximum_are_used(make_layer):
     """The padding of the stacks is never read: here it would show."""
-    device, dtype = place
-    vllm.register()
-    spec = Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8, dtype=dtype)
-    layer = Layer(vllm, spec.build(), device).step()
+    layer = make_layer(Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8))
     ranks = layer.experts._lora_context.lora_ranks
     assert ranks.tolist() == [3, 8, 16]
-    for stack, dim in layer.stacks():
-        for slot, rank in enumerate(spec.ranks):
-            stack[slot].narrow(dim - 1, rank, 24 - rank).fill_(float("nan"))
+    layer.fill_padding(float("nan"))
     layer.check(layer())
 
     layer.load_adapter(2, rank=5)  # another adapter comes to the slot, in the same tensor
@@ -242,14 +224,20 @@ def test_ranks_below_the_maximum_are_used(vllm, place):
     assert ranks.tolist() == [3, 8, 5]
 
 
-def test_one_a_for_gate_and_up_is_read_once(vllm, place):
-    """Adapters of fused weights have it twice in vLLM's stacks."""
-    device, dtype = place
-    vllm.register()
-    p = Spec(ranks=(8, 16), mix="all_different", tokens=12, dtype=dtype).build()
+TWO_RANKS = Spec(ranks=(8, 16), mix="all_different", tokens=12)
+
+
+def with_one_a(place, slot):
+    """A problem in which gate and up of a slot have one A, as adapters of fused weights do."""
+    p = replace(TWO_RANKS, dtype=place[1]).build()
     gate, up = p.w13_lora_a
-    up[1] = gate[1]
-    layer = Layer(vllm, p, device).step()
+    up[slot] = gate[slot]
+    return p
+
+
+def test_one_a_for_gate_and_up_is_read_once(make_layer, place):
+    """Adapters of fused weights have it twice in vLLM's stacks."""
+    layer = make_layer(with_one_a(place, 1))
     table = layer.experts._lora_context.w13_one_a
     assert table.tolist() == [0, 1]
     layer.lora.w13_lora_a_stacked[1][1].fill_(float("nan"))
@@ -261,14 +249,10 @@ def test_one_a_for_gate_and_up_is_read_once(vllm, place):
     layer.check(layer())
 
 
-def test_an_adapter_that_vllm_cannot_load_is_read_as_far_as_it_was_written(vllm, place):
+def test_an_adapter_that_vllm_cannot_load_is_read_as_far_as_it_was_written(make_layer, place):
     """Its slot is enabled then: nothing that was known of the adapter before it holds."""
-    device, dtype = place
-    vllm.register()
-    p = Spec(ranks=(8, 16), mix="all_different", tokens=12, dtype=dtype).build()
-    gate, up = p.w13_lora_a
-    up[0] = gate[0]
-    layer = Layer(vllm, p, device).step()
+    p = with_one_a(place, 0)
+    layer = make_layer(p)
     context = layer.experts._lora_context
     assert context.w13_one_a.tolist() == [1, 0] and context.lora_ranks.tolist() == [8, 16]
     largest = layer.lora.w2_lora_a_stacked[0].size(2)
@@ -285,14 +269,11 @@ def test_an_adapter_that_vllm_cannot_load_is_read_as_far_as_it_was_written(vllm,
     layer.check(layer())
 
 
-def test_a_stale_mapping_is_not_used(vllm, place):
+def test_a_stale_mapping_is_not_used(make_layer):
     """After a step with adapters comes one without: vLLM does not rewrite its mapping."""
-    device, dtype = place
-    vllm.register()
-    p = Spec(mix="all_different", tokens=8, dtype=dtype).build()
-    layer = Layer(vllm, p, device).step()
+    layer = make_layer(Spec(mix="all_different", tokens=8))
     layer.check(layer())
-    plain = Layer(vllm, base(p), device)()
+    plain = make_layer(base(layer.p))()
     layer.step(torch.full((8,), -1))
     assert same_bits(layer(), plain)
     # A graph that was captured with adapters does not see the flag on the host.
@@ -300,64 +281,53 @@ def test_a_stale_mapping_is_not_used(vllm, place):
     assert same_bits(layer(), plain)
 
 
-def test_padding_rows_are_base_rows(vllm, place):
+def test_padding_rows_are_base_rows(make_layer):
     """A graph runs more rows than there are tokens; the mapping behind them is left over."""
-    device, dtype = place
-    vllm.register()
-    p = Spec(mix="all_different", tokens=12, dtype=dtype).build()
-    layer = Layer(vllm, p, device).step()
+    layer = make_layer(Spec(mix="all_different", tokens=12))
     whole = layer()
-    layer.step(p.token_lora_mapping[:7])
+    layer.step(layer.p.token_lora_mapping[:7])
     assert layer.meta.token_lora_mapping[7:].eq(-1).all()
     padded = layer()
     assert same_bits(padded[:7], whole[:7])
-    assert same_bits(padded[7:], Layer(vllm, base(p), device)()[7:])
+    assert same_bits(padded[7:], make_layer(base(layer.p))()[7:])
 
 
-def test_slots_out_of_range_are_base_rows(vllm, place):
+def test_slots_out_of_range_are_base_rows(served, place, make_layer):
     """Before any step the mapping is uninitialized memory; no slot is enabled then either."""
     device, dtype = place
-    vllm.register()
-    p = Spec(mix="all_different", tokens=12, dtype=dtype).build()
-    layer = Layer(vllm, p, device)
+    layer = Layer(served, Spec(mix="all_different", tokens=12, dtype=dtype).build(), device)
     layer.lora.reset_lora(0)
-    assert same_bits(layer(), Layer(vllm, base(p), device)())
+    assert same_bits(layer(), make_layer(base(layer.p))())
 
 
-def test_an_exchanged_mapping_comes_first(vllm, place):
+def test_an_exchanged_mapping_comes_first(make_layer):
     """Expert parallel over data-parallel ranks: their tokens, though ours have no adapter."""
-    device, dtype = place
-    vllm.register()
-    layer = Layer(vllm, Spec(mix="many", tokens=9, remote=4, dtype=dtype).build(), device)
+    layer = make_layer(Spec(mix="many", tokens=9, remote=4))
     layer.step(torch.full((9,), -1))
     layer.experts._lora_context.local_token_lora_mapping = layer.p.token_lora_mapping
     layer.check(layer())
 
 
-def test_removed_adapters_no_longer_act(vllm, place):
-    device, dtype = place
-    vllm.register()
-    p = Spec(mix="one", tokens=6, dtype=dtype).build()
-    layer = Layer(vllm, p, device).step()
+def test_removed_adapters_no_longer_act(make_layer):
+    layer = make_layer(Spec(mix="one", tokens=6))
     layer.check(layer())
-    slot = int(p.token_lora_mapping[0])
+    slot = int(layer.p.token_lora_mapping[0])
     layer.lora.reset_lora(slot)
     for stack, _ in layer.stacks():
         stack[slot] = float("nan")  # a disabled slot is not read
-    assert same_bits(layer(), Layer(vllm, base(p), device)())
+    assert same_bits(layer(), make_layer(base(layer.p))())
     layer.load_adapter(slot)
     layer.check(layer())
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_one_capture_serves_every_step(vllm):
+def test_one_capture_serves_every_step(served):
     """Other slots, other ranks, no adapter at all, fewer tokens: what a serving engine replays."""
     if "vllm.v1.worker.workspace" in sys.modules:
         pytest.skip("the end-to-end benchmark covers it")
-    vllm.register()
     p = Spec(mix="all_different", tokens=16, ranks=(8, 16, 4), dtype=torch.bfloat16).build()
-    layer = Layer(vllm, p, "cuda").step()
+    layer = Layer(served, p, "cuda").step()
     with torch.cuda.stream(torch.cuda.Stream()):
         layer()
     torch.cuda.synchronize()
@@ -373,7 +343,7 @@ def test_one_capture_serves_every_step(vllm):
 
     mixed = replay()
     layer.check(mixed)
-    plain = Layer(vllm, base(p), "cuda")()
+    plain = Layer(served, base(p), "cuda")()
     layer.step(torch.full((16,), -1))
     assert same_bits(replay(), plain)
     layer.step(p.token_lora_mapping[:5])
@@ -403,186 +373,189 @@ def quant_config(name, *args, **kwargs):
     return getattr(load("vllm.model_executor.layers.fused_moe.config"), name)(*args, **kwargs)
 
 
-def test_a_quantized_base(vllm, lines):
-    vllm.register()
+def test_a_quantized_base(served, lines):
     quant = quant_config("fp8_w8a8_moe_quant_config", torch.ones(1), torch.ones(1))
-    layer = Layer(vllm, Spec(mix="absent").build(), quant=quant)
+    layer = Layer(served, Spec(mix="absent").build(), quant=quant)
     # vLLM quantizes the input on the way, with an operator that the CPU has not.
     layer.kernel = vllm_stand_in.FusedMoEKernel(None, layer.experts)
     own_path(layer, lines, "the base is quantized (torch.float8_e4m3fn)")
 
 
-@pytest.mark.parametrize("name", ["GELU", "SILU_NO_MUL"])
-def test_an_activation_that_is_not_there(vllm, lines, name):
-    vllm.register()
-    spec = Spec(mix="many", activation="silu" if name == "GELU" else "relu2", slices=1)
-    layer = Layer(vllm, spec.build())
-    layer.activation = getattr(vllm.MoEActivation, name)
-    own_path(layer, lines, f"there is no activation {name.lower()!r}")
-
-
-def test_numbers_of_the_quantizations_config_go_first(vllm):
-    vllm.register()
+def test_numbers_of_the_quantizations_config_go_first(served):
     numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
     others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
     for spec in (Spec(limit=0.5), Spec(activation=UNINTERLEAVE, alpha=1.2, limit=0.5)):
         quant = quant_config("biased_moe_quant_config", None, None, **numbers)
-        layer = Layer(vllm, spec.build(), quant=quant, **others)
+        layer = Layer(served, spec.build(), quant=quant, **others)
         layer.check(layer.step()())
 
 
-def test_swigluoai_with_the_numbers_of_silu(vllm):
+def test_swigluoai_with_the_numbers_of_silu(served):
     """Alpha 1 and beta 0: another name for silu with a limit."""
-    vllm.register()
-    layer = Layer(vllm, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
-    layer.activation = vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE
+    layer = Layer(served, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.activation = served.MoEActivation.SWIGLUOAI_UNINTERLEAVE
     layer.check(layer.step()())
 
 
-@pytest.mark.parametrize("linear_beta", [0.0, -1.0])
-def test_a_linear_beta_that_is_not_positive_is_none(vllm, linear_beta):
-    """As vLLM's kernel has it."""
-    vllm.register()
-    p = Spec(activation="situ", alpha=4.0).build()
-    layer = Layer(vllm, p, activation_situ_linear_beta=linear_beta)
-    layer.check(layer.step()())
-
-
-@pytest.mark.parametrize("activation", ["swigluoai", "swiglustep"])
-def test_some_take_no_numbers_from_configs(vllm, activation):
-    vllm.register()
-    p = Spec(activation=activation, slices=1).build()
-    layer = Layer(vllm, p, swiglu_limit=0.5, swiglu_alpha=1.0, swiglu_beta=0.0)
-    layer.check(layer.step()())
+NO_NUMBERS = {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "swiglu_beta": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("activation", "config", "reason"),
+    ("spec", "config"),
     [
-        ("silu", {"swiglu_limit": 0.0}, "the limit of silu is 0.0"),
-        ("situ", {"activation_situ_linear_beta": 25.0}, "situ has beta None"),
-        ("situ", {"activation_situ_beta": 0.0}, "situ has beta 0.0"),
+        # A linear beta that is not positive is none, as vLLM's kernel has it.
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": 0.0}),
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": -1.0}),
+        # These take no numbers from configurations.
+        (Spec(activation="swigluoai", slices=1), NO_NUMBERS),
+        (Spec(activation="swiglustep", slices=1), NO_NUMBERS),
+    ],
+    ids=["no_linear_beta", "negative_linear_beta", "swigluoai", "swiglustep"],
+)
+def test_numbers_that_change_nothing(served, spec, config):
+    layer = Layer(served, spec.build(), **config)
+    layer.check(layer.step()())
+
+
+def activation(name):
+    def change(layer):
+        layer.activation = layer.vllm.MoEActivation[name]
+
+    return change
+
+
+def shard_adapters(layer):
+    layer.step()()
+    layer.experts._lora_context.fully_sharded = True
+    layer.experts.set_lora_context(layer.experts._lora_context)
+
+
+def offload(layer):
+    layer.p.w2._vllm_is_uva_offloaded = True
+
+
+def hook_rows(layer):
+    layer()
+    layer.experts.post_gemm2_hook = lambda rows, output: None
+
+
+def nothing(layer):
+    pass
+
+
+SILU, SITU, OAI = Spec(), Spec(activation="situ"), Spec(activation=UNINTERLEAVE)
+LIMIT_7 = {"swiglu_limit": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "change", "reason"),
+    [
+        (SILU, {"swiglu_limit": 0.0}, nothing, "the limit of silu is 0.0"),
+        (SITU, {"activation_situ_linear_beta": 25.0}, nothing, "situ has beta None"),
+        (SITU, {"activation_situ_beta": 0.0}, nothing, "situ has beta 0.0"),
         (
-            UNINTERLEAVE,
-            {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
+            OAI,
+            {**LIMIT_7, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
+            nothing,
             "swigluoai_uninterleave has limit 7.0, alpha 1.702 and beta 0.5",
         ),
         (
-            UNINTERLEAVE,
+            OAI,
             {"swiglu_alpha": 1.702},
+            nothing,
             "swigluoai_uninterleave has limit None, alpha 1.702 and beta 1.0",
         ),
         (
-            UNINTERLEAVE,
-            {"swiglu_limit": 7.0, "swiglu_beta": None},
+            OAI,
+            {**LIMIT_7, "swiglu_beta": None},
+            nothing,
             "swigluoai_uninterleave has limit 7.0, alpha None and beta None",
         ),
+        (
+            Spec(mix="many", slices=1),
+            {},
+            activation("GELU"),
+            "there is no activation 'gelu'",
+        ),
+        (
+            Spec(mix="many", activation="relu2", slices=1),
+            {},
+            activation("SILU_NO_MUL"),
+            "there is no activation 'silu_no_mul'",
+        ),
+        (SILU, {}, shard_adapters, "the adapters are fully sharded"),
+        (
+            Spec(activation="swigluoai", slices=2),
+            {},
+            nothing,
+            "gate and up have adapters of their own, while their weights are interleaved",
+        ),
+        (SILU, {}, offload, "the expert weights are in host memory"),
+        (Spec(mix="absent"), {}, hook_rows, "the rows before the weighted sum are wanted"),
     ],
 )
-def test_numbers_that_are_not_there(vllm, lines, activation, config, reason):
-    vllm.register()
-    own_path(Layer(vllm, Spec(activation=activation).build(), **config), lines, reason)
+def test_what_is_not_there_runs_vllms_own_path(served, lines, spec, config, change, reason):
+    layer = Layer(served, spec.build(), **config)
+    change(layer)
+    own_path(layer, lines, reason)
 
 
-def test_fully_sharded_adapters(vllm, lines):
+def test_fully_sharded_adapters(served, lines):
     """They are not, in a layer that moelora runs."""
-    vllm.register()
-    layer = Layer(vllm, Spec().build(), fully_sharded=True)
+    layer = Layer(served, Spec().build(), fully_sharded=True)
     layer.check(layer.step()())
     assert not layer.lora.fully_sharded
     assert lines == [
         "moelora: adapters of experts are not sharded over ranks: fully_sharded_loras is off"
     ]
+    lines.clear()
+    other = Layer(served, Spec().build(), fully_sharded=True, swiglu_limit=0.0)
+    assert other.lora.fully_sharded
+    own_path(other, lines, "the limit of silu is 0.0")
 
 
-def test_data_parallel_ranks_have_slots_of_their_own(vllm, lines):
-    vllm.register()
-    Layer(vllm, Spec().build())
+def test_data_parallel_ranks_have_slots_of_their_own(served, lines):
+    Layer(served, Spec().build())
     assert not lines
     for _ in range(2):
-        Layer(vllm, Spec().build(), dp_size=2)
+        Layer(served, Spec().build(), dp_size=2)
     (line,) = lines
     assert "requests can get each other's, with moelora and without" in line
-
-
-def test_fully_sharded_adapters_of_another_layer(vllm, lines):
-    vllm.register()
-    layer = Layer(vllm, Spec().build(), fully_sharded=True, swiglu_limit=0.0)
-    assert layer.lora.fully_sharded
-    own_path(layer, lines, "the limit of silu is 0.0")
-
-
-def test_adapters_that_come_after_the_first_call(vllm, lines):
-    vllm.register()
-    layer = Layer(vllm, Spec().build())
-    layer.step()()
-    layer.experts._lora_context.fully_sharded = True
-    layer.experts.set_lora_context(layer.experts._lora_context)
-    own_path(layer, lines, "the adapters are fully sharded")
-
-
-def test_interleaved_weights_with_two_adapters(vllm, lines):
-    vllm.register()
-    layer = Layer(vllm, Spec(activation="swigluoai", slices=2).build())
-    own_path(
-        layer,
-        lines,
-        "gate and up have adapters of their own, while their weights are interleaved",
-    )
 
 
 def test_batch_invariance(vllm, lines):
     """vLLM's switch is no reason to step aside."""
     vllm.set("vllm.envs", "VLLM_BATCH_INVARIANT", True)
-    vllm.register()
-    layer = Layer(vllm, Spec().build())
+    layer = Layer(vllm.register(), Spec().build())
     assert layer.experts.reason_against(layer.activation) is None
 
 
-def test_weights_in_host_memory(vllm, lines):
-    vllm.register()
-    layer = Layer(vllm, Spec().build())
-    layer.p.w2._vllm_is_uva_offloaded = True
-    own_path(layer, lines, "the expert weights are in host memory")
-
-
-def test_a_hook_behind_the_second_product(vllm, lines):
-    vllm.register()
-    layer = Layer(vllm, Spec(mix="absent").build())
-    layer()
-    layer.experts.post_gemm2_hook = lambda rows, output: None
-    own_path(layer, lines, "the rows before the weighted sum are wanted")
-
-
-def test_what_the_operator_refuses(vllm, lines):
+def test_what_the_operator_refuses(served, lines):
     """Here a dtype; all that it has no kernel for, or that breaks its contract, is the same."""
-    vllm.register()
     p = Spec(mix="absent").build()
-    layer = Layer(vllm, p)
+    layer = Layer(served, p)
     layer.p = replace(p, **{n: getattr(p, n).double() for n in ("hidden_states", "w13", "w2")})
     for _ in range(2):
-        assert (layer() == vllm.OWN).all()
+        assert (layer() == served.OWN).all()
     (line,) = lines
     assert "hidden_states" in line and line.endswith("vLLM's own path runs")
 
 
-def test_each_reason_is_said_once(vllm, lines):
-    vllm.register()
+def test_each_reason_is_said_once(served, lines):
     for _ in range(2):
         for spec in (Spec(activation="swigluoai"), Spec(ranks=(4,))):
-            layer = Layer(vllm, spec.build(), fully_sharded="silu" in spec.activation)
+            layer = Layer(served, spec.build(), fully_sharded="silu" in spec.activation)
             layer.step()()
     assert len(lines) == 2
 
 
-def test_other_classes_are_named(vllm, lines):
+def test_other_classes_are_named(served, lines):
     """Layers that vLLM gives to other kernels do not come here at all."""
-    vllm.register()
-    layer = Layer(vllm, Spec(mix="absent").build())
+    layer = Layer(served, Spec(mix="absent").build())
     assert lines == []
-    theirs = vllm.TritonExperts(layer.moe_config, layer.experts.quant_config)
+    theirs = served.TritonExperts(layer.moe_config, layer.experts.quant_config)
     for _ in range(2):
-        vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
+        served.FusedMoEKernel(served.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
     assert lines == [
         "moelora: vLLM gives unquantized layers to TritonExperts; vLLM's own path runs"
     ]

@@ -24,24 +24,25 @@ SPECS = {
 }
 
 
+LISTS = "sorted", "experts", "padded", "mapping"
+
+
 class Own:
     """vLLM's own two hooks: they write nothing, and what they were called with is kept."""
 
     def __init__(self, vllm):
         self.calls = []
         for name in ("add_lora_w13", "add_lora_w2"):
-            original = getattr(vllm.PunicaWrapperGPU, name)
-            vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, name, self.recorder(original))
+            signature = inspect.signature(getattr(vllm.PunicaWrapperGPU, name))
+            vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, name, self.recorder(name, signature))
 
-    def recorder(self, original):
-        signature = inspect.signature(original)
-
+    def recorder(self, name, signature):
         def recorded(*args, **kwargs):
             call = signature.bind(*args, **kwargs)
-            self.calls.append(SimpleNamespace(name=original.__name__, **call.arguments))
-            return "sorted", "experts", "padded", "mapping"
+            self.calls.append(SimpleNamespace(name=name, **call.arguments))
+            return LISTS
 
-        recorded.__signature__, recorded.__name__ = signature, original.__name__
+        recorded.__signature__ = signature
         return recorded
 
 
@@ -140,11 +141,9 @@ def test_a_layer_around_the_hooks_is_the_exact_one(vllm, own, lines, name):
 
 def test_true_ranks_are_used(vllm, own):
     """What lies behind a rank in the stacks is never read: here it would show."""
-    spec = Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8)
-    layer = Deltas(vllm, spec.build()).step()
-    for stack, dim in layer.stacks():
-        for slot, rank in enumerate(spec.ranks):
-            stack[slot].narrow(dim - 1, rank, 24 - rank).fill_(float("nan"))
+    p = Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8).build()
+    layer = Deltas(vllm, p).step()
+    layer.fill_padding(float("nan"))
     layer.check(layer())
 
 
@@ -220,18 +219,13 @@ def test_what_the_operators_refuse_stays_with_vllm(vllm, own, lines):
     p = Spec(mix="many", tokens=8, remote=4).build()
     layer = Deltas(vllm, p).step()
     y = torch.randn(8, p.topk_ids.size(1), p.w13.size(1))
-    assert layer.gate_up(y, x=p.hidden_states.double()) == (
-        "sorted",
-        "experts",
-        "padded",
-        "mapping",
-    )
+    assert layer.gate_up(y, x=p.hidden_states.double()) == LISTS
     (call,) = own.calls
     assert call.name == "add_lora_w13" and torch.equal(call.topk_ids, p.topk_ids)
     (line,) = lines
     assert line.endswith("vLLM's own kernels add the adapters")
 
-    layer.down(y, y, ("sorted", "experts", "padded", "mapping"))  # vLLM's lists are handed on
+    layer.down(y, y, LISTS)  # vLLM's lists are handed on
     assert own.calls[-1].sorted_token_ids_lora == "sorted"
 
     lists = layer.gate_up(y)

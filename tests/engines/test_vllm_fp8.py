@@ -44,18 +44,16 @@ class Fp8Layer(QuantizedLayer):
             q=numbers.flatten(1, 2).flatten(2), scales=scales, dequantized=weights.to
         )
 
-    def construct(self, name, cls):
+    def arguments(self):
         quant = SimpleNamespace(
             weight_block_size=self.block,
             activation_scheme="static" if self.scheme == "fp8_static" else "dynamic",
             is_checkpoint_fp8_serialized=True,
         )
-        if name == "fp8":
-            return cls(quant, self.routed)
         strategy = "block" if self.block else "channel"
         weights = SimpleNamespace(strategy=strategy, block_structure=self.block, dynamic=False)
         inputs = SimpleNamespace(strategy="group" if self.block else "token", dynamic=True)
-        return cls(weights, inputs, self.moe_config)
+        return {"quant_config": quant, "weight_quant": weights, "input_quant": inputs}
 
     def load_numbers(self, name, numbers):
         get = self.routed.get_parameter

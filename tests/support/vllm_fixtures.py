@@ -3,12 +3,15 @@
 import importlib.util
 import logging
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import vllm_stand_in
+from cases import Problem, Spec
 from conftest import needs_gpu
-from vllm_layer import HERE, VLLM, drop, load
+from stand_in import modules
+from vllm_layer import HERE, VLLM, Layer, drop, load
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
@@ -20,7 +23,8 @@ def vllm(request, monkeypatch):
     installed = request.param == "installed"
     drop(HERE, monkeypatch)
     drop("vllm", monkeypatch)
-    for name, module in (_real if installed else vllm_stand_in.modules(request.param)).items():
+    stand_ins = {} if installed else modules(vllm_stand_in.contents(request.param))
+    for name, module in (_real if installed else stand_ins).items():
         monkeypatch.setitem(sys.modules, name, module)
     try:
         engine = VLLM(monkeypatch)
@@ -35,6 +39,12 @@ def vllm(request, monkeypatch):
     return engine
 
 
+@pytest.fixture
+def served(vllm):
+    """The engine with moelora's hooks in it."""
+    return vllm.register()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def place(request, vllm):
     """(device, dtype) that fits the engine: an installed vLLM is only tried on the CPU here."""
@@ -43,6 +53,19 @@ def place(request, vllm):
     if "vllm.v1.worker.workspace" in sys.modules:
         pytest.skip("the end-to-end benchmark covers it")
     return "cuda", torch.bfloat16
+
+
+@pytest.fixture
+def make_layer(served, place):
+    """Makes a layer of the engine that has begun a step, and adapters unless its spec has none."""
+    device, dtype = place
+
+    def make(spec: Spec | Problem, **config) -> Layer:
+        p = replace(spec, dtype=dtype).build() if isinstance(spec, Spec) else spec
+        layer = Layer(served, p, device, **config)
+        return layer if layer.lora is None else layer.step()
+
+    return make
 
 
 @pytest.fixture

@@ -224,6 +224,12 @@ class Layer:
                 for stack in getattr(self.lora, f"{projection}_lora_{name}_stacked"):
                     yield stack, dim
 
+    def fill_padding(self, value: float) -> None:
+        """What the stacks have beyond the rank of each adapter."""
+        for stack, dim in self.stacks():
+            for slot, rank in enumerate(self.p.spec.ranks):
+                stack[slot].narrow(dim - 1, rank, stack.size(dim) - rank).fill_(value)
+
     def step(self, mapping: torch.Tensor | None = None):
         """The scheduler's part of a step."""
         mapping = self.p.token_lora_mapping if mapping is None else mapping

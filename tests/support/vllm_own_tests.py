@@ -5,10 +5,11 @@ vLLM itself is not imported, so that they run without a GPU.
 
 import sys
 from itertools import groupby
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_in import modules
 
 import moelora
 from moelora.integrations.vllm.ops import fused_moe_lora
@@ -25,7 +26,6 @@ def multi_gpu_test(*, num_gpus):
 
 
 MODULES = {
-    "vllm": {},
     "vllm._custom_ops": {"moe_lora_align_block_size": moelora.moe_lora_align_block_size},
     "vllm.distributed": dict.fromkeys(
         (
@@ -37,23 +37,13 @@ MODULES = {
         unused,
     ),
     "vllm.distributed.parallel_state": {"get_tensor_model_parallel_world_size": unused},
-    "vllm.lora": {},
-    "vllm.lora.ops": {},
     "vllm.lora.ops.triton_ops": {"fused_moe_lora": fused_moe_lora},
     "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
-    "vllm.utils": {},
     "vllm.utils.network_utils": {"get_open_port": unused},
     "vllm.utils.torch_utils": {"set_random_seed": torch.manual_seed},
-    "tests": {},
     "tests.utils": {"ensure_current_vllm_config": unused, "multi_gpu_test": multi_gpu_test},
 }
-for name, names in MODULES.items():
-    sys.modules[name] = module = ModuleType(name)
-    module.__path__ = []
-    vars(module).update(names)
-    parent, _, leaf = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], leaf, module)
+sys.modules.update(modules(MODULES))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -44,6 +45,19 @@ KINDS = {
 
 QUANT = "vllm.model_executor.layers.quantization"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
+CHECKPOINT = {
+    "quant_type": SimpleNamespace(size_bits=4),
+    "weight_bits": 4,
+    "num_bits": 4,
+    "pack_factor": 8,
+    "strategy": "group",
+    "actorder": None,
+    "desc_act": False,
+    "is_sym": True,
+    "zero_point": True,
+    "is_checkpoint_nvfp4_serialized": True,
+    "moe_activation_override": None,
+}
 BACKENDS = "NvFp4MoeBackend", "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
 
 
@@ -164,42 +178,22 @@ class QuantizedLayer(Layer):
         ):
             if hasattr(module, asked):
                 vllm.set(place, asked, lambda *a, v=value, **k: v)
-        return self.construct(name, cls)
+        return self.construct(cls)
 
-    def construct(self, name: str, cls: type):
-        group = self.kind.format.group
-        if name in ("gpt_oss", "mxfp4", "mxfp4_compressed_tensors"):
-            return cls(self.moe_config)
-        if name == "nvfp4_compressed_tensors":
-            return cls(self.moe_config, use_a16=self.use_a16)
-        if name == "nvfp4_modelopt":
-            algorithm = "W4A16_NVFP4" if self.use_a16 else "NVFP4"
-            quant = SimpleNamespace(
-                quant_method=algorithm,
-                group_size=16,
-                is_checkpoint_nvfp4_serialized=True,
-                moe_activation_override=None,
-            )
-            return cls(quant, self.moe_config)
-        if name in ("gptq", "awq"):
-            quant = SimpleNamespace(
-                quant_type=SimpleNamespace(size_bits=4),
-                weight_bits=4,
-                group_size=group or -1,
-                desc_act=False,
-                is_sym=True,
-                zero_point=True,
-                pack_factor=8,
-            )
-            return cls(quant, self.moe_config)
+    def arguments(self) -> dict:
+        """What the constructors of methods take, by name."""
         quant = SimpleNamespace(
+            quant_method="W4A16_NVFP4" if self.use_a16 else "NVFP4",
+            group_size=self.kind.format.group or -1,
             symmetric=self.kind.symmetric,
-            num_bits=4,
-            strategy="group",
-            group_size=group,
-            actorder=None,
+            **CHECKPOINT,
         )
-        return cls(quant, None, self.moe_config)
+        return {"quant_config": quant, "weight_quant": quant, "input_quant": None}
+
+    def construct(self, cls: type):
+        moe = {"moe": self.moe_config, "moe_config": self.moe_config, "layer": self.routed}
+        arguments = self.arguments() | moe | {"use_a16": self.use_a16}
+        return cls(**{n: arguments[n] for n in inspect.signature(cls).parameters if n in arguments})
 
     def load_numbers(self, name: str, numbers: Numbers) -> None:
         """A projection as the loader writes it: into the front of what may be larger."""
@@ -222,11 +216,10 @@ class QuantizedLayer(Layer):
         return {"weight_packed": by_bytes(n.q), "weight_scale": n.scales}
 
     def _nvfp4_modelopt(self, n: Numbers) -> dict[str, Tensor]:
-        return {"weight": by_bytes(n.q), "weight_scale": n.scales, "weight_scale_2": scales(n)}
+        return self._mxfp4(n) | {"weight_scale_2": scales(n)}
 
     def _nvfp4_compressed_tensors(self, n: Numbers) -> dict[str, Tensor]:
-        found = {"weight_packed": by_bytes(n.q), "weight_scale": n.scales}
-        return found | {"weight_global_scale": 1 / scales(n)}
+        return self._mxfp4_compressed_tensors(n) | {"weight_global_scale": 1 / scales(n)}
 
     def _gptq(self, n: Numbers) -> dict[str, Tensor]:
         return {"qweight": by_words(n.q).transpose(1, 2), "scales": n.scales.transpose(1, 2)}

@@ -6,13 +6,13 @@ where they can be imported, and so tell if this drifts.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
+from stand_in import takes
 
 OWN = 77.0  # what vLLM's own path writes
 
@@ -78,38 +78,16 @@ class TritonExperts:
         self._lora_context = ctx
 
     def workspace_shapes(
-        self,
-        M,
-        N,
-        K,
-        topk,
-        global_num_experts,
-        local_num_experts,
-        expert_tokens_meta,
-        activation,
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ):
         width = N if activation.value.endswith("_no_mul") else N // 2
         return (M, topk, max(width, K)), (M, topk, max(N, K)), (M, K)
 
-    def apply(
-        self,
-        output,
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        global_num_experts,
-        expert_map,
-        a1q_scale,
-        a2_scale,
-        workspace13,
-        workspace2,
-        expert_tokens_meta,
-        apply_router_weight_on_input,
-    ):
-        raise AssertionError("the tests put their own path here")
+    apply = takes(
+        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts "
+        "expert_map a1q_scale a2_scale workspace13 workspace2 expert_tokens_meta "
+        "apply_router_weight_on_input"
+    )
 
 
 @dataclass
@@ -131,39 +109,13 @@ class BatchedTritonExperts:
         return w1.size(0), a1.size(1), w1.size(1), a1.size(2), topk_ids.size(1)
 
     def workspace_shapes(
-        self,
-        M,
-        N,
-        K,
-        topk,
-        global_num_experts,
-        local_num_experts,
-        expert_tokens_meta,
-        activation,
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ):
         rows = self.max_num_tokens * self.num_dispatchers
         sizes = max(K, N), N // 2, K
         return tuple((local_num_experts, rows, size) for size in sizes)
 
-    def apply(
-        self,
-        output,
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        global_num_experts,
-        expert_map,
-        a1q_scale,
-        a2_scale,
-        workspace13,
-        workspace2,
-        expert_tokens_meta,
-        apply_router_weight_on_input,
-    ):
-        raise AssertionError("the tests put their own path here")
+    apply = TritonExperts.apply
 
 
 class OtherExperts(TritonExperts):
@@ -361,55 +313,19 @@ class LoRAKernelMeta:
 
 
 class PunicaWrapperGPU:
-    def add_lora_w13(
-        self,
-        y,
-        x,
-        lora_a_stacked,
-        lora_b_stacked,
-        topk_ids,
-        topk_weights,
-        expert_map,
-        w1,
-        w2,
-        num_tokens,
-        top_k_num,
-        max_loras,
-        adapter_enabled,
-        local_num_experts,
-        top_k,
-        num_slices,
-        fully_sharded,
-        use_tuned_config,
+    add_lora_w13 = takes(
+        "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens "
+        "top_k_num max_loras adapter_enabled local_num_experts top_k num_slices fully_sharded "
+        "use_tuned_config add_inputs token_lora_mapping",
         add_inputs=True,
         token_lora_mapping=None,
-    ):
-        raise AssertionError("the tests put their own here")
-
-    def add_lora_w2(
-        self,
-        y,
-        x,
-        lora_a_stacked,
-        lora_b_stacked,
-        topk_weights,
-        sorted_token_ids_lora,
-        expert_ids_lora,
-        num_tokens_post_padded_lora,
-        token_lora_mapping,
-        num_tokens,
-        w1,
-        w2,
-        top_k_num,
-        max_loras,
-        adapter_enabled,
-        top_k,
-        fully_sharded,
-        tp_rank,
-        use_tuned_config,
+    )
+    add_lora_w2 = takes(
+        "self y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora expert_ids_lora "
+        "num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 top_k_num max_loras "
+        "adapter_enabled top_k fully_sharded tp_rank use_tuned_config add_inputs",
         add_inputs=True,
-    ):
-        raise AssertionError("the tests put their own here")
+    )
 
 
 class PEFTHelper:
@@ -425,14 +341,10 @@ def get_current_vllm_config_or_none():
     return None
 
 
-def tensor_model_parallel_all_gather(input_, dim=-1):
-    raise AssertionError("the tests put their own here")
-
-
+tensor_model_parallel_all_gather = takes("input_ dim", dim=-1)
 tensor_model_parallel_all_reduce = tensor_model_parallel_all_gather
 
 _MOE = "vllm.model_executor.layers.fused_moe"
-_HERE = sys.modules[__name__]
 PLACES = {
     f"{_MOE}.activation": ["MoEActivation"],
     f"{_MOE}.all2all_utils": ["maybe_make_prepare_finalize"],
@@ -457,29 +369,16 @@ PLACES = {
 }
 
 
-def modules(version: str) -> dict[str, ModuleType]:
-    """Entries for `sys.modules`."""
+def contents(version: str) -> dict[str, dict[str, object]]:
+    """What is in which module of a release."""
     from vllm_stand_in_methods import places
 
-    made: dict[str, ModuleType] = {}
-    methods = places(version)
-    for place in [*PLACES, *methods, "vllm.envs", "vllm.model_executor.utils", "vllm.platforms"]:
-        parts = place.split(".")
-        for n in range(1, len(parts) + 1):
-            name = ".".join(parts[:n])
-            if name not in made:
-                made[name] = ModuleType(name)
-                if n > 1:
-                    setattr(made[".".join(parts[: n - 1])], parts[n - 1], made[name])
-    for place, names in PLACES.items():
-        for name in names:
-            setattr(made[place], name, getattr(_HERE, name))
-    for place, found in methods.items():
-        for name, value in found.items():
-            setattr(made[place], name, value)
-    made["vllm"].__version__ = version
-    made["vllm.envs"].VLLM_BATCH_INVARIANT = False
-    made["vllm.platforms"].current_platform = SimpleNamespace(
-        is_cuda=lambda: True, has_device_capability=lambda wanted: True
-    )
-    return made
+    platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda wanted: True)
+    others = {
+        "vllm": {"__version__": version},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.model_executor.utils": {},
+        "vllm.platforms": {"current_platform": platform},
+    }
+    layers = {place: {n: globals()[n] for n in names} for place, names in PLACES.items()}
+    return layers | places(version) | others

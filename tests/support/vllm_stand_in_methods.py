@@ -13,6 +13,7 @@ import sys
 from enum import Enum
 
 import torch
+from stand_in import takes
 from torch import nn
 from vllm_stand_in import OtherExperts
 
@@ -20,16 +21,17 @@ QUANT = "vllm.model_executor.layers.quantization"
 COMPRESSED = f"{QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 
-class Mxfp4MoeBackend(Enum):
-    MARLIN = "MARLIN"
-    EMULATION = "EMULATION"
-
-
 def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
+def zeros(*shape, dtype=torch.uint8):
+    return torch.zeros(shape, dtype=dtype)
+
+
 class _Method:
+    attributes: dict[str, object] = {}  # of its parameters, beside those of the call
+
     def __init__(self, moe):
         self.moe, self.moe_quant_config, self.moe_kernel = moe, None, None
         self.experts_cls = OtherExperts
@@ -37,15 +39,40 @@ class _Method:
     def maybe_roundup_sizes(self, hidden_size, intermediate_size, act_dtype, parallel_config):
         return hidden_size, intermediate_size
 
-    def process_weights_after_loading(self, layer):
-        raise AssertionError("the tests put their own here")
+    process_weights_after_loading = takes("self layer")
 
-    def _register(self, layer, attributes, **tensors):
-        for name, tensor in tensors.items():
-            parameter = nn.Parameter(tensor, requires_grad=False)
-            for attribute, value in attributes.items():
-                setattr(parameter, attribute, value)
-            layer.register_parameter(name, parameter)
+    def chosen(self, name, place, **options):
+        """(backend, class of experts), by a function of the method's module."""
+        return getattr(sys.modules[place], name)(**options)
+
+    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+        gate_and_up = 2 if self.moe.is_act_and_mul else 1
+        w13 = (gate_and_up,), gate_and_up * inter, hidden_size
+        for name, sizes in (("w13", w13), ("w2", ((), hidden_size, inter))):
+            for part, of_expert in self.parts(*sizes, params_dtype).items():
+                tensor = torch.stack([of_expert] * num_experts)
+                parameter = nn.Parameter(tensor, requires_grad=False)
+                vars(parameter).update(attributes | self.attributes)
+                layer.register_parameter(f"{name}_{part}", parameter)
+
+    def parts(self, shards, rows, columns, dtype):
+        """{suffix of a parameter's name: tensor of one expert}; `shards` is the shape of what each
+        of gate and up has one of."""
+        raise NotImplementedError
+
+
+def selected(backend):
+    """vLLM's `select_*_moe_backend`, which chooses this one."""
+
+    def select(config=None, **options):
+        return backend, OtherExperts
+
+    return select
+
+
+class Mxfp4MoeBackend(Enum):
+    MARLIN = "MARLIN"
+    EMULATION = "EMULATION"
 
 
 class GptOssMxfp4MoEMethod(_Method):
@@ -53,58 +80,30 @@ class GptOssMxfp4MoEMethod(_Method):
 
     def __init__(self, moe):
         super().__init__(moe)
-        select = getattr(sys.modules[f"{QUANT}.mxfp4"], self.select)  # a name of that module
-        self.mxfp4_backend, self.experts_cls = select(moe)
+        choice = self.chosen(self.select, f"{QUANT}.mxfp4", config=moe)
+        self.mxfp4_backend, self.experts_cls = choice
 
     def maybe_roundup_sizes(self, hidden_size, intermediate_size, act_dtype, parallel_config):
         if self.mxfp4_backend is Mxfp4MoeBackend.EMULATION:
             return round_up(hidden_size, 32), round_up(intermediate_size, 32)
         return round_up(hidden_size, 256), round_up(intermediate_size, 128)
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        def zeros(*shape, dtype=torch.uint8):
-            return torch.zeros(num_experts, *shape, dtype=dtype)
-
-        self._register(
-            layer,
-            attributes,
-            w13_weight=zeros(2 * inter, hidden_size // 2),
-            w13_weight_scale=zeros(2 * inter, hidden_size // 32),
-            w2_weight=zeros(hidden_size, inter // 2),
-            w2_weight_scale=zeros(hidden_size, inter // 32),
-        )
-        if self.moe.has_bias:
-            biases = {"w13_bias": zeros(2 * inter, dtype=torch.bfloat16)}
-            biases["w2_bias"] = zeros(hidden_size, dtype=torch.bfloat16)
-            self._register(layer, attributes, **biases)
+    def parts(self, shards, rows, columns, dtype):
+        weights = {"weight": zeros(rows, columns // 2), "weight_scale": zeros(rows, columns // 32)}
+        biases = {"bias": zeros(rows, dtype=torch.bfloat16)} if self.moe.has_bias else {}
+        return weights | biases
 
 
 class Mxfp4MoEMethod(GptOssMxfp4MoEMethod):
     select = "select_deepseek_v4_mxfp4_moe_backend"
 
 
-def select_mxfp4_moe_backend(config):
-    return Mxfp4MoeBackend.MARLIN, OtherExperts
-
-
-def select_deepseek_v4_mxfp4_moe_backend(config):
-    return Mxfp4MoeBackend.MARLIN, OtherExperts
-
-
 class CompressedTensorsW4A4Mxfp4MoEMethod(_Method):
     use_cutlass_mxfp4 = False
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        for name, (rows, columns) in _sizes(self, hidden_size, inter).items():
-            packed = torch.zeros(num_experts, rows, columns // 2, dtype=torch.uint8)
-            scale = torch.zeros(num_experts, rows, columns // 32, dtype=torch.uint8)
-            parts = {f"{name}_weight_packed": packed, f"{name}_weight_scale": scale}
-            self._register(layer, attributes, **parts)
-
-
-def _sizes(method, hidden_size, inter):
-    shards = 2 if method.moe.is_act_and_mul else 1
-    return {"w13": (shards * inter, hidden_size), "w2": (hidden_size, inter)}
+    def parts(self, shards, rows, columns, dtype):
+        packed, scale = zeros(rows, columns // 2), zeros(rows, columns // 32)
+        return {"weight_packed": packed, "weight_scale": scale}
 
 
 class NvFp4MoeBackend(Enum):
@@ -112,27 +111,21 @@ class NvFp4MoeBackend(Enum):
     FLASHINFER_CUTLASS = "FLASHINFER_CUTLASS"
 
 
-def select_nvfp4_moe_backend(config, weight_key=None, activation_key=None):
-    return NvFp4MoeBackend.MARLIN, OtherExperts
-
-
 class _NvFp4Method(_Method):
     packed, of_tensor, of_input = "weight", "weight_scale_2", "input_scale"
 
     def select(self, use_a16):
         self.use_a16 = use_a16
-        select = sys.modules[self.place].select_nvfp4_moe_backend  # a name of that module
-        self.nvfp4_backend, self.experts_cls = select(config=self.moe)
+        choice = self.chosen("select_nvfp4_moe_backend", self.place, config=self.moe)
+        self.nvfp4_backend, self.experts_cls = choice
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        for name, (rows, columns) in _sizes(self, hidden_size, inter).items():
-            shards = (rows // inter,) if name == "w13" else ()
-            packed = torch.zeros(num_experts, rows, columns // 2, dtype=torch.uint8)
-            scale = torch.zeros(num_experts, rows, columns // 16).to(torch.float8_e4m3fn)
-            parts = {self.packed: packed, "weight_scale": scale}
-            parts[self.of_tensor] = torch.ones(num_experts, *shards)
-            parts[self.of_input] = torch.full((num_experts, *shards), float("nan"))  # unused
-            self._register(layer, attributes, **{f"{name}_{part}": t for part, t in parts.items()})
+    def parts(self, shards, rows, columns, dtype):
+        return {
+            self.packed: zeros(rows, columns // 2),
+            "weight_scale": zeros(rows, columns // 16).to(torch.float8_e4m3fn),
+            self.of_tensor: torch.ones(shards),
+            self.of_input: torch.full(shards, float("nan")),  # unused
+        }
 
 
 class ModelOptNvFp4FusedMoE(_NvFp4Method):
@@ -155,81 +148,67 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(_NvFp4Method):
 
 
 class AutoGPTQMoEMethod(_Method):
+    attributes = {"is_transposed": True}
     indices = True  # 0.26
 
     def __init__(self, quant_config, moe):
         super().__init__(moe)
         self.quant_config = quant_config
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+    def parts(self, shards, rows, columns, dtype):
         group = self.quant_config.group_size
-        groups = [1, 1] if group == -1 else [hidden_size // group, inter // group]
-        sizes = {"w13": (hidden_size, 2 * inter), "w2": (inter, hidden_size)}
-        for (name, (columns, rows)), count in zip(sizes.items(), groups, strict=True):
-            shapes = {"qweight": (columns // 8, rows), "scales": (count, rows)}
-            shapes["qzeros"] = (count, rows // 8)
-            if self.indices:
-                shapes["g_idx"] = shapes["g_idx_sort_indices"] = (columns,)
-            integers = ("qweight",) if self.indices else ("qweight", "qzeros")
-            for part, shape in shapes.items():
-                dtype = torch.int32 if part in integers else params_dtype
-                tensor = torch.zeros(num_experts, *shape, dtype=dtype)
-                self._register(
-                    layer, attributes | {"is_transposed": True}, **{f"{name}_{part}": tensor}
-                )
-            if not self.indices:
-                bias = torch.zeros(num_experts, rows, dtype=params_dtype)
-                self._register(layer, attributes, **{f"{name}_bias": bias})
+        groups = 1 if group == -1 else columns // group
+        found = {
+            "qweight": zeros(columns // 8, rows, dtype=torch.int32),
+            "scales": zeros(groups, rows, dtype=dtype),
+            "qzeros": zeros(groups, rows // 8, dtype=dtype if self.indices else torch.int32),
+        }
+        if not self.indices:
+            return found | {"bias": zeros(rows, dtype=dtype)}
+        indices = zeros(columns, dtype=dtype)
+        return found | {"g_idx": indices, "g_idx_sort_indices": indices}
 
 
 class AutoAWQMoEMethod(_Method):
+    attributes = {"is_transposed": True}
+
     def __init__(self, quant_config, moe):
         super().__init__(moe)
         self.quant_config = quant_config
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        group = self.quant_config.group_size
-        for name, columns, rows in (("w13", hidden_size, 2 * inter), ("w2", inter, hidden_size)):
-            for part, shape, dtype in (
-                ("qweight", (columns, rows // 8), torch.int32),
-                ("scales", (columns // group, rows), params_dtype),
-                ("qzeros", (columns // group, rows // 8), torch.int32),
-            ):
-                tensor = torch.zeros(num_experts, *shape, dtype=dtype)
-                self._register(
-                    layer, attributes | {"is_transposed": True}, **{f"{name}_{part}": tensor}
-                )
+    def parts(self, shards, rows, columns, dtype):
+        groups = columns // self.quant_config.group_size
+        return {
+            "qweight": zeros(columns, rows // 8, dtype=torch.int32),
+            "scales": zeros(groups, rows, dtype=dtype),
+            "qzeros": zeros(groups, rows // 8, dtype=torch.int32),
+        }
 
 
 class CompressedTensorsWNA16MarlinMoEMethod(_Method):
-    is_transposed = True
+    attributes = {"is_transposed": True}
 
     def __init__(self, weight_quant, input_quant, moe, layer_name=None):
         super().__init__(moe)
         self.weight_quant, self.symmetric = weight_quant, weight_quant.symmetric
         self.num_bits, self.group_size = weight_quant.num_bits, weight_quant.group_size
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        attributes["is_transposed"] = self.is_transposed
-        for name, columns, rows in (("w13", hidden_size, 2 * inter), ("w2", inter, hidden_size)):
-            groups = columns // self.group_size
-            parts = {
-                "packed": ((rows, columns // 8), torch.int32),
-                "scale": ((rows, groups), params_dtype),
-            }
-            if not self.symmetric:
-                parts["zero_point"] = ((rows // 8, groups), torch.int32)
-            for part, (shape, dtype) in parts.items():
-                shape = shape[::-1] if self.is_transposed else shape
-                tensor = torch.zeros(num_experts, *shape, dtype=dtype)
-                self._register(layer, attributes, **{f"{name}_weight_{part}": tensor})
-            if self.is_transposed:
-                indices = torch.zeros(num_experts, columns, dtype=torch.int32)
-                self._register(layer, attributes, **{f"{name}_weight_g_idx": indices})
+    def parts(self, shards, rows, columns, dtype):
+        groups = columns // self.group_size
+        found = {
+            "weight_packed": zeros(rows, columns // 8, dtype=torch.int32),
+            "weight_scale": zeros(rows, groups, dtype=dtype),
+        }
+        if not self.symmetric:
+            found["weight_zero_point"] = zeros(rows // 8, groups, dtype=torch.int32)
+        if not self.attributes["is_transposed"]:
+            return found
+        found = {name: tensor.t().contiguous() for name, tensor in found.items()}
+        return found | {"weight_g_idx": zeros(columns, dtype=torch.int32)}
 
 
 class CompressedTensorsWNA16MoEMethod(CompressedTensorsWNA16MarlinMoEMethod):
-    is_transposed = False
+    attributes = {"is_transposed": False}
 
 
 class Fp8MoeBackend(Enum):
@@ -237,33 +216,28 @@ class Fp8MoeBackend(Enum):
     MARLIN = "MARLIN"
 
 
-def select_fp8_moe_backend(**options):
-    return Fp8MoeBackend.TRITON, OtherExperts
-
-
 class _Fp8Method(_Method):
-    def select(self):
-        select = sys.modules[self.place].select_fp8_moe_backend  # a name of that module
-        self.fp8_backend, self.experts_cls = select()
+    scale, static = "weight_scale", False
 
-    def fill(self, layer, num_experts, hidden_size, inter, attributes, scale_name, scales, static):
-        sizes = {"w13": (2 * inter, hidden_size), "w2": (hidden_size, inter)}
-        for name, (rows, columns) in sizes.items():
-            weight = torch.zeros(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
-            shape = scales(name, rows, columns)
-            scale = torch.ones(num_experts, *shape)
-            self._register(layer, attributes, **{f"{name}_weight": weight})
-            self._register(layer, attributes, **{f"{name}_{scale_name}": scale})
-            setattr(layer, f"{name}_input_scale", None)
-            if static:
-                delattr(layer, f"{name}_input_scale")
-                self._register(
-                    layer, attributes, **{f"{name}_input_scale": torch.ones(num_experts)}
-                )
+    def select(self, weight_block_size):
+        self.weight_block_size = weight_block_size
+        self.block_quant = weight_block_size is not None
+        choice = self.chosen("select_fp8_moe_backend", self.place)
+        self.fp8_backend, self.experts_cls = choice
 
-    def by_blocks(self, name, rows, columns):
-        (n, k), parts = self.weight_block_size, 2 if name == "w13" else 1
-        return parts * -(-rows // parts // n), -(-columns // k)
+    def parts(self, shards, rows, columns, dtype):
+        scales = self.by_tensor_or_channel(shards, rows)
+        if self.block_quant:
+            (n, k), parts = self.weight_block_size, sum(shards) or 1
+            scales = parts * round_up(rows // parts, n) // n, round_up(columns, k) // k
+        weight = zeros(rows, columns, dtype=torch.float8_e4m3fn)
+        found = {"weight": weight, self.scale: torch.ones(scales)}
+        return found | ({"input_scale": torch.ones(())} if self.static else {})
+
+    def create_weights(self, layer, *sizes, **attributes):
+        super().create_weights(layer, *sizes, **attributes)
+        if not self.static:
+            layer.w13_input_scale = layer.w2_input_scale = None
 
 
 class Fp8MoEMethod(_Fp8Method):
@@ -272,19 +246,12 @@ class Fp8MoEMethod(_Fp8Method):
     def __init__(self, quant_config, layer):
         super().__init__(layer.moe_config)
         self.quant_config = quant_config
-        self.weight_block_size = quant_config.weight_block_size
-        self.block_quant = self.weight_block_size is not None
-        self.select()
+        self.select(quant_config.weight_block_size)
+        self.scale = "weight_scale_inv" if self.block_quant else "weight_scale"
+        self.static = quant_config.activation_scheme == "static"
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        def by_tensor(name, rows, columns):
-            return (2,) if name == "w13" else ()
-
-        scales = self.by_blocks if self.block_quant else by_tensor
-        scale_name = "weight_scale_inv" if self.block_quant else "weight_scale"
-        static = self.quant_config.activation_scheme == "static"
-        sizes = num_experts, hidden_size, inter
-        self.fill(layer, *sizes, attributes, scale_name, scales, static)
+    def by_tensor_or_channel(self, shards, rows):
+        return shards
 
 
 class CompressedTensorsW8A8Fp8MoEMethod(_Fp8Method):
@@ -293,64 +260,49 @@ class CompressedTensorsW8A8Fp8MoEMethod(_Fp8Method):
     def __init__(self, weight_quant, input_quant, moe, layer_name=None):
         super().__init__(moe)
         self.weight_quant, self.input_quant = weight_quant, input_quant
-        blocks = weight_quant.strategy == "block"
-        self.weight_block_size = weight_quant.block_structure if blocks else None
-        self.block_quant = blocks
-        self.select()
+        self.select(weight_quant.block_structure if weight_quant.strategy == "block" else None)
 
-    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
-        def by_channel(name, rows, columns):
-            return rows, 1
-
-        scales = self.by_blocks if self.block_quant else by_channel
-        sizes = num_experts, hidden_size, inter
-        self.fill(layer, *sizes, attributes, "weight_scale", scales, False)
+    def by_tensor_or_channel(self, shards, rows):
+        return rows, 1
 
 
 def places(version: str) -> dict[str, dict[str, object]]:
     """Module: what is in it, of a release."""
     old = version.startswith("0.26")
-    gptq = type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
-    marlin = CompressedTensorsWNA16MarlinMoEMethod
-    wna16 = CompressedTensorsWNA16MoEMethod
     nvfp4 = {
         "NvFp4MoeBackend": NvFp4MoeBackend,
-        "select_nvfp4_moe_backend": select_nvfp4_moe_backend,
+        "select_nvfp4_moe_backend": selected(NvFp4MoeBackend.MARLIN),
     }
+    fp8 = {
+        "Fp8MoeBackend": Fp8MoeBackend,
+        "select_fp8_moe_backend": selected(Fp8MoeBackend.TRITON),
+    }
+    mxfp4 = selected(Mxfp4MoeBackend.MARLIN)
+    wna16 = {
+        "wna16_marlin": CompressedTensorsWNA16MarlinMoEMethod,
+        "wna16": CompressedTensorsWNA16MoEMethod,
+    }
+    module = "wna16_marlin" if old else "wna16"
     found = {
         f"{QUANT}.mxfp4": {
-            name: globals()[name]
-            for name in (
-                "GptOssMxfp4MoEMethod",
-                "Mxfp4MoEMethod",
-                "Mxfp4MoeBackend",
-                "select_mxfp4_moe_backend",
-                "select_deepseek_v4_mxfp4_moe_backend",
-            )
-        },
-        f"{QUANT}.modelopt": {"ModelOptNvFp4FusedMoE": ModelOptNvFp4FusedMoE, **nvfp4},
-        f"{COMPRESSED}_w4a4_nvfp4": {
-            "CompressedTensorsW4A4Nvfp4MoEMethod": CompressedTensorsW4A4Nvfp4MoEMethod,
-            **nvfp4,
+            "Mxfp4MoeBackend": Mxfp4MoeBackend,
+            "select_mxfp4_moe_backend": mxfp4,
+            "select_deepseek_v4_mxfp4_moe_backend": mxfp4,
+            "Mxfp4MoEMethod": Mxfp4MoEMethod,
+            "GptOssMxfp4MoEMethod": GptOssMxfp4MoEMethod,
         },
         f"{COMPRESSED}_w4a4_mxfp4": {
-            "CompressedTensorsW4A4Mxfp4MoEMethod": CompressedTensorsW4A4Mxfp4MoEMethod,
+            "CompressedTensorsW4A4Mxfp4MoEMethod": CompressedTensorsW4A4Mxfp4MoEMethod
         },
-        f"{QUANT}.auto_gptq": {"AutoGPTQMoEMethod": gptq},
+        f"{QUANT}.auto_gptq": {
+            "AutoGPTQMoEMethod": type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
+        },
         f"{QUANT}.auto_awq": {"AutoAWQMoEMethod": AutoAWQMoEMethod},
-        f"{QUANT}.fp8": {
-            "Fp8MoEMethod": Fp8MoEMethod,
-            "Fp8MoeBackend": Fp8MoeBackend,
-            "select_fp8_moe_backend": select_fp8_moe_backend,
-        },
-        f"{COMPRESSED}_w8a8_fp8": {
-            "CompressedTensorsW8A8Fp8MoEMethod": CompressedTensorsW8A8Fp8MoEMethod,
-            "Fp8MoeBackend": Fp8MoeBackend,
-            "select_fp8_moe_backend": select_fp8_moe_backend,
-        },
+        f"{COMPRESSED}_{module}": {wna16[module].__name__: wna16[module]},
     }
-    if old:
-        found[f"{COMPRESSED}_wna16_marlin"] = {"CompressedTensorsWNA16MarlinMoEMethod": marlin}
-    else:
-        found[f"{COMPRESSED}_wna16"] = {"CompressedTensorsWNA16MoEMethod": wna16}
+    for names, classes in (
+        (nvfp4, (ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod)),
+        (fp8, (Fp8MoEMethod, CompressedTensorsW8A8Fp8MoEMethod)),
+    ):
+        found |= {cls.place: {cls.__name__: cls, **names} for cls in classes}
     return found
