@@ -41,6 +41,13 @@ def device_and_dtype(request) -> tuple[str, torch.dtype]:
     return request.param
 
 
+@pytest.fixture
+def no_grad():
+    """Tests of files that use it build no graph for gradients."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.hookimpl(trylast=True)  # what -k and -m leave
 def pytest_collection_modifyitems(config, items):
     if not NIGHTLY:

@@ -1,6 +1,5 @@
 """Four-bit layers of SGLang: from the order of Marlin's kernels into tiles, without loss."""
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,14 +8,7 @@ import pytest
 import torch
 from cases import Spec
 from quantized_cases import ALL_FORMATS, Format, fitted, quantize
-from test_sglang import (  # noqa: F401
-    dispatched,
-    hook_registry,
-    make_base_layer,
-    make_batch,
-    make_lora_backend,
-    sglang,
-)
+from sglang_stand_in import OWN, dispatched, make_base_layer, run_layer, runner_of
 from test_sglang_sources import RELEASES as SGLANG
 from vllm_sources import RELEASES as VLLM
 from vllm_sources import Sources
@@ -24,6 +16,8 @@ from vllm_sources import Sources
 import moelora
 from moelora.integrations.sglang import marlin
 from moelora.weights.readers import nibbles
+
+pytest_plugins = ["sglang_fixtures"]
 
 BF16 = torch.bfloat16
 SPEC = Spec(tokens=9, hidden=128, inter=64, dtype=BF16, scalings=False, mix="all_different")
@@ -94,10 +88,10 @@ class MarlinLayer:
 
 @pytest.mark.parametrize("options", [{}, {"sharing": "outer"}, {"mix": "half_base"}])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_layer_is_what_the_operator_gives(sglang, form, options):  # noqa: F811
+def test_a_layer_is_what_the_operator_gives(sglang, form, options):
     made = MarlinLayer(form, replace(SPEC, **options))
-    wrapped = sglang.FusedMoEWithLoRA(made.layer, make_lora_backend(), max_lora_rank=64)
-    got = wrapped._moe_lora_runner.run(dispatched(made.dense), make_batch(made.dense))
+    wrapped = sglang.layer(made.layer, max_lora_rank=64)
+    got = run_layer(wrapped, made.dense)
     dense = {**made.dense.kwargs(), **made.weights()}
     assert torch.equal(got.hidden_states, moelora.fused_experts_lora(**dense))
     base = wrapped._base_run_moe_core(dispatch_output=dispatched(made.dense)).hidden_states
@@ -106,9 +100,9 @@ def test_a_layer_is_what_the_operator_gives(sglang, form, options):  # noqa: F81
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_nothing_of_marlins_is_kept(sglang, form):  # noqa: F811
+def test_nothing_of_marlins_is_kept(sglang, form):
     made = MarlinLayer(form)
-    sglang.FusedMoEWithLoRA(made.layer, make_lora_backend(), max_lora_rank=64)
+    sglang.layer(made.layer, max_lora_rank=64)
     held = {n: t for n, t in vars(made.layer).items() if isinstance(t, torch.nn.Parameter)}
     tiles = "weight" if form == "nvfp4" else "weight_packed"
     for name in ("w13", "w2"):
@@ -117,12 +111,12 @@ def test_nothing_of_marlins_is_kept(sglang, form):  # noqa: F811
     assert sum(tensor.nbytes for tensor in held.values()) < 100
 
 
-def test_nvfp4_without_a_gate_is_padded_by_marlin(sglang):  # noqa: F811
+def test_nvfp4_without_a_gate_is_padded_by_marlin(sglang):
     spec = replace(SPEC, activation="relu2", slices=1, inter=96)
     made = MarlinLayer("nvfp4", spec, pad=128)
     assert made.layer.w2_weight.size(1) * 16 == 128
-    wrapped = sglang.FusedMoEWithLoRA(made.layer, make_lora_backend(), max_lora_rank=64)
-    got = wrapped._moe_lora_runner.run(dispatched(made.dense), make_batch(made.dense))
+    wrapped = sglang.layer(made.layer, max_lora_rank=64)
+    got = run_layer(wrapped, made.dense)
     dense = {**made.dense.kwargs(), **made.weights()}
     assert torch.equal(got.hidden_states, moelora.fused_experts_lora(**dense))
 
@@ -167,29 +161,22 @@ def set_scheme(**values):
     ],
 )
 def test_other_layers_run_sglangs_own_path_and_keep_their_weights(
-    sglang,  # noqa: F811
-    caplog,
-    form,
-    change,
-    reason,
+    sglang, warned, form, change, reason
 ):
     made = MarlinLayer(form)
     change(made.layer)
     before = {n: t for n, t in vars(made.layer).items() if isinstance(t, torch.nn.Parameter)}
-    with caplog.at_level(logging.WARNING, "sglang.moelora"):
-        layer = sglang.FusedMoEWithLoRA(made.layer, make_lora_backend(), max_lora_rank=64)
-    assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
-    assert reason in caplog.text
+    assert runner_of(sglang.layer(made.layer, max_lora_rank=64)).run(None, None) == OWN
+    assert reason in warned.text
     assert all(getattr(made.layer, name) is tensor for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_legacy_backend_runs_sglangs_own_path(sglang, caplog, form):  # noqa: F811
+def test_a_legacy_backend_runs_sglangs_own_path(sglang, warned, form):
     """Its batches without adapters would run Marlin on the tiles."""
     made = MarlinLayer(form)
-    with caplog.at_level(logging.WARNING, "sglang.moelora"):
-        sglang.FusedMoEWithLoRA(made.layer, make_lora_backend(name="csgmv"), max_lora_rank=64)
-    assert "its weights are quantized, and its backend is not triton_v2" in caplog.text
+    sglang.layer(made.layer, max_lora_rank=64, name="csgmv")
+    assert "its weights are quantized, and its backend is not triton_v2" in warned.text
 
 
 # ---- the engines' own functions, where their sources are ----

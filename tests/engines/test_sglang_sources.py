@@ -14,17 +14,14 @@ from pathlib import Path
 
 import pytest
 from cases import Spec
-from test_sglang import (  # noqa: F401
-    LEGACY,
-    SIGNATURES,
-    make_base_layer,
-    make_lora_backend,
-    sglang,
-)
+from sglang_stand_in import OWN, make_base_layer, runner_of
+from test_sglang import LEGACY, SIGNATURES
 from vllm_sources import Sources
 
 from moelora.integrations import sglang as plugin
 from moelora.integrations.sglang import interface
+
+pytest_plugins = ["sglang_fixtures"]
 
 FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[2] / ".peers/sglang_sources"))
 RUNNER = (
@@ -181,17 +178,13 @@ def hook_registry(release):
     return {name: getattr(module, name) for name in ("HookRegistry", "HookType")}
 
 
-def test_its_registry_applies_the_hooks(sglang, caplog):  # noqa: F811
+def test_its_registry_applies_the_hooks(sglang, caplog):
     """On the stand-ins: SGLang logs a traceback and goes on where it cannot."""
-    base_layer, lora_backend = make_base_layer(Spec().build()), make_lora_backend("these")
-    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
-    assert isinstance(layer._moe_lora_runner, plugin.MoeLoraRunner)
-    assert layer._moe_lora_runner.true_ranks() == "these"
+    base_layer = make_base_layer(Spec().build())
+    runner = runner_of(sglang.layer(base_layer, lora_ranks="these"))
+    assert isinstance(runner, plugin.MoeLoraRunner) and runner.true_ranks() == "these"
     base_layer.with_bias = True
-    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
-    assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
-    layer = sglang.FusedMoEWithLoRA(
-        make_base_layer(Spec().build()), make_lora_backend(name="csgmv")
-    )
+    assert runner_of(sglang.layer(base_layer)).run(None, None) == OWN
+    layer = sglang.layer(make_base_layer(Spec().build()), name="csgmv")
     assert isinstance(layer._lora_runner, plugin.LegacyRunner)
     assert not [record for record in caplog.get_records("setup") if record.levelno >= logging.ERROR]

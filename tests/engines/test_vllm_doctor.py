@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Spec
+from stand_in import doctor_on, installed
 from vllm_layer import Layer, load, platform
 
 import moelora
@@ -22,40 +23,16 @@ pytest_plugins = ["vllm_fixtures"]
 
 SERVING = Path(__file__).parents[2] / "docs/serving.md"
 OWN = "vLLM's own path runs"
-GPU = "NVIDIA H100 80GB HBM3"
-
-
-def installed(monkeypatch, **versions):
-    """These engines, and no others."""
-
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 @pytest.fixture
 def doctor(vllm, monkeypatch, capsys):
     """Runs the command on a machine that has a GPU, a wheel and vLLM; (exit status, lines)."""
-    report = load("moelora.integrations.vllm.report")
-    value = "moelora.integrations.vllm:register"
-    entry = importlib.metadata.EntryPoint("moelora", value, report.REPORT.group)
-    entries = [entry]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
-    installed(monkeypatch, vllm="0.33.0")
-    monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: (f"correct on {GPU}", True))
-    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
-    monkeypatch.setattr(torch, "__version__", "2.14.0")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     vllm.set("vllm.platforms", "current_platform", platform())
-
-    def run():
-        status = main(["doctor"])
-        return status, capsys.readouterr().out.splitlines()
-
-    run.report = report
+    entry = "moelora.integrations.vllm:register", "vllm.general_plugins"
+    run = doctor_on(monkeypatch, capsys, *entry, torch_version="2.14.0", vllm="0.33.0")
+    run.report = load("moelora.integrations.vllm.report")
     return run
 
 

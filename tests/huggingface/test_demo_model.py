@@ -1,6 +1,5 @@
 """The committed, trained model and adapters: transformers + PEFT and moelora say the same."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,17 @@ from torch.nn import functional as F
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from peft import PeftModel  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-import moelora.integrations.transformers as moelora_hf  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from demo_data import (  # noqa: E402
+from demo_data import (
     ADAPTER_DOMAINS,
     ADAPTERS_DIR,
     DOMAINS,
     MODEL_DIR,
     eval_windows,
 )
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import moelora.integrations.transformers as moelora_hf
 
 pytestmark = needs_checkout
 

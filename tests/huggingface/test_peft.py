@@ -28,7 +28,10 @@ from packaging.version import Version
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
 
 NAMES = [row or "__base__" for row in ROWS]
 OPTIONS = {
@@ -55,7 +58,6 @@ def load(model, folders):
     return model.eval()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
 def test_mixed_batch(config, place, tmp_path):
@@ -79,7 +81,6 @@ def test_mixed_batch(config, place, tmp_path):
     assert torch.equal(model(ids, adapter_names=["__base__"] * 5).logits, base)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "options",
     [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 5]}],
@@ -106,7 +107,6 @@ def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
 LOWEST_PEFT = getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0")
 
 
-@torch.no_grad()
 @pytest.mark.skipif(
     Version(peft.__version__) < Version(LOWEST_PEFT),
     reason=f"transformers {transformers.__version__} asks for PEFT {LOWEST_PEFT}, "
@@ -141,7 +141,6 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
     assert not hasattr(model, "_moelora")
 
 
-@torch.no_grad()
 def test_continuous_batching_takes_no_adapter_names(tmp_path):
     model = load(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
     moelora_peft.attach(model)
@@ -170,7 +169,6 @@ def merged_states(model, ids):
     yield model.base_model(ids).logits
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
 def test_merged_adapters(config, tmp_path):
     """What PEFT's model computes while adapters are merged, and after the last one is deleted."""
@@ -186,6 +184,7 @@ def test_merged_adapters(config, tmp_path):
     assert not hasattr(attached.get_submodule("base_model.model"), "_moelora")
 
 
+@torch.enable_grad()
 @pytest.mark.parametrize("how", ["unload", "merge_and_unload"])
 @pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
 def test_unloaded_models(config, how, tmp_path):
@@ -218,7 +217,6 @@ def test_unloaded_models(config, how, tmp_path):
         )
 
 
-@torch.no_grad()
 def test_generate(tmp_path):
     """PEFT repeats the names for beams."""
     model = make_model(mixtral)
@@ -236,7 +234,6 @@ def test_generate(tmp_path):
     assert len({tuple(row) for row in wanted.tolist()}) == len(ROWS)
 
 
-@torch.no_grad()
 def test_adapters_that_come_later(tmp_path):
     """They are copied at first use, over the least recently used; some know nothing of experts."""
     model = make_model(mixtral)
@@ -269,7 +266,6 @@ def test_adapters_that_come_later(tmp_path):
     torch.testing.assert_close(run(ROWS), wanted[tuple(ROWS)], rtol=2e-4, atol=2e-4)
 
 
-@torch.no_grad()
 def test_copies_and_detached_models(tmp_path):
     model = make_model(mixtral)
     ids = tokens()
@@ -290,7 +286,6 @@ def test_copies_and_detached_models(tmp_path):
     torch.testing.assert_close(copied(ids).logits, plain, rtol=2e-4, atol=2e-4)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("unload", ["unload", "merge_and_unload"])
 def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
     """And the other way round: each is loaded once the other is unloaded, also into copies."""
@@ -330,7 +325,6 @@ def test_why_this_is_needed(tmp_path):
         model(tokens(), adapter_names=NAMES)
 
 
-@torch.no_grad()
 def test_misuse(tmp_path):
     model = make_model(mixtral)
     ids = tokens()
@@ -384,7 +378,6 @@ def test_misuse(tmp_path):
         experts(torch.zeros(35, 32), None, None)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 2, 4, 10])
 def test_one_name_per_row(rows, tmp_path):
     model = make_model(mixtral)

@@ -22,7 +22,10 @@ from small_models import SIZES
 import moelora.integrations.peft as moelora_peft
 from moelora.integrations.peft.experts import AttachedExperts
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
 
 # PEFT's hotswap takes every key that contains the name for one of that adapter.
 NAMES = ["first", "first", "__base__", "second", "second"]
@@ -173,7 +176,6 @@ WRITES = {
 }
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("side", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
@@ -194,7 +196,6 @@ def test_writes(model, write, side, inference):
         before = after
 
 
-@torch.no_grad()
 def test_scalings(model):
     for change in (
         lambda m: m.set_scale("first", 3.0),
@@ -208,7 +209,6 @@ def test_scalings(model):
         assert not torch.allclose(after, before, atol=1e-4)
 
 
-@torch.no_grad()
 def test_loaded_in_inference_mode(folders):
     with torch.inference_mode():
         model = first_of(folders)
@@ -220,7 +220,6 @@ def test_loaded_in_inference_mode(folders):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
-@torch.no_grad()
 def test_nothing_is_copied_without_a_change(model, monkeypatch):
     copies = []
     pool = AttachedExperts.copy
@@ -238,7 +237,6 @@ def test_nothing_is_copied_without_a_change(model, monkeypatch):
     assert copies == ["first"]
 
 
-@torch.no_grad()
 def test_threads(model):
     """The active adapter from several threads, in batches of different sizes."""
     sizes = [(1, 3), (2, 7), (5, 2)]
@@ -257,7 +255,6 @@ def test_threads(model):
         assert list(executor.map(torch.no_grad()(serve), range(3))) == [0] * 3
 
 
-@torch.no_grad()
 def test_moved_in_inference_mode(model, folders):
     """Data of another kind and dtype, and what detach leaves behind."""
     with torch.inference_mode():
@@ -284,7 +281,6 @@ def ernie():
     )
 
 
-@torch.no_grad()
 def test_image_tokens_spread_unevenly(tmp_path):
     """Ernie-4.5-VL has other experts for image tokens; what reaches either is no whole row."""
     torch.manual_seed(0)

@@ -2,19 +2,15 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hf_models import TARGETS, peft, transformers
+from quantized_folders import make_folder, qwen3_moe
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.projection import QuantizedProjection
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from quantized_folders import make_folder, qwen3_moe
 
 KINDS = {"mxfp4": 32, "gptq": 64, "compressed-tensors": 32, "fp8": 128, "bitsandbytes": 64}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": TARGETS}

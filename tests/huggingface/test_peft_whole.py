@@ -20,9 +20,12 @@ from whole_models import glm4_moe, make_whole_model, qwen2_moe, qwen3_5_moe, wri
 
 import moelora.integrations.peft as moelora_peft
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys did not match", "ignore:Found missing adapter keys"
-)
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings(
+        "ignore:The following .*_pattern keys did not match", "ignore:Found missing adapter keys"
+    ),
+]
 
 ROUTER = "mlp.gate.weight"
 
@@ -38,7 +41,6 @@ def load(model, folders):
 # ---- mixed batches ----
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("config", [qwen2_moe, qwen3_5_moe], ids=lambda c: c.__name__)
 def test_shared_experts_and_routers(config, tmp_path):
     model = make_model(config)
@@ -74,7 +76,6 @@ def test_shared_experts_and_routers(config, tmp_path):
         assert torch.equal(text[chosen], alone[chosen])
 
 
-@torch.no_grad()
 def test_layers_that_a_later_adapter_brings(tmp_path):
     model = make_model(qwen2_moe)
     ids = tokens(rows=2)
@@ -103,7 +104,6 @@ def test_layers_that_a_later_adapter_brings(tmp_path):
 # ---- what PEFT loses ----
 
 
-@torch.no_grad()
 def test_dropped_factors(tmp_path):
     """PEFT converts per-expert adapters of older classes, and forgets dense and shared layers."""
     model = make_whole_model(glm4_moe)
@@ -133,7 +133,6 @@ def changed(folder, to, keys=lambda key: key, **config):
     return to
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
 def test_factors_that_peft_does_not_find(how, tmp_path):
     model = make_model(mixtral)
@@ -150,7 +149,6 @@ def test_factors_that_peft_does_not_find(how, tmp_path):
         moelora_peft.attach(model)
 
 
-@torch.no_grad()
 def test_another_order_of_columns(tmp_path):
     model = make_model(mixtral)
     plain = save_adapter(model, tmp_path / "plain", 1)
@@ -162,7 +160,6 @@ def test_another_order_of_columns(tmp_path):
         model(tokens(rows=2), adapter_names=["plain", "marked"])
 
 
-@torch.no_grad()
 def test_folders_that_are_not_known(tmp_path, monkeypatch):
     """Of adapters that were loaded before, or in some other way."""
     model = make_model(mixtral)

@@ -1,22 +1,18 @@
 """Tenants of transformers models: experts and all other layers, in every dialect, and saved."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from dialects import DIALECTS, draw, merge
 from hf_models import gpt_oss, make_model, mixtral, peft, qwen3, tokens
+from quantized_folders import make_folder
 from small_models import make
 from small_models import tokens as small_tokens
 from torch.nn import functional as F
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.training import Tenants
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from quantized_folders import make_folder
 
 ROWS = ["a", "a", "b", None, "b"]
 POOL = {"max_loras": 3, "max_rank": 8, "w13_slices": 1}

@@ -27,7 +27,10 @@ from small_models import SIZES
 import moelora.integrations.transformers as moelora_hf
 
 # PEFT looks for the patterns among modules, and so misses those of parameters, which do apply.
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
 
 
 @pytest.fixture(params=PLACES)
@@ -45,7 +48,6 @@ def model(request, place):
 # ---- the base model ----
 
 
-@torch.no_grad()
 def test_base_model(model):
     ids = tokens(device=model.device)
     wanted = copy.deepcopy(model).float()(ids).logits
@@ -55,6 +57,7 @@ def test_base_model(model):
     assert wanted.abs().mean() > 0.1
 
 
+@torch.enable_grad()
 def test_gradients_of_weights_are_refused(model):
     model.set_experts_implementation("moelora")
     ids = tokens(device=model.device)
@@ -67,7 +70,6 @@ def test_gradients_of_weights_are_refused(model):
 # ---- adapters ----
 
 
-@torch.no_grad()
 def test_mixed_batch_is_what_peft_computes(model, tmp_path):
     ids = tokens(length=16, device=model.device)
     folders = save_adapters(model, tmp_path)
@@ -89,7 +91,6 @@ def test_mixed_batch_is_what_peft_computes(model, tmp_path):
     assert torch.equal(got[1], plain[1])
 
 
-@torch.no_grad()
 def test_adapter_names(model, tmp_path):
     """PEFT's argument, for one pass and for generate."""
     ids = tokens(length=4, device=model.device)
@@ -127,7 +128,6 @@ def test_adapter_names(model, tmp_path):
         model.generate(ids, **options)
 
 
-@torch.no_grad()
 def test_generated_tokens_are_the_best_of_their_adapter(model, tmp_path):
     """Every token that a mixed batch generates is what PEFT, in float32, finds likeliest next."""
     ids = tokens(length=4, device=model.device)
@@ -145,7 +145,6 @@ def test_generated_tokens_are_the_best_of_their_adapter(model, tmp_path):
     assert len({tuple(row) for row in texts.tolist()}) == len(ROWS)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
 def test_generate(config, tmp_path):
     model = make_model(config)
@@ -171,7 +170,6 @@ def test_generate(config, tmp_path):
     assert len({tuple(row) for row in wanted.tolist()}) == len(ROWS)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("config", [mixtral, qwen3, gpt_oss], ids=lambda c: c.__name__)
 def test_per_expert_and_shared_checkpoints(config, tmp_path):
     """Forms that PEFT itself cannot make for these models, against weights with s B A added."""
@@ -237,7 +235,6 @@ def test_per_expert_and_shared_checkpoints(config, tmp_path):
         torch.testing.assert_close(model(ids).logits[1], wanted[1], rtol=5e-4, atol=5e-4)
 
 
-@torch.no_grad()
 def test_hot_add_while_serving(place, tmp_path):
     model = make_model(qwen3, place[1], place[0])
     ids = tokens(rows=2, length=16, device=model.device)
@@ -270,7 +267,6 @@ def test_hot_add_while_serving(place, tmp_path):
         pass
 
 
-@torch.no_grad()
 def test_an_update_while_serving(tmp_path):
     """What runs keeps the version that it began with; what begins has the new one."""
     model = make_model(qwen3)
@@ -288,7 +284,6 @@ def test_an_update_while_serving(tmp_path):
     assert pool.version("a") == 2 and pool.version("b") == 1
 
 
-@torch.no_grad()
 def test_contexts_nest_and_end():
     model = make_model(mixtral)
     other = make_model(mixtral)
@@ -323,7 +318,6 @@ def test_contexts_nest_and_end():
     assert torch.equal(model(ids).logits, base)
 
 
-@torch.no_grad()
 def test_misuse(tmp_path):
     model = make_model(mixtral)
     folder = save_adapter(model, tmp_path / "a", 0)

@@ -16,7 +16,10 @@ from hf_models import ROWS, make_model, mixtral, one_layer, qwen3, save_adapters
 
 import moelora.integrations.transformers as moelora_hf
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
 
 
 def elsewhere(function):
@@ -36,7 +39,6 @@ def loaded(tmp_path):
 # ---- threads ----
 
 
-@torch.no_grad()
 def test_threads_share_a_model(loaded):
     """Base and adapter calls at the same time, in every way to name adapters, all answers right."""
     torch.set_num_threads(1)
@@ -69,7 +71,6 @@ def test_threads_share_a_model(loaded):
         assert list(executor.map(torch.no_grad()(serve), kinds)) == [0] * 4
 
 
-@torch.no_grad()
 def test_a_context_belongs_to_its_thread(loaded):
     ids = tokens(rows=1)
     base = loaded(ids).logits
@@ -86,7 +87,6 @@ def test_a_context_belongs_to_its_thread(loaded):
     assert not torch.equal(adapted, base)
 
 
-@torch.no_grad()
 def test_a_pass_keeps_its_adapters(loaded):
     """What another thread enters and leaves in the middle of a pass is not for this pass."""
     ids = tokens(rows=1)
@@ -109,7 +109,6 @@ def test_a_pass_keeps_its_adapters(loaded):
 # ---- interrupts ----
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError])
 @pytest.mark.parametrize("where", ["model.layers.0.mlp.experts", "model.layers.1", "lm_head"])
 def test_nothing_is_left_of_an_interrupted_call(loaded, error, where):
@@ -185,7 +184,6 @@ def test_ctrl_c(tmp_path):
 # ---- who is refused ----
 
 
-@torch.no_grad()
 def test_adapter_names_without_adapters(tmp_path):
     """A model without adapters would give base logits to a caller who asked for others."""
     plain = make_model(mixtral)
@@ -231,7 +229,6 @@ def test_adapter_names_without_adapters(tmp_path):
     check(once)
 
 
-@torch.no_grad()
 def test_continuous_batching_before_any_adapter():
     """transformers drops keywords of generate_batch that it does not know."""
     with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
@@ -245,7 +242,6 @@ def test_the_signatures_stay(loaded):
         assert inspect.signature(getattr(loaded, name)) == wanted
 
 
-@torch.no_grad()
 def test_other_wrappers_of_the_forward_pass(loaded):
     """accelerate's hooks, which also take the place of `model.forward`, before and after ours."""
     accelerate = pytest.importorskip("accelerate")
@@ -264,7 +260,6 @@ def test_other_wrappers_of_the_forward_pass(loaded):
 # ---- compilers and checkpointing ----
 
 
-@torch.no_grad()
 def test_activation_checkpointing(loaded):
     """Layers that are called through torch's checkpoint find the adapters of the pass."""
     ids = tokens()
@@ -275,7 +270,6 @@ def test_activation_checkpointing(loaded):
     assert torch.equal(loaded(ids, adapter_names=ROWS).logits, wanted)
 
 
-@torch.no_grad()
 def test_compiled_calls_take_adapter_names(tmp_path):
     """With graph breaks where the pool is asked."""
     torch.compiler.reset()
@@ -288,7 +282,6 @@ def test_compiled_calls_take_adapter_names(tmp_path):
         torch.testing.assert_close(compiled(ids, adapter_names=names).logits, wanted)
 
 
-@torch.no_grad()
 def test_compile(tmp_path):
     """Without a graph break, and adapters change without compiling again."""
     torch.compiler.reset()

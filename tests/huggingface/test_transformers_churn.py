@@ -11,6 +11,8 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import continuous
 from moelora.integrations.transformers.serving import Serving
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 PLACE = [PLACES[0], PLACES[2]]
 
 
@@ -35,7 +37,6 @@ def check(got, wanted):
         torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
 
 
-@torch.no_grad()
 def test_more_adapters_than_slots(churning):
     model, roomy, pool, _, names = churning
     assert len(names) > 2 and len(pool) <= pool.max_loras == 1
@@ -49,7 +50,6 @@ def test_more_adapters_than_slots(churning):
         model(ids.expand(2, -1), adapter_names=names[:2])
 
 
-@torch.no_grad()
 def test_threads_wait_for_slots(churning):
     model, roomy, _, _, names = churning
     ids = tokens(rows=1, length=5).to(model.device)
@@ -65,7 +65,6 @@ def test_threads_wait_for_slots(churning):
     run_threads(work, 3)
 
 
-@torch.no_grad()
 @pytest.mark.skipif(bool(continuous.missing()), reason="continuous batching without arguments")
 def test_requests_of_more_adapters_than_slots(churning):
     from test_continuous_batching import alone, options, texts
@@ -92,7 +91,6 @@ def test_the_first_adapters_have_no_claim_to_their_slots(tmp_path):
     assert pool.names() == ["n3", "n2"]
 
 
-@torch.no_grad()
 def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
     model = make_whole_model(qwen3, torch.float32, "cpu")
     folders = write_adapters(model, tmp_path)

@@ -12,9 +12,10 @@ from transformers.integrations import mxfp4
 import moelora.integrations.transformers as moelora_hf
 from benchmarks import architectures
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
-@torch.no_grad()
 def test_experts_are_moeloras(config, monkeypatch):
     model = make_model(config)
     moelora_hf.enable(model)
@@ -102,7 +103,6 @@ def test_the_table_has_its_rows(capsys):
 
 
 @pytest.mark.parametrize("config", [qwen3, gpt_oss], ids=lambda c: c.__name__)
-@torch.no_grad()
 def test_offloaded_experts_run(config, tmp_path):
     """accelerate brings weights for each call."""
     accelerate = pytest.importorskip("accelerate")
@@ -126,7 +126,6 @@ def folder_of_nothing(path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
-@torch.no_grad()
 def test_experts_on_several_gpus_run():
     accelerate = pytest.importorskip("accelerate")
     model = make_model(gpt_oss).to(torch.bfloat16)

@@ -3,13 +3,14 @@
 import copy
 import gc
 import json
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
+import quantized
+import quantized_folders
 import torch
 from hf_models import assert_logits, transformers
+from quantized_folders import make_adapters, make_folder
 from safetensors.torch import load_file, save_file
 from transformers.integrations import finegrained_fp8
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -17,10 +18,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import moelora
 import moelora.integrations.transformers as moelora_hf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import quantized
-import quantized_folders
-from quantized_folders import make_adapters, make_folder
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 E4M3 = torch.float8_e4m3fn
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
@@ -74,7 +72,6 @@ def packed(model):
 
 
 @pytest.mark.parametrize("activations", [None, "native"])
-@torch.no_grad()
 def test_enable(made, activations):
     """As `load_quantized` of the same folder, bit by bit, and as the weights dequantized."""
     folder, exact = made
@@ -110,7 +107,6 @@ def test_enable(made, activations):
     ],
     indirect=["made"],
 )
-@torch.no_grad()
 def test_compiled(made, activations):
     torch.compiler.reset()
     model = load(made[0])
@@ -119,7 +115,6 @@ def test_compiled(made, activations):
     torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.2)
 
 
-@torch.no_grad()
 def test_adapters_in_a_mixed_batch(made, tmp_path):
     folder, exact = made
     adapters = make_adapters(exact, tmp_path)
@@ -137,7 +132,6 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
     assert torch.equal(texts, same)
 
 
-@torch.no_grad()
 def test_unquantized_activations_with_adapters(made, tmp_path):
     """`enable` first says which activations; against PEFT on the dequantized weights."""
     folder, exact = made
@@ -172,7 +166,6 @@ def test_a_layer_loses_its_parameters_before_the_next_is_packed(made, monkeypatc
     assert names == [], "scales go, too"
 
 
-@torch.no_grad()
 def test_the_implementation_alone_says_what_to_call(made):
     folder, _ = made
     model = load(folder)
@@ -193,7 +186,6 @@ def test_the_implementation_alone_says_what_to_call(made):
     assert torch.isfinite(model(IDS).logits).all()
 
 
-@torch.no_grad()
 def test_what_such_a_model_cannot_do(made, tmp_path):
     model = load(made[0])
     moelora_hf.enable(model)
@@ -291,7 +283,6 @@ def test_activations_that_are_none(made):
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])
-@torch.no_grad()
 def test_one_scale_for_each_weight(scheme):
     torch.manual_seed(0)
     config = qwen3(192)

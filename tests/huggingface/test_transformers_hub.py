@@ -1,15 +1,10 @@
 """Adapters and checkpoints by their ids on the Hub."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from hf_models import make_model, qwen3, save_adapter
+from quantized_folders import make_folder
 
 import moelora.integrations.transformers as moelora_hf
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from quantized_folders import make_folder
 
 
 def test_an_adapter_of_the_hub(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from hf_models import gpt_oss, make_model, one_layer, save_adapter, tokens, with
 import moelora.integrations.transformers as moelora_hf
 from moelora.operators import experts as ops
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 NAMES = ("gate_up_proj", "down_proj")
 
 
@@ -144,7 +146,6 @@ def test_saving_and_copying(model, tmp_path):
             assert theirs.data_ptr() != ours.data_ptr()
 
 
-@torch.no_grad()
 def test_threads_that_come_first_together():
     ids = tokens()
     untouched = make_model(gpt_oss)
@@ -158,7 +159,6 @@ def test_threads_that_come_first_together():
                 assert torch.equal(got, wanted)
 
 
-@torch.no_grad()
 def test_compiled():
     """Without a graph break, and a parameter in other strides is laid out again."""
     torch.compiler.reset()

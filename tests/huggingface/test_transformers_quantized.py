@@ -2,21 +2,28 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
 from checks import largest_allocation
+from folder_cases import (
+    TENSORS,
+    assert_mixed_batch,
+    assert_weights,
+    change_json,
+    change_tensors,
+    quantized,
+    quantized_folders,
+    refused,
+)
 from hf_models import assert_logits, transformers
+from quantized_folders import make_folder, nibbles_to_words
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import quantized
-import quantized_folders
-from quantized_folders import make_adapters, make_folder, nibbles_to_words
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 KINDS = [
     *(("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)),
@@ -25,7 +32,6 @@ KINDS = [
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 LAYER = "model.layers.0.mlp.experts"
 E4M3 = torch.float8_e4m3fn
-TENSORS = "model.safetensors"
 W4 = {"num_bits": 4, "type": "int"}
 
 
@@ -45,11 +51,9 @@ def native(folder) -> str | None:
 
 def changed(folder, tmp_path, *, tensors=lambda t: t, config=lambda c: c):
     """A copy of a folder with other tensors or another config.json."""
-    state = load_file(folder / TENSORS)
-    state = tensors(state) or state
-    save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / TENSORS)
-    settings = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config(settings) or settings))
+    change_tensors(folder, tensors, tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    change_json(tmp_path / "config.json", config)
     return tmp_path
 
 
@@ -60,28 +64,12 @@ def quantization(**changes):
     return change
 
 
-@torch.no_grad()
 def test_experts_have_the_numbers_of_the_folder(made):
     folder, exact = made
     model = moelora_hf.load_quantized(folder)
-    wanted = exact.state_dict()
-    for name, (module, _) in moelora_hf.moe_layers(model).items():
-        for own in ("gate_up_proj", "down_proj"):
-            weights = getattr(module, own).weights
-            meant = wanted[f"{name}.{own}"]
-            meant = meant.transpose(1, 2) if module.is_transposed else meant
-            # The scale is rounded, then the product; MXFP4 is exact.
-            rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
-            torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted[name].bfloat16()), name
+    assert_weights(model, exact)
     assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     assert not model.training
-    assert set(wanted) - set(model.state_dict()) == {
-        f"{name}.{own}"
-        for name in moelora_hf.moe_layers(model)
-        for own in ("gate_up_proj", "down_proj")
-    }
 
 
 def test_no_stack_of_experts_is_ever_dequantized(made):
@@ -93,7 +81,6 @@ def test_no_stack_of_experts_is_ever_dequantized(made):
     assert 0 < largest.nbytes < min(stack.numel() * 2 for stack in stacks)
 
 
-@torch.no_grad()
 def test_base_model(made):
     folder, exact = made
     wanted, naive = exact(IDS).logits, quantized.in_bfloat16(exact)(IDS).logits
@@ -107,7 +94,6 @@ def test_base_model(made):
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_a_compiled_base_model(made):
     folder, _ = made
     model = moelora_hf.load_quantized(
@@ -117,7 +103,6 @@ def test_a_compiled_base_model(made):
     torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.2)
 
 
-@torch.no_grad()
 def test_a_model_made_by_other_means(made, tmp_path):
     """Experts on the meta device, everything else by hand."""
     folder, exact = made
@@ -152,31 +137,17 @@ def test_folders_of_several_files_and_an_index(made, tmp_path):
         assert torch.equal(got(IDS).logits, wanted(IDS).logits)
         assert got.generate(IDS, do_sample=False).shape[1] == IDS.shape[1] + 3
     (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no file two.safetensors, which its model.*names"):
-        moelora_hf.load_quantized(tmp_path)
+    refused(tmp_path, r"has no file two.safetensors, which its model.*names")
 
 
-@torch.no_grad()
 def test_adapters_in_a_mixed_batch(made, tmp_path):
     """The example's comparison, and generation: as with PEFT, row by row."""
     folder, exact = made
-    adapters = make_adapters(exact, tmp_path)
-    activations = native(folder)
-    model, logits, calls = quantized.serve(folder, adapters, IDS, activations)
-    wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
-    naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
-    assert_logits(logits, wanted, naive)
-    for name, layer in layers.items():
-        theirs = (naive_layers[name] - layer).abs().max()
-        floor = quantized.BFLOAT16 * layer.abs().max()
-        assert (calls[name][-1] - layer).abs().max() <= 1.5 * theirs + floor
-    base = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)(
-        IDS
-    ).logits
+    options = {"attn_implementation": "eager", "activations": native(folder)}
+    logits = assert_mixed_batch(folder, exact, tmp_path, IDS, activations=options["activations"])
+    base = moelora_hf.load_quantized(folder, **options)(IDS).logits
     for i, row in enumerate(quantized.ROWS):
         assert torch.equal(logits[i], base[i]) == (row == "__base__")
-    texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
-    assert torch.equal(texts[:, IDS.shape[1]], logits[:, -1].argmax(-1))
 
 
 def test_the_example(capsys, monkeypatch):
@@ -193,7 +164,6 @@ def test_the_example(capsys, monkeypatch):
     assert quantized.main() == 1
 
 
-@torch.no_grad()
 def test_what_such_a_model_cannot_do(made, tmp_path):
     folder, exact = made
     model = moelora_hf.load_quantized(folder)
@@ -319,8 +289,7 @@ def folders(tmp_path_factory):
 def test_bad_tensors(folders, tmp_path, kind, group, name, case):
     tensors, message = case
     folder = changed(folders[kind, group], tmp_path, tensors=tensors)
-    with pytest.raises(ValueError, match=message):
-        moelora_hf.load_quantized(folder)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize(
@@ -386,11 +355,9 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
 )
 def test_bad_settings(folders, tmp_path, kind, group, changes, error, message):
     folder = changed(folders[kind, group], tmp_path, config=quantization(**changes))
-    with pytest.raises(error, match=message):
-        moelora_hf.load_quantized(folder)
+    refused(folder, message, error)
 
 
-@torch.no_grad()
 def test_activations_are_quantized_as_the_folder_says(folders):
     for kind, x_format in (("fp8", "group"), ("float-quantized", "token")):
         folder = folders[kind, 128 if kind == "fp8" else 0]
@@ -404,11 +371,11 @@ def test_activations_are_quantized_as_the_folder_says(folders):
         error = (got - want).abs().mean(-1).median() / want.abs().mean()
         assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
     for other in (("gptq", 64), ("mxfp4", 32)):
-        with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are"):
-            moelora_hf.load_quantized(folders[other], activations="fp8")
+        refused(
+            folders[other], "activations is 'fp8', wanted None: the weights are", activations="fp8"
+        )
 
 
-@torch.no_grad()
 def test_activations_are_for_the_layers_of_fp8(folders, tmp_path):
     """Another layer's experts may not be quantized, or have another scheme."""
 
@@ -424,7 +391,6 @@ def test_activations_are_for_the_layers_of_fp8(folders, tmp_path):
     assert packed.down_proj.weights.x_format == "native"
 
 
-@torch.no_grad()
 def test_deepseek(tmp_path):
     """With shared experts, a dense layer and a projection of attention that is not quantized."""
     config = transformers.DeepseekV3Config(
@@ -462,7 +428,6 @@ def of_whole_weights(tensors):
         tensors[f"{linear}.input_scale"] = torch.tensor(0.02) * (1 + ("up" in linear))
 
 
-@torch.no_grad()
 def test_one_scale_for_each_weight(folders, tmp_path):
     def static(config):
         config["quantization_config"] |= {"activation_scheme": "static"}
@@ -510,11 +475,9 @@ def test_biases_of_zeros_are_none(folders, tmp_path):
 
 
 def test_no_folders(tmp_path):
-    with pytest.raises(ValueError, match="has no config.json, wanted the folder of a checkpoint"):
-        moelora_hf.load_quantized(tmp_path / "gone")
+    refused(tmp_path / "gone", "has no config.json, wanted the folder of a checkpoint")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no safetensors files that transformers would load"):
-        moelora_hf.load_quantized(tmp_path)
+    refused(tmp_path, "has no safetensors files that transformers would load")
 
 
 def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
@@ -532,9 +495,8 @@ def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
     both["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
     both["quantization_config"] = text["quantization_config"]
     folder = changed(folders["fp8", 128], tmp_path, config=lambda config: both)
-    with pytest.raises(
-        ValueError,
-        match="which Qwen3VLMoeForConditionalGeneration wants: it has model.embed_tokens.weight, "
+    refused(
+        folder,
+        "which Qwen3VLMoeForConditionalGeneration wants: it has model.embed_tokens.weight, "
         r"as \d+ of them are called in the text model alone; its config.json must be that of the",
-    ):
-        moelora_hf.load_quantized(folder)
+    )

@@ -7,7 +7,22 @@ import folder_cases
 import pytest
 import torch
 from conftest import needs_gpu
-from folder_cases import CASES, COMMON, DEQUANTIZED, LOADED, REFUSED, make, quantized
+from folder_cases import (
+    CASES,
+    COMMON,
+    DEQUANTIZED,
+    LOADED,
+    REFUSED,
+    TENSORS,
+    assert_mixed_batch,
+    assert_weights,
+    change_json,
+    change_quantization,
+    change_tensors,
+    make,
+    quantized,
+    refused,
+)
 from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
 
@@ -16,24 +31,17 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
 from moelora.integrations.transformers import scheme
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
-TENSORS = "model.safetensors"
 
 
-def assert_weights(model, exact):
-    """Dense layers bit for bit; experts but for the scale's rounding, then the product's."""
-    wanted = exact.state_dict()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted.pop(name).bfloat16()), name
-    for name, (module, _) in moelora_hf.moe_layers(model).items():
-        for own in ("gate_up_proj", "down_proj"):
-            if own in module._parameters:  # dequantized, compared above
-                continue
-            weights, meant = getattr(module, own).weights, wanted.pop(f"{name}.{own}")
-            meant = meant.transpose(1, 2) if module.is_transposed else meant
-            rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
-            torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
-    assert not [name for name in wanted if "rotary" not in name and "e_score" not in name]
+@pytest.fixture
+def said(monkeypatch):
+    """What the log warns of."""
+    lines = []
+    monkeypatch.setattr(folder_module.log, "warning", lines.append)
+    return lines
 
 
 @pytest.mark.parametrize("case", LOADED)
@@ -74,20 +82,9 @@ def test_experts_by_the_names_of_checkpoints(tmp_path, kind, case, own_names):
         ("gpt_oss", "gptq_act_order"),  # dequantized; stored (K, N), gate and up in turns
     ],
 )
-@torch.no_grad()
 def test_mixed_adapters_generate_as_on_dequantized_weights(tmp_path, kind, case):
     exact = make(tmp_path, case, kind)
-    adapters = quantized.make_adapters(exact, tmp_path / "adapters")
-    model, logits, calls = quantized.serve(tmp_path, adapters, IDS, dequantize=True)
-    wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
-    naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
-    assert_logits(logits, wanted, naive)
-    for name, layer in layers.items():
-        theirs = (naive_layers[name] - layer).abs().max()
-        floor = quantized.BFLOAT16 * layer.abs().max()
-        assert (calls[name][-1] - layer).abs().max() <= 1.5 * theirs + floor
-    texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=3, do_sample=False)
-    assert torch.equal(texts[:, IDS.shape[1]], logits[:, -1].argmax(-1))
+    assert_mixed_batch(tmp_path, exact, tmp_path / "adapters", IDS, dequantize=True)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -98,14 +95,11 @@ def test_what_no_kernel_reads_is_refused_before_any_tensor_is_read(tmp_path, mon
         raise AssertionError("a tensor is read")
 
     monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
-    with pytest.raises(NotImplementedError, match=CASES[case].refusal):
-        moelora_hf.load_quantized(tmp_path)
+    refused(tmp_path, CASES[case].refusal, NotImplementedError)
 
 
 @pytest.mark.parametrize("case", DEQUANTIZED)
-def test_experts_that_no_kernel_reads_are_dequantized_if_asked_for(tmp_path, monkeypatch, case):
-    said = []
-    monkeypatch.setattr(folder_module.log, "warning", said.append)
+def test_experts_that_no_kernel_reads_are_dequantized_if_asked_for(tmp_path, said, case):
     exact = make(tmp_path, case)
     model = moelora_hf.load_quantized(tmp_path, dequantize=True)
     assert_weights(model, exact)
@@ -126,18 +120,15 @@ def test_experts_that_kernels_read_stay_quantized(tmp_path, case):
 @pytest.mark.parametrize("case", ["auto_round_mxfp4", "modelopt_nvfp4_awq"])
 def test_what_is_not_read_is_refused_either_way(tmp_path, case):
     make(tmp_path, case)
-    with pytest.raises(NotImplementedError, match=CASES[case].refusal) as raised:
-        moelora_hf.load_quantized(tmp_path, dequantize=True)
-    assert "dequantize=True" not in str(raised.value)
+    said = refused(tmp_path, CASES[case].refusal, NotImplementedError, dequantize=True)
+    assert "dequantize=True" not in said
 
 
 @pytest.mark.parametrize(
     ("case", "is_said"), [("ct_nvfp4_w4a4", True), ("modelopt_nvfp4", True), ("ct_nvfp4", False)]
 )
-def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said):
+def test_the_log_says_that_activations_stay(tmp_path, said, case, is_said):
     """W4A4 runs as W4A16: once for a folder, whatever the number of experts."""
-    said = []
-    monkeypatch.setattr(folder_module.log, "warning", said.append)
     make(tmp_path, case)
     moelora_hf.load_quantized(tmp_path)
     lines = [line for line in said if "stay in the model's dtype (W4A16)" in line]
@@ -149,9 +140,8 @@ def test_the_log_says_that_activations_stay(tmp_path, monkeypatch, case, is_said
 def test_layers_without_scales_of_activations(tmp_path, case, lacking):
     """Calibration reaches some experts only; W4A16 needs no scale of activations."""
     exact = make(tmp_path, case)
-    change(
-        tmp_path,
-        lambda t: {n: v for n, v in t.items() if lacking not in n or ".input_" not in n},
+    change_tensors(
+        tmp_path, lambda t: {n: v for n, v in t.items() if lacking not in n or ".input_" not in n}
     )
     assert_weights(moelora_hf.load_quantized(tmp_path), exact)
 
@@ -159,8 +149,7 @@ def test_layers_without_scales_of_activations(tmp_path, case, lacking):
 @pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
 def test_activations_are_for_fp8_experts(tmp_path, case):
     make(tmp_path, case)
-    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
-        moelora_hf.load_quantized(tmp_path, activations="fp8")
+    refused(tmp_path, "activations is 'fp8', wanted None: the weights are not", activations="fp8")
 
 
 def test_biases_of_single_experts_are_not_reported_missing(tmp_path, monkeypatch):
@@ -194,11 +183,8 @@ def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
             stacked[f"{EXPERTS}.down_proj{suffix}"] = torch.stack(rows)
         return stacked
 
-    change(tmp_path, stack)
-    with pytest.raises(
-        NotImplementedError, match="down_proj_weight_scale.* stacked tensors are re"
-    ):
-        moelora_hf.load_quantized(tmp_path)
+    change_tensors(tmp_path, stack)
+    refused(tmp_path, "down_proj_weight_scale.* stacked tensors are re", NotImplementedError)
 
 
 @pytest.mark.parametrize(
@@ -211,26 +197,21 @@ def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
     ],
 )
 def test_dtypes_that_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        moelora_hf.load_quantized(tmp_path, **options)
+    refused(tmp_path, message, **options)
 
 
 @pytest.mark.parametrize("is_file", [True, False])
 def test_gguf_files_are_refused_with_what_to_do(tmp_path, is_file):
     path = tmp_path / "model-Q4_K_M.gguf"
     path.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"no config.json, .*: GGUF is not read; load the file"):
-        moelora_hf.load_quantized(path if is_file else tmp_path)
+    refused(path if is_file else tmp_path, r"no config.json, .*: GGUF is not read; load the file")
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
     """hf_quant_config.json of older exports, whose config.json says nothing."""
     exact = make(tmp_path, "modelopt_nvfp4")
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotImplementedError, match="quant_method is None"):
-        moelora_hf.load_quantized(tmp_path)
+    change_json(tmp_path / "config.json", lambda c: c.pop("quantization_config") and None)
+    refused(tmp_path, "quant_method is None", NotImplementedError)
     settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     content = {"producer": {"name": "modelopt"}, "quantization": settings}
     content["quantization"]["exclude_modules"] = ["lm_head"]
@@ -238,9 +219,7 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
     assert_weights(moelora_hf.load_quantized(tmp_path), exact)
 
 
-def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(folder_module.log, "warning", said.append)
+def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_path, said):
     make(tmp_path, "ct_fp8_cache")
     moelora_hf.load_quantized(tmp_path)
     attention = 2 * (128 * 128 * 2 + 64 * 128 * 2)  # layers, q and o, k and v
@@ -253,17 +232,8 @@ def test_the_log_says_what_is_dequantized_and_how_much_memory_that_takes(tmp_pat
 def test_rows_of_gate_and_up_in_halves_are_refused(tmp_path):
     """What GPTQModel calls gate_proj of gpt-oss has rows of gate and of up, in turns."""
     make(tmp_path, "gptq", "gpt_oss")
-    settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"]["meta"] = {"quantizer": ["gptqmodel:7.7.0"]}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(NotImplementedError, match="in turns, which GPTQModel cuts in halves"):
-        moelora_hf.load_quantized(tmp_path)
-
-
-def change(folder, tensors):
-    state = load_file(folder / TENSORS)
-    changed = tensors(state)
-    save_file({name: t.contiguous() for name, t in changed.items()}, folder / TENSORS)
+    change_quantization(tmp_path, meta={"quantizer": ["gptqmodel:7.7.0"]})
+    refused(tmp_path, "in turns, which GPTQModel cuts in halves", NotImplementedError)
 
 
 def spoilt(state, byte):
@@ -352,19 +322,14 @@ ATTENTION = "model.layers.0.self_attn.q_proj"
 )
 def test_damaged_folders(tmp_path, case, kind, tensors, message):
     make(tmp_path, case, kind)
-    change(tmp_path, tensors)
-    with pytest.raises(ValueError, match=message):
-        moelora_hf.load_quantized(tmp_path)
+    change_tensors(tmp_path, tensors)
+    refused(tmp_path, message)
 
 
 def test_experts_of_several_schemes_in_one_layer(tmp_path):
     make(tmp_path, "gptq")
-    settings = json.loads((tmp_path / "config.json").read_text())
-    over = {r"+:.*layers\.0.*experts\.3\..*": {"group_size": 128}}
-    settings["quantization_config"]["dynamic"] = over
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(NotImplementedError, match=r"experts.3.gate_proj is INT4 of GPTQ .*one sch"):
-        moelora_hf.load_quantized(tmp_path)
+    change_quantization(tmp_path, dynamic={r"+:.*layers\.0.*experts\.3\..*": {"group_size": 128}})
+    refused(tmp_path, r"experts.3.gate_proj is INT4 of GPTQ .*one sch", NotImplementedError)
 
 
 def test_patterns_of_settings():
@@ -426,20 +391,19 @@ def make_deepseek_v4(folder, expert_dtype):
             tensors[own.replace("weight", "scale")] = scale
             meant[own] = tensors[own].float() * exponent.exp2()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / TENSORS)
-    settings = json.loads((folder / "config.json").read_text()) | {"expert_dtype": expert_dtype}
-    settings["quantization_config"] = {
+    quantization = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "scale_fmt": "ue8m0",
         "weight_block_size": [128, 128],
     }
-    (folder / "config.json").write_text(json.dumps(settings))
+    settings = {"expert_dtype": expert_dtype, "quantization_config": quantization}
+    change_json(folder / "config.json", lambda config: config | settings)
     return meant
 
 
 @pytest.mark.parametrize(("expert_dtype", "format"), [("fp4", "mxfp4"), ("fp8", "fp8")])
-@torch.no_grad()
 def test_deepseek_v4_by_its_own_names(tmp_path, expert_dtype, format):
     if not hasattr(transformers, "DeepseekV4Config"):
         pytest.skip("this transformers has no DeepSeek-V4")
@@ -466,7 +430,6 @@ def test_deepseek_v4_by_its_own_names(tmp_path, expert_dtype, format):
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_nvfp4", "gptq_act_order"])
-@torch.no_grad()
 def test_adapters_on_a_gpu(tmp_path, case):
     """Layers as on the CPU, whose numbers other tests compare: packed, or dequantized."""
     exact = make(tmp_path, case)
@@ -498,7 +461,6 @@ def plain(folder, kind):
 
 @pytest.mark.parametrize("rounding", ["nf4", "fp8"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-@torch.no_grad()
 def test_experts_are_rounded_while_they_are_loaded(tmp_path, monkeypatch, kind, rounding):
     """One by one, as checkpoints have them, or from stacks, which gpt-oss has as (K, N)."""
     model = plain(tmp_path, kind)
@@ -535,8 +497,7 @@ def test_experts_are_rounded_while_they_are_loaded(tmp_path, monkeypatch, kind, 
 )
 def test_what_cannot_be_rounded(tmp_path, case, experts, message):
     make(tmp_path, case)
-    with pytest.raises(ValueError, match=message):
-        moelora_hf.load_quantized(tmp_path, experts=experts)
+    refused(tmp_path, message, experts=experts)
 
 
 def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
@@ -546,7 +507,6 @@ def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
     assert torch.equal(loaded[name], exact.state_dict()[name].bfloat16())
 
 
-@torch.no_grad()
 def test_what_bitsandbytes_itself_has_saved(tmp_path):
     """Attention in nested NF4 but for a module that it skips, experts in 16 bits."""
     functional = pytest.importorskip("bitsandbytes.functional")
@@ -581,9 +541,8 @@ def stacked(folder, kind, **options):
     for module, _ in moelora_hf.moe_layers(model).values():
         for own in ("gate_up_proj", "down_proj"):
             parametrize.replace_parameter_4bit(module, own, quant_type="nf4", **options)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = folder_cases.BNB
-    (folder / "config.json").write_text(json.dumps(settings))
+    settings = {"quantization_config": folder_cases.BNB}
+    change_json(folder / "config.json", lambda config: config | settings)
     for file in folder.glob("model*"):
         file.unlink()
     save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / TENSORS)
@@ -603,5 +562,4 @@ def test_stacks_that_bitsandbytes_has_replaced(tmp_path, compress_statistics):
 
 def test_stacks_whose_blocks_run_along_rows_are_refused(tmp_path):
     stacked(tmp_path, "gpt_oss")
-    with pytest.raises(NotImplementedError, match=r"stored \(E, K, N\).* with experts='nf4'"):
-        moelora_hf.load_quantized(tmp_path)
+    refused(tmp_path, r"stored \(E, K, N\).* with experts='nf4'", NotImplementedError)

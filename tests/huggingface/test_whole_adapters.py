@@ -25,6 +25,7 @@ from whole_models import (
     make_whole_model,
     merged,
     qwen3_5_moe,
+    served,
     wanted_logits,
     write_adapter,
     write_adapters,
@@ -33,7 +34,10 @@ from whole_models import (
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import tokens as tokens_module
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
+]
 
 BASE = ["__base__"] * len(ROWS)
 
@@ -53,13 +57,10 @@ def assert_close(got, wanted, naive):
     assert close.float().mean() >= 0.6, (ours, theirs)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
 def test_mixed_batch(config, place, tmp_path):
-    model = make_whole_model(config, place[1], place[0])
-    ids = tokens(length=9, device=model.device)
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, config, place, length=9)
     exact = copy.deepcopy(model).float()
     wanted = wanted_logits(exact, folders, ROWS, ids)
     naive = wanted_logits(model, folders, ROWS, ids)
@@ -75,7 +76,6 @@ def test_mixed_batch(config, place, tmp_path):
     assert torch.equal(model(ids, adapter_names=BASE).logits, model(ids).logits)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("config", [deepseek_v3, mixtral, gemma4], ids=lambda c: c.__name__)
 def test_sixteen_bits(config, place, tmp_path):
@@ -100,7 +100,6 @@ def test_sixteen_bits(config, place, tmp_path):
     assert torch.equal(base[1:], model(ids).logits[1:])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
 @pytest.mark.parametrize("config", [mixtral, qwen3_5_moe], ids=lambda c: c.__name__)
 def test_adapters_of_peft(config, place, tmp_path):
@@ -130,13 +129,10 @@ def test_adapters_of_peft(config, place, tmp_path):
 # ---- batches and calls of other shapes ----
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
 def test_many_tokens(place, tmp_path):
     """More than are grouped where they are loaded: sorted once, for all layers of the pass."""
-    model = make_whole_model(qwen3, place[1], place[0])
-    ids = tokens(length=150, device=model.device)
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, place=place, length=150)
     exact = copy.deepcopy(model).float()
     wanted, naive = (wanted_logits(m, folders, ROWS, ids) for m in (exact, model))
     sorts = []
@@ -150,12 +146,10 @@ def test_many_tokens(place, tmp_path):
     assert torch.equal(got[1], model(ids).logits[1])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}])
 def test_generate(options, tmp_path):
     """What each adapter generates alone; `lm_head` takes some tokens of every row."""
-    model = make_whole_model(qwen3)
-    folders = write_adapters(model, tmp_path)
+    model, _, folders = served(tmp_path)
     rows = ["mlp"] if "prompt_lookup_num_tokens" in options else ROWS
     ids = tokens(rows=len(rows), length=6)
     options = {"max_new_tokens": 6, "do_sample": False} | options
@@ -172,7 +166,6 @@ def test_generate(options, tmp_path):
     torch.testing.assert_close(kept, model(ids, adapter_names=rows).logits[:, -2:])
 
 
-@torch.no_grad()
 def test_assisted_generation(tmp_path):
     """A draft model without adapters proposes, the model with its adapter decides."""
     model, draft = make_whole_model(qwen3), make_whole_model(qwen3)
@@ -186,11 +179,9 @@ def test_assisted_generation(tmp_path):
     assert not torch.equal(wanted, draft.generate(ids, **options))
 
 
-@torch.no_grad()
 def test_tokens_of_unknown_rows_are_refused(tmp_path):
     """Where a layer takes other tokens than the batch has, rows would get each other's adapter."""
-    model = make_whole_model(mixtral)
-    folders = write_adapters(model, tmp_path)
+    model, _, folders = served(tmp_path, mixtral)
     moelora_hf.load_adapters(model, folders)
     projection = model.model.layers[1].self_attn.o_proj
     projection.register_forward_pre_hook(lambda module, args: (args[0][:, :4].flatten(0, 1),))
@@ -204,7 +195,6 @@ def test_tokens_of_unknown_rows_are_refused(tmp_path):
 # ---- compilers, copies, other libraries ----
 
 
-@torch.no_grad()
 def test_compile(tmp_path):
     """Without a graph break, routers included, and adapters change without compiling again."""
     torch.compiler.reset()
@@ -225,7 +215,6 @@ def test_compile(tmp_path):
     torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
 
 
-@torch.no_grad()
 def test_copies_have_no_adapters_and_unloaded_models_no_traces(tmp_path):
     model = make_whole_model(qwen3)
     ids = tokens()
@@ -253,13 +242,10 @@ def test_copies_have_no_adapters_and_unloaded_models_no_traces(tmp_path):
         assert own or "forward" not in module.__dict__, name
 
 
-@torch.no_grad()
 def test_modules_that_others_have_wrapped(tmp_path):
     """torch.compile and activation checkpointing put modules around those of a model."""
     wrap = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    model = make_whole_model(qwen3)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path)
     moelora_hf.load_adapters(model, folders)
     wanted = model(ids, adapter_names=ROWS).logits
     moelora_hf.unload_adapters(model)

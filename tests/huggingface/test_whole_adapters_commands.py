@@ -1,8 +1,6 @@
 """The example and the benchmark of whole adapters do what they say."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +8,7 @@ import torch
 from benchmarks import whole_adapters as benchmark
 
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import whole_adapters as example  # noqa: E402
+import whole_adapters as example
 
 
 def test_the_example(monkeypatch, tmp_path):

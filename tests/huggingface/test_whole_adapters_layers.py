@@ -1,11 +1,10 @@
 """Which layers of a model adapters are served in, which are refused and how a pool has room."""
 
 import copy
-import sys
 import types
-from pathlib import Path
 
 import pytest
+import quantized_folders
 import torch
 from conftest import needs_gpu, on_gpu
 from hf_models import (
@@ -25,6 +24,7 @@ from whole_models import (
     deepseek_v4,
     make_whole_model,
     merged,
+    served,
     wanted_logits,
     write_adapter,
     write_adapters,
@@ -34,8 +34,7 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.linears import linear_layers
 from moelora.training import Tenants
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import quantized_folders  # noqa: E402
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def relative(got, wanted):
@@ -45,10 +44,8 @@ def relative(got, wanted):
 # ---- room in the pool ----
 
 
-@torch.no_grad()
 def test_only_layers_with_factors_get_room(tmp_path):
-    model = make_whole_model(qwen3)
-    folders = write_adapters(model, tmp_path)
+    model, _, folders = served(tmp_path)
     pool = moelora_hf.load_adapters(model, {"attention": folders["attention"]}, max_loras=2)
     assert not pool.layers, "no adapter has factors of experts"
     assert {name.rpartition(".")[2] for name in pool.linears} == {
@@ -66,12 +63,9 @@ def test_only_layers_with_factors_get_room(tmp_path):
     assert pool.names() == ["attention"]
 
 
-@torch.no_grad()
 def test_targets(tmp_path):
     """Room for adapters to come: of all layers, or of those of these names."""
-    model = make_whole_model(qwen3)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path)
     wanted = wanted_logits(model, folders, ROWS, ids)
     for targets in ("all", None):
         pool = moelora_hf.load_adapters(
@@ -111,11 +105,8 @@ def test_targets(tmp_path):
         (("attention",), {"max_linear_rank": 8}, (16, 8)),
     ],
 )
-@torch.no_grad()
 def test_max_rank_is_the_limit_of_every_layer(first, ranks, expected, tmp_path):
-    model = make_whole_model(qwen3)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path)
     ranks |= {"w13_slices": 2, "targets": "all"}
     pool = moelora_hf.load_adapters(model, {n: folders[n] for n in first}, max_loras=3, **ranks)
     assert (pool.max_rank, pool.max_linear_rank) == expected
@@ -125,18 +116,16 @@ def test_max_rank_is_the_limit_of_every_layer(first, ranks, expected, tmp_path):
     assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
 
 
+@torch.enable_grad()
 def test_pools_without_adapters_fit_training():
     """Gate and up share an A in what Tenants trains and saves."""
     model = make_whole_model(qwen3).requires_grad_(False)
     Tenants(moelora_hf.load_adapters(model, {}, max_loras=2, max_rank=4)).close()
 
 
-@torch.no_grad()
 def test_a_slot_keeps_nothing_of_its_last_adapter(tmp_path):
     """Also in layers that the next one leaves alone, and while a captured graph reads it."""
-    model = make_whole_model(qwen3)
-    ids = tokens(rows=1)
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, rows=1)
     pool = moelora_hf.load_adapters(
         model, {"all": folders["all"]}, max_loras=1, max_linear_rank=6, targets="all"
     )
@@ -153,8 +142,7 @@ def test_a_slot_keeps_nothing_of_its_last_adapter(tmp_path):
 
 
 def test_ranks_and_numbers_that_do_not_fit(tmp_path):
-    model = make_whole_model(qwen3)
-    folders = write_adapters(model, tmp_path)
+    model, _, folders = served(tmp_path)
     with pytest.raises(ValueError, match="rank 6.* max_linear_rank"):
         moelora_hf.load_adapters(model, folders, max_linear_rank=4)
     large = write_adapter(
@@ -270,11 +258,8 @@ class GPTQLinear(nn.Module):
         return x @ self.meant.T.to(x.dtype)
 
 
-@torch.no_grad()
 def test_linear_layers_of_gptq(tmp_path):
-    model = make_whole_model(qwen3)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path)
     exact = copy.deepcopy(model)
     for name, module in exact.named_modules():
         if name.endswith(("q_proj", "o_proj")):
@@ -286,13 +271,10 @@ def test_linear_layers_of_gptq(tmp_path):
     assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
 
 
-@torch.no_grad()
 def test_linear_layers_of_compressed_tensors(tmp_path):
     """The library runs quantized layers in a `forward` of its own."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    model = make_whole_model(qwen3)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path)
     exact = copy.deepcopy(model)
     weights = quantization.QuantizationArgs(num_bits=8, strategy="channel", symmetric=True)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
@@ -311,7 +293,6 @@ def test_linear_layers_of_compressed_tensors(tmp_path):
     assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4", "gptq"])
 def test_quantized_experts(kind, device, tmp_path):
@@ -349,10 +330,10 @@ def test_quantized_experts(kind, device, tmp_path):
     assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
 
 
+@torch.enable_grad()
 def test_gradients_pass_served_adapters(tmp_path):
     """Of what the model is given; the factors of a pool are constants, and experts are frozen."""
-    model, ids = make_whole_model(qwen3), tokens(rows=1)
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, rows=1)
 
     def gradient(model, **names):
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -378,6 +359,7 @@ def even():
 
 @pytest.mark.parametrize("company", ["pool", "batch", "gradient"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@torch.enable_grad()
 def test_factors_and_gradients_that_are_not_finite_stay_alone(autocast, company, device, tmp_path):
     """In deltas that torch computes, a row has the bits that it has beside finite neighbors.
 
@@ -425,12 +407,9 @@ def test_factors_and_gradients_that_are_not_finite_stay_alone(autocast, company,
 # ---- models that change ----
 
 
-@torch.no_grad()
 def test_modules_in_the_place_of_served_ones(tmp_path):
     """An adapter's factors of a layer must not be lost with the module that added them."""
-    model = make_whole_model(qwen3)
-    ids = tokens(length=4)
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, length=4)
     for change, layer in (
         (lambda m: m.resize_token_embeddings(70), "lm_head is a Linear"),
         (lambda m: setattr(m.model.layers[0].self_attn, "q_proj", nn.Identity()), "q_proj is a Id"),
@@ -450,7 +429,6 @@ def test_modules_in_the_place_of_served_ones(tmp_path):
     assert torch.equal(around(ids, adapter_names=ROWS).logits, wanted)
 
 
-@torch.no_grad()
 def test_embeddings_of_another_size(tmp_path):
     model = make_whole_model(qwen3)
     folder = write_adapter(model, tmp_path / "a", 1, lambda name: "embed_tokens" in name)
@@ -460,11 +438,9 @@ def test_embeddings_of_another_size(tmp_path):
         model(tokens(), adapter_names=["a"] * 5)
 
 
-@torch.no_grad()
 def test_inputs_of_any_strides(tmp_path):
     """What one row of a batch is transposed to keeps its strides when it is flattened."""
-    model = make_whole_model(qwen3)
-    folders = write_adapters(model, tmp_path)
+    model, _, folders = served(tmp_path)
     moelora_hf.load_adapters(model, folders)
     ids = tokens(rows=1)
     wanted = model(ids, adapter_names=["all"]).logits
@@ -477,12 +453,9 @@ def test_inputs_of_any_strides(tmp_path):
 # ---- devices ----
 
 
-@torch.no_grad()
 def test_layers_on_several_devices(tmp_path):
     """One pool, with factors and tables where each layer is; "cpu" and "cpu:0" are two here."""
-    model = make_whole_model(mixtral)
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, mixtral)
     wanted = wanted_logits(model, folders, ROWS, ids)
     other = torch.device("cpu", 0)
     for module in model.model.layers[1].modules():
@@ -498,7 +471,6 @@ def test_layers_on_several_devices(tmp_path):
 
 
 @pytest.mark.parametrize("adapters", ["load_adapters", "enable"])
-@torch.no_grad()
 def test_offloaded_models(adapters, tmp_path):
     """accelerate brings a layer's weights for each call, from memory or from disk."""
     pytest.importorskip("accelerate")
@@ -528,7 +500,6 @@ def test_offloaded_models(adapters, tmp_path):
 
 @pytest.mark.gpu
 @needs_gpu
-@torch.no_grad()
 def test_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")

@@ -8,22 +8,24 @@ AutoRound 0.16.1 (`export_to_autoround/export.py`, `auto_round_extension/torch`)
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from hf_models import transformers
-from safetensors.torch import save_file
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import quantized  # noqa: F401  for tests
+import pytest
+import quantized
 import quantized_cases
 import quantized_folders
+import torch
+from hf_models import assert_logits, transformers
 from quantized_folders import COMMON, nibbles_to_words
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+import moelora.integrations.transformers as moelora_hf
+
+TENSORS = "model.safetensors"
 GROUP = 64
 Made = tuple[dict[str, Tensor], Tensor]  # tensors of a linear layer by suffix; what they mean
 Quantize = Callable[[Tensor], Made]
@@ -509,7 +511,7 @@ def make(folder: Path, case: str, kind: str = "qwen3_moe", own_names: bool = Fal
     config.save_pretrained(folder)
     del config.quantization_config
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
     return model.eval()
 
 
@@ -533,3 +535,67 @@ def _experts(where, own, stack, kind, made, own_names) -> dict[str, Tensor]:
             mine.copy_(meant)
             tensors |= {name + suffix: tensor for suffix, tensor in found.items()}
     return tensors
+
+
+# ---- folders that are changed, refused, loaded and served ----
+
+
+def change_json(path: Path, change: Callable[[dict], dict | None]) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(change(content) or content))
+
+
+def change_quantization(folder: Path, **changes) -> None:
+    """Changes settings of `quantization_config`."""
+    change_json(
+        folder / "config.json", lambda config: config["quantization_config"].update(changes)
+    )
+
+
+def change_tensors(folder: Path, change: Callable[[dict], dict | None], to: Path | None = None):
+    """Writes a folder's tensors, changed, in place or into another folder."""
+    state = load_file(folder / TENSORS)
+    state = change(state) or state
+    save_file({name: t.contiguous() for name, t in state.items()}, (to or folder) / TENSORS)
+
+
+def refused(folder: Path, message: str, error: type[Exception] = ValueError, **options) -> str:
+    """What `load_quantized` says of a folder or of options that it does not take."""
+    with pytest.raises(error, match=message) as raised:
+        moelora_hf.load_quantized(folder, **options)
+    return str(raised.value)
+
+
+def assert_weights(model, exact) -> None:
+    """Dense layers bit for bit; experts but for the scale's rounding, then the product's."""
+    wanted = exact.state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted.pop(name).bfloat16()), name
+    for name, (module, _) in moelora_hf.moe_layers(model).items():
+        for own in ("gate_up_proj", "down_proj"):
+            if own in module._parameters:  # dequantized, compared above
+                continue
+            weights, meant = getattr(module, own).weights, wanted.pop(f"{name}.{own}")
+            meant = meant.transpose(1, 2) if module.is_transposed else meant
+            rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
+            torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
+    assert not [name for name in wanted if "rotary" not in name and "e_score" not in name]
+
+
+def assert_mixed_batch(folder: Path, exact, adapters: Path, ids: Tensor, **options) -> Tensor:
+    """A mixed batch through a folder is what PEFT gives with the numbers that the folder means.
+
+    Logits, the output of each experts layer, and the first token that is generated; returns logits.
+    """
+    saved = quantized.make_adapters(exact, adapters)
+    model, logits, calls = quantized.serve(folder, saved, ids, **options)
+    wanted, layers = quantized.with_peft(exact, saved, ids, calls)
+    naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), saved, ids, calls)
+    assert_logits(logits, wanted, naive)
+    for name, layer in layers.items():
+        theirs = (naive_layers[name] - layer).abs().max()
+        floor = quantized.BFLOAT16 * layer.abs().max()
+        assert (calls[name][-1] - layer).abs().max() <= 1.5 * theirs + floor
+    texts = model.generate(ids, adapter_names=quantized.ROWS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(texts[:, ids.shape[1]], logits[:, -1].argmax(-1))
+    return logits

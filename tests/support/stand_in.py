@@ -1,11 +1,16 @@
-"""Modules that stand in for an engine's, to test what calls them where it is not installed."""
+"""Stands in for an engine where none is installed: its modules, and `moelora doctor` there."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from moelora.__main__ import main
+
+GPU = "NVIDIA H100 80GB HBM3"
 
 
 def modules(contents: Mapping[str, Mapping[str, object]]) -> dict[str, ModuleType]:
@@ -36,3 +41,30 @@ def takes(parameters: str, **defaults) -> Callable:
         for name in parameters.split()
     )
     return function
+
+
+def installed(monkeypatch, **versions: str) -> None:
+    """These packages, and no others."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def doctor_on(monkeypatch, capsys, plugin: str, group: str, torch_version: str, **versions: str):
+    """Runs `moelora doctor` on a machine with a GPU and an engine; (exit status, lines)."""
+    entries = [importlib.metadata.EntryPoint("moelora", plugin, group)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    installed(monkeypatch, **versions)
+    monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: (f"correct on {GPU}", True))
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    monkeypatch.setattr("torch.__version__", torch_version)
+
+    def run() -> tuple[int, list[str]]:
+        status = main(["doctor"])
+        return status, capsys.readouterr().out.splitlines()
+
+    return run

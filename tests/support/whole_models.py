@@ -5,7 +5,7 @@ import json
 
 import small_models
 import torch
-from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, qwen3
+from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, qwen3, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -134,6 +134,12 @@ def write_adapters(model, folder):
     )
     mlp = write_adapter(model, folder / "mlp", 3, lambda name: "mlp" in name, r=3, alpha=2)
     return {"all": everything, "attention": attention, "mlp": mlp}
+
+
+def served(folder, config=qwen3, place=("cpu", torch.float32), **sizes):
+    """(model, tokens of these sizes, folders of `write_adapters`)."""
+    model = make_whole_model(config, place[1], place[0])
+    return model, tokens(device=model.device, **sizes), write_adapters(model, folder)
 
 
 ROWS = ["all", None, "attention", "mlp", "all"]

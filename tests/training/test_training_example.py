@@ -3,7 +3,6 @@
 import json
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 from checkout import needs_checkout
@@ -12,9 +11,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("rich")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import train  # noqa: E402
-import train_qlora  # noqa: E402
+import train
+import train_qlora
 
 pytestmark = needs_checkout
 
