@@ -414,19 +414,3 @@ def test_what_is_no_whole_adapter_is_named(change, message):
     state, _ = pair(Q, K, 10)
     with pytest.raises(ValueError, match=message):
         read(state | change)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"use_dora": True}, "rescales the rows of the base weights; merge the adapter"),
-        ({"modules_to_save": ["lm_head"]}, "whole layers were trained .* merge"),
-        ({"trainable_token_indices": [3]}, "rows of the embedding were trained .* merge"),
-        ({"bias": "all"}, "biases of the base model were trained.* merge"),
-        ({"lora_bias": True}, "more than low-rank products; merge"),
-        ({"peft_type": None}, "peft_type is None"),
-    ],
-)
-def test_options_that_cannot_be_served_say_what_to_do(option, message):
-    with pytest.raises(ValueError, match=message):
-        read(pair(Q, K, 10)[0], CONFIG | option)

@@ -322,10 +322,24 @@ def test_bad_checkpoint_names_the_key_and_changes_nothing(tmp_path, change, mess
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"use_dora": True}, "option use_dora=True is not supported"),
-        ({"bias": "all"}, "option bias='all' is not supported"),
-        ({"lora_bias": True}, "option lora_bias=True"),
-        ({"modules_to_save": ["lm_head"]}, r"option modules_to_save=\['lm_head'\]"),
+        (
+            {"use_dora": True},
+            "option use_dora=True is not supported.* rescales the rows of the base weights; merge",
+        ),
+        (
+            {"bias": "all"},
+            "option bias='all' is not supported.* biases of the base model were trained.* merge",
+        ),
+        ({"lora_bias": True}, "option lora_bias=True.* more than low-rank products; merge"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"option modules_to_save=\['lm_head'\].* whole layers were trained .* merge",
+        ),
+        (
+            {"trainable_token_indices": [3]},
+            "option trainable_token_indices=.* rows of the embedding were trained .* merge",
+        ),
+        ({"peft_type": None}, "peft_type is None"),
         ({"fan_in_fan_out": True}, "option fan_in_fan_out=True"),
         ({"option_of_the_future": 3}, "option option_of_the_future=3 is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),

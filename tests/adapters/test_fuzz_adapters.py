@@ -11,11 +11,11 @@ import struct
 import tempfile
 from pathlib import Path
 
+import adapter_cases
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from moelora.adapters import AdapterPool, LinearLayer, MoELayer, peek
 
@@ -74,28 +74,19 @@ def folder():
         yield Path(path)
 
 
-def write(folder, state, config=CONFIG):
+def write(folder, state):
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file({k: v.contiguous() for k, v in state.items()}, folder / "adapter_model.safetensors")
-    return folder
-
-
-def snapshot(pool):
-    return [t.clone() for t in pool._tensors()], pool.names()
+    return adapter_cases.write(folder, {k: v.contiguous() for k, v in state.items()}, CONFIG)
 
 
 def add_and_check(pool, source, **kwargs):
     """Adds an adapter under damage; whether it was taken."""
-    tensors, names = snapshot(pool)
+    before = tensors, _ = adapter_cases.snapshot(pool)
     try:
         slot = pool.add("new", source, **kwargs)
     except CLEAR as error:
         assert len(str(error)) > 10, "an error must say what is wrong"
-        assert pool.names() == names
-        for old, new in zip(tensors, pool._tensors(), strict=True):
-            assert torch.equal(old, new), "a refusal must not change the pool"
+        adapter_cases.assert_unchanged(pool, before)
         return False
     try:
         assert slot == 2

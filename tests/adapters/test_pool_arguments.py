@@ -18,6 +18,7 @@ MADE_OF = {
         (LAYERS[0], "layers is a MoELayer, wanted a sequence of MoELayer"),
         ("experts", "layers is 'experts', wanted a sequence of MoELayer"),
         ([NAME], r"layers\[0\] is a str, wanted a MoELayer"),
+        ([LAYERS[0]] * 2, "wanted at least one and no name twice"),
         ([MoELayer("x", 0, 16, 24)], r"layers\[0\].num_experts is 0, wanted an integer >= 1"),
         ([MoELayer("x", 4, "16", 24)], r"layers\[0\].hidden_size is '16', wanted an integer"),
         ([MoELayer(None, 4, 16, 24)], r"layers\[0\].name is None, wanted a string"),
@@ -25,6 +26,7 @@ MADE_OF = {
     "linears": [
         (None, "linears is a NoneType, wanted a sequence of LinearLayer"),
         (LAYERS, r"linears\[0\] is a MoELayer, wanted a LinearLayer"),
+        ([LinearLayer("q", 2, 3)] * 2, "wanted at least one and no name twice"),
         ([LinearLayer("q", -1, 3)], r"linears\[0\].in_features is -1, wanted an integer"),
     ],
     "device": [
@@ -36,12 +38,21 @@ MADE_OF = {
         ([NAME], "places is a list, wanted a mapping"),
         ({NAME: "cpu"}, r"places\['model.layers.0.mlp.experts'\] is 'cpu', wanted \(device, dtyp"),
         ({NAME: ("meta", torch.float32)}, r"places\[.*\] is 'meta', wanted a device with memory"),
+        ({NAME: ("cpu", torch.float64)}, "dtype is torch.float64"),
+        ({"x": ("cpu", torch.float32)}, "places names x, which is none of the layers"),
     ],
     "others": [([NAME], "others is a list, wanted a mapping")],
     "own": [(3, "own is 3, wanted a function")],
     "shared_outer": [("no", "shared_outer is 'no', wanted True or False")],
-    "w13_slices": [(True, "w13_slices is True, wanted 1 or 2")],
+    "w13_slices": [(n, f"w13_slices is {n}, wanted 1 or 2") for n in (True, 3)],
+    "dtype": [(torch.float64, "dtype is torch.float64")],
+    "max_linear_rank": [(0, "max_linear_rank is 0, wanted an integer >= 1")],
+    "host": [(n, f"host is {n!r}, wanted an integer >= 0") for n in (-1, "4", None, 2.5, True)],
 }
+for name in ("max_loras", "max_rank"):
+    MADE_OF[name] = [
+        (n, f"{name} is {n!r}, wanted an integer >= 1") for n in (0, 2.5, "16", True, None)
+    ]
 
 
 def make_pool(**options):
@@ -79,6 +90,12 @@ def test_what_is_no_name(name, pool):
     for call in calls:
         with pytest.raises(ValueError, match="name is .*, wanted a non-empty string"):
             call(name)
+
+
+def test_the_name_of_the_base_model_is_not_given_to_an_adapter(pool):
+    for give in (pool.add, *([pool.register] if pool.host else [])):
+        with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
+            give("__base__", STATE, config=CONFIG)
 
 
 @pytest.mark.parametrize(

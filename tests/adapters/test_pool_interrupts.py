@@ -72,11 +72,12 @@ def at_every_instruction(prepare, act, after):
             assert_all_slots_work(pool)
 
 
-def test_an_eviction():
-    def prepare(pool):
-        add(pool, "a")
-        add(pool, "b")
+def add_two(pool):
+    add(pool, "a")
+    add(pool, "b")
 
+
+def test_an_eviction():
     def after(pool):
         assert_consistent(pool)
         assert "b" in pool, "nothing made it leave"
@@ -85,16 +86,12 @@ def test_an_eviction():
         assert set(pool.names()) == {"b", "c"}
         assert_consistent(pool)
 
-    assert at_every_instruction(prepare, lambda pool: add(pool, "c"), after) > 100
+    assert at_every_instruction(add_two, lambda pool: add(pool, "c"), after) > 100
 
 
 def test_a_replacement():
     other = STATES | {"a": STATES["d"]}
     either = STATES | {"a": [STATES["a"][1], STATES["d"][1]]}
-
-    def prepare(pool):
-        add(pool, "a")
-        add(pool, "b")
 
     def after(pool):
         assert_consistent(pool, either)
@@ -103,7 +100,7 @@ def test_a_replacement():
         assert_consistent(pool, other)
 
     act = lambda pool: add(pool, "a", other, replace=True)  # noqa: E731
-    assert at_every_instruction(prepare, act, after) > 100
+    assert at_every_instruction(add_two, act, after) > 100
 
 
 def test_a_free_slot():
@@ -131,15 +128,11 @@ def test_a_batch_that_holds_adapters():
         with pool.hold(["a", "b"]):
             pass
 
-    def prepare(pool):
-        add(pool, "a")
-        add(pool, "b")
-
     def after(pool):
         pool.remove("a")
         pool.remove("b")
 
-    assert at_every_instruction(prepare, hold, after) > 10
+    assert at_every_instruction(add_two, hold, after) > 10
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")

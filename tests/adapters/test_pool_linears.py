@@ -89,15 +89,7 @@ def test_an_adapter_is_kept_for_as_long_as_its_user_lives():
         pool.keep(["a"])
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="wanted at least one and no name twice"):
-        make_pool(linears=[LINEARS[0], LINEARS[0]])
-    with pytest.raises(ValueError, match="max_linear_rank is 0"):
-        make_pool(max_linear_rank=0)
-    with pytest.raises(ValueError, match="places names nothing, which is none of the layers"):
-        make_pool(places={"nothing": ("cpu", torch.float32)})
-    with pytest.raises(ValueError, match="dtype is torch.float64"):
-        make_pool(places={Q: ("cpu", torch.float64)})
+def test_layers_that_are_closed_or_alone():
     pool = make_pool(linears=LINEARS[1:], others={LINEARS[0]: "which is closed"})
     with pytest.raises(ValueError, match=f"'a': factors of {Q}, which is closed"):
         pool.add("a", state()[0], config=CONFIG)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from adapter_cases import CONFIG, check, make_pool, wrapped
+from adapter_cases import CONFIG, before_next, check, fails, make_pool, wrapped
 from conftest import needs_gpu
 from covering import extent
 
@@ -167,15 +167,12 @@ def test_a_write_that_failed_leaves_what_was_known(act, monkeypatch):
     if act != "add":
         add(pool, "a", 0)
 
-    def fails(*args):
-        raise RuntimeError("an error of the device")
-
     def run():
         if act == "update":
             return change(pool, "a", 1)
         return pool.add("a", STATES[1][0], config=CONFIG, replace=act == "replace")
 
-    monkeypatch.setattr(pool._slots, "write", fails)
+    monkeypatch.setattr(pool._slots, "write", fails(RuntimeError("an error of the device")))
     with pytest.raises(RuntimeError, match="an error of the device"):
         run()
     monkeypatch.undo()
@@ -193,20 +190,18 @@ def test_batches_of_other_adapters_do_not_wait_for_a_write(host, act, monkeypatc
     pool = make_pool(max_loras=3, host=host)
     add(pool, "a", 0)
     add(pool, "b", 1)
-    write, began = pool._slots.write, threading.Event()
+    began = threading.Event()
 
     def batch():
         with pool.hold(["a"]) as held:
             check(pool, "a", STATES[0][1], 2.0, held=held)
             began.set()
 
-    def meanwhile(*args):
-        monkeypatch.undo()
+    def other():
         threading.Thread(target=batch, daemon=True).start()
         assert began.wait(60)
-        return write(*args)
 
-    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    before_next(monkeypatch, pool._slots, "write", other)
     if act == "add":
         add(pool, "c", 2)
         check(pool, "c", STATES[2][1], 2.0)
@@ -236,14 +231,7 @@ def test_an_update_takes_a_free_slot_unless_the_adapter_is_pinned():
 @pytest.mark.parametrize("host", [0, 4])
 def test_the_first_of_two_threads_that_add_a_name(host, monkeypatch):
     pool = make_pool(max_loras=3, host=host)
-    write = pool._slots.write
-
-    def meanwhile(*args):
-        monkeypatch.undo()
-        add(pool, "a", 1)
-        return write(*args)
-
-    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    before_next(monkeypatch, pool._slots, "write", lambda: add(pool, "a", 1))
     with pytest.raises(ValueError, match="adapter 'a' is already loaded"):
         add(pool, "a", 0)
     check(pool, "a", STATES[1][1], 2.0)
@@ -269,22 +257,26 @@ def test_no_version_of_a_removed_adapter_is_held(host):
     assert "a" not in pool.registered()
 
 
+def put_another(pool, again):
+    if again == "update":
+        change(pool, "a", 2)
+        return
+    if again == "remove and add":
+        pool.remove("a")
+    pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
+
+
 @pytest.mark.parametrize("again", ["replace", "remove and add"])
 def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
     pool = make_pool(max_loras=3, host=4)
     add(pool, "a", 0)
     held = pool.keep(["a"])
-    write = pool._slots.write
 
-    def meanwhile(*args):
-        monkeypatch.undo()
+    def act():
         held.release()
-        if again != "replace":
-            pool.remove("a")
-        pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
-        return write(*args)
+        put_another(pool, again)
 
-    monkeypatch.setattr(pool._slots, "write", meanwhile)
+    before_next(monkeypatch, pool._slots, "write", act)
     with pytest.raises(KeyError, match="'a' was removed, evicted or replaced during the call"):
         change(pool, "a", 1)
     check(pool, "a", STATES[2][1], 2.0)
@@ -302,19 +294,7 @@ def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
     """Who replaces the adapter wins; other updates come before it."""
     pool = make_pool(max_loras=2, host=host)
     add(pool, "a", 0)
-    stage = pool._reader.stage
-
-    def meanwhile(*args):
-        monkeypatch.undo()
-        if again == "remove and add":
-            pool.remove("a")
-        if again == "update":
-            change(pool, "a", 2)
-        else:
-            pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
-        return stage(*args)
-
-    monkeypatch.setattr(pool._reader, "stage", meanwhile)
+    before_next(monkeypatch, pool._reader, "stage", lambda: put_another(pool, again))
     if again == "update":
         assert change(pool, "a", 1) == 3
         check(pool, "a", STATES[1][1], 2.0)
@@ -328,11 +308,7 @@ def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
 def test_an_update_without_host_memory_left_changes_nothing(monkeypatch):
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
-
-    def full(self, staged):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Host, "copied", full)
+    monkeypatch.setattr(Host, "copied", fails(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         change(pool, "a", 1)
     check(pool, "a", STATES[0][1], 2.0)
@@ -343,13 +319,9 @@ def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
     pool.register("b", STATES[1][0], config=CONFIG)
-
-    def fails(*args):
-        raise RuntimeError("out of memory")
-
     for act in (lambda: change(pool, "a", 1), lambda: pool.lookup("b")):
         with pool.hold(["a"]), monkeypatch.context() as patch:
-            patch.setattr(pool._slots, "write", fails)
+            patch.setattr(pool._slots, "write", fails(RuntimeError("out of memory")))
             with pytest.raises(RuntimeError, match="out of memory") as caught:
                 act()
             patch.undo()

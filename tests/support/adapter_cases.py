@@ -92,6 +92,27 @@ def make_pool(max_loras=3, max_rank=8, dtype=torch.float32, **options):
     return AdapterPool(LAYERS, max_loras, max_rank, dtype=dtype, **options)
 
 
+def before_next(monkeypatch, owner, name, act):
+    """Calls `act` once, in the middle of what calls a method next."""
+    original = getattr(owner, name)
+
+    def first(*args):
+        monkeypatch.undo()
+        act()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, first)
+
+
+def fails(error):
+    """A method that raises it."""
+
+    def method(*args):
+        raise error
+
+    return method
+
+
 def write(folder: Path, state, config=CONFIG):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
