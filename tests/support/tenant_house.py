@@ -18,6 +18,7 @@ PLACES = [
     on_gpu(("cuda", torch.bfloat16, torch.bfloat16, False), id="cuda-bfloat16"),
     on_gpu(("cuda", torch.bfloat16, torch.float32, True), id="cuda-sparse"),
 ]
+FLOAT32 = PLACES[0].values[0]
 OPTIONS = {
     "law": {"rank": 4, "lr": 2e-2},
     "code": {"rank": 8, "alpha": 4.0, "lr": 1e-2, "accumulation": 2, "max_norm": 1e-3},
@@ -31,9 +32,9 @@ def draw(seed, *shape):
 
 
 class House:
-    """Two layers of experts on a pool, and tenants that learn targets of their own."""
+    """Two layers of experts on a pool, and tenants, which learn targets of their own."""
 
-    def __init__(self, place, max_loras=4, **options):
+    def __init__(self, place, *names, max_loras=4, **options):
         self.device, self.dtype, factors, self.sparse = place
         options = {"max_rank": R, "dtype": factors, "device": self.device} | options
         self.pool = moelora.AdapterPool(LAYERS, max_loras, w13_slices=1, **options)
@@ -43,6 +44,8 @@ class House:
             [draw(10 * n + m, *shape).to(self.device, self.dtype) for m, shape in enumerate(shapes)]
             for n in range(len(LAYERS))
         ]
+        for name in names:
+            self.add(name)
 
     def add(self, name, source=None, **changes):
         generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -88,8 +91,7 @@ def same(found, wanted):
 
 
 def alone(place, name, numbers):
-    house = House(place, max_loras=1)
-    house.add(name)
+    house = House(place, name, max_loras=1)
     steps = [step[name] for step in house.steps([name], numbers)]
     return house.factors(name), steps
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import extent
 from interrupts import interrupted
-from tenant_house import LAYERS, PLACES, E, House, K, R, alone, draw, same
+from tenant_house import FLOAT32, LAYERS, PLACES, E, House, K, R, alone, draw, same
 
 import moelora
 from moelora.adapters import folders, write
@@ -50,8 +50,7 @@ def test_a_trajectory_is_the_one_alone(place):
 
 def test_accumulation_is_one_update(place):
     """Of the mean of the batches' losses, each tenant after its own number of them."""
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     tenant = house.add("code", max_norm=None)
     first, second = house.steps(["law", "code"], range(2))
     assert first["law"].updated and second["law"].updated
@@ -92,9 +91,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_what_goes_wrong_stops_one_tenant(place, bad, tmp_path):
-    house = House(place)
-    for name in ("law", "code", "med"):
-        house.add(name)
+    house = House(place, "law", "code", "med")
     house.steps(["law", "code", "med"], range(2))
     before = house.factors("med")
     losses = house.losses(["law", "code", "med"], 2)
@@ -115,9 +112,7 @@ def test_what_goes_wrong_stops_one_tenant(place, bad, tmp_path):
 
 
 def test_nan_in_rows_and_factors_of_one_tenant(place):
-    house = House(place)
-    for name in ("law", "code", "med"):
-        house.add(name)
+    house = House(place, "law", "code", "med")
     house.steps(["law", "code", "med"], range(1))
     for layer in LAYERS:
         slot = house.pool.lookup("med")
@@ -134,16 +129,13 @@ def test_nan_in_rows_and_factors_of_one_tenant(place):
 @pytest.mark.parametrize("when", [2, 3], ids=["between-updates", "within-accumulation"])
 def test_resumed_from_a_folder(place, when, tmp_path):
     """In another process, pool, slot and company: the bits of one run."""
-    house = House(place)
-    for name in ("law", "code"):
-        house.add(name)
+    house = House(place, "law", "code")
     house.steps(["law", "code"], range(when))
     house.tenants["code"].optimizer.param_groups[0]["lr"] = 3e-3
     for name in ("law", "code"):
         house.tenants.save(name, tmp_path / name)
     house.steps(["law", "code"], range(when, 6))
-    again = House(place)
-    again.add("med")
+    again = House(place, "med")
     tenant = again.add("code", tmp_path / "code", resume=True)
     again.steps(["med", "code"], range(when, 6))
     assert tenant.optimizer.param_groups[0]["lr"] == 3e-3
@@ -192,12 +184,17 @@ def test_moments_are_resumed_by_key(when, order, tmp_path):
         assert torch.equal(found[key].parameter, factor.parameter), key
 
 
-def test_states_of_others_are_refused(tmp_path):
-    house = House(PLACES[0].values[0])
-    house.add("law")
+def left_in(folder, **options):
+    """A house whose tenant "law" was saved after a step, and is gone."""
+    house = House(FLOAT32, "law", **options)
     house.steps(["law"], range(1))
-    house.tenants.save("law", tmp_path)
+    house.tenants.save("law", folder)
     house.tenants.remove("law")
+    return house
+
+
+def test_states_of_others_are_refused(tmp_path):
+    house = left_in(tmp_path)
     sgd = lambda p: torch.optim.SGD(p, lr=1.0)  # noqa: E731
     for options, name in (({"sparse": True}, "SparseAdam"), ({"optimizer": sgd}, "SGD")):
         with pytest.raises(ValueError, match=f"of the optimizer AdamW, not of {name}"):
@@ -243,11 +240,7 @@ def tagged(text):
 )
 def test_damaged_states_are_refused(file, content, tmp_path):
     """Before another adapter is evicted for the new one."""
-    house = House(PLACES[0].values[0], max_loras=1)
-    house.add("law")
-    house.steps(["law"], range(1))
-    house.tenants.save("law", tmp_path)
-    house.tenants.remove("law")
+    house = left_in(tmp_path, max_loras=1)
     house.pool.add("served", tmp_path)
     path = tmp_path / file
     path.write_bytes(content(path.read_bytes()))
@@ -273,11 +266,7 @@ def test_damaged_states_are_refused(file, content, tmp_path):
 )
 def test_states_with_other_content_are_refused(change, tmp_path):
     """A key is of another type than `save` writes, of all or of one factor."""
-    house = House(PLACES[0].values[0])
-    house.add("law")
-    house.steps(["law"], range(1))
-    house.tenants.save("law", tmp_path)
-    house.tenants.remove("law")
+    house = left_in(tmp_path)
     saved = read_state(tmp_path)
     (saved if change.keys() <= saved.keys() else next(iter(saved["factors"].values()))).update(
         change
@@ -345,11 +334,7 @@ def sparse(index, **changes):
 )
 def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
     """By the tenant's name, before the pool is touched; others train on."""
-    house = House(PLACES[0].values[0])
-    house.add("law")
-    house.steps(["law"], range(1))
-    house.tenants.save("law", tmp_path)
-    house.tenants.remove("law")
+    house = left_in(tmp_path)
     saved = read_state(tmp_path)
     factor = saved["factors"]["layers.0.experts", "gate_up", "A"]
     assert factor["shape"] == SHAPE
@@ -369,9 +354,7 @@ def test_states_that_would_stop_others_are_refused(entry, value, why, tmp_path):
 
 def test_saved_folders_are_pefts(tmp_path):
     """Of every pool that takes them, served as trained; with the ranks and scalings of each."""
-    house = House(PLACES[0].values[0])
-    for name in ("law", "code"):
-        house.add(name)
+    house = House(FLOAT32, "law", "code")
     house.steps(["law", "code"], range(4))
     for name in ("law", "code"):
         house.tenants.save(name, tmp_path / name, optimizer=False, base_model="org/base")
@@ -382,7 +365,7 @@ def test_saved_folders_are_pefts(tmp_path):
     config = json.loads((tmp_path / "code/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (8, 4.0)
     assert config["base_model_name_or_path"] == "org/base"
-    served = House(PLACES[0].values[0])
+    served = House(FLOAT32)
     for name in ("law", "code"):
         served.pool.add(name, tmp_path / name)
     found, wanted = (h.losses(["law", "code"], 9) for h in (served, house))
@@ -394,8 +377,7 @@ def test_saved_folders_are_pefts(tmp_path):
 
 def test_what_is_trained_is_served(place):
     """The slots are the same memory; adapters beside them, that only serve, are as they were."""
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     house.pool.add("served", house.tenants["law"].adapter())
     before = [t.clone() for t in house.pool._tensors()]
     house.steps(["law"], range(2))
@@ -482,8 +464,7 @@ def test_pools_of_other_layouts():
     ],
 )
 def test_arguments_of_add(options, why):
-    house = House(PLACES[0].values[0], max_loras=2)
-    house.add("law")
+    house = House(FLOAT32, "law", max_loras=2)
     house.pool.add("served", house.tenants["law"].adapter())
     before = [t.clone() for t in house.pool._tensors()]
     with pytest.raises(ValueError, match=why):
@@ -494,7 +475,7 @@ def test_arguments_of_add(options, why):
 
 def test_settings_that_change():
     """As for `add`; another value would climb, divide by zero, or stop the tenant for it."""
-    tenant = House(PLACES[0].values[0]).add("code")
+    tenant = House(FLOAT32).add("code")
     for name, value, why in (
         ("accumulation", 0, "accumulation is 0, wanted an integer >= 1"),
         ("accumulation", None, "accumulation is None, wanted an integer >= 1"),
@@ -509,9 +490,7 @@ def test_settings_that_change():
 
 
 def test_names_and_room():
-    house = House(PLACES[0].values[0], max_loras=2)
-    house.add("law")
-    house.add("code")
+    house = House(FLOAT32, "law", "code", max_loras=2)
     with pytest.raises(ValueError, match="'law' is already loaded"):
         house.add("law")
     with pytest.raises(RuntimeError, match="no slot for adapter 'med': all 2 are pinned"):
@@ -521,7 +500,7 @@ def test_names_and_room():
 
 
 def test_an_optimizer_of_other_parameters():
-    house = House(PLACES[0].values[0])
+    house = House(FLOAT32)
     others = house.add("law").parameters()
     for made in (lambda p: torch.optim.SGD(others), lambda p: torch.optim.SGD([*p, others[0]])):
         with pytest.raises(ValueError, match="parameters that are not this tenant's"):
@@ -541,8 +520,7 @@ def test_an_optimizer_that_raises():
             super().step()
             raise OSError("disk full")
 
-    house = House(PLACES[0].values[0])
-    house.add("law")
+    house = House(FLOAT32, "law")
     house.add("med", optimizer=lambda p: Broken(p, lr=1.0))
     before = house.factors("med")
     (step,) = house.steps(["law", "med"], range(1))
@@ -558,8 +536,7 @@ def test_an_update_that_overflows(place):
             for parameter in self.param_groups[0]["params"]:
                 parameter.detach().add_(float("inf"))
 
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     house.add("med", optimizer=lambda p: Leap(p, lr=1.0))
     before, served = house.factors("med"), [s[1].clone() for s in house.tenants._stacks]
     step = house.steps(["law", "med"], range(1))[0]
@@ -580,9 +557,7 @@ def test_an_update_that_overflows_the_dtype_of_the_pool():
 
 
 def test_a_step_under_no_grad(place):
-    house = House(place)
-    for name in ("law", "med"):
-        house.add(name)
+    house = House(place, "law", "med")
     losses = house.losses(["law", "med"], 0)
     with torch.no_grad():
         steps = house.tenants.step(losses | {"med": lambda: losses["med"]})
@@ -591,8 +566,7 @@ def test_a_step_under_no_grad(place):
 
 
 def test_losses_are_checked_before_anything():
-    house = House(PLACES[0].values[0])
-    house.add("law")
+    house = House(FLOAT32, "law")
     before = house.factors("law")
     for loss, why in (
         (torch.ones(2, requires_grad=True), r"loss of 'law' is \(2,\), wanted a tensor of one"),
@@ -606,9 +580,7 @@ def test_losses_are_checked_before_anything():
 
 
 def test_an_adapter_that_the_pool_has_replaced():
-    house = House(PLACES[0].values[0])
-    house.add("law")
-    house.add("med")
+    house = House(FLOAT32, "law", "med")
     house.pool.add("med", house.tenants["law"].adapter(), replace=True)
     before = [t.clone() for t in house.pool._tensors()]
     (step,) = house.steps(["med"], range(1))
@@ -618,8 +590,7 @@ def test_an_adapter_that_the_pool_has_replaced():
 
 def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
     """What is in its slot by now belongs to another adapter, which trains."""
-    house = House(PLACES[0].values[0])
-    house.add("law")
+    house = House(FLOAT32, "law")
     house.tenants["law"].accumulation = 2
     house.steps(["law"], range(1))
     house.pool.remove("law")
@@ -639,7 +610,7 @@ def test_a_replaced_adapter_is_not_saved_nor_trained(tmp_path):
 
 
 def test_a_pool_has_one_tenants():
-    house = House(PLACES[0].values[0])
+    house = House(FLOAT32)
     tenant = house.add("code")
     house.steps(["code"], range(1))
     with pytest.raises(ValueError, match="has other Tenants already"):
@@ -655,8 +626,7 @@ def test_a_pool_has_one_tenants():
 
 
 def test_a_save_that_fails_leaves_the_folder(tmp_path, monkeypatch):
-    house = House(PLACES[0].values[0])
-    house.add("law")
+    house = House(FLOAT32, "law")
     house.tenants.save("law", tmp_path)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     house.steps(["law"], range(1))
@@ -679,8 +649,7 @@ def test_a_save_that_fails_leaves_the_folder(tmp_path, monkeypatch):
 
 def test_a_save_that_is_interrupted(tmp_path):
     """The folder is the old one or the new one, byte for byte, and resumes."""
-    house = House(PLACES[0].values[0])
-    house.add("law")
+    house = House(FLOAT32, "law")
     snapshots = []
     for name in ("old", "new"):
         house.steps(["law"], range(1))

@@ -4,17 +4,14 @@ import threading
 
 import pytest
 import torch
-from tenant_house import PLACES, House, alone, calls_in_backward, same
-
-FLOAT32 = PLACES[0].values[0]
+from tenant_house import FLOAT32, PLACES, House, alone, calls_in_backward, same
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_gradients_of_other_backwards_are_dropped(place, accumulating):
     """Also those of rows whose loss is not in the step."""
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     if accumulating:
         house.add("code")
         house.steps(["code"], range(1))
@@ -30,9 +27,7 @@ def test_gradients_of_other_backwards_are_dropped(place, accumulating):
 
 
 def test_losses_of_stopped_tenants_are_not_looked_at():
-    house = House(FLOAT32)
-    house.add("law")
-    house.add("med")
+    house = House(FLOAT32, "law", "med")
     house.tenants.step({"med": house.losses(["med"], 0)["med"] * float("nan")})
     for loss in (None, torch.ones(()), torch.ones(2)):
         step = house.tenants.step({"med": loss} | house.losses(["law"], 0))
@@ -40,8 +35,7 @@ def test_losses_of_stopped_tenants_are_not_looked_at():
 
 
 def test_losses_that_are_no_mapping():
-    house = House(FLOAT32)
-    house.add("law")
+    house = House(FLOAT32, "law")
     with pytest.raises(ValueError, match="losses is a list, wanted a mapping of tenants"):
         house.tenants.step([house.losses(["law"], 0)["law"]])
 
@@ -49,9 +43,7 @@ def test_losses_that_are_no_mapping():
 @pytest.mark.parametrize("method", ["step", "add", "remove", "save", "close"])
 def test_calls_within_a_step_are_refused(method, tmp_path):
     """A loss that makes one stops its tenant alone."""
-    house = House(FLOAT32)
-    house.add("law")
-    house.add("med")
+    house = House(FLOAT32, "law", "med")
     call = {
         "step": lambda: house.tenants.step({}),
         "add": lambda: house.add("code"),
@@ -69,8 +61,7 @@ def test_calls_within_a_step_are_refused(method, tmp_path):
 
 def test_threads_wait_for_a_step(tmp_path):
     """What another thread saves during a step is what the step has left."""
-    house = House(FLOAT32)
-    house.add("law")
+    house = House(FLOAT32, "law")
     losses = house.losses(["law"], 0)
     saving = threading.Thread(target=lambda: house.tenants.save("law", tmp_path / "law"))
 

@@ -5,13 +5,11 @@ import traceback
 
 import pytest
 import torch
-from tenant_house import PLACES, House, alone, calls_in_backward, same
+from tenant_house import FLOAT32, PLACES, House, alone, calls_in_backward, same
 
 import moelora
 from moelora.training import Tenants
 from moelora.training.tenants.factors import Factor
-
-FLOAT32 = PLACES[0].values[0]
 
 
 def once(function, call, error):
@@ -29,9 +27,7 @@ def once(function, call, error):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("where", ["gradients", "optimizer", "publish", "finish"])
 def test_an_interrupted_step_can_be_repeated(place, where, monkeypatch):
-    house = House(place)
-    for name in ("med", "code"):
-        house.add(name)
+    house = House(place, "med", "code")
     house.steps(["med", "code"], range(1))
     assert house.tenants["code"].pending == 1
     before = [t.clone() for t in house.pool._tensors()]
@@ -118,9 +114,7 @@ def test_a_shared_backward_that_raises_stops_nobody(names):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backward_that_ends_halfway(place, error, monkeypatch):
     """The gradients of the last layer alone have been added to those of the batch before."""
-    house = House(place)
-    for name in ("law", "code"):
-        house.add(name)
+    house = House(place, "law", "code")
     house.steps(["law", "code"], range(1))
     layer = moelora.fused_experts_lora
 
@@ -141,9 +135,7 @@ def test_a_backward_that_ends_halfway(place, error, monkeypatch):
 
 
 def test_who_is_stopped_before_a_backward_that_raises_is_disabled():
-    house = House(FLOAT32)
-    for name in ("code", "med"):
-        house.add(name)
+    house = House(FLOAT32, "code", "med")
     losses = house.losses(["code", "med"], 0)
     house.add("law")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -153,9 +145,7 @@ def test_who_is_stopped_before_a_backward_that_raises_is_disabled():
 
 
 def test_watching_a_backward_keeps_no_graph():
-    house = House(FLOAT32)
-    for name in ("law", "med"):
-        house.add(name)
+    house = House(FLOAT32, "law", "med")
     losses = house.losses(["law", "med"], 0)
     loss = losses["med"] * 1
     gone = []
@@ -185,9 +175,7 @@ def failing(house, losses, where):
 @pytest.mark.parametrize("where", ["loss", "backward", "optimizer"])
 def test_an_error_that_is_kept_keeps_no_graph(where):
     """A batch's activations would stay until the tenant is removed."""
-    house = House(FLOAT32)
-    for name in ("law", "med"):
-        house.add(name)
+    house = House(FLOAT32, "law", "med")
     losses = failing(house, house.losses(["law", "med"], 0), where)
     gone = []
     losses["law"].grad_fn.metadata["gone"] = Marked(gone)
@@ -217,8 +205,7 @@ class Marked:
 
 
 def test_a_step_under_inference_mode_is_refused():
-    house = House(FLOAT32)
-    house.add("law")
+    house = House(FLOAT32, "law")
     loss = house.losses(["law"], 0)["law"]
     with (
         torch.inference_mode(),
@@ -229,8 +216,7 @@ def test_a_step_under_inference_mode_is_refused():
 
 
 def test_settings_are_resumed(tmp_path):
-    house = House(FLOAT32)
-    house.add("code")
+    house = House(FLOAT32, "code")
     house.tenants.save("code", tmp_path)
     for changes, wanted in (
         ({}, (2, 1e-3)),
@@ -242,8 +228,7 @@ def test_settings_are_resumed(tmp_path):
 
 
 def test_tenants_that_are_collected_are_closed():
-    house = House(FLOAT32)
-    house.add("law")
+    house = House(FLOAT32, "law")
     stack = house.tenants._stacks[0]
     assert stack.requires_grad
     del house.tenants

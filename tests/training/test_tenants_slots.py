@@ -4,7 +4,7 @@ import pytest
 import torch
 from covering import extent
 from interrupts import interrupted
-from tenant_house import LAYERS, PLACES, House, alone, draw, same
+from tenant_house import FLOAT32, LAYERS, PLACES, House, alone, draw, same
 
 import moelora
 from moelora.adapters import held as held_module
@@ -12,8 +12,6 @@ from moelora.adapters import host, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
 from moelora.training import Tenants
 from moelora.training.tenants import factors, rows, tenant, tenants
-
-FLOAT32 = PLACES[0].values[0]
 
 
 @pytest.fixture(params=PLACES)
@@ -31,9 +29,7 @@ def answers(house, name):
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_eviction_takes_what_was_trained_to_host_memory(place, closed, tmp_path):
-    house = House(place, max_loras=2, host=3)
-    house.add("law")
-    house.add("code")
+    house = House(place, "law", "code", max_loras=2, host=3)
     first = answers(house, "law")
     house.steps(["law", "code"], range(3))
     trained = {name: answers(house, name) for name in ("law", "code")}
@@ -83,8 +79,7 @@ def test_all_kinds_of_factors_come_back(dtype):
 
 
 def test_without_host_memory_what_was_trained_is_not_evicted(tmp_path):
-    house = House(FLOAT32, max_loras=2)
-    house.add("law")
+    house = House(FLOAT32, "law", max_loras=2)
     house.tenants.save("law", tmp_path)
     house.steps(["law"], range(2))
     trained = answers(house, "law")
@@ -104,8 +99,7 @@ def test_without_host_memory_what_was_trained_is_not_evicted(tmp_path):
 
 @pytest.mark.parametrize("act", ["update", "replace"])
 def test_an_update_that_fails_leaves_what_was_trained(act, tmp_path, monkeypatch):
-    house = House(FLOAT32, host=2)
-    house.add("law")
+    house = House(FLOAT32, "law", host=2)
     house.tenants.save("law", tmp_path)
     house.steps(["law"], range(2))
     trained = answers(house, "law")
@@ -129,9 +123,7 @@ def test_an_update_that_fails_leaves_what_was_trained(act, tmp_path, monkeypatch
 @pytest.mark.parametrize("act", ["update", "replace", "remove and add"])
 def test_a_step_leaves_what_others_have_written_since(place, act, host, tmp_path):
     """As late as in the optimizer, and in the same slot."""
-    house = House(place, host=host)
-    house.add("law")
-    house.add("med")
+    house = House(place, "law", "med", host=host)
     house.tenants.save("law", tmp_path)
     house.steps(["law", "med"], range(1))
 
@@ -162,9 +154,7 @@ def slot_of(house, name):
 
 def test_a_batch_finishes_with_the_version_that_it_holds(place):
     """A step writes the next one to another slot, where the tenant trains on."""
-    house = House(place, max_loras=3)
-    house.add("law")
-    house.add("code")
+    house = House(place, "law", "code", max_loras=3)
     with house.pool.hold(["law"]) as held:
         old = house.pool.lookup("law", held=held)
         before = [t.clone() for t in slot_of(house, "law")]
@@ -186,8 +176,7 @@ def tensors(house):
 
 
 def test_a_step_without_a_slot_for_the_next_version_changes_nothing():
-    house = House(FLOAT32, max_loras=1)
-    house.add("law")
+    house = House(FLOAT32, "law", max_loras=1)
     losses = house.losses(["law"], 0)
     with (
         house.pool.hold(["law"]),

@@ -210,8 +210,7 @@ def test_a_pair_whose_gradient_is_zero_moves_by_its_moments(place):
 def test_tenants_of_both_kinds(place):
     """One has the trajectory that it has alone, whichever gradients the others have."""
     dense = (*place[:3], False)
-    house = House(dense)
-    house.add("law")
+    house = House(dense, "law")
     house.steps(["law"], range(1))
     house.add("code", sparse=True)
     house.steps(["code", "law"], range(1, 4))
@@ -221,8 +220,7 @@ def test_tenants_of_both_kinds(place):
     house.tenants.remove("med")
     house.steps(["law"], range(6, 7))
     assert same(house.factors("law"), alone(dense, "law", range(7))[0])
-    again = House(dense)
-    again.add("law")
+    again = House(dense, "law")
     again.add("code", sparse=True)
     again.steps(["law", "code"], range(1, 6))
     assert same(again.factors("code"), alone_from(place, "code", range(1, 6)))
@@ -251,8 +249,7 @@ def test_sparse_gradients_that_become_dense_within_an_accumulation(place, leaves
 def test_accumulated_gradients_of_scaled_factors_are_resumed(sparse, tmp_path):
     """Where the pool multiplies scalings into B, the parameter's gradient is not the stack's."""
     place = ("cpu", torch.bfloat16, torch.bfloat16, sparse)
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     adapter = house.tenants["law"].adapter()
     for pairs in adapter.experts.values():
         pairs["down"] = replace(pairs["down"], scalings=[1.3])
@@ -321,8 +318,7 @@ def check_memory(device, dtype):
 
 @pytest.mark.parametrize("place", SPARSE)
 def test_a_closed_house_has_dense_gradients(place):
-    house = House(place)
-    house.add("law")
+    house = House(place, "law")
     stack = house.tenants._stacks[0]
     house.tenants.close()
     stack.requires_grad_()
