@@ -38,6 +38,7 @@ def no_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
+FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")  # of a layer
 FENCE = 5e-2  # of the largest gradient
 
 # A gradient goes through the products of the forward and through as many again: for float32, whose

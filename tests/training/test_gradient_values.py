@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
-from checks import guarded_empty
 from covering import extent
 from gradient_cases import (
+    FACTORS,
     FEW_PLACES,
     PLACES,
     assert_accurate_on_average,
@@ -23,9 +23,6 @@ from quantized_cases import ALL_FORMATS, build
 import moelora
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora_backward
 from moelora.reference.backward import TRAINED
-
-FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
-
 
 SIXTEEN_BITS = [p for p in PLACES if p.values[0][1] != torch.float32]
 
@@ -212,27 +209,16 @@ def test_packed_weights(place):
 
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("sharing", ["per_expert", "outer", "expanded"])
-def test_float32_factors(place, sharing):
-    """Beside 16 bits: rounded on their way in, with gradients in float32."""
+def test_accuracy_beside_float32_factors(place, sharing):
+    """Their bits: test_backwards.py."""
     device, dtype = place
     p = Spec(tokens=12, dtype=dtype, ranks=(8, 5), spare_rank=3, sharing=sharing).build().to(device)
-    rounded = p.kwargs()
-    wide = {
-        n: [t.float() for t in rounded[n]] if isinstance(rounded[n], list) else rounded[n].float()
-        for n in FACTORS
-    }
-    arguments = rounded | wide
+    arguments = p.kwargs()
+    for name in FACTORS:
+        f = arguments[name]
+        arguments[name] = [t.float() for t in f] if isinstance(f, list) else f.float()
     grad_out = grad_like(p.hidden_states.shape, dtype, device)
-    assert same_bits(moelora.fused_experts_lora(**arguments), moelora.fused_experts_lora(**rounded))
-    grads = by_autograd(arguments, grad_out)
-    narrow = by_hand(rounded, grad_out)
-    for name, grad in grads.items():
-        assert grad.dtype == (torch.float32 if "lora" in name else arguments[name].dtype), name
-        if name != "topk_weights":
-            assert same_bits(grad.to(dtype), narrow[name]), name
-    assert_gradients(grads, arguments, grad_out, dtype)
-    for name, grad in by_hand(rounded, grad_out, float32=True).items():
-        assert same_bits(grad, grads[name]), name
+    assert_gradients(by_autograd(arguments, grad_out), arguments, grad_out, dtype)
 
 
 def test_float32_factors_are_rounded():
@@ -247,84 +233,7 @@ def test_float32_factors_are_rounded():
     assert same_bits(moelora.fused_experts_lora(**arguments), moelora.fused_experts_lora(**rounded))
 
 
-def test_factors_of_a_projection_have_one_dtype():
-    p = Spec(tokens=5, dtype=torch.bfloat16).build()
-    with pytest.raises(ValueError, match=r"w2_lora_b.* has dtype bfloat16, expected float32 as"):
-        moelora.fused_experts_lora(**p.kwargs() | {"w2_lora_a": p.w2_lora_a.float()})
-    with pytest.raises(ValueError, match=r"w13_lora_a\[0\] has dtype float16, expected bfloat16"):
-        moelora.fused_experts_lora(**p.kwargs() | {"w13_lora_a": [t.half() for t in p.w13_lora_a]})
-
-
-# ---- into given memory ----
-
-
-def buffers(arguments, device, dtype=None, fill=0.0):
-    """Gradients to write to, each in guard bands of its own."""
-    guarded = {}
-
-    def new(name, value):
-        if isinstance(value, list):
-            return [new(f"{name}[{i}]", v) for i, v in enumerate(value)]
-        kind = dtype if dtype and "lora" in name or dtype and "bias" in name else value.dtype
-        guarded[name] = guarded_empty(value.shape, kind, device)
-        return guarded[name].tensor.fill_(fill)
-
-    grads = moelora.Gradients(
-        **{n: new(n, arguments[n]) for n in TRAINED if arguments[n] is not None}
-    )
-    return grads, guarded
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_written(place):
-    """What was there before does not matter, and nothing beside it is written."""
-    device, dtype = place
-    for spec in (Spec(tokens=9, bias=True), Spec(tokens=9, sharing="outer", routing="few")):
-        arguments = replace(spec, dtype=dtype).build().to(device).kwargs()
-        grad_out = grad_like(arguments["hidden_states"].shape, dtype, device)
-        want = by_hand(arguments, grad_out)
-        _, saved = moelora.fused_experts_lora_saving(**arguments)
-        grads, guarded = buffers(arguments, device, fill=float("nan"))
-        got = moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads)
-        assert got is grads
-        for name, memory in guarded.items():
-            memory.check(name)
-            assert same_bits(memory.tensor, want[name]), name
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["same", "float32"])
-@pytest.mark.parametrize("place", PLACES)
-def test_accumulated(place, dtype):
-    """To what is there, rounded once; the gradients of activations and weights are written."""
-    device, compute = place
-    p = Spec(tokens=9, bias=True, dtype=compute, routing="few", ranks=(8, 3)).build().to(device)
-    arguments = p.kwargs()
-    grad_out = grad_like(p.hidden_states.shape, compute, device)
-    alone = by_hand(arguments, grad_out, float32=True)
-    _, saved = moelora.fused_experts_lora_saving(**arguments)
-    grads, guarded = buffers(arguments, device, dtype, fill=0.5)
-    moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads, accumulate=True)
-    for name, memory in guarded.items():
-        memory.check(name)
-        summed = "lora" in name or "bias" in name
-        want = (alone[name] + 0.5 if summed else alone[name]).to(memory.tensor.dtype)
-        assert same_bits(memory.tensor, want), name
-
-
-@pytest.mark.parametrize("place", FEW_PLACES)
-def test_buffers_of_any_strides(place):
-    device, dtype = place
-    p = Spec(tokens=9, dtype=dtype).build().to(device)
-    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, dtype, device)
-    want = by_hand(arguments, grad_out)
-    _, saved = moelora.fused_experts_lora_saving(**arguments)
-    loras, experts, rank, inter = p.w2_lora_a.shape
-    memory = torch.full((experts, loras, rank, inter + 5), 7.0, dtype=dtype, device=device)
-    grads = moelora.Gradients(w2_lora_a=memory.transpose(0, 1)[..., 2 : 2 + inter])
-    moelora.fused_experts_lora_backward(grad_out, saved, **arguments, grads=grads)
-    assert same_bits(grads.w2_lora_a, want["w2_lora_a"])
-    grads.w2_lora_a.fill_(7.0)
-    assert (memory == 7.0).all()
+# ---- into given memory, and some alone ----
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -338,24 +247,6 @@ def test_a_factor_of_up_alone(place):
     up = up.detach().requires_grad_()
     moelora.fused_experts_lora(**arguments | {"w13_lora_a": [gate, up]}).backward(grad_out)
     assert up.grad.any() and same_bits(up.grad, want)
-
-
-@pytest.mark.parametrize("place", FEW_PLACES)
-def test_wanted(place):
-    """Each gradient has the bits that it has among all, whichever others are computed."""
-    device, dtype = place
-    for spec in (
-        Spec(tokens=9, bias=True, dtype=dtype),
-        Spec(tokens=9, top_k=1, weight_on_input=True, dtype=dtype),
-    ):
-        arguments = spec.build().to(device).kwargs()
-        grad_out = grad_like(arguments["hidden_states"].shape, dtype, device)
-        every = by_hand(arguments, grad_out)
-        for names in (*((n,) for n in TRAINED), FACTORS, TRAINED[:2], ()):
-            found = by_hand(arguments, grad_out, wanted=names)
-            present = [n for n in every if n.split("[")[0] in names]
-            assert sorted(found) == sorted(present)
-            assert all(same_bits(found[n], every[n]) for n in present), names
 
 
 def test_refusals_of_the_operator():

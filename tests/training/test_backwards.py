@@ -1,6 +1,7 @@
-"""The backward of a projection and of deltas by hand: dtypes of factors and of gradients, given
-buffers, sparse gradients."""
+"""The backward of a layer, of a projection and of deltas by hand: dtypes of factors and of
+gradients, given buffers, sparse gradients."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from cases import Spec, same_bits
 from checks import guarded_empty
 from conftest import on_gpu
+from gradient_cases import FACTORS as FACTORS_OF_LAYER
 from gradient_cases import FEW_PLACES, PLACES, assert_samples, flat, grad_like, no_waits
+from gradient_cases import by_autograd as of_layer
 from projection_cases import (
     DELTAS,
     FACTORS,
@@ -28,7 +31,10 @@ from moelora.training import touched_pairs
 KINDS = ("projection", "delta")
 SIXTEEN_BITS = PLACES[1:]
 EACH_PROJECTION = pytest.mark.parametrize("projection", DELTAS)
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+EACH_KIND = pytest.mark.parametrize("kind", ("layer", *KINDS))
+EACH_OPERATOR = pytest.mark.parametrize(
+    ("kind", "projection"), [("layer", None), *itertools.product(KINDS, DELTAS)]
+)
 SPEC = Spec(tokens=9, ranks=(8, 5), spare_rank=3, bias=True)
 
 
@@ -36,16 +42,23 @@ def arguments_of(spec, place, projection="w13", kind="projection", mul=True):
     """(arguments of the operator, gradient of its result)."""
     device, dtype = place
     p = replace(spec, dtype=dtype).build().to(device)
+    if kind == "layer":
+        return p.kwargs(), grad_like(p.hidden_states.shape, dtype, device)
     arguments = p.gemm_kwargs(projection, mul)
     grad_out = grad_like((*p.topk_ids.shape, arguments["w"].size(1)), dtype, device)
     return (for_delta(projection, arguments)[0] if kind == "delta" else arguments), grad_out
 
 
 def forward(projection, kind, arguments):
+    if kind == "layer":
+        return moelora.fused_experts_lora(**arguments)
     return (DELTAS[projection] if kind == "delta" else moelora.fused_moe_lora_gemm)(**arguments)
 
 
 def backward(kind, arguments, grad_out, **options):
+    if kind == "layer":
+        _, saved = moelora.fused_experts_lora_saving(**arguments)
+        return moelora.fused_experts_lora_backward(grad_out, saved, **arguments, **options)
     function = (
         moelora.moe_lora_delta_backward if kind == "delta" else moelora.fused_moe_lora_gemm_backward
     )
@@ -57,9 +70,24 @@ def by_hand(kind, arguments, grad_out, **options):
 
 
 def by_autograd(projection, kind, arguments, grad_out):
+    if kind == "layer":
+        return of_layer(arguments, grad_out)
     given = with_leaves(arguments)
     forward(projection, kind, given).backward(grad_out)
     return grads_of(arguments, given)
+
+
+def gradients_of(kind):
+    return moelora.Gradients if kind == "layer" else ProjectionGradients
+
+
+def factors_of(kind):
+    return FACTORS_OF_LAYER if kind == "layer" else FACTORS
+
+
+def is_summed(name):
+    """Over tokens, in float32: gradients of factors and biases."""
+    return "lora" in name or "bias" in name
 
 
 def converted(value, convert):
@@ -67,14 +95,14 @@ def converted(value, convert):
 
 
 def with_factors(arguments, convert):
-    return arguments | {name: converted(arguments[name], convert) for name in FACTORS}
+    names = [n for n in arguments if n.endswith(FACTORS)]
+    return arguments | {name: converted(arguments[name], convert) for name in names}
 
 
 # ---- by hand as by autograd ----
 
 
-@EACH_KIND
-@EACH_PROJECTION
+@EACH_OPERATOR
 @pytest.mark.parametrize("place", PLACES)
 def test_bits_of_autograd(place, projection, kind):
     for spec in (SPEC, replace(SPEC, sharing="outer", slices=1), replace(SPEC, tokens=0)):
@@ -117,8 +145,7 @@ def test_an_unknown_number_of_experts(place):
 # ---- dtypes of factors and of gradients ----
 
 
-@EACH_KIND
-@EACH_PROJECTION
+@EACH_OPERATOR
 @pytest.mark.parametrize("place", SIXTEEN_BITS)
 @pytest.mark.parametrize("sharing", ["per_expert", "outer", "expanded"])
 def test_float32_factors(sharing, place, projection, kind):
@@ -131,10 +158,10 @@ def test_float32_factors(sharing, place, projection, kind):
     grads = by_autograd(projection, kind, wide, grad_out)
     by_operator = by_hand(kind, wide, grad_out)
     for name, grad in grads.items():
-        factor = name.startswith("lora")
+        factor, routing = "lora" in name, kind == "layer" and name == "topk_weights"
         assert grad.dtype == (torch.float32 if factor else narrow[name].dtype), name
         assert same_bits(grad, by_operator[name]), name
-        assert same_bits(grad.to(narrow[name].dtype), narrow[name]), name
+        assert routing or same_bits(grad.to(narrow[name].dtype), narrow[name]), name
         assert not factor or same_bits(grad, exact[name]), name
 
 
@@ -192,11 +219,9 @@ def test_strides_of_float32_factors(place):
 @EACH_KIND
 def test_factors_have_one_dtype(kind):
     arguments, grad_out = arguments_of(SPEC, ("cpu", torch.bfloat16), "w2", kind)
-    mixed = arguments | {"lora_a": arguments["lora_a"].float()}
-    for call in (
-        lambda: forward("w2", kind, mixed),
-        lambda: by_hand(kind, mixed, grad_out),
-    ):
+    name = "w2_lora_a" if kind == "layer" else "lora_a"
+    mixed = arguments | {name: arguments[name].float()}
+    for call in (lambda: forward("w2", kind, mixed), lambda: by_hand(kind, mixed, grad_out)):
         with pytest.raises(ValueError, match=r"lora_b.* has dtype bfloat16, expected float32 as"):
             call()
     half = with_factors(arguments, torch.Tensor.half)
@@ -214,17 +239,15 @@ def buffers(arguments, kind, device, dtype=None, fill=0.0):
     def new(name, value):
         if isinstance(value, list):
             return [new(f"{name}[{i}]", v) for i, v in enumerate(value)]
-        summed = name.startswith("lora") or name == "bias"
-        own = dtype if dtype and summed else value.dtype
+        own = dtype if dtype and is_summed(name) else value.dtype
         guarded[name] = guarded_empty(value.shape, own, device)
         return guarded[name].tensor.fill_(fill)
 
-    names = [n for n in ProjectionGradients._fields if arguments.get(n) is not None]
-    return ProjectionGradients(**{n: new(n, arguments[n]) for n in names}), guarded
+    names = [n for n in gradients_of(kind)._fields if arguments.get(n) is not None]
+    return gradients_of(kind)(**{n: new(n, arguments[n]) for n in names}), guarded
 
 
-@EACH_KIND
-@EACH_PROJECTION
+@EACH_OPERATOR
 @pytest.mark.parametrize("place", PLACES)
 def test_written(place, projection, kind):
     """What was there before does not matter, and nothing beside it is written."""
@@ -252,8 +275,8 @@ def test_accumulated(place, wide, dtype, kind):
     backward(kind, arguments, grad_out, grads=grads, accumulate=True)
     for name, memory in guarded.items():
         memory.check(name)
-        summed = name.startswith("lora") or name == "bias"
-        want = (alone[name] + 0.5 if summed else alone[name]).to(memory.tensor.dtype)
+        want = alone[name] + 0.5 if is_summed(name) else alone[name]
+        want = want.to(memory.tensor.dtype)
         assert same_bits(memory.tensor, want), name
 
 
@@ -262,12 +285,13 @@ def test_accumulated(place, wide, dtype, kind):
 def test_buffers_of_any_strides(place, kind):
     arguments, grad_out = arguments_of(SPEC, place, "w2", kind)
     want = by_hand(kind, arguments, grad_out)
-    loras, experts, rank, inter = arguments["lora_a"].shape
+    name = "w2_lora_a" if kind == "layer" else "lora_a"
+    loras, experts, rank, inter = arguments[name].shape
     memory = torch.full((experts, loras, rank, inter + 5), 7.0, dtype=place[1], device=place[0])
-    grads = ProjectionGradients(lora_a=memory.transpose(0, 1)[..., 2 : 2 + inter])
-    backward(kind, arguments, grad_out, grads=grads)
-    assert same_bits(grads.lora_a, want["lora_a"])
-    grads.lora_a.fill_(7.0)
+    to = memory.transpose(0, 1)[..., 2 : 2 + inter]
+    backward(kind, arguments, grad_out, grads=gradients_of(kind)(**{name: to}))
+    assert same_bits(to, want[name])
+    to.fill_(7.0)
     assert (memory == 7.0).all()
 
 
@@ -275,14 +299,16 @@ def test_buffers_of_any_strides(place, kind):
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_wanted(place, kind):
     """Each gradient has the bits that it has among all, whichever others are computed."""
-    arguments, grad_out = arguments_of(SPEC, place, "w13", kind)
-    every = by_hand(kind, arguments, grad_out)
-    fields = ProjectionGradients._fields
-    for names in (*((n,) for n in fields), FACTORS, fields[:2], ()):
-        found = by_hand(kind, arguments, grad_out, wanted=names)
-        present = [n for n in every if n.split("[")[0] in names]
-        assert sorted(found) == sorted(present)
-        assert all(same_bits(found[n], every[n]) for n in present), names
+    on_input = replace(SPEC, top_k=1, weight_on_input=True)
+    for spec in (SPEC, on_input) if kind == "layer" else (SPEC,):
+        arguments, grad_out = arguments_of(spec, place, "w13", kind)
+        every = by_hand(kind, arguments, grad_out)
+        fields = gradients_of(kind)._fields
+        for names in (*((n,) for n in fields), factors_of(kind), fields[:2], ()):
+            found = by_hand(kind, arguments, grad_out, wanted=names)
+            present = [n for n in every if n.split("[")[0] in names]
+            assert sorted(found) == sorted(present)
+            assert all(same_bits(found[n], every[n]) for n in present), names
 
 
 # ---- sparse ----
@@ -292,6 +318,7 @@ SPARSE_SPECS = {
     "per_expert": SPARSE,
     "outer": replace(SPARSE, sharing="outer", slices=1),
     "remote": replace(SPARSE, remote=2, routing="out_of_range"),
+    "long": replace(SPARSE, tokens=40, experts=2),
     "no_rows": replace(SPARSE, tokens=0),
 }
 NOTHING = 7.0  # what is not written
@@ -299,39 +326,42 @@ NOTHING = 7.0  # what is not written
 
 def sparse_setting(name, place, projection, kind):
     arguments, grad_out = arguments_of(SPARSE_SPECS[name], place, projection, kind)
-    b = as_list(arguments["lora_b"])[0]
-    experts = arguments["num_experts"] if kind == "delta" else arguments["w"].size(0)
+    b = as_list(arguments[factors_of(kind)[-1]])[0]
+    weights = arguments.get("w13" if kind == "layer" else "w")
     pairs, count = touched_pairs(
         arguments["topk_ids"],
         arguments["token_lora_mapping"],
         b.size(0),
-        experts,
+        arguments["num_experts"] if weights is None else weights.size(0),
         arguments.get("expert_map"),
     )
+    assert count == (pairs >= 0).sum() == pairs.max() + 1
     return arguments, grad_out, pairs, int(count)
 
 
-def sparse_buffers(arguments, pairs, count, dtype=None):
+def sparse_buffers(kind, arguments, pairs, count, dtype=None):
+    """Gradients to write to, of the pairs alone where experts have factors of their own."""
+
     def buffer(factor):
         sparse = factor.size(1) == pairs.size(1)
         shape = (count, *factor.shape[2:]) if sparse else factor.shape
         return torch.full(shape, NOTHING, dtype=dtype or factor.dtype, device=factor.device)
 
-    return ProjectionGradients(**{n: converted(arguments[n], buffer) for n in FACTORS})
+    made = {n: converted(arguments[n], buffer) for n in factors_of(kind)}
+    return gradients_of(kind)(**made)
 
 
-@EACH_KIND
-@EACH_PROJECTION
+@EACH_OPERATOR
 @pytest.mark.parametrize("name", SPARSE_SPECS)
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_touched_pairs_have_the_bits_of_dense_gradients(place, name, projection, kind):
     arguments, grad_out, pairs, count = sparse_setting(name, place, projection, kind)
     for given in (arguments, with_factors(arguments, torch.Tensor.float)):
-        dense = backward(kind, given, grad_out, wanted=FACTORS)
-        to = sparse_buffers(given, pairs, count + 1)
+        dense = backward(kind, given, grad_out, wanted=factors_of(kind))
+        to = sparse_buffers(kind, given, pairs, count + 1)
         found = backward(kind, given, grad_out, grads=to, pairs=pairs)
         touched = pairs >= 0
-        for factor in FACTORS:
+        for factor in factors_of(kind):
             both = (as_list(getattr(grads, factor)) for grads in (found, dense))
             for got, want in zip(*both, strict=True):
                 if want.size(1) == pairs.size(1):
@@ -343,21 +373,42 @@ def test_touched_pairs_have_the_bits_of_dense_gradients(place, name, projection,
 
 
 @EACH_KIND
+@pytest.mark.parametrize("name", ["per_expert", "long"])
 @pytest.mark.parametrize("place", FEW_PLACES)
-def test_sparse_gradients_accumulate(place, kind):
-    arguments, grad_out, pairs, count = sparse_setting("per_expert", place, "w13", kind)
-    to = sparse_buffers(arguments, pairs, count, torch.float32)
+def test_sparse_gradients_accumulate(place, name, kind):
+    arguments, grad_out, pairs, count = sparse_setting(name, place, "w13", kind)
+    to = sparse_buffers(kind, arguments, pairs, count, torch.float32)
     backward(kind, arguments, grad_out, grads=to, pairs=pairs)
-    once = [g.clone() for factor in FACTORS for g in as_list(getattr(to, factor))]
+    once = [g.clone() for factor in factors_of(kind) for g in as_list(getattr(to, factor))]
     backward(kind, arguments, grad_out, grads=to, pairs=pairs, accumulate=True)
-    twice = [g for factor in FACTORS for g in as_list(getattr(to, factor))]
+    twice = [g for factor in factors_of(kind) for g in as_list(getattr(to, factor))]
     assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_any_order_and_any_part_of_the_pairs(place):
+    arguments, grad_out, pairs, count = sparse_setting("per_expert", place, None, "layer")
+    dense = backward("layer", arguments, grad_out, wanted=FACTORS_OF_LAYER)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(pairs)
+    untouched = (pairs < 0).nonzero()[0].tolist()
+    some = torch.where(pairs >= 0, order[pairs.long()], -1).int()
+    some[some == 1] = 1000  # out of range: not wanted
+    some[tuple(untouched)] = 1
+    to = sparse_buffers("layer", arguments, pairs, count)
+    found = backward("layer", arguments, grad_out, grads=to, pairs=some)
+    for factor in FACTORS_OF_LAYER:
+        both = (as_list(getattr(grads, factor)) for grads in (found, dense))
+        for got, want in zip(*both, strict=True):
+            for l, e in (pairs >= 0).nonzero().tolist():
+                if some[l, e] < count:
+                    assert same_bits(got[some[l, e]], want[l, e])
+            assert not got[1].any(), "a pair without tokens has zeros"
 
 
 # ---- what is refused ----
 
 
-@EACH_KIND
+@pytest.mark.parametrize("kind", KINDS)
 def test_refusals(kind):
     arguments, grad_out = arguments_of(SPEC, ("cpu", torch.bfloat16), "w2", kind)
     G = ProjectionGradients
@@ -402,7 +453,7 @@ def test_refusals(kind):
 # ---- under torch.compile, in a CUDA graph ----
 
 
-@EACH_KIND
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[3]])
 def test_compiled(place, kind):
     arguments, grad_out = arguments_of(SPEC, place, "w13", kind)
@@ -417,7 +468,7 @@ def test_compiled(place, kind):
         assert same_bits(grad, want[name]), name
 
 
-@EACH_KIND
+@pytest.mark.parametrize("kind", KINDS)
 @EACH_PROJECTION
 @pytest.mark.parametrize("place", [on_gpu("cuda")])
 def test_a_captured_step_reads_the_factors_of_its_replay(place, projection, kind):
