@@ -9,11 +9,9 @@ ABOUT = {
     "ranks": "of the adapters; 0: without, where it is a default",
     "adapters": "of a layer",
     "tp": "the shard of one of so many tensor-parallel ranks",
-    "only": "parts to run",
     "mix": "as in `moelora bench`",
     "routing": "as in `moelora bench`",
     "turns": "of each build",
-    "seconds": "of work per case",
     "budget_ms": "time per baseline, variant or turn",
     "deadline_s": "no case begins after this",
 }

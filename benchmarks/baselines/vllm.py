@@ -15,7 +15,6 @@ import torch
 from moelora.bench.baselines import Options, require
 from moelora.bench.cases import Batch, Factors
 from moelora.bench.layer import Layer
-from moelora.bench.shapes import Model
 from moelora.bench.timing import Run, Runs, on
 
 
@@ -48,24 +47,6 @@ def modes(rows: int, rank: int, all_modes: bool) -> list[str]:
 def token_set(vk: Any, batch: Batch, adapters: int) -> Any:
     mapping = batch.mapping.to(torch.int64)
     return vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, adapters)
-
-
-def shaped(*shape: int) -> torch.Tensor:
-    """A tensor with stride 0, where vLLM only reads the shape."""
-    return torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(shape)
-
-
-def shaped_layer(vk: Any, model: Model, tokens: int) -> Any:
-    """A layer for calls that do not read its weights."""
-    e, k, i = model.experts, model.hidden, model.intermediate
-    weights = shaped(e, 2 * i, k), shaped(e, k, i)
-    return vk.MoELayer(*weights, tokens, model.top_k, torch.device("cuda"))
-
-
-def shaped_factors(model: Model, adapters: int, rank: int) -> Factors:
-    e, k, i = model.experts, model.hidden, model.intermediate
-    a13, b13 = shaped(adapters, e, rank, k), shaped(adapters, e, i, rank)
-    return Factors([a13] * 2, [b13] * 2, shaped(adapters, e, rank, i), shaped(adapters, e, k, rank))
 
 
 def lora(vk: Any, factors: Factors) -> Any:

@@ -3,11 +3,13 @@
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare times now=moelora/_C.abi3.so again=moelora/_C.abi3.so
     python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
+    python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (processes.py). Each has a process of its own that holds the layer. They take turns,
 forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
 turns, and percentages compare with the first build. The same module twice shows the noise.
+`--part` takes the delta of one projection instead of the layer.
 `python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
@@ -18,11 +20,14 @@ import time
 
 import torch
 
+import moelora
 from benchmarks import options
 from benchmarks.compare.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.layer import Layer
+
+DELTAS = {"gate_up": moelora.moe_lora_gate_up_delta, "down": moelora.moe_lora_down_delta}
 
 
 class Worker:
@@ -42,7 +47,7 @@ class Worker:
         self.layer = Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
         return key
 
-    def draw(self, tokens, ranks, mix, routing):
+    def draw(self, tokens, ranks, mix, routing, part="layer"):
         """Batches and graphs of one case; a digest of each rank's first output."""
         layer, self.turns = self.layer, {}
         self.generator.manual_seed(2)
@@ -60,15 +65,35 @@ class Worker:
         ]
         moved = cases.work(layer.model, batches[0])[1]
         calls = timing.calls_in_graph(len(batches), moved) if self.timer else 1
-        runs, digests = Ours(layer, None).runs(batches), {}
+        digests = {}
         for rank in ranks:
-            call = runs["ours", rank].call
+            call = timing.on(batches, self.part(part, tokens), rank)
             bits = call(0).cpu().view(torch.uint8)
             digests[rank] = hashlib.sha1(bits.numpy()).hexdigest()
             rotation = [lambda i=i, call=call: call(i % len(batches)) for i in range(calls)]
             replay = self.timer.capture(rotation).replay if self.timer else rotation[0]
             self.turns[rank] = replay, calls
         return digests
+
+    def part(self, name, tokens):
+        """A function of a batch and a rank: the layer, or the delta of one of its projections."""
+        layer = self.layer
+        if name == "layer":
+            return Ours(layer, None).run
+        shape = (tokens * layer.model.top_k, layer.model.intermediate)
+        h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
+
+        def delta(b, rank):
+            f, down = layer.stacks[rank], name == "down"
+            return DELTAS[name](
+                *(h if down else b.x, b.topk_weights, b.topk_ids),
+                token_lora_mapping=b.mapping,
+                lora_a=[f.a2] if down else f.a13,
+                lora_b=[f.b2] if down else f.b13,
+                mul_routed_weight=down,
+            )
+
+        return delta
 
     def turn(self, rank, budget_ms):
         """Microseconds of a call."""
@@ -97,7 +122,8 @@ def compare(builds, args):
         for tokens in args.tokens:
             if time.monotonic() > end:
                 return rows
-            case = {"tokens": tokens, "mix": args.mix, "routing": args.routing}
+            case = {name: getattr(args, name) for name in ("mix", "routing", "part")}
+            case["tokens"] = tokens
             digests = [build.ask("draw", ranks=args.ranks, **case) for build in builds]
             for rank in args.ranks:
                 turns = {build.name: [] for build in builds}
@@ -147,9 +173,12 @@ def main(argv=None):
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
+    parser.add_argument("--part", default="layer", choices=("layer", *DELTAS))
     args = parser.parse_args(argv)
     if args.shape:
         args.models = []
+    if args.part != "layer":
+        args.ranks = [rank for rank in args.ranks if rank]
     with tempfile.TemporaryDirectory() as folder:
         builds = [
             Build(text, folder, "benchmarks.compare.times:Worker", args.device)
