@@ -2,18 +2,17 @@
 
     python -m benchmarks.sglang_e2e --only speed --out benchmarks/results/h200-e2e-sglang.json
     python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
-    python -m benchmarks.sglang_e2e --servers "sglang, v2;moelora, v2" --checked "sglang, v2" ...
-    python -m benchmarks.sglang_e2e --format fp8 --servers ... --out ...-e2e-sglang-fp8.json
+    python -m benchmarks.sglang_e2e --format fp8 --out ...-e2e-sglang-fp8.json
     python -m benchmarks.sglang_e2e --format modelopt --servers "sglang, marlin;moelora, marlin" ...
 
 One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
-64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
-moelora, which it finds by its entry point as after `pip install`. From SGLang 0.5.23 on "v2" is its
-LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with `lora_cutedsl`, which needs
-nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has only for NVFP4 of ModelOpt
-(`--format modelopt`) and which is its only one for that. Answers are of four layers, for more of
-random weights make other numbers of a rounding; float32 transformers with merged adapters judge
-them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
+64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA, and with moelora, which it finds by
+its entry point as after `pip install`. "v2" is its LoRA backend `triton_v2` with `lora_triton`,
+"v2 cutedsl" the same with `lora_cutedsl`, which needs nvidia-cutlass-dsl, and "marlin" with
+`lora_marlin`, which SGLang has only for NVFP4 of ModelOpt (`--format modelopt`) and which is its
+only one for that. Answers are of four layers, for more of random weights make other numbers of a
+rounding; float32 transformers with merged adapters judge them. SGLang is the one that is installed,
+0.5.23 or later. Needs one GPU and Python 3.11.
 
 All servers have the same options (`COMMON`, in the result file): graphs of decode for the batch
 sizes that are timed, none of prefill, which take a minute to capture. Starting a server takes
@@ -23,54 +22,31 @@ take turns in each repetition.
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
-import argparse
 import json
-import os
 import pathlib
 import random
-import shutil
 import sys
 import time
 import urllib.error
 import urllib.request
-from importlib import metadata
 
-from benchmarks.engines.answers import (
-    SAME_FP8,
-    compare_batches,
-    compare_engines,
-    judge,
-    same_by,
-    write_replies,
-)
-from benchmarks.engines.jobs import ROOT, Stages, write_entry_points, write_logs
-from moelora.bench import results
-from moelora.bench.engine.serving import DECODE, check, speed, speed_row, targets
+from benchmarks.engines import jobs
+from benchmarks.engines.answers import compare_batches, compare_engines, judge, same_by
+from moelora.bench.engine.serving import DECODE, check, speed, speed_row
 from moelora.integrations.sglang import SWITCH
 
-RANKS = "16,16,64,64"
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
 COMMON = (
     *("--skip-tokenizer-init", "--disable-radix-cache", "--chunked-prefill-size", "8192"),
-    *(
-        "--attention-backend",
-        "triton",
-        "--sampling-backend",
-        "pytorch",
-        "--grammar-backend",
-        "none",
-    ),
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
     *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),  # servers share the GPU
     "--disable-prefill-cuda-graph",
 )
 PORTS = 50  # from one server to the next, which opens some beside its own
-LORA = ("--enable-lora", "--lora-backend", "triton")
 V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
     "sglang, no LoRA": ((), False),
-    "sglang": (LORA, False),
-    "sglang, virtual experts": ((*LORA, "--lora-use-virtual-experts"), False),
-    "moelora": (LORA, True),
     "sglang, v2": ((*V2, "lora_triton"), False),
     "sglang, v2 cutedsl": ((*V2, "lora_cutedsl"), False),
     "moelora, v2": ((*V2, "lora_triton"), True),
@@ -78,38 +54,15 @@ SERVERS = {  # {name: (its flags, whether moelora is on)}
     "moelora, marlin": ((*V2, "lora_marlin"), True),
 }
 CHECKED = {  # SGLang's servers whose answers are compared, each with moelora's
-    "sglang": "moelora",
     "sglang, v2": "moelora, v2",
     "sglang, v2 cutedsl": "moelora, v2",  # which replaces either
     "sglang, marlin": "moelora, marlin",
 }
-USUAL = ("sglang, no LoRA", "sglang", "sglang, virtual experts", "moelora")
-TARGETS = [
-    (
-        phase,
-        f"{ours} 4 mixed / {theirs} {batch}",
-        {"engine": ours, "batch": "4 mixed"},
-        {"engine": theirs, "batch": batch},
-        least,
-    )
-    for ours, phase, theirs, batch, least in (
-        ("moelora", "prefill", "sglang, no LoRA", "base", 1.0),
-        ("moelora", "decode", "sglang", "4 mixed", 1.3),
-        ("moelora", "decode", "sglang, virtual experts", "4 mixed", 1.3),
-        ("moelora, v2", "prefill", "sglang, no LoRA", "base", 1.0),
-        ("moelora, v2", "prefill", "sglang, v2", "4 mixed", 1.3),
-        ("moelora, v2", "prefill", "sglang, v2 cutedsl", "4 mixed", 1.3),
-        ("moelora, v2", "decode", "sglang, v2", "4 mixed", 1.3),
-        ("moelora, v2", "decode", "sglang, v2 cutedsl", "4 mixed", 1.3),
-        ("moelora, marlin", "prefill", "sglang, no LoRA", "base", 1.0),
-        ("moelora, marlin", "prefill", "sglang, marlin", "4 mixed", 1.3),
-        ("moelora, marlin", "decode", "sglang, marlin", "4 mixed", 1.3),
-    )
-]
+USUAL = ("sglang, no LoRA", "sglang, v2", "moelora, v2")
 
 
 class Client:
-    """A server's adapters, as `benchmarks.engines.serving` asks for them."""
+    """A server's adapters, as `moelora.bench.engine.serving` asks for them."""
 
     def __init__(self, manifest, port, lora):
         self.url, self.vocab = f"http://127.0.0.1:{port}", manifest["vocab"]
@@ -157,62 +110,31 @@ def reply(one):
     }
 
 
-class Bench(Stages):
+class Bench(jobs.Bench):
     """Runs servers of SGLang and writes their results to a file."""
 
-    def __init__(self, args):
-        super().__init__(args)
-        write_entry_points(self.work / "plugin")
-        self.runs, self.checks, self.said = {}, [], {}
-
-    def job(self, name, command, seconds, **environment):
-        path = [ROOT, self.work / "plugin", *sys.path]
-        environment["PYTHONPATH"] = os.pathsep.join(str(p) for p in path if str(p))
-        return super().job(name, command, seconds, **environment)
-
-    def model(self, *options):
-        """The manifest of a model and its adapters; None if there was no time for it."""
-        out = self.work / "model"
-        shutil.rmtree(out, ignore_errors=True)
-        command = [sys.executable, *self.make_model, "--out", out, *options]
-        if not self.done(self.job("make model", [*command, "--adapters", RANKS], 120)):
-            return None
-        if self.args.format:
-            out = self.quantized()
-            # Answers of the large model are not compared with a reference, which takes the copy.
-            flags = ["--only-quantized"] if "a3b" in options else []
-            if not self.make_quantized("model", out.name, *flags):
-                return None
-        return json.loads((out / "manifest.json").read_text())
-
-    def quantized(self):
-        """Folder of the quantized model; beside it NAME-dense, the same numbers unquantized."""
-        return self.work / f"model-{self.args.format}"
-
     def answers(self):
-        manifest = self.model("--preset", "tiny")
-        if manifest is None:
-            return
-        self.servers(self.checked(), manifest, self.check)
-        self.references()
+        if model := self.model("tiny", dense=True):
+            names = self.checked()
+            self.servers(names, model, self.check)
+            self.hold(names, model)
 
     def check(self, client, run):
         yield
         run.update(check=check(client))
 
     def speed(self):
-        manifest = self.model("--preset", "a3b", "--layers", self.args.layers)
-        if manifest is None:
-            return
-        self.servers(self.args.servers, manifest, self.measure)
+        if model := self.model("a3b", "--layers", self.args.layers):
+            self.servers(self.args.servers, model, self.measure)
 
     def measure(self, client, run):
         return speed(client, self.args.reps, self.args.sequences, run.update)
 
-    def servers(self, names, manifest, ask):
+    def servers(self, names, model, ask):
         """Start servers, `--at-once` of which load together, and query them in turns: `ask` is a
         generator that stores the results in a dict, and where it yields its turn ends."""
         count = self.args.at_once
+        manifest = json.loads((self.work / model / "manifest.json").read_text())
         for some in (names[i : i + count] for i in range(0, len(names), count)):
             started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
             running = [(n, *pair) for n, pair in started if pair and self.is_up(n, *pair)]
@@ -239,7 +161,7 @@ class Bench(Stages):
         flags, ours = SERVERS[name]
         folders = manifest["adapters"] if flags else []
         port = self.args.port + PORTS * place
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", manifest["base"]]
+        command = ["-m", "sglang.launch_server", "--model-path", manifest["base"]]
         command += ["--port", port, *self.common(), *flags]
         if folders:
             command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
@@ -279,93 +201,41 @@ class Bench(Stages):
         """The server that answers are compared with, and moelora's."""
         return self.args.checked, CHECKED[self.args.checked]
 
-    def references(self):
-        """transformers in fp32 with adapters merged, against the prompts of both, side by side."""
-        jobs = {}
-        for name in self.checked():
-            found = self.runs.get(name, {}).get("check")
-            if found is None:
-                continue
-            lps = self.work / f"lps-{name}.json"
-            write_replies(lps, found)
-            dense = f"{self.quantized()}-dense" if self.args.format else self.work / "model"
-            command = [sys.executable, *self.hold_against]
-            command += ["--tol", SAME_FP8] if self.args.format == "fp8" else []
-            command += ["--model", dense, "--lps", lps]
-            jobs[name] = self.job(f"reference of {name}", command, 150)
-        for name, job in jobs.items():
-            ok = self.done(job)
-            if job is not None:
-                self.said[name] = said = job.log.read_text().splitlines()[-6:]
-                self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
-        self.write()
-
     def rows(self):
         rows = [
             {"topic": "speed", "engine": name, "batch": batch} | speed_row(table)
             for name in SERVERS
             for batch, table in self.runs.get(name, {}).get("speed", {}).items()
         ]
-        checks = {name: run["check"] for name, run in self.runs.items() if "check" in run}
-        found = targets(rows, TARGETS)
+        checks, found = self.replies(), []
         for name, made in checks.items():
             found += compare_batches(name, made)
         theirs, ours = self.checked()
         found += compare_engines(ours, theirs, checks, same_by(self.said))
-        return rows + found + judge(self.said, ours, theirs) + self.checks
+        return rows + found + judge(self.said, ours, theirs)
 
     def write(self):
-        rows = self.rows()
-        results.write(
-            self.args.out,
-            rows,
-            stages=self.stages,
-            sglang=version("sglang"),
+        return super().write(
+            sglang=jobs.version("sglang"),
             server_options=" ".join(self.common()),
             start_s={name: run.get("start_s") for name, run in self.runs.items()},
         )
-        write_logs(self.work, self.args.out.with_suffix(".log"))
-        return rows
-
-
-def version(name):
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def parse(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--out", type=pathlib.Path, required=True)
-    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-sglang"))
-    p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
-    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
-    p.add_argument("--layers", type=int, default=12, help="of the model that is timed")
-    p.add_argument(
-        "--sequences",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default=[1, 16, DECODE[0]],
-        help="of decode, commas between",
-    )
-    p.add_argument("--reps", type=int, default=5)
-    p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
-    p.add_argument("--at-once", type=int, default=1, help="servers that start together")
-    p.add_argument("--start-s", type=float, default=240, help="of each, longer ones are stopped")
-    p.add_argument("--port", type=int, default=30211)
-    p.add_argument(
-        "--servers", type=lambda text: text.split(";"), default=list(USUAL), help="; between"
-    )
-    p.add_argument("--checked", choices=CHECKED, default="sglang", help="whose answers")
-    return p.parse_args(argv)
 
 
 def main(argv=None):
-    bench = Bench(parse(argv))
+    p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240)
+    p.set_defaults(sequences=[1, 16, DECODE[0]])
+    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
+    p.add_argument("--port", type=int, default=30211)
+    names = {"type": lambda text: text.split(";"), "default": list(USUAL)}
+    p.add_argument("--servers", **names, help="; between")
+    p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
+    bench = Bench(p.parse_args(argv))
     for stage in (bench.answers, bench.speed):
         if bench.args.only in (None, stage.__name__):
             stage()
-    return bench.report(bench.write(), describe)
+    return bench.report(describe)
 
 
 def describe(row):

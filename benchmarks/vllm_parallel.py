@@ -16,8 +16,7 @@ transformers in float32 with merged adapters.
 import sys
 
 from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines, judge
-from benchmarks.vllm_e2e import TARGETS, Bench, Run, arguments, describe, parse, speeds
-from moelora.bench.engine.serving import targets
+from benchmarks.vllm_e2e import Bench, Run, arguments, describe, parse, speeds
 
 SINGLE = "moelora single"
 TENSOR, DATA = "--tensor-parallel", "--data-parallel"
@@ -32,59 +31,50 @@ WAYS = {
 class Parallel(Bench):
     def rows(self):
         rows = sorted(speeds(self.runs), key=lambda row: [*WAYS].index(row["parallel"]))
-        for way in WAYS if self.same_format() else ():
-            wanted = TARGETS["quantized" if self.args.format else "bf16"]
-            said = [(phase, f"{way}: {what}", *more) for phase, what, *more in wanted]
-            rows += targets([row for row in rows if row.get("parallel") == way], said)
         for way in WAYS:
             rows += judge(self.said, f"moelora {way}", f"vllm {way}")
-        return rows + answers(self.runs)
+        return rows + answers(self.replies())
 
     def answers(self):
-        models = self.models("tiny")
-        if models is None:
-            return
-        runs = [single(models)]
-        for way in self.args.ways:
-            by, *flags = WAYS[way]
-            words = ("--lora", "--check", by, self.args.gpus, *flags)
-            for engine, model in zip(("moelora", "vllm"), models, strict=True):
-                runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
-        self.together(runs)
-        self.hold(run.name for run in runs)
+        if model := self.model("tiny", dense=True):
+            runs = [single(model)]
+            for way in self.args.ways:
+                by, *flags = WAYS[way]
+                words = ("--lora", "--check", by, self.args.gpus, *flags)
+                for engine in ("moelora", "vllm"):
+                    runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
+            self.together(runs)
+            self.hold([run.name for run in runs], model)
 
-    def run(self):
-        if self.args.only == "answers":
-            return self.answers()
-        models = self.timed_models()
-        if models is None:
+    def speed(self):
+        model = self.timed_model()
+        if model is None:
             return
         check = () if self.args.only == "speed" else ("--check",)
-        runs = [single(models)] if check else []
+        runs = [single(model)] if check else []
         for way in self.args.ways:
             by, *flags = WAYS[way]
             flags = (by, self.args.gpus, *flags)
             how = {"parallel": way, "gpus": self.args.gpus}
             for engine in ("vllm", "moelora"):
-                runs.append(self.timed(engine, models, True, *check, *flags, **how))
+                runs.append(self.timed(engine, model, True, *check, *flags, **how))
             if way == "tensor" and not self.args.lora_only:
-                runs.append(self.timed("vllm", models, False, *flags, **how))
+                runs.append(self.timed("vllm", model, False, *flags, **how))
         self.together(runs)
 
 
-def single(models):
+def single(model):
     """moelora on one GPU, which the others are compared with."""
     alone = {"CUDA_VISIBLE_DEVICES": "0"}
-    return Run(SINGLE, models[0], ("--lora", "--check"), environment=alone)
+    return Run(SINGLE, model, ("--lora", "--check"), environment=alone)
 
 
-def answers(runs):
+def answers(checks):
     """Every engine's mixed batch against uniform ones, and both against one GPU's.
 
     One GPU and several round differently. vLLM's own engines, which differ from moelora's on one
     GPU by nothing but rounding, say how much that is in the model: their rows are just reported.
     """
-    checks = {name: run["check"] for name, run in runs.items() if "check" in run}
     rows, same = [], SAME
     for name in sorted(checks.keys() - {SINGLE}, reverse=True):  # vLLM's first
         made = compare_batches(name, checks[name])
@@ -97,14 +87,14 @@ def answers(runs):
 
 
 def main(argv=None):
-    p = arguments(__doc__.split("\n")[0])
+    p = arguments(__doc__)
     p.add_argument("--gpus", type=int, default=2)
     p.add_argument("--only", choices=("speed", "answers"), help="leave the other out")
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     bench = Parallel(parse(p, argv))
-    if bench.install():
-        bench.run()
-    return bench.report(bench.write(), lambda row: f"{row['parallel']:14} {describe(row)}")
+    (bench.answers if bench.args.only == "answers" else bench.speed)()
+    return bench.report(lambda row: f"{row['parallel']:14} {describe(row)}")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ plugin off, and with it on and moelora's `fused_moe_lora` in place of vLLM's
 Tests of whole models compare texts of published models and adapters. Here the same architectures
 run on models of random weights, in each format of weights: log-probabilities and greedy replies
 with the plugin on and off are compared as in `benchmarks.vllm_e2e`, and tokens per second are
-reported, which with the plugin must not be fewer by more than `NOISE`. `NOT_RUN` says why others
-are not run.
+reported. `NOT_RUN` says why others are not run.
 """
 
 import os
@@ -25,17 +24,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from benchmarks.engines.answers import SAME, SAME_FP8, compare_batches, compare_engines
-from benchmarks.vllm_e2e import (
-    FP8,
-    RANKS,
-    WITH,
-    Bench,
-    arguments,
-    describe,
-    parse,
-    speeds,
-)
-from moelora.bench.engine.serving import targets
+from benchmarks.vllm_e2e import Bench, arguments, describe, parse, speeds
 from moelora.integrations.vllm import SWITCH
 
 FILES = (
@@ -59,42 +48,35 @@ NOT_RUN = {
     "lora/test_deepseekv2_tp.py": "published weights and texts; attention with its own kernels",
     "lora/test_qwen36_moe_lora.py": "vLLM skips it itself: the model is too large",
 }
-NOISE = 0.03
 FORMATS = ("fp8", "fp8_channel", "fp8_tensor", "int4", "gptq", "awq", "nvfp4", "mxfp4")
 CASES = ("bf16", "olmoe", "mixtral", *FORMATS)
-SPEEDS = [(phase, *WITH, 1 - NOISE) for phase in ("prefill", "decode")]
 
 
 class Suite(Bench):
-    def __init__(self, args):
-        super().__init__(args)
-        self.outcomes = {}
-
     # -- vLLM's tests --
 
     def tests(self):
         """Both runs of the tests at once: they need little of the GPU."""
-        jobs = {which: self.pytest(which) for which in ("off", "on")}
+        jobs, found = {which: self.pytest(which) for which in ("off", "on")}, {}
         for which, job in jobs.items():
             self.done(job)
             report = self.work / f"{which}.xml"
-            self.outcomes[which] = outcomes(report) if report.exists() else {}
-        self.checks += compare_outcomes(**self.outcomes)
+            found[which] = outcomes(report) if report.exists() else {}
+        self.checks += compare_outcomes(**found)
         self.write()
 
     def pytest(self, which):
-        """A run's failures are judged by comparison, so that its exit status says nothing."""
         tests = self.args.tests.resolve()
         plugins = ("-p", "benchmarks.engines.suite_plugin", "-p", "tests.lora.conftest")
         options = ("--noconftest", "-c", os.devnull, "-q", "--tb=short", "-k", NAMES)
         report = self.work / f"{which}.xml"
-        words = [sys.executable, "-m", "pytest", *plugins, *options, f"--junitxml={report}"]
+        words = ["-m", "pytest", *plugins, *options, f"--junitxml={report}"]
         files = [tests / file for file in FILES if (tests / file).exists()]
         return self.job(
             f"tests {which}",
-            ["bash", "-c", '"$@"; test $? -le 1', "bash", *words, "--rootdir", tests, *files],
+            [*words, "--rootdir", tests, *files],
             self.args.tests_s,
-            PYTHONPATH=self.path(tests.parent),
+            tests.parent,
             SUITE_EACH=str(self.args.each),
             **{SWITCH: "0" if which == "off" else "1"},
         )
@@ -104,44 +86,20 @@ class Suite(Bench):
     def engines(self):
         runs = []
         for case in self.args.cases:
-            model = self.model(case)
+            format = case if case in FORMATS else None
+            family = ["--family", case] if case in ("olmoe", "mixtral") else []
+            model = self.model("tiny", *family, format=format, source="bf16" if format else case)
             for engine in ("vllm", "moelora") if model else ():
-                flags = ("--check", "--no-profile")
-                run = self.timed(engine, (model, model), True, *flags, model=case)
+                run = self.timed(engine, model, True, "--check", "--no-profile", model=case)
                 runs.append(replace(run, name=f"{engine} {case}"))
         self.together(runs)
-
-    def model(self, case):
-        """The name of a case's model once it is made, or nothing."""
-        made = self.work / case
-        engines = [sys.executable, "-m"]
-        if case == "mxfp4":
-            words = ["benchmarks.engines.vllm_gpt_oss", "--layers", "4", "--ranks", RANKS]
-            words += ["--only-quantized"]
-        elif case in FORMATS:
-            if not (self.work / "bf16").exists() and self.model("bf16") is None:
-                return None
-            words = ["benchmarks.engines.vllm_quantize", "--format", case, "--only-quantized"]
-            words += ["--model", self.work / "bf16"]
-        elif made.exists():
-            return case
-        else:
-            engines = [sys.executable]
-            words = [*self.make_model, "--preset", "tiny", "--adapters", RANKS]
-            words += [] if case == "bf16" else ["--family", case]
-        job = self.job(f"make {case}", [*engines, *words, "--out", made], 60)
-        return case if self.done(job) else None
 
     def rows(self):
         rows = speeds(self.runs)
         for case in self.args.cases:
-            rows += [
-                row | {"what": f"{case}: {row['what']}"}
-                for row in targets([row for row in rows if row.get("model") == case], SPEEDS)
-            ]
-            checks = {name: run["check"] for name, run in self.runs.items() if "check" in run}
-            names = f"moelora {case}", f"vllm {case}"
-            rows += compare_engines(*names, checks, SAME_FP8 if case in FP8 else SAME)
+            names, checks = (f"moelora {case}", f"vllm {case}"), self.replies()
+            same = SAME_FP8 if case.startswith("fp8") else SAME
+            rows += compare_engines(*names, checks, same)
             rows += compare_batches(names[0], checks[names[0]]) if names[0] in checks else []
         return rows + [
             {"topic": "not run", "file": file, "why": why, "ok": True}
@@ -181,19 +139,16 @@ def compare_outcomes(off, on):
 
 
 def main(argv=None):
-    p = arguments(__doc__.split("\n")[0])
+    p = arguments(__doc__)
     p.add_argument("--tests", type=pathlib.Path, help="vLLM's tests; without it only models run")
     p.add_argument("--tests-s", type=float, default=150, help="deadline of each run of the tests")
     p.add_argument("--each", type=int, default=8, help="most parametrizations of each test")
     p.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES], help="models that run")
-    args = parse(p, argv)
-    args.own_kernels = True
-    suite = Suite(args)
-    if suite.install():
-        if args.tests:
-            suite.tests()
-        suite.engines()
-    return suite.report(suite.write(), lambda row: f"{row['model']:12} {describe(row)}")
+    suite = Suite(parse(p, argv))
+    if suite.args.tests:
+        suite.tests()
+    suite.engines()
+    return suite.report(lambda row: f"{row['model']:12} {describe(row)}")
 
 
 if __name__ == "__main__":

@@ -131,24 +131,18 @@ def layer(make, s, prefix, family):
     return {prefix + name: t for name, t in tensors.items()}
 
 
-def adapter(make, s, rank, family=FAMILIES["qwen3_moe"], one_a=False):
-    """Factors of every expert, one pair for each of its projections; alpha is twice the rank.
-
-    one_a: gate and up have the same A, as trained on fused weights.
-    """
+def adapter(make, s, rank, family=FAMILIES["qwen3_moe"]):
+    """Factors of every expert, one pair for each of its projections; alpha is twice the rank."""
     std_b = DELTA / (2 * math.sqrt(rank))
     tensors = {}
     for i in range(s.layers):
         sizes = (s.inter, s.hidden, 1), (s.inter, s.hidden, 1), (s.hidden, s.inter, 2)
         for name, (rows, columns, size) in zip(family.projections, sizes, strict=True):
-            shared = one_a and name == family.projections[1]
-            if not shared:
-                a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
+            a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
             b = make.normal(s.experts, rows, rank, std=size * std_b)
             for e in range(s.experts):
                 key = f"base_model.model.model.layers.{i}.{family.moe}.experts.{e}.{name}"
-                # safetensors stores no tensor twice
-                tensors[f"{key}.lora_A.weight"] = a[e].clone() if shared else a[e]
+                tensors[f"{key}.lora_A.weight"] = a[e]
                 tensors[f"{key}.lora_B.weight"] = b[e]
     config = {
         "peft_type": "LORA",
@@ -233,7 +227,6 @@ def main(argv=None):
     p.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
     p.add_argument("--layers", type=int, help="(default: the preset's)")
     p.add_argument("--adapters", default="16,16,64,64", help="ranks, commas between")
-    p.add_argument("--one-a", action="store_true", help="gate and up of an adapter share A")
     args = p.parse_args(argv)
     shape, family = PRESETS[args.preset], FAMILIES[args.family]
     shape = replace(shape, layers=args.layers or shape.layers)
@@ -253,7 +246,7 @@ def main(argv=None):
     adapters = []
     for i, rank in enumerate((int(r) for r in args.adapters.split(",")), 1):
         adapters.append(args.out / f"lora{i}-r{rank}")
-        save_adapter(adapters[-1], *adapter(make, shape, rank, family, args.one_a))
+        save_adapter(adapters[-1], *adapter(make, shape, rank, family))
     describe(args.out, settings(shape, family), index, adapters, asdict(shape))
     print(f"made {base} and {len(adapters)} adapters on {make.device}")
 

@@ -1,5 +1,9 @@
-"""Runs commands in stages, and writes the entry points by which engines find moelora's plugins."""
+"""What the benchmarks of engines share: stages with deadlines, models, judgement of answers."""
 
+import argparse
+import importlib.metadata
+import os
+import pathlib
 import shutil
 import sys
 import time
@@ -7,35 +11,46 @@ import time
 import tomllib
 
 from benchmarks import ROOT
+from benchmarks.engines.answers import SAME, SAME_FP8, write_replies
+from benchmarks.options import numbers
+from moelora.bench import results
 from moelora.bench.engine.jobs import Job
+from moelora.bench.engine.serving import DECODE
+
+RANKS = "16,16,64,64"
 
 
-class Stages:
-    """Runs jobs in order and records their results; starts none after the budget is spent.
+class Bench:
+    """Makes models, runs engines on them and judges what they answer, in stages; starts none after
+    the budget is spent.
 
-    `args` has `work`, a folder that is emptied, and `budget_s`.
+    `args` has `work`, a folder that is emptied, `out`, `budget_s` and `format` of the experts.
     """
 
     make_model = "-m", "benchmarks.engines.engine_model"  # words for Python
     quantize_model = "-m", "benchmarks.engines.vllm_quantize"
+    make_gpt_oss = "-m", "benchmarks.engines.vllm_gpt_oss"
     hold_against = "-m", "benchmarks.engines.engine_reference"
 
     def __init__(self, args):
         self.args, self.work, self.start = args, args.work, time.monotonic()
         shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
-        self.stages = []
+        write_entry_points(self.work / "plugin")
+        self.stages, self.runs, self.checks, self.said = [], {}, [], {}
 
     def left(self):
         return self.args.budget_s - (time.monotonic() - self.start)
 
-    def job(self, name, command, seconds, **environment):
-        """Starts a stage, if there is time for it."""
+    def job(self, name, command, seconds, *path, **environment):
+        """Starts a Python program, if there is time for it; it finds the checkout, the plugin and
+        what is in the folders `path`."""
         if self.left() < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
+        path = [*path, ROOT, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(str(p) for p in path if str(p))
         seconds = min(seconds, self.left())
-        return Job(name, command, self.work, seconds, environment, where=ROOT)
+        return Job(name, [sys.executable, *command], self.work, seconds, environment, where=ROOT)
 
     def done(self, job):
         if job is None:
@@ -43,22 +58,100 @@ class Stages:
         self.stages.append(job.wait())
         return self.stages[-1]["end"] == "ok"
 
-    def make_quantized(self, model, out, *flags):
-        """Quantizes a model's experts as `--format` says, from one folder of `work` to another;
-        whether it was done. Unless a flag omits it, OUT-dense has the same numbers unquantized."""
-        command = [sys.executable, *self.quantize_model, "--format", self.args.format, *flags]
-        command += ["--model", self.work / model, "--out", self.work / out]
-        return self.done(self.job(f"quantize {model}", command, 120))
+    # -- models --
 
-    def report(self, rows, describe):
-        """Prints rows, those of speeds as `describe` says them; returns the exit status."""
+    def model(self, preset, *options, format=None, source=None, dense=False):
+        """The name of a preset's model with experts in a format, `--format` by default; None if it
+        could not be made. `source` names the unquantized one it is made of, by default as the
+        preset; `dense`: beside it is NAME-dense, the same numbers unquantized."""
+        format, source = format or self.args.format, source or preset
+        name = f"{source}-{format}" if format else source
+        quantized = [] if dense else ["--only-quantized"]
+        steps = {}
+        if format == "mxfp4":
+            steps[name] = [*self.make_gpt_oss, "--ranks", RANKS, *options, *quantized]
+        else:
+            if not (self.work / source).exists():
+                preset = ("--preset", preset, *options, "--adapters", RANKS)
+                steps[source] = [*self.make_model, *preset]
+            if format:
+                quantized += ["--format", format, "--model", self.work / source]
+                steps[name] = [*self.quantize_model, *quantized]
+        for made, words in steps.items():
+            if not self.done(self.job(f"make {made}", [*words, "--out", self.work / made], 120)):
+                return None
+        return name
+
+    # -- answers --
+
+    def hold(self, names, model):
+        """Holds the answers of runs of a model against transformers in float32 with merged
+        adapters."""
+        dense = self.work / (f"{model}-dense" if self.args.format else model)
+        tolerance = SAME_FP8 if (self.args.format or "").startswith("fp8") else SAME
+        for name in names:
+            check = self.runs.get(name, {}).get("check")
+            if check is None:
+                continue
+            replies = self.file(f"lps {name}")
+            write_replies(replies, check)
+            words = ["--tol", tolerance, "--model", dense, "--lps", replies]
+            job = self.job(f"reference of {name}", [*self.hold_against, *words], 150)
+            ok = self.done(job)
+            if job is not None:
+                self.said[name] = said = job.log.read_text().splitlines()[-6:]
+                self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
+        self.write()
+
+    def replies(self):
+        """{run: its answers}."""
+        return {name: run["check"] for name, run in self.runs.items() if "check" in run}
+
+    # -- results --
+
+    def file(self, name, suffix=".json"):
+        return self.work / f"{name.replace(' ', '-').replace(',', '')}{suffix}"
+
+    def write(self, **more):
+        rows = self.rows() + self.checks
+        results.write(self.args.out, rows, stages=self.stages, **more)
+        write_logs(self.work, self.args.out.with_suffix(".log"))
+        return rows
+
+    def report(self, describe):
+        """Writes and prints rows, those of speeds as `describe` says them; returns the exit
+        status."""
+        rows = self.write()
         for row in rows:
             if row["topic"] == "speed":
                 print(describe(row))
             elif row["topic"] != "reference":
                 print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
-        good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
+        good = [row["ok"] for row in rows if row["topic"] != "speed"]
         return 0 if all(good) and all(stage["end"] == "ok" for stage in self.stages) else 1
+
+
+def arguments(doc, work, start_s):
+    """Arguments of the benchmarks of engines; `start_s`: seconds that one takes to start."""
+    p = argparse.ArgumentParser(description=doc.split("\n")[0])
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
+    p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
+    p.add_argument("--layers", type=int, default=12, help="of the model that is timed")
+    p.add_argument("--sequences", type=numbers, default=[DECODE[0]], help="of decode")
+    p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
+    p.add_argument("--at-once", type=int, default=1, help="engines that start together")
+    about = "of each of several, longer ones are stopped"
+    p.add_argument("--start-s", type=float, default=start_s, help=about)
+    return p
+
+
+def version(package):
+    """Of an installed package, None without."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def write_logs(folder, out):

@@ -16,13 +16,12 @@ import sys
 import time
 from collections import Counter
 
-import torch
-
 from benchmarks.engines.vllm_bits import Rows
 from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
+from moelora.bench.engine import worker
 from moelora.bench.engine.serving import CHECK, DECODE, check, speed
-from moelora.bench.engine.worker import moe_layers, reply
+from moelora.bench.engine.worker import moe_layers
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -48,7 +47,6 @@ def parse(argv=None):
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
     p.add_argument("--no-profile", action="store_true", help="no times of kernels")
-    p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
@@ -65,7 +63,11 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
-class Engine:
+class Engine(worker.Engine):
+    """Of a folder with a manifest; its requests are shared among the ranks of data parallelism."""
+
+    best = 20
+
     def __init__(self, args):
         from vllm import LLM
         from vllm.lora.request import LoRARequest
@@ -86,7 +88,7 @@ class Engine:
             }
         if args.bits or args.rows:  # hooks see no replays of graphs
             options["enforce_eager"] = True
-        elif not args.compile:
+        else:
             options["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -113,39 +115,25 @@ class Engine:
             disable_custom_all_reduce=True,
             **options,
         )
-        self.vocab, self.shape, self.ranks = manifest["vocab"], manifest["shape"], ranks
+        self.shape, self.ranks, self.ranks_of_data = manifest["shape"], ranks, Ranks()
+        self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
+        self.names = [f.name for f in folders]
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
-        self.random, self.ranks_of_data = random.Random(1), Ranks()
-
-    def prompts(self, lengths):
-        draw = self.random.randrange
-        return [[draw(3, self.vocab) for _ in range(n)] for n in lengths]
-
-    @property
-    def names(self):
-        return [adapter.lora_name for adapter in self.adapters]
 
     def run(self, prompts, adapters, **sampling):
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
-        adapters = self.ranks_of_data.share(adapters) if any(adapters) else None
-        prompts = [{"prompt_token_ids": ids} for ids in self.ranks_of_data.share(prompts)]
+        adapters = self.ranks_of_data.share(adapters)
+        prompts = self.ranks_of_data.share(prompts)
         if not prompts:  # the engine steps with the others
             return []
-        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+        return super().run(prompts, adapters, **sampling)
 
     def generate(self, prompts, adapters, new):
         self.ranks_of_data.wait()
-        self.run(prompts, adapters, max_tokens=new)
-        if torch.cuda.is_available() and self.ranks_of_data.size == 1:
-            torch.cuda.synchronize()
+        super().generate(prompts, adapters, new)
         self.ranks_of_data.wait()
 
     def replies(self, prompts, adapters, new):
-        options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-        mine = [reply(output) for output in self.run(prompts, adapters, **options)]
-        return self.ranks_of_data.gather(mine)
+        return self.ranks_of_data.gather(super().replies(prompts, adapters, new))
 
 
 # ---- what requests get ----

@@ -140,26 +140,3 @@ def speed_row(table: Table) -> dict[str, Any]:
         row[f"{what}_s"] = measured["seconds"]
         row[f"{what}_gpu_ms"] = measured["gpu_ms"]
     return row | times_to_tokens(table)
-
-
-def targets(
-    rows: Sequence[dict[str, Any]],
-    wanted: Iterable[tuple[str, str, dict[str, Any], dict[str, Any], float]],
-) -> list[dict[str, Any]]:
-    """Rows of the targets in `wanted` whose measurements exist. A target is (phase, name, fields
-    that select our row, fields that select theirs, minimum ratio)."""
-
-    def find(phase: str, fields: dict[str, Any]) -> Any:
-        for row in rows:
-            if fields.items() <= row.items():
-                return row.get(f"{phase}_tok_s")
-        return None
-
-    made = []
-    for phase, name, ours, theirs, least in wanted:
-        a, b = find(phase, ours), find(phase, theirs)
-        if a and b:
-            ratio = round(a / b, 3)
-            row = {"topic": "target", "what": f"{phase}, {name}", "ratio": ratio, "wanted": least}
-            made.append(row | {"ok": ratio >= least})
-    return made

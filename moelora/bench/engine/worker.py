@@ -29,6 +29,8 @@ COMPARED = (2, 64)  # prompts for each adapter, tokens of each
 
 
 class Engine:
+    best = 1  # tokens whose log-probabilities replies have at each step
+
     def __init__(self, job: dict[str, Any]):
         from vllm import LLM
         from vllm.lora.request import LoRARequest
@@ -45,13 +47,13 @@ class Engine:
             options |= {"enable_lora": True, "max_loras": number, "max_cpu_loras": number}
             options["max_lora_rank"] = job["max_lora_rank"]
         self.llm = LLM(model=job["model"], **options | job["options"])
-        self.vocab = self.llm.get_tokenizer().vocab_size  # without added tokens
+        self.vocab = range(self.llm.get_tokenizer().vocab_size)  # without added tokens
         self.names = list(adapters)
         self.adapters = [LoRARequest(n, i, p) for i, (n, p) in enumerate(adapters.items(), 1)]
         self.random = random.Random(1)
 
     def prompts(self, lengths: Iterable[int]) -> list[list[int]]:
-        return [[self.random.randrange(self.vocab) for _ in range(n)] for n in lengths]
+        return [self.random.choices(self.vocab, k=n) for n in lengths]
 
     def run(self, prompts: list[list[int]], adapters: list[Any], **sampling: Any) -> Any:
         from vllm import SamplingParams
@@ -63,11 +65,11 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], adapters: list[Any], new: int) -> None:
         self.run(prompts, adapters, max_tokens=new)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # the engine is in this process
             torch.cuda.synchronize()
 
     def replies(self, prompts: list[list[int]], adapters: list[Any], new: int) -> list[Any]:
-        options = {"max_tokens": new, "logprobs": 1, "prompt_logprobs": 0}
+        options = {"max_tokens": new, "logprobs": self.best, "prompt_logprobs": 0}
         return [reply(output) for output in self.run(prompts, adapters, **options)]
 
     def layers(self) -> str:

@@ -1,0 +1,221 @@
+"""The benchmarks of whole engines: every stage once, on a pretended vLLM and SGLang."""
+
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tomllib")
+
+from e2e import runner, topics  # noqa: E402
+
+from benchmarks import sglang_e2e, vllm_e2e, vllm_parallel, vllm_suite  # noqa: E402
+from benchmarks.engines import jobs, vllm_engine  # noqa: E402
+from moelora.bench.engine import serving  # noqa: E402
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner(tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_one_gpu(run):
+    code, written, log = run(vllm_e2e, "--at-once", 4, "--format", "fp8")
+    assert code == 0, log
+    assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
+    rows = topics(written, "speed")
+    assert [(r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
+        ("vllm", False, "base"),
+        ("moelora", False, "base"),
+        *(("vllm", True, b) for b in ("base", "4 mixed")),
+        *(("moelora", True, b) for b in ("base", "4 mixed")),
+    ]
+    assert all(row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in rows)
+    served = {row["run"]: row["served"] for row in topics(written, "layers")}
+    assert all(served[name] == name.startswith("moelora") for name in served) and len(served) == 6
+    answers = topics(written, "answers")
+    assert {row["compared"] for row in answers} >= {"moelora, vllm", "moelora, vllm: mixed"}
+    assert all(row["same_tokens"] == row["requests"] == 6 for row in answers)
+    distance = {"topic": "distance", "who": "base", "moelora": 0.01, "vllm": 0.01, "ok": True}
+    assert topics(written, "distance") == [distance]
+
+
+@pytest.mark.slow
+def test_batch_invariance(run):
+    code, written, log = run(vllm_e2e, "--only", "invariance")
+    assert code == 0, log
+    rows = topics(written, "bits")
+    runs = ["moelora", "vllm", "moelora invariant", "vllm invariant"]
+    assert [row["run"] for row in rows] == runs
+    for row in rows:
+        assert (row["layers"], row["rows"], row["matched"]) == (1, 5, 5)
+        assert row["differing"] == row["unmatched"] == 0
+
+
+@pytest.mark.slow
+def test_every_way_of_several_gpus_is_held_against_one(run):
+    """The pretended vLLM cannot run expert parallel."""
+    words = ("--gpus", "4", "--at-once", "10", "--reps", "2")
+    code, written, log = run(vllm_parallel, *words)
+    assert code == 1 and "no experts here" in log
+    ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
+    failed = {name for name, end in ends.items() if end == "exit status 1"}
+    ways = ("expert", "data and expert")
+    assert failed == {f"{e} {way} speed, LoRA" for e in ("vllm", "moelora") for way in ways}
+    assert set(ends.values()) == {"ok", "exit status 1"}
+    rows = topics(written, "speed")
+    assert {(r["parallel"], r["engine"], r["batch"]) for r in rows if r["lora_enabled"]} == {
+        (way, engine, batch)
+        for way in ("tensor", "fully sharded")
+        for engine in ("vllm", "moelora")
+        for batch in ("base", "4 mixed")
+    }
+    assert all(len(row["decode_s"]) == 2 and row["gpus"] == 4 for row in rows)
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert "moelora fully sharded speed, LoRA, moelora single" in compared
+    assert all(row["ok"] for row in topics(written, "answers"))
+
+
+def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
+    """The model decides by how much rounding moves log-probabilities."""
+
+    def check(shift):
+        reply = {"prompt": [-1.0 + shift] * 30, "tokens": [1], "top": [{"1": -0.1}]}
+        return {"names": ["base"], "alone": [[reply]], "mixed": [[reply]]}
+
+    def judged(vllm, moelora):
+        names = "moelora single", "vllm tensor", "moelora tensor"
+        checks = dict(zip(names, map(check, (0.0, vllm, moelora)), strict=True))
+        rows = vllm_parallel.answers(checks)
+        wanted = {"moelora tensor, moelora single", "moelora tensor, moelora single: mixed"}
+        (ok,) = {row["ok"] for row in rows if row["compared"] in wanted}
+        return ok
+
+    assert judged(0.01, 0.09) and not judged(0.01, 0.11)
+    assert judged(0.2, 0.24) and not judged(0.2, 0.26)
+
+
+TESTS = """\
+import pytest
+from vllm.lora.ops.triton_ops import fused_moe_lora
+
+@pytest.mark.parametrize("n", range(20))
+def test_moe_of_both(n, a_fixture):
+    assert n < 20 and a_fixture == 3
+
+def test_moe_kernel_is_that_of_moelora():
+    assert fused_moe_lora.__module__ == "moelora.integrations.vllm.ops"
+
+def test_moe_rejects_bad_block_size_m():
+    assert fused_moe_lora is None
+
+def test_moe_worse():
+    assert fused_moe_lora is None
+
+def test_that_fails_anyway():
+    assert False
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_with_the_plugin_alone_is_found(tmp_path, run):
+    lora = tmp_path / "sdist/tests/lora"
+    lora.mkdir(parents=True)
+    for folder in (lora, lora.parent):
+        (folder / "__init__.py").touch()
+    fixture = "import pytest\n@pytest.fixture\ndef a_fixture():\n    return 3\n"
+    (lora / "conftest.py").write_text(fixture)
+    (lora / "test_fused_moe_lora_kernel.py").write_text(TESTS)
+    code, written, log = run(vllm_suite, "--tests", lora.parent, "--each", "4", "--cases")
+    assert code == 1
+    (row,) = topics(written, "tests")
+    assert row["file"] == "lora.test_fused_moe_lora_kernel", log
+    assert (row["passed_off"], row["failed_off"]) == (6, 2)
+    assert (row["passed_on"], row["failed_on"]) == (5, 3)
+    assert [name.rpartition("::")[2] for name in row["worse"]] == ["test_moe_worse"]
+    assert [name.rpartition("_bad_")[2] for name in row["otherwise"]] == ["block_size_m"]
+    assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
+
+
+@pytest.mark.slow
+def test_models_run_with_the_plugin_and_without(run):
+    words = ("--cases", "olmoe", "int4", "mxfp4", "--at-once", "6", "--reps", "1")
+    code, written, log = run(vllm_suite, *words)
+    assert code == 0, log
+    speeds = {(r["model"], r["engine"], r["batch"]) for r in topics(written, "speed")}
+    assert len(speeds) == 3 * 2 * 2
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert {"moelora int4, vllm int4: mixed", "moelora olmoe: mixed, each alone"} <= compared
+
+
+def test_a_run_without_tests_is_not_good():
+    assert [row["ok"] for row in vllm_suite.compare_outcomes({}, {})] == [False]
+    passed = {"file::test": ("passed", 1.0)}
+    (row,) = vllm_suite.compare_outcomes(passed, {})
+    assert row["worse"] == ["file::test"] and not row["ok"]
+    (row,) = vllm_suite.compare_outcomes({"file::test": ("failed", 1.0)}, passed)
+    assert row["ok"]
+
+
+@pytest.mark.slow
+def test_servers_of_sglang(run):
+    code, written, log = run(sglang_e2e, "--reps", 2, "--port", 30345)
+    assert code == 0, log
+    assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
+    assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
+        ("sglang, no LoRA", "base"),
+        *((name, b) for name in ("sglang, v2", "moelora, v2") for b in ("base", "4 mixed")),
+    ]
+    for row in topics(written, "speed"):
+        assert all(row[f"{n}_tok_s"] > 0 for n in ("prefill", "decode_1", "decode_16", "decode"))
+        assert row["ttft_ms"] > 0 and "tpot_1_ms" in row
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert compared >= {"moelora, v2, sglang, v2", "moelora, v2: mixed, each alone"}
+    assert all(row["ok"] for topic in ("acts", "distance") for row in topics(written, topic))
+
+
+def test_a_layer_that_fell_back_is_found(run, monkeypatch):
+    monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
+    words = ("--only", "speed", "--servers", "moelora, v2", "--sequences", "1", "--port", 30445)
+    code, written, _ = run(sglang_e2e, *words)
+    assert code == 1
+    assert [row["ok"] for row in topics(written, "layers")] == [False]
+
+
+def test_no_stage_starts_after_the_budget(run):
+    code, written, _ = run(vllm_e2e, "--budget-s", "0", "--only", "speed")
+    assert code == 1
+    assert written["meta"]["stages"] == [{"stage": "make a3b", "seconds": 0, "end": "no time left"}]
+
+
+def test_a_stage_is_stopped_at_its_deadline(tmp_path):
+    job = jobs.Job("sleeper", [shutil.which("sleep"), 60], tmp_path, 0.2)
+    assert re.fullmatch(r"stopped after \d+ s", job.wait()["end"])
+    assert job.process.returncode == -9
+    assert jobs.Job("python", [sys.executable, "-c", ""], tmp_path, 240).wait()["end"] == "ok"
+
+
+def test_waiting_kernels_do_not_make_the_gpu_busier():
+    """One that was launched early overlaps the one before it; a pause does not count."""
+    assert vllm_engine.busy([(5, 9, "launched early"), (0, 6, "before"), (20, 21, "later")]) == 10
+    first = {"seconds": [0.5], "new_tokens": 1, "gpu_ms": {"busy": 4.0}}
+    decode = {"seconds": [2.0], "new_tokens": 128, "gpu_ms": {"busy": 34.0}}
+    found = serving.times_to_tokens({"first_16": first, "decode_16": decode})
+    assert found["tpot_busy_16_ms"] == 2.0  # 15 tokens while kernels are timed
+
+
+def test_an_engine_waits_before_each_repetition():
+    """Of prefill, decode and first token, each warmed up before, with adapters and without."""
+    asked, results = [], {}
+    engine = SimpleNamespace(
+        adapters=["law"],
+        prompts=lambda lengths: [[0] * n for n in lengths],
+        generate=lambda prompts, adapters, new: asked.append((len(prompts), new)),
+    )
+    turns = [len(asked) for _ in serving.speed(engine, 2, [4], results.update)]
+    assert turns == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
+    assert asked == [(16, 1)] * 3 + [(4, 128)] * 3 + [(4, 1)] * 3 + asked[:9]
+    assert all(len(one["seconds"]) == 2 for one in results["speed"]["base"].values())
