@@ -74,7 +74,6 @@ MADE = {
     "layers_on_others": ("layer", layers_on_other_cards),
     "engine_ranges": ("e2e-fp8", engine_ranges),
     "alternatives": ("e2e-12-layers", alternatives),
-    "engines_parallel": ("e2e-parallel", engines_parallel),
     "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
     "engines_parallel_4_expert": (
         "e2e-parallel-4-expert",

@@ -82,7 +82,6 @@ TABLES = {
     "engines_sglang_backends": ("e2e-sglang-backends", is_speed, SGLANG),
     "engines_sglang_backends_fp8": ("e2e-sglang-backends-fp8", is_speed, SGLANG),
     "engines_sglang_backends_nvfp4": ("e2e-sglang-backends-nvfp4", is_speed, SGLANG),
-    "engines_sglang_first": ("e2e-sglang-first", is_speed, SGLANG),
     "training": ("training", lambda r: True, TRAINING),
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),

@@ -28,16 +28,10 @@ ENGINE_TABLES = {
 }
 
 
-# SGLang's designs of LoRA, the newest first: {moelora's server: {SGLang's own: what it is}}
+# SGLang's own LoRA kernels
 SGLANG_WAYS = {
-    "moelora, v2": {
-        "sglang, v2": "with `--lora-backend triton_v2` and `lora_triton`",
-        "sglang, v2 cutedsl": "with `lora_cutedsl`",
-    },
-    "moelora": {
-        "sglang, virtual experts": "with `--lora-use-virtual-experts`",
-        "sglang": "with `--lora-backend triton`",
-    },
+    "sglang, v2": "with `--lora-backend triton_v2` and `lora_triton`",
+    "sglang, v2 cutedsl": "with `lora_cutedsl`",
 }
 SGLANG_BASE = "sglang, no LoRA", "base"
 SGLANG_TABLES = {
@@ -47,14 +41,12 @@ SGLANG_TABLES = {
 
 
 def sglang_speeds(phase, table="engines_sglang"):
-    """Tokens per second of the newest design in a file of SGLang: (moelora's, those of SGLang's
-    own by server, SGLang's without LoRA or None); None before it was measured."""
+    """Tokens per second in a file of SGLang: (moelora's, those of SGLang's own by server, SGLang's
+    without LoRA or None); None before it was measured."""
     speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases(table)}
-    for ours, ways in SGLANG_WAYS.items():
-        if speeds.get((ours, MIXED)):
-            own = {way: speeds[way, MIXED] for way in ways if speeds.get((way, MIXED))}
-            return speeds[ours, MIXED], own, speeds.get(SGLANG_BASE)
-    return None
+    own = {way: speeds[way, MIXED] for way in SGLANG_WAYS if speeds.get((way, MIXED))}
+    ours = speeds.get(("moelora, v2", MIXED))
+    return ours and (ours, own, speeds.get(SGLANG_BASE))
 
 
 def release(engine, topic):
@@ -204,7 +196,7 @@ def decode_busy_ratios():
     return by_sequences("tpot_busy{}_ms", "vllm", "moelora")
 
 
-def engines_parallel(topic="e2e-parallel"):
+def engines_parallel(topic):
     """Tokens per second of several GPUs, in each parallel mode."""
     speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
     said = []
@@ -224,16 +216,15 @@ def engines_parallel(topic="e2e-parallel"):
     if not said:
         return AWAITED
     made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
-    count = {2: "Two", 4: "Four"}[speeds[0].get("gpus", 2)]
-    return f"{count} {card(topic)}, vLLM {load(topic)[0].get('vllm', '0.26')}:\n\n{made}\n\n{HOW}"
+    count = {2: "Two", 4: "Four"}[speeds[0]["gpus"]]
+    return f"{count} {card(topic)}, vLLM {load(topic)[0]['vllm']}:\n\n{made}\n\n{HOW}"
 
 
 def sglang_ranges():
     prefill, own, base = sglang_speeds("prefill")
     decode, own_decode, base_decode = sglang_speeds("decode")
-    said = {way: what for ways in SGLANG_WAYS.values() for way, what in ways.items()}
     pairs = [
-        *((f"SGLang's own LoRA kernels {said[way]}", own[way], own_decode[way]) for way in own),
+        *((f"SGLang's own LoRA kernels {SGLANG_WAYS[way]}", own[way], own_decode[way]) for way in own),
         ("SGLang without LoRA", base, base_decode),
     ]
     compared = [
