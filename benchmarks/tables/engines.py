@@ -224,7 +224,11 @@ def sglang_ranges():
     prefill, own, base = sglang_speeds("prefill")
     decode, own_decode, base_decode = sglang_speeds("decode")
     pairs = [
-        *((f"SGLang's own LoRA kernels {SGLANG_WAYS[way]}", own[way], own_decode[way]) for way in own),
+        *(
+            (f"SGLang's own LoRA kernels {how}", own[way], own_decode[way])
+            for way, how in SGLANG_WAYS.items()
+            if way in own
+        ),
         ("SGLang without LoRA", base, base_decode),
     ]
     compared = [
