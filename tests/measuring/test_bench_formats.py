@@ -4,19 +4,18 @@ import dataclasses
 import json
 import os
 from copy import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import baselines as peers
 from benchmarks import layer
-from benchmarks.baselines import vllm_quantized
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, compare, machine, results, shapes
 from moelora.bench.baselines import Options, baselines_of
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
+from moelora.bench.harness import bound_us
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run
 
@@ -73,21 +72,6 @@ def test_formats_by_model_and_weights_of_a_dtype(bench):
     assert compare.identity(rows[0]) in {compare.identity(row | {"format": "bf16"}) for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, nf4, int4"),
-        (["--format", "bf16", "--dtypes", "fp16"], "--format is bf16, but --dtypes is fp16"),
-        (["--format", "int4", "--dtypes", "fp32"], "quantized weights serve bf16 and fp16"),
-        (["--models", "gpt-oss-20b@int4"], "int4 takes multiples of 128"),
-        (["--models", "qwen3", "--tp", "4", "--format", "int4"], "sizes of 2048 and 192"),
-    ],
-)
-def test_what_no_format_holds_is_said_at_once(words, message, capsys):
-    assert main(["bench", "--device", "cpu", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_plans_are_not_tuned_for_quantized_weights(capsys, tmp_path):
     words = ["tune", "--device", "cpu", "--models", "qwen3@int4", "--dir", str(tmp_path)]
     assert main(words) == 2
@@ -112,13 +96,8 @@ def test_weights_count_as_a_checkpoint_holds_them(format, bits):
     assert batch.topk_ids.unique().numel() == 4
     assert flops == native_flops
     assert native_moved - moved == 3 * 4 * 256 * 128 * (2 - bits / 8)
-
-
-def test_the_reference_unpacks_what_it_reads():
-    layer = Layer(TOY.quantized("int4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
-    for projection in ("w13", "w2"):
-        whole = getattr(layer, projection).unpack()
-        assert torch.equal(layer.weights_of(projection, 2), whole[2])
+    rate = 2 if format == "fp8_block" else 1  # of products of FP8
+    assert bound_us(model, (1e9, 0.0), machine.Peaks(1.0, 1e9)) == 1e6 / rate
 
 
 @pytest.fixture
@@ -168,73 +147,6 @@ def test_a_baseline_of_another_function_is_compared_with_that(bench, monkeypatch
     assert status == 0
     assert rows[0]["rivals"].keys() == {"halves"}
     assert rows[0]["relative_error"]["halves"] < 0.01
-
-
-class Theirs:
-    """What `vk/vq_layer.py` of a copy of vLLM's kernels has, but for the kernels."""
-
-    class Weights:
-        def __init__(self, scheme, E, H, I, gen, device):
-            self.E, self.H, self.I = E, H, I
-            self.Hp, self.Ip = Theirs.pad_dims(scheme, H, I)
-
-        def quantised(self, e, which):  # spelled as the peer does, which calls it
-            raise AssertionError("the peer would draw weights of its own")
-
-    @staticmethod
-    def pad_dims(scheme, hidden, intermediate):
-        return (-(-hidden // 256) * 256, -(-intermediate // 128) * 128)
-
-    HAVE_MARLIN, CUDA_NOTE = True, ""
-    L = SimpleNamespace(Lora=lambda *tensors: tensors)
-
-
-def theirs(monkeypatch, model):
-    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
-    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
-    layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
-    return layer, vllm_quantized.Marlin(layer, Options())
-
-
-def test_vllm_gets_our_values_padded_as_it_pads(monkeypatch):
-    model = shapes.Model("toy", 2, 1, 288, 160, "swigluoai", bias=True, format="mxfp4")
-    layer, marlin = theirs(monkeypatch, model)
-    values, scales = layer.checkpoint["w13"]
-    padded, padded_scales, _ = marlin.weights.quantised(1, "w13")
-    assert padded.shape == (2 * 256, 512 // 2)
-    assert padded_scales.shape == (2 * 256, 512 // 32)
-    halves = padded.view(2, 256, -1)
-    assert torch.equal(halves[:, :160, :144].flatten(0, 1), values[1])
-    assert not halves[:, 160:].any() and not halves[:, :, 144:].any()
-    padded, padded_scales, _ = marlin.weights.quantised(1, "w2")
-    assert padded.shape == (512, 256 // 2) and padded_scales.shape == (512, 256 // 32)
-    assert torch.equal(padded[:288, :80], layer.checkpoint["w2"][0][1])
-    (a13, b13, a2, b2, _) = marlin.loras[4]
-    columns = [a13[0].shape[-1], b13[0].shape[-2], a2.shape[-1], b2.shape[-2]]
-    assert columns == [512, 256, 256, 512]
-    silu = vllm_quantized.computed(layer, "silu")
-    assert (silu.model.activation, silu.b13) == ("silu", None)
-    assert layer.b13 is not None
-
-
-def test_vllm_gets_our_fp8(monkeypatch):
-    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
-    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
-    model = shapes.Model("toy", 2, 1, 256, 128, format="fp8_block")
-    layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
-    found = vllm_quantized.TritonFP8(layer, Options())
-    values, scales, _ = found.weights.quantised(1, "w13")
-    assert (values.shape, values.dtype) == ((256, 256), torch.float8_e4m3fn)
-    assert scales.shape == (2, 2)
-    number = values[130, 5].double() * scales[1, 0].double()
-    assert layer.weights_of("w13", 1)[130, 5] == number
-
-
-@pytest.mark.parametrize(("format", "rate"), [("int4", 1), ("fp8_block", 2)])
-def test_products_of_fp8_have_twice_the_rate(bench, monkeypatch, format, rate):
-    monkeypatch.setattr(machine.Peaks, "bound", lambda self, flops, moved: flops)
-    _, rows = bench("--format", format)
-    assert rows[1]["bound_us"] == pytest.approx(1e6 * rows[1]["gflop"] * 1e9 / rate, rel=0.05)
 
 
 # ---- the command and the table ----

@@ -1,4 +1,4 @@
-"""The model that engines are measured with, and what their answers are held against."""
+"""The models that engines are measured with, and what their answers are held against."""
 
 import json
 from pathlib import Path
@@ -6,63 +6,62 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import transformers  # skips where there is none
+from safetensors.torch import load_file, save_file
 
-from benchmarks.engines import answers, engine_model, engine_reference
+import moelora
+from benchmarks.engines import answers, engine_model, engine_reference, vllm_gpt_oss, vllm_quantize
 from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
+SMALL = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 4, "TOP_K": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
+FAMILIES = ("gpt_oss", *engine_model.FAMILIES)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """(folder of a model with one layer and two adapters, its manifest)."""
-    out = tmp_path_factory.mktemp("engine") / "model"
-    words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
-    engine_model.main(words)
+def make(out, family, patch):
+    """(folder of an unquantized model with one layer and two adapters, its manifest)."""
+    if family == "gpt_oss":
+        for name, size in SMALL.items():
+            patch.setattr(vllm_gpt_oss, name, size)
+        vllm_gpt_oss.main(["--out", str(out), "--layers", "1", "--ranks", "4,8"])
+        out = out.with_name(f"{out.name}-dense")
+    else:
+        words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
+        engine_model.main([*words, "--family", family])
     return out, json.loads((out / "manifest.json").read_text())
 
 
 def load(manifest):
-    return transformers.AutoModelForCausalLM.from_pretrained(manifest["base"], dtype=torch.float32)
-
-
-def test_a_model_is_what_its_manifest_says(made):
-    out, manifest = made
-    assert manifest["adapters"] == [str(out / "lora1-r4"), str(out / "lora2-r8")]
-    assert manifest["shape"]["layers"] == 1 and manifest["shape"]["hidden"] == 64
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         manifest["base"], dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
-    assert (model.config.num_hidden_layers, model.config.vocab_size) == (1, manifest["vocab"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(manifest["base"])
-    assert tokenizer("<7> <4095>")["input_ids"] == [7, 4095] and tokenizer.eos_token_id == 2
+    return model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
-def test_models_of_other_architectures(tmp_path, family):
-    """transformers finds every tensor, and the adapters act."""
-    words = ["--preset", "micro", "--layers", "1", "--adapters", "4", "--out", str(tmp_path / "m")]
-    engine_model.main([*words, "--family", family])
-    manifest = json.loads((tmp_path / "m/manifest.json").read_text())
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        manifest["base"], dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
-    ids = torch.tensor([PROMPTS[0]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_finds_every_tensor_and_adapters_act(tmp_path, monkeypatch, family):
+    _, manifest = make(tmp_path / "model", family, monkeypatch)
+    names = [Path(folder).name for folder in manifest["adapters"]]
+    assert names == ["lora1-r4", "lora2-r8"] and manifest["shape"]["layers"] == 1
+    model, ids = load(manifest), torch.tensor([PROMPTS[0]])
     base = model(ids).logits
+    assert base.size(-1) == manifest["vocab"]
     load_adapters(model, manifest["adapters"])
-    with use_adapters(model, [Path(manifest["adapters"][0]).name]):
+    with use_adapters(model, names[:1]):
         assert (model(ids).logits - base).abs().max() > 0.1
 
 
-def replies(made, wrong=0.0):
-    """What moelora's layers answer, as a check of `benchmarks.engines.serving`."""
-    _, manifest = made
-    model = load(manifest)
+def test_a_tokenizer_has_a_word_for_each_token(tmp_path):
+    engine_model.save_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("<7> <4095>")["input_ids"] == [7, 4095] and tokenizer.eos_token_id == 2
+
+
+def replies(manifest, wrong):
+    """What moelora's layers answer, as a check of `moelora.bench.engine.serving`."""
+    model, alone = load(manifest), []
     pool = load_adapters(model, manifest["adapters"])
-    alone = []
     for name in (None, *pool.names()):
         rows = []
         for prompt in PROMPTS:
@@ -73,15 +72,90 @@ def replies(made, wrong=0.0):
     return {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.2])
-def test_answers_are_held_against_merged_adapters(made, tmp_path, capsys, wrong):
-    answers.write_replies(tmp_path / "lps.json", replies(made, wrong))
+@pytest.mark.parametrize(("family", "wrong"), [("qwen3_moe", 0.0), ("gpt_oss", 0.2)])
+def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys, family, wrong):
+    folder, manifest = make(tmp_path / "model", family, monkeypatch)
+    answers.write_replies(tmp_path / "lps.json", replies(manifest, wrong))
     capsys.readouterr()
-    words = ["--model", str(made[0]), "--lps", str(tmp_path / "lps.json")]
+    words = ["--model", str(folder), "--lps", str(tmp_path / "lps.json")]
     assert engine_reference.main(words) == (1 if wrong else 0)
     *_, base, first, second, last = capsys.readouterr().out.splitlines()
     assert last == f"reference check {'FAILED' if wrong else 'OK'}"
     found = answers.distances([base, first, second])
     assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
-    ends = [line.split()[-1] for line in (base, first, second)]
-    assert ends == ["BAD" if wrong else "ok"] * 3
+
+
+# ---- quantized models and what their numbers stand for ----
+
+GROUPS = {"group_size": 128}
+CHECKPOINTS = {  # constructor, its tensors and options, largest error, a setting of config.json
+    "int4": (
+        *("from_compressed_tensors", "weight_packed weight_scale", GROUPS, 0.15),
+        ("quant_method", "compressed-tensors"),
+    ),
+    "gptq": (
+        *("from_gptq", "qweight scales qzeros g_idx", GROUPS | {"sym": True}, 0.15),
+        ("quant_method", "gptq"),
+    ),
+    "awq": ("from_awq", "qweight scales qzeros", GROUPS, 0.15, ("quant_method", "awq")),
+    "nvfp4": (
+        *("from_nvfp4", "weight_packed weight_scale weight_global_scale=", {}, 0.12),
+        ("format", "nvfp4-pack-quantized"),
+    ),
+    "modelopt": (
+        *("from_nvfp4", "weight weight_scale weight_scale_2=", {}, 0.12),
+        ("quant_algo", "NVFP4"),
+    ),
+    "fp8": ("from_fp8_block", "weight weight_scale_inv", {}, 0.05, ("quant_method", "fp8")),
+    "fp8_channel": (
+        *("from_fp8_channel", "weight weight_scale", {}, 0.05),
+        ("weight_block_size", None),
+    ),
+    "fp8_tensor": (
+        *("from_fp8_tensor", "weight weight_scale", {}, 0.05),
+        ("weight_block_size", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", CHECKPOINTS)
+def test_quantized_checkpoints_are_what_their_dense_ones_say(tmp_path, format):
+    base = tmp_path / "tiny" / "base"
+    base.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(0)
+    expert, gate = "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.gate.weight"
+    plain = {n: torch.randn(256, 128, generator=draw).bfloat16() for n in (expert, gate)}
+    save_file(plain, base / "m.safetensors")
+    (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    (tmp_path / "tiny" / "manifest.json").write_text(json.dumps({"base": str(base)}))
+    out = tmp_path / f"tiny-{format}"
+    vllm_quantize.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
+    quantized, dense = (
+        load_file(folder / "base" / "m.safetensors")
+        for folder in (out, tmp_path / f"tiny-{format}-dense")
+    )
+    config = json.loads((out / "base" / "config.json").read_text())["quantization_config"]
+    constructor, names, options, most, (setting, value) = CHECKPOINTS[format]
+    assert config.get(setting) == value
+    stem = expert.removesuffix("weight")
+    parts = {name: quantized[stem + name.strip("=")][None] for name in names.split()}
+    named = {name.strip("="): part for name, part in parts.items() if name.endswith("=")}
+    tensors = [part for name, part in parts.items() if not name.endswith("=")]
+    weights = getattr(moelora.QuantizedWeights, constructor)(*tensors, **named, **options)
+    assert weights.has_zeros == (format == "awq")
+    rounding = 2**-7 if format == "fp8" else 0  # whose scales are float32
+    torch.testing.assert_close(weights.unpack()[0], dense[expert], rtol=rounding, atol=0)
+    error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
+    assert 0 < error < most
+    assert torch.equal(quantized[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
+
+
+def test_gpt_oss_has_the_numbers_of_its_dense_one(tmp_path, monkeypatch):
+    out, _ = make(tmp_path / "oss", "gpt_oss", monkeypatch)
+    files = (f / "base/layer-00.safetensors" for f in (tmp_path / "oss", out))
+    quantized, dense = map(load_file, files)
+    for name in ("gate_up_proj", "down_proj"):
+        stem = f"model.layers.0.mlp.experts.{name}"
+        parts = quantized[f"{stem}_blocks"], quantized[f"{stem}_scales"]
+        weights = moelora.QuantizedWeights.from_mxfp4(*parts)
+        assert torch.equal(weights.unpack(), dense[stem].transpose(1, 2))
