@@ -18,10 +18,18 @@ __device__ __forceinline__ bool is_interleaved(const moelora_weights &w) {
   return w.order == MOELORA_ROWS_INTERLEAVED;
 }
 
-/* Two k16 slabs of operand A of mma.m16n8k16 or wgmma: 16 outputs by 32 elements of K. Each is
- * loaded from a lane's rows i = lane / 4 and i + 8 (4-bit), or i, i + 8, i + 16 and i + 24 of K. */
+/* Two k16 slabs of operand A of mma.m16n8k16 or wgmma: 16 outputs by 32 elements of K. They are
+ * loaded as columns of rows, and then transposed. Each is loaded from a lane's rows i = lane / 4
+ * and i + 8 (4-bit), or i, i + 8, i + 16 and i + 24 of K. */
 template <class T> struct SlabPair {
   uint32_t a[2][4];
+
+  /* Transposes what `load` or `load_fp8` has loaded into `rows`. */
+  __device__ __forceinline__ void transpose(const SlabPair &rows) {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      a[i / 4][i % 4] = transpose_8x8(rows.a[i / 4][i % 4]);
+  }
 
   /* Loads from a 4-bit tile in shared memory. Its columns 16 SLAB to 16 SLAB + 15 are the outputs.
    * Interleaved, K is rows 16 j to 16 j + 15 of a gate tile and of an up tile, of which this lane
@@ -54,10 +62,8 @@ template <class T> struct SlabPair {
     }
     // Values 0 and 2 are of r, 1 and 3 of r + 8; 0 and 1 of the first eight columns. A slab is both
     // halves of one pair; interleaved, it is the same half of both.
-    transpose(0, v[0][0], v[0][2], interleaved ? v[1][0] : v[0][1],
-              interleaved ? v[1][2] : v[0][3]);
-    transpose(1, interleaved ? v[0][1] : v[1][0], interleaved ? v[0][3] : v[1][2], v[1][1],
-              v[1][3]);
+    set(0, v[0][0], v[0][2], interleaved ? v[1][0] : v[0][1], interleaved ? v[1][2] : v[0][3]);
+    set(1, interleaved ? v[0][1] : v[1][0], interleaved ? v[0][3] : v[1][2], v[1][1], v[1][3]);
   }
 
   /* Loads from an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that
@@ -72,16 +78,15 @@ template <class T> struct SlabPair {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t scales = e4m3_scales<T>(of_rows[2 * i], of_rows[2 * i + 1]);
-      transpose(i, e4m3<T, 0, 0>(words[2 * i], scales), e4m3<T, 1, 0>(words[2 * i], scales),
-                e4m3<T, 0, 1>(words[2 * i + 1], scales), e4m3<T, 1, 1>(words[2 * i + 1], scales));
+      set(i, e4m3<T, 0, 0>(words[2 * i], scales), e4m3<T, 1, 0>(words[2 * i], scales),
+          e4m3<T, 0, 1>(words[2 * i + 1], scales), e4m3<T, 1, 1>(words[2 * i + 1], scales));
     }
   }
 
 private:
-  __device__ __forceinline__ void transpose(int slab, uint32_t a0, uint32_t a1, uint32_t a2,
-                                            uint32_t a3) {
-    a[slab][0] = transpose_8x8(a0), a[slab][1] = transpose_8x8(a1);
-    a[slab][2] = transpose_8x8(a2), a[slab][3] = transpose_8x8(a3);
+  __device__ __forceinline__ void set(int slab, uint32_t a0, uint32_t a1, uint32_t a2,
+                                      uint32_t a3) {
+    a[slab][0] = a0, a[slab][1] = a1, a[slab][2] = a2, a[slab][3] = a3;
   }
 
   /* Applies the factors that the forward applies to accumulators: here accumulators have rows of

@@ -53,23 +53,25 @@ template <class E, class T> struct TransposedFragments<E, T, false> {
     const int lane = threadIdx.x & 31, slab = threadIdx.x >> 5 & 3, row = lane / 4;
     const bool interleaved = is_interleaved(w), is_up = interleaved && row % 2;
     const uint32_t tile = stage + m64 * E::TILE_BYTES;
+    SlabPair<T> rows;
     if constexpr (E::Format::IS_FP8) {
-      const bool rows = moelora_has_row_scales(w.format);
+      const bool has_rows = moelora_has_row_scales(w.format);
       const int from = interleaved ? 32 * (lane & 1) + 16 * PAIR + lane / 2 : 32 * PAIR + lane;
-      const int scale = !rows         ? m64 % 2 + 32 * is_up
+      const int scale = !has_rows     ? m64 % 2 + 32 * is_up
                         : interleaved ? 32 * is_up + 16 * PAIR + row / 2
                                       : 32 * PAIR + row;
-      pair.load_fp8(tile + from * 64 + ((slab ^ from >> 1 & 3) << 4),
+      rows.load_fp8(tile + from * 64 + ((slab ^ from >> 1 & 3) << 4),
                     stage + E::ALL_VALUES + m64 * (E::ALL_SCALES / E::TILES) + 4 * scale,
-                    !rows         ? 0
+                    !has_rows     ? 0
                     : interleaved ? 16
                                   : 32);
     } else {
-      pair.template load<E::FORMAT>(
+      rows.template load<E::FORMAT>(
           tile, tile + E::Format::TILE_SCALE_OFFSET + (is_up ? MOELORA_TILE_SCALE_BYTES : 0),
           interleaved ? 16 * is_up + 8 * PAIR + row / 2 : 16 * PAIR + row, slab, interleaved,
           w.format);
     }
+    pair.transpose(rows);
   }
 };
 

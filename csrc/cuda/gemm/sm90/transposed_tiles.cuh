@@ -12,8 +12,9 @@
  *   sW [2][tiles of columns]         the tiles as in memory, side by side
  *   sX [2][TOKENS]                   rows of y, 64 elements of K each
  *
- * Each of a consumer's two m64 tiles has a register buffer for operand A: while wgmma reads one,
- * the other is filled. See common/transposed_tiles.cuh for the transpose. */
+ * Each of a consumer's two m64 tiles has a register buffer for operand A: while wgmma reads both,
+ * the next operand is dequantized, and transposed into the buffer that is free first. See
+ * common/transposed_tiles.cuh for the transpose. */
 #ifndef MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
 #define MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
 
@@ -151,10 +152,12 @@ template <class S, class T> struct TransposedTilesMainloop {
         const uint64_t slabs = b + PAIR / 2 * (S::TOKENS * kRowBytes / 16) + PAIR % 2 * 4;
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-          // The wgmmas that last read rA[t] have completed; those of the other m64 tile are in
-          // flight while this one's operand is dequantized.
+          // The wgmmas of both m64 tiles are in flight while this one's operand is dequantized.
+          SlabPair<T> rW;
+          load<PAIR>(rW, sW, thread, warp.consumer, t, g.weights.w);
+          // Those that last read rA[t] have completed; the other m64 tile's are still in flight.
           wgmma_wait<1>();
-          load<PAIR>(rA[t], sW, thread, warp.consumer, t, g.weights.w);
+          rA[t].transpose(rW);
           wgmma_fence();
           Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t].a[0], slabs);
           Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t].a[1], slabs + 2);
