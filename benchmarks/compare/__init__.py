@@ -1,1 +1,1 @@
-"""Compares builds and kernel variants on one machine: `python -m benchmarks.compare`."""
+"""Compares builds, kernel variants and clocks on one machine: `python -m benchmarks.compare`."""

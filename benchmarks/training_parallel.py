@@ -1,0 +1,118 @@
+"""Steps of an adapter's training on several GPUs, for each way that processes share a model.
+
+    python -m benchmarks.training_parallel --world 8 --model Qwen/Qwen3-30B-A3B --out steps.json
+    python -m benchmarks.training_parallel --world 2 --batch 2 --length 16 --steps 3    # on CPUs
+
+PEFT's adapter of rank 16 on experts and q_proj, attached, AdamW; `--batch` rows of random tokens a
+step, of all processes together. Modes: `tp`, `tp+ep` (both: one batch for all), `ep` (each process
+has its part of the batch). seconds: median of the steps after the first, of the slowest process;
+bytes: factors that a process computes with; peak: of torch's allocator, on GPUs.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moelora.bench import results
+
+DEMO = Path(__file__).resolve().parents[1] / "examples/demo_model"
+MODES = ("tp", "tp+ep", "ep")
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def work(args: argparse.Namespace) -> None:
+    """One process of one mode; the first prints a row."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import moelora.integrations.peft as moelora_peft
+
+    world, cuda = args.world, torch.cuda.is_available()
+    split = {"fsdp_size": world} if args.mode == "ep" else {"tp_size": world}
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model,
+        dtype=torch.bfloat16 if cuda else torch.float32,
+        distributed_config=DistributedConfig(**split, ep_size=1 if args.mode == "tp" else world),
+    )
+    config = LoraConfig(r=16, target_modules=["q_proj"], target_parameters=TARGETS)
+    model = get_peft_model(model, config)
+    pool = moelora_peft.attach(model.train())
+    factors = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(factors, lr=1e-4, foreach=False)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (args.batch, args.length), generator=generator)
+    ids = (ids.chunk(world)[dist.get_rank()] if args.mode == "ep" else ids).to(model.device)
+    seconds = []
+    for _ in range(args.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds, device=model.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    row = {
+        "mode": args.mode,
+        "world": world,
+        "tokens": args.batch * args.length,
+        "seconds": statistics.median(slowest[1:].tolist()),
+        "factor_bytes": pool.memory_bytes(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--world", type=int, required=True, help="processes, one for each GPU")
+    parser.add_argument("--model", default=str(DEMO), help="folder or id of a model in 16 bits")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="rows of a step, a multiple of --world"
+    )
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # of a worker
+    args = parser.parse_args()
+    if args.batch % args.world:
+        parser.error(f"--batch {args.batch} is no multiple of --world {args.world}")
+    if args.mode:
+        return work(args)
+    rows = []
+    for mode in args.modes.split(","):
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(args.world),
+        ]
+        program = ["-m", "benchmarks.training_parallel", *sys.argv[1:], "--mode", mode]
+        done = subprocess.run(
+            [sys.executable, *launch, *program], stdout=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{mode} failed with {done.returncode}")
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(rows[-1], flush=True)
+    if args.out:
+        results.write(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
