@@ -12,6 +12,7 @@ ABOUT = {
     "mix": "as in `moelora bench`",
     "routing": "as in `moelora bench`",
     "turns": "of each build",
+    "seconds": "of work per case",
     "budget_ms": "time per baseline, variant or turn",
     "deadline_s": "no case begins after this",
 }

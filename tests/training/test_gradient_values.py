@@ -187,7 +187,8 @@ def test_quantized_weights(name, place):
         want = moelora.fused_experts_lora_backward(grad_out, saved, **p.kwargs() | numbers)
         for field, grad in flat(want._asdict()).items():
             if looks_up or (splits and field == "hidden_states"):
-                torch.testing.assert_close(flat(got._asdict())[field], grad, rtol=0.02, atol=0.05)
+                near = max(0.05, 0.02 * grad.abs().max().item())
+                torch.testing.assert_close(flat(got._asdict())[field], grad, rtol=0.02, atol=near)
             else:
                 assert same_bits(flat(got._asdict())[field], grad), field
         for field, grad in by_autograd(p.kwargs(), grad_out).items():
