@@ -67,6 +67,7 @@ static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
 }
 
 /* ---- shapes as text: "[M, K] or [M * top_k, K]" ---- */
+
 /* Returns the length of the name at the start of `shape`, up to the next comma or bracket. */
 static size_t name_length(const char *shape) {
   return strcspn(shape, ",]");

@@ -103,6 +103,11 @@ ENTRIES = {
         "An argument requires a gradient, and grad mode is on: there is no backward.",
     ),
     "value": ("ValueError", "A shape, a dtype or a value is not as above."),
+    "scale": (
+        "ValueError",
+        "A shape, a dtype or a value is not as above, or a scale is not finite or exceeds 65504 in "
+        "magnitude.",
+    ),
     "other_type": ("TypeError", "An argument is of another type than in the signature."),
     "no_kernel": ("NotImplementedError", "There is no kernel for this device."),
     "recorded": (
@@ -128,6 +133,7 @@ ENTRIES = {
 GROUPS = {
     "errors": ("ValueError", "TypeError", "recorded", "NotImplementedError"),
     "packing_errors": ("value", "other_type", "no_kernel"),
+    "int4_errors": ("scale", "other_type", "no_kernel"),
     "backward_errors": ("shared_memory", "TypeError", "no_double", "NotImplementedError"),
 }
 

@@ -18,6 +18,11 @@ def names_of(op: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in arguments_of(op))
 
 
+def by_name(op: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """The first arguments of `op` by name; the others have defaults."""
+    return dict(zip(names_of(op), args, strict=False))
+
+
 def in_order(op: Any, given: Mapping[str, Any]) -> list[Any]:
     """The arguments of `op` by name; those that `given` lacks are its last, and have defaults."""
     return [given[name] for name in names_of(op) if name in given]

@@ -15,7 +15,7 @@ from torch import Tensor
 from moelora.operators.call import operators, run, typed
 from moelora.operators.checks import check_count, dtype_name
 from moelora.operators.experts import Weights, fused_experts_lora, layer_arguments
-from moelora.operators.schema import OF_LAYER, names_of
+from moelora.operators.schema import OF_LAYER, by_name
 from moelora.operators.sparse import index_of_pairs
 from moelora.operators.storage import check_held
 from moelora.training.gradients import FactorGradients, Options, gradients
@@ -175,7 +175,7 @@ def fused_experts_lora_backward(
     args, last = layer_arguments(
         hidden_states, w13, w2, topk_weights, topk_ids, **OPTIONS.values(options)
     )
-    given = dict(zip(names_of(operators.fused_experts_lora.default), (*args, *last), strict=False))
+    given = by_name(operators.fused_experts_lora.default, (*args, *last))
     given |= zip(OF_LAYER.saved, saved, strict=True)
     return gradients(
         OF_LAYER,

@@ -14,7 +14,7 @@ from torch import Tensor
 from moelora.operators.call import absent_tensor, operators, typed
 from moelora.operators.delta import delta_arguments, moe_lora_gate_up_delta
 from moelora.operators.experts import Weights, fused_moe_lora_gemm, projection_arguments
-from moelora.operators.schema import OF_PROJECTION, names_of
+from moelora.operators.schema import OF_PROJECTION, by_name
 from moelora.training.gradients import FactorGradients, Options, gradients
 
 
@@ -92,8 +92,7 @@ def fused_moe_lora_gemm_backward(
     Sums, rounding and the isolation of adapters are those of `fused_experts_lora_backward`.
     """
     args, last = projection_arguments(x, w, topk_weights, topk_ids, **OPTIONS.values(options))
-    names = names_of(operators.fused_moe_lora_gemm.default)
-    given = dict(zip(names, (*args, *last), strict=False)) | {"num_experts": 0}
+    given = by_name(operators.fused_moe_lora_gemm.default, (*args, *last)) | {"num_experts": 0}
     return _gradients(
         given | {"grad_out": grad_out},
         {"x": x, "topk_weights": topk_weights, **options},
@@ -148,9 +147,10 @@ def moe_lora_delta_backward(
     {backward_errors}
     """
     args = delta_arguments(x, topk_weights, topk_ids, **DELTA_OPTIONS.values(options))
-    names = names_of(operators.moe_lora_gate_up_delta.default)
     absent = absent_tensor(x)
-    given = {"w": absent, "bias": absent, **dict(zip(names[1:], args, strict=False))}  # but `out`
+    # `out` comes first; a backward does not take it.
+    given = by_name(operators.moe_lora_gate_up_delta.default, (None, *args))
+    given |= {"w": absent, "bias": absent}
     return _gradients(
         given | {"grad_out": grad_out},
         {"x": x, "topk_weights": topk_weights, **options},

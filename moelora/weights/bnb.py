@@ -30,7 +30,7 @@ class BnbTensor:
 
     name: str  # in messages
     codes: Tensor  # (n / 2,) uint8: the first of two codes in the high nibble
-    order: Tensor  # (16,) uint8: the kernels' code of each of bitsandbytes'
+    pairs: Tensor  # (256,) uint8: the kernels' two codes of a byte, the first in the low nibble
     absmax: Tensor  # (blocks,) float32
     shape: tuple[int, ...]
     blocksize: int
@@ -52,8 +52,7 @@ class BnbTensor:
                 f"within {COLUMNS} columns of a row",
                 f"a multiple of {COLUMNS} columns",
             )
-        pairs = (self.order[:, None] << 4 | self.order).T.flatten()  # of a byte: second, first
-        return pairs[codes.int()], self.absmax[blocks]
+        return self.pairs[codes.int()], self.absmax[blocks]
 
 
 def fail(name: str, got: str, wanted: str) -> NoReturn:
@@ -87,9 +86,9 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
         fail(weight_name, got, f"{count // 2}")
     codes = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     absmax = _absmax(of, -(-count // of["blocksize"]), at).to(codes.device)
-    order = _order(of["code"], of["quant_type"], at).to(codes.device)
+    pairs = _pairs(of["code"], of["quant_type"], at).to(codes.device)
     return BnbTensor(
-        weight_name, codes, order, absmax, tuple(shape), of["blocksize"], of["quant_type"]
+        weight_name, codes, pairs, absmax, tuple(shape), of["blocksize"], of["quant_type"]
     )
 
 
@@ -174,8 +173,8 @@ def _nested(of: Mapping[str, Any], absmax: Tensor, at: str) -> Tensor:
     return code.float().to(absmax.device)[absmax.int()] * spread + offset
 
 
-def _order(code: Any, quant_type: str, at: str) -> Tensor:
-    """(16,) uint8: places of a quant_map's numbers among those of the kernels."""
+def _pairs(code: Any, quant_type: str, at: str) -> Tensor:
+    """`BnbTensor.pairs` of a quant_map, whose numbers may be in any order."""
     codes = next(f.codes for f in FORMATS if f.kernel == QUANT_TYPES[quant_type])
     numbers = torch.tensor(codes, device="cpu")
     if not isinstance(code, Tensor) or code.numel() != 16:
@@ -184,7 +183,8 @@ def _order(code: Any, quant_type: str, at: str) -> Tensor:
     code = code.detach().float().cpu().reshape(-1)
     if not torch.equal(code.sort().values, numbers.sort().values):
         fail(at, "has a quant_map with other numbers", f"bitsandbytes' of {quant_type}")
-    return (code[:, None] == numbers).byte().argmax(1).byte()
+    order = (code[:, None] == numbers).byte().argmax(1).byte()  # the first of equal ones
+    return (order << 4 | order[:, None]).flatten()
 
 
 def checkpoint(weight: Any, quant_state: Any) -> Checkpoint:

@@ -75,11 +75,7 @@ class FromINT4(Packable):
 
         Raises
         ------
-        ValueError
-            A shape, a dtype or a value is not as above, or a scale is not finite or exceeds 65504
-            in magnitude.
-        {other_type}
-        {no_kernel}
+        {int4_errors}
 
         Notes
         -----
@@ -124,13 +120,7 @@ class FromINT4(Packable):
 
         Raises
         ------
-        ValueError
-            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
-            magnitude.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {int4_errors}
 
         Notes
         -----
@@ -171,13 +161,7 @@ class FromINT4(Packable):
 
         Raises
         ------
-        ValueError
-            A shape or a dtype is not as above, or a scale is not finite or exceeds 65504 in
-            magnitude.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {int4_errors}
 
         Notes
         -----

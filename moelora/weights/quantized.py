@@ -218,10 +218,8 @@ class QuantizedWeights(FromFP4, FromFP8, FromINT4, TiledWeights):
         ------
         ValueError
             A shape or a dtype is not as above, or a number is not finite.
-        TypeError
-            An argument is of another type than in the signature.
-        NotImplementedError
-            There is no kernel for this device.
+        {other_type}
+        {no_kernel}
         """
         made = rounding.checkpoint(w, format)
         if format == "fp8":
@@ -268,8 +266,7 @@ class QuantizedWeights(FromFP4, FromFP8, FromINT4, TiledWeights):
             A shape, a dtype, a setting or an absmax is not as above.
         TypeError
             An argument is of another type.
-        NotImplementedError
-            There is no kernel for this device.
+        {no_kernel}
 
         Notes
         -----

@@ -127,11 +127,14 @@ def served_of(
     if isinstance(targets, str) or not isinstance(targets, Iterable) or not list(targets):
         raise ValueError(f'targets is {targets!r}, wanted "all" or a list of names')
 
+    def is_called(name: str, target: str) -> bool:
+        return name == target or name.endswith(f".{target}")
+
     def chosen(name: str) -> bool:
-        return any(name == target or name.endswith(f".{target}") for target in targets)
+        return any(is_called(name, target) for target in targets)
 
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in (*experts, *possible)):
+        if not any(is_called(name, target) for name in (*experts, *possible)):
             raise ValueError(f"targets names {target!r}, which no layer that is served is called")
     return (
         {name: found for name, found in experts.items() if chosen(name)},
