@@ -91,7 +91,7 @@ class Bench:
             command,
             self.args.work,
             self.args.start_s + self.args.load_s,
-            self.environment() | engine.get("environment", {}),
+            self.environment() | self.caches(name) | engine.get("environment", {}),
             where=self.args.work,
         )
         try:
@@ -130,6 +130,12 @@ class Bench:
             write_entry_points(plugin)
         path = [ROOT, plugin, os.environ.get("PYTHONPATH", "")]
         return {"PYTHONPATH": os.pathsep.join(str(p) for p in path if str(p))}
+
+    def caches(self, name):
+        """Empty folders, so that a server compiles as on a fresh machine."""
+        folder = self.args.work / "caches" / name.replace(" ", "-")
+        variables = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        return {variable: str(folder / variable.lower()) for variable in variables}
 
     def write(self):
         fields = {"model": self.args.model, "format": self.args.format, "layers": self.args.layers}
