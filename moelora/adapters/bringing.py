@@ -141,20 +141,20 @@ class Bringing(Versions):
         On return its copies are launched. Without `held`, ahead of a batch, adapters that are
         wanted soon keep their slots.
         """
-        with self.locked(name) as source:
+        while True:  # until no other thread adds, removes or evicts it in between
+            with self.locked(name) as source:
+                with self.lock:
+                    if self._use(name, held):
+                        return
+                    if held is not None and self._known().is_full():
+                        # Fail before reading: what is read would not be kept for the next try.
+                        self.residents.free_slot(name)
+                staged = self._known().staged(name, source)
+                if staged is not None:
+                    self._copy(name, source, staged, ahead=held is None)
             with self.lock:
                 if self._use(name, held):
                     return
-                if held is not None and self._known().is_full():
-                    # Fail before reading: what is read would not be kept for the next try.
-                    self.residents.free_slot(name)
-            staged = self._known().staged(name, source)
-            if staged is not None:
-                self._copy(name, source, staged, ahead=held is None)
-        with self.lock:
-            if self._use(name, held):
-                return
-        self.bring(name, held)  # another thread added, removed or evicted it
 
     def _copy(self, name: str, source: Source, staged: Staged, ahead: bool) -> None:
         """Launch copies to a slot, and list the adapter; call with the lock of its source."""
@@ -199,7 +199,7 @@ class Bringing(Versions):
 
     def _launch(self, name: str, source: Source) -> bool:
         """Launch copies from host memory, unless a thread has to bring the adapter."""
-        if not self.slots.asynchronous or source.busy:
+        if not self.slots.asynchronous or source.visits:
             return False
         with source.lock:
             staged = self._known().in_memory(name, source)

@@ -8,6 +8,7 @@ make room for others.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ from typing import Any
 from moelora.adapters.columns import Layout
 from moelora.adapters.held import Lineage
 from moelora.adapters.slots import Staged
+
+
+class Visit:
+    """A thread brings or replaces the factors of a source, or waits to."""
 
 
 @dataclass(eq=False)
@@ -30,7 +35,8 @@ class Source:
     layout: Layout | None
     staged: Staged | None = None
     lineage: Lineage = field(default_factory=Lineage)
-    busy: int = 0  # threads that bring or replace it, or wait to
+    # Weak, as an interrupt may end a visit anywhere.
+    visits: weakref.WeakSet[Visit] = field(default_factory=weakref.WeakSet)
     failure: Exception | None = None  # why it could not be brought the last time
     lock: Any = field(default_factory=threading.RLock)
 
@@ -52,6 +58,10 @@ class Host:
     """Known adapters by name; at most `places` of them are in host memory.
 
     `read` returns the factors of a folder; `pinned` says whether host memory is pinned.
+
+    An interrupt may end a call between any two statements. So a source without a folder has its
+    factors from when a name stands for it until none does, and `_used` has every name whose factors
+    are in host memory, and after an interrupt maybe others.
     """
 
     def __init__(
@@ -61,7 +71,7 @@ class Host:
         self._read = read
         self._pinned = pinned
         self._sources: dict[str, Source] = {}
-        self._staged: OrderedDict[str, Source] = OrderedDict()  # least recently used first
+        self._used: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
 
     def __contains__(self, name: object) -> bool:
@@ -91,10 +101,10 @@ class Host:
         with self._lock:
             if source.folder is None:
                 self.check_room(name)
-            self._forget(name)
-            self._sources[name] = source
             if source.staged is not None:
-                self._keep(name, source)
+                self._use(name)
+            self._sources[name] = source
+            self._make_room()
 
     def renew(self, name: str, read: Callable[[Staged, bool], Staged]) -> None:
         """Replace factors that have no folder by what `read` returns, which gets those and whether
@@ -138,8 +148,9 @@ class Host:
                 source.failure = None
             with self._lock:
                 if self._sources.get(name) is source:
+                    self._use(name)
                     source.staged = staged
-                    self._keep(name, source)
+                    self._make_room()
             return staged
 
     def in_memory(self, name: str, source: Source) -> Staged | None:
@@ -147,7 +158,7 @@ class Host:
         with self._lock:
             if self._sources.get(name) is not source or source.staged is None:
                 return None
-            self._keep(name, source)
+            self._use(name)
             return source.staged
 
     def fail(self, name: str, error: Exception) -> None:
@@ -158,32 +169,39 @@ class Host:
 
     def remove(self, name: str) -> None:
         with self._lock:
-            self._forget(name)
             self._sources.pop(name, None)
+            self._used.pop(name, None)
 
     def nbytes(self) -> int:
         with self._lock:
-            found = [s.staged for s in self._staged.values()]
+            found = [source.staged for _, source in self._in_memory()]
         return sum(staged.nbytes() for staged in found if staged is not None)
 
     def __len__(self) -> int:
         """How many adapters are in host memory."""
-        return len(self._staged)
+        with self._lock:
+            return len(self._in_memory())
 
-    def _keep(self, name: str, source: Source) -> None:
-        self._staged[name] = source
-        self._staged.move_to_end(name)
-        while len(self._staged) > self.places:
-            name = next((n for n, s in self._staged.items() if s.folder is not None), name)
-            self._forget(name)
+    def _use(self, name: str) -> None:
+        self._used[name] = None
+        self._used.move_to_end(name)
+
+    def _make_room(self) -> None:
+        """Drop factors of folders, the least recently used first, until `places` are left."""
+        if len(self._used) > self.places:
+            held = self._in_memory()
+            of_folders = [(name, source) for name, source in held if source.folder is not None]
+            for name, source in of_folders[: max(0, len(held) - self.places)]:
+                source.staged = None
+                del self._used[name]
+
+    def _in_memory(self) -> list[tuple[str, Source]]:
+        """Names whose factors are in host memory, least recently used first."""
+        known = [(name, self._sources[name]) for name in self._used if name in self._sources]
+        return [(name, source) for name, source in known if source.staged is not None]
 
     def _staying(self) -> list[str]:
-        return [name for name, source in self._staged.items() if source.folder is None]
-
-    def _forget(self, name: str) -> None:
-        source = self._staged.pop(name, None)
-        if source is not None:
-            source.staged = None
+        return [name for name, source in self._in_memory() if source.folder is None]
 
 
 def _some(names: list[str]) -> str:

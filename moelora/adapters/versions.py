@@ -29,7 +29,7 @@ from moelora.adapters.held import (
     Residents,
     Unwritten,
 )
-from moelora.adapters.host import Host, Source
+from moelora.adapters.host import Host, Source, Visit
 from moelora.adapters.slots import Slots, Staged
 
 REMEMBERED = 1000  # evicted names, for messages
@@ -115,7 +115,7 @@ class Versions:
         """
         self.settle(name)
         loaded = self.loaded[name]
-        if loaded.trained and self.host is not None:
+        if loaded.trained and self.host is not None and name in self.host:
             self.host.renew(name, partial(self.slots.read, loaded.slot))
             loaded.trained = False
 
@@ -181,19 +181,17 @@ class Versions:
     def locked(self, name: str) -> Iterator[Source]:
         """The source of a registered name; within the context no other thread brings or replaces
         it."""
-        host = self._known()
+        host, visit = self._known(), Visit()
         while True:
             source = host.source(name)
             try:
-                with self.lock:
-                    source.busy += 1
+                source.visits.add(visit)
                 with source.lock:
                     if host.source(name) is source:
                         yield source
                         return
             finally:
-                with self.lock:
-                    source.busy -= 1
+                source.visits.discard(visit)
 
     def _known(self) -> Host:
         if self.host is None:
@@ -320,13 +318,16 @@ class Versions:
     def remove(self, name: str) -> None:
         """Forget an adapter. RuntimeError while a batch holds it."""
         with self.lock:
-            self.check_known(name)
+            if name not in self.loaded:
+                self.check_known(name)
             self.residents.check_free(name)
+            # Host memory first: it may have older factors than the slot, which must not come back
+            # if an interrupt ends this.
+            if self.host is not None:
+                self.host.remove(name)
             loaded = self.loaded.pop(name, None)
             if loaded is not None:
                 self.slots.clear(loaded.slot)
-            if self.host is not None:
-                self.host.remove(name)
             self._freed.notify_all()
 
     def enable(self, name: str, enabled: bool) -> None:

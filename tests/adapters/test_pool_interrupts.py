@@ -12,7 +12,7 @@ from adapter_cases import CONFIG, LAYERS, check, wrapped
 from covering import extent
 from interrupts import interrupted
 
-from moelora.adapters import AdapterPool, held, linears, slots, stacks, turns, versions
+from moelora.adapters import AdapterPool, held, host, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
 
 # Nightly at each instruction, in CI at every seventh.
@@ -133,6 +133,34 @@ def test_a_batch_that_holds_adapters():
         pool.remove("b")
 
     assert at_every_instruction(add_two, hold, after) > 10
+
+
+@pytest.mark.parametrize("act", ["register", "update", "replace", "remove"])
+def test_tensors_in_host_memory(act):
+    """Nowhere else are they: what is known can be brought to a slot."""
+    (old, before), (new, after) = STATES["a"], STATES["d"]
+    acts = {
+        "register": lambda pool: pool.register("c", new, config=CONFIG),
+        "update": lambda pool: pool.update("a", new, config=CONFIG),
+        "replace": lambda pool: pool.add("a", new, config=CONFIG, replace=True),
+        "remove": lambda pool: pool.remove("a"),
+    }
+    number, came = 1, True
+    while came:
+        pool = AdapterPool(LAYERS[:1], 1, 4, dtype=torch.float32, host=3)
+        pool.register("a", old, config=CONFIG)
+        add(pool, "b")
+        came = interrupted(lambda: acts[act](pool), {host.__file__}, number)  # noqa: B023
+        for name in pool.registered():
+            deltas = [STATES[name][1]] if name == "b" else [before, after]
+            assert any(answers(pool, name, delta) for delta in deltas), name
+        assert "b" in pool.registered()
+        for name in pool.registered():
+            pool.remove(name)
+        for name in "abc":  # none of them takes a place any more
+            pool.register(name, STATES[name][0], config=CONFIG)
+        number += EVERY
+    assert number > 40
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")
