@@ -1,5 +1,7 @@
 """A slot has one truth: what was trained stays whole, whatever writes, evicts or interrupts."""
 
+import threading
+
 import pytest
 import torch
 from covering import extent
@@ -147,6 +149,26 @@ def test_a_step_leaves_what_others_have_written_since(place, act, host, tmp_path
     assert same(house.factors("med"), alone(place, "med", range(2))[0])
 
 
+def test_a_folder_has_the_factors_of_one_version(tmp_path, monkeypatch):
+    """Although another thread updates the adapter while they are copied."""
+    house = House(FLOAT32, "law")
+    house.tenants.save("law", tmp_path)
+    house.steps(["law"], range(1))
+    trained, own = house.factors("law"), factors.Factor.own
+    writer = threading.Thread(target=lambda: house.pool.update("law", tmp_path))
+
+    def while_it_is_updated(*args):
+        if writer.ident is None:
+            writer.start()
+            writer.join(0.3)
+        return own(*args)
+
+    monkeypatch.setattr(factors.Factor, "own", while_it_is_updated)
+    copied = house.factors("law")
+    writer.join()
+    assert same(copied, trained) and house.pool.version("law") == 3
+
+
 def slot_of(house, name):
     slot = house.pool.lookup(name)
     return [t[slot].detach() for layer in LAYERS for t in house.pool.layer(layer.name).values()]
@@ -263,3 +285,23 @@ def assert_usable(small, folder):
     small.tenants.add("law", folder, resume=True)
     small.tenants.close()
     Tenants(small.pool).close()
+
+
+def test_what_was_trained_is_not_as_it_was_added_after_an_interrupted_removal():
+    """Host memory has the factors of then, which an eviction would have renewed."""
+    number, came = 1, True
+    while came:
+        small = Small(torch.float32)
+        adapter = small.tenants["law"].adapter()
+        small.tenants.close()
+        slot = small.pool.lookup("law")
+        trained = [t[slot].detach().clone() for t in small.pool._tensors()]
+        came = interrupted(lambda: small.pool.remove("law"), FILES, number)  # noqa: B023
+        if "law" in small.pool.registered():
+            slot = small.pool.lookup("law")
+            assert same([t[slot].detach() for t in small.pool._tensors()], trained), number
+        if "law" in {*small.pool.registered(), *small.pool.names()}:
+            small.pool.remove("law")
+        small.pool.add("law", adapter)
+        number += 13
+    assert number > 100

@@ -335,12 +335,18 @@ class Tenant:
 
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
-        self._check_here()
-        values = dict(zip(map(id, self.factors()), self.current.values, strict=True))
+        factors = self.factors()
+        with self._pool._versions.lock:  # of other threads that write to the slot
+            self._check_here()
+            values = [
+                f.own(v).to("cpu", copy=True)
+                for f, v in zip(factors, self.current.values, strict=True)
+            ]
+        copies = dict(zip(map(id, factors), values, strict=True))
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
-            a, b = (f.own(values[id(f)]).to("cpu", copy=True) for f in pair)
+            a, b = (copies[id(factor)] for factor in pair)
             scaling = self._scalings[layer, projection]
             if projection == "":
                 embedding = self._pool.linears[layer].embedding
