@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -210,21 +210,27 @@ class Residents:
         """Whether an update writes over this version, instead of to another slot."""
         return not one.batches and (one.pinned or not self.free_slots())
 
-    def free_slot(self, name: str, ahead: bool = False) -> tuple[int, str | None]:
+    def free_slot(
+        self, name: str, ahead: bool = False, staying: Collection[str] = (), after: int = 0
+    ) -> tuple[int, str | None]:
         """A slot that no batch uses, and the name of the adapter to evict from it, if any.
 
-        Adapters that are `wanted` soon are evicted last, and `ahead` of a batch not at all. Raises
+        Adapters that are `wanted` soon are evicted last, and `ahead` of a batch not at all; those
+        that are `staying` are not evicted. `after`: others take this many slots before. Raises
         NoSlot, which says what is to be written, if there is none.
         """
-        if free := self.free_slots():
-            return min(free), None
-        idle = [name for name, one in self.loaded.items() if not one.pinned and not one.batches]
+        idle = [
+            other
+            for other, one in self.loaded.items()
+            if not one.pinned and not one.batches and other not in staying
+        ]
         kept = [one for one in idle if self.loaded[one].trained and not self.keeps_trained]
-        idle = [one for one in idle if one not in kept]
-        leaving = next((name for name in idle if name not in self.wanted), None)
-        if leaving is None and idle and not ahead:
-            leaving = idle[0]
-        if leaving is None:
+        leaving = [one for one in idle if one not in kept and one not in self.wanted]
+        if not ahead:
+            leaving += [one for one in idle if one not in kept and one in self.wanted]
+        spare: list[tuple[int, str | None]] = [(slot, None) for slot in sorted(self.free_slots())]
+        spare += [(self.loaded[one].slot, one) for one in leaving]
+        if len(spare) <= after:
             another = name in self.loaded or self.batches(name)
             what = f"{'the new version of ' if another else ''}adapter {name!r}"
             message = f"no slot for {what}: all {self.max_loras} are pinned or in use"
@@ -234,7 +240,7 @@ class Residents:
                     f"{kept}, or make the pool with host="
                 )
             raise NoSlot(message)
-        return self.loaded[leaving].slot, leaving
+        return spare[after]
 
     def reserve(self, name: str, version: int, slot: int) -> Reservation:
         """Reserve a slot of `free_slot`, or that of the version before."""

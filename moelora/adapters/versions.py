@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -90,12 +90,14 @@ class Versions:
             )
         self.residents.check_free(name)
 
-    def _reserve(self, name: str, version: int, ahead: bool = False) -> Reservation:
+    def _reserve(
+        self, name: str, version: int, ahead: bool = False, staying: Collection[str] = ()
+    ) -> Reservation:
         """Reserve a slot that no batch uses; call with `lock`. NoSlot if there is none.
 
         The adapter that it is taken from is evicted; factors that were trained go to host memory.
         """
-        slot, leaving = self.residents.free_slot(name, ahead)
+        slot, leaving = self.residents.free_slot(name, ahead, staying)
         place = self.residents.reserve(name, version, slot)
         if leaving is not None:
             self._write_back(leaving)
@@ -129,20 +131,30 @@ class Versions:
             loaded = self.loaded.get(name)
             return loaded if loaded is not None and loaded.trainer is trainer else None
 
-    def check_next(self, name: str) -> None:
-        """NoSlot unless there is a slot for the next version of a trainer."""
+    def check_next(self, names: Collection[str], staying: Collection[str]) -> None:
+        """NoSlot unless there are slots for the next versions of trainers, of all these names,
+        without an eviction of those that are `staying`."""
         with self.lock:
-            if name in self.loaded and self.loaded[name].batches:
-                self.residents.free_slot(name)
+            held = [name for name in names if name in self.loaded and self.loaded[name].batches]
+            for number, name in enumerate(held):
+                self.residents.free_slot(name, staying=staying, after=number)
 
-    def stage(self, name: str, change: Change, write: Callable[[int, torch.device], None]) -> None:
-        """Reserve a slot for the next version of a trainer: that of the version before or, while
-        batches hold that, another. Call with `lock`; `settle` writes it when `change` is done.
+    def stage(
+        self,
+        change: Change,
+        writers: Mapping[str, Callable[[int, torch.device], None]],
+        staying: Collection[str],
+    ) -> None:
+        """Reserve slots for the next versions of trainers: that of the version before or, while
+        batches hold that, another. Call with `lock`; `settle` writes them when `change` is done.
         """
         self.slots.streams.note()  # the current streams have made what will be copied
-        old = self.loaded[name]
-        place = self._reserve(name, old.version + 1) if old.batches else None
-        old.unwritten = Unwritten(change, write, place)
+        for name, write in writers.items():
+            old = self.loaded[name]
+            place = None
+            if old.batches:
+                place = self._reserve(name, old.version + 1, staying=staying)
+            old.unwritten = Unwritten(change, write, place)
 
     def settle(self, name: str) -> None:
         """Write the next version of a trainer that is current and in no slot; call with `lock`.

@@ -197,16 +197,30 @@ def tensors(house):
     return [t.detach() for layer in LAYERS for t in house.pool.layer(layer.name).values()]
 
 
-def test_a_step_without_a_slot_for_the_next_version_changes_nothing():
-    house = House(FLOAT32, "law", max_loras=1)
-    losses = house.losses(["law"], 0)
+@pytest.mark.parametrize(
+    ("names", "max_loras", "held"),
+    [
+        pytest.param(["law"], 1, ["law"], id="none"),
+        pytest.param(["law", "med"], 3, ["law", "med"], id="one-for-two"),
+        pytest.param(["law", "med"], 2, ["law"], id="another-tenant's"),
+    ],
+)
+def test_a_step_without_a_slot_for_the_next_version_changes_nothing(names, max_loras, held):
+    """No loss is computed, and no tenant of the step is evicted, pinned or not."""
+    house = House(FLOAT32, *names, max_loras=max_loras)
+    for name in set(names) - set(held):
+        house.pool.pin(name, False)
+    losses, computed = house.losses(names, 0), []
+    functions = {n: lambda n=n: computed.append(n) or losses[n] for n in names}
     with (
-        house.pool.hold(["law"]),
-        pytest.raises(RuntimeError, match="no slot for the new version of adapter 'law'"),
+        house.pool.hold(held),
+        pytest.raises(RuntimeError, match=f"no slot for the new version of adapter '{held[-1]}'"),
     ):
-        house.tenants.step(losses)
-    assert house.tenants.step(losses)["law"].updated
-    assert same(house.factors("law"), alone(FLOAT32, "law", range(1))[0])
+        house.tenants.step(functions)
+    assert not computed
+    assert all(step.updated for step in house.tenants.step(functions).values())
+    for name in names:
+        assert same(house.factors(name), alone(FLOAT32, name, range(1))[0])
 
 
 # ---- interrupts ----

@@ -365,8 +365,10 @@ class Tenants:
             others, and all if the shared part raised, are as before the call: the batch may be
             repeated.
         NoSlot
-            A RuntimeError, before anything: batches hold a tenant that is due, and no slot can be
-            freed for its next version.
+            A RuntimeError, before anything: batches hold tenants that are due, and no slots can be
+            freed for their next versions. Other tenants of the step keep their slots. If a batch of
+            another thread takes a tenant or a slot during the step, the error comes after the
+            backward, as other exceptions do.
 
         Notes
         -----

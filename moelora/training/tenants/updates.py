@@ -33,17 +33,16 @@ def step(
 
     Tenants that are stopped keep what they had; updates of the others are current all at once.
     """
-    steps: dict[str, Step] = {}
-    values: dict[str, Tensor] = {}
-    for name, tenant in tenants.items():
-        if tenant.stopped is not None:
-            continue
-        steps[name] = Step(None)
+    tenants = {name: tenant for name, tenant in tenants.items() if tenant.stopped is None}
+    steps = {name: Step(None) for name in tenants}
+    for tenant in tenants.values():
         if not tenant.is_here():
             tenant.stop(REPLACED)
-            continue
-        if tenant.pending + 1 >= tenant.accumulation:
-            pool._versions.check_next(name)
+    running = {name: tenant for name, tenant in tenants.items() if tenant.stopped is None}
+    next_due = [name for name, one in running.items() if one.pending + 1 >= one.accumulation]
+    pool._versions.check_next(next_due, running)
+    values: dict[str, Tensor] = {}
+    for name, tenant in running.items():
         loss = losses[name]
         if not isinstance(loss, Tensor):
             try:
@@ -89,8 +88,8 @@ def _publish(
             if tenant.stopped is None and not tenant.is_here():
                 tenant.stop(REPLACED)
         published = [tenant for tenant in updated if tenant.stopped is None]
-        for tenant in published:
-            versions.stage(tenant.name, change, tenant.writer(after[tenant]))
+        writers = {tenant.name: tenant.writer(after[tenant]) for tenant in published}
+        versions.stage(change, writers, [tenant.name for tenant in after])
         for tenant, progress in after.items():
             if tenant.stopped is None:
                 tenant.stage(change, progress)
