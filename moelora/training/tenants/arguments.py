@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from moelora.operators.checks import check_count, check_number
 
-# Beyond it updates overflow float16, or a large `eps` makes them zero.
-LARGEST_SETTING = 1e6
+LARGEST_COUNT = 2**53  # of batches or updates, which optimizers and losses have as floats
 
 
 def check_arguments(
@@ -25,11 +24,11 @@ def check_arguments(
         raise ValueError(f"sparse is {sparse!r}, wanted True or False")
     check_count("rank", rank)
     if accumulation is not None:
-        check_count("accumulation", accumulation)
+        check_accumulation(accumulation)
     if alpha is not None:
         check_number("alpha", alpha, positive=True)
-    check_setting("lr", lr, positive=sparse)  # SparseAdam refuses 0
-    check_setting("weight_decay", weight_decay)
+    check_number("lr", lr, positive=sparse)  # SparseAdam refuses 0
+    check_number("weight_decay", weight_decay)
     if max_norm is not None:
         check_number("max_norm", max_norm, positive=True)
     if targets is not None:
@@ -44,8 +43,8 @@ def check_arguments(
         raise ValueError("sparse=True takes neither weight_decay nor optimizer")
 
 
-def check_setting(name: str, value: object, positive: bool = False) -> None:
-    """ValueError unless it is a number that an optimizer may be set to."""
-    check_number(name, value, positive)
-    if value > LARGEST_SETTING:  # type: ignore[operator] # a number
-        raise ValueError(f"{name} is {value!r}, wanted at most {LARGEST_SETTING:g}")
+def check_accumulation(value: object) -> None:
+    """ValueError for what is no number of batches: losses of all tenants are divided in one go."""
+    check_count("accumulation", value)
+    if value > LARGEST_COUNT:  # type: ignore[operator] # an integer
+        raise ValueError(f"accumulation is {value!r:.40}, wanted at most {LARGEST_COUNT} batches")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moelora.operators.checks import dtype_name, is_number
+from moelora.operators.checks import check_number, dtype_name, is_number
 from moelora.operators.torch_private import sparse_parts
-from moelora.training.tenants.arguments import check_setting
+from moelora.training.tenants.arguments import LARGEST_COUNT
 from moelora.training.tenants.files import STATE_FILE
 from moelora.training.tenants.rows import is_sparse
 
@@ -22,7 +22,6 @@ from moelora.training.tenants.rows import is_sparse
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}
 ADAM = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW and SparseAdam, after an update
-LARGEST_STEP = 2**53  # that a float counts
 
 
 @contextmanager
@@ -51,8 +50,6 @@ def check_resumed(saved: Mapping[str, Any]) -> None:
         of the experts, or not above the one before; a setting is out of range. The message names
         the key.
     """
-    if saved["accumulation"] > LARGEST_STEP:
-        raise ValueError(f"accumulation is {saved['accumulation']:.3g}, wanted a number of batches")
     names = list(saved["factors"])
     for number, group in enumerate(saved["groups"]):
         for key, value in group.items():
@@ -108,7 +105,9 @@ def _named(key: Any) -> str:
 
 def _check_setting(what: str, key: str, value: Any) -> None:
     if key in ("lr", "weight_decay", "eps", "initial_lr"):
-        check_setting(what, value.item() if _is_scalar(value) else value)
+        # As the constructors of torch's optimizers. One that makes an update overflow stops its
+        # tenant, in the step.
+        check_number(what, value.item() if _is_scalar(value) else value)
     elif key == "betas":
         if not _are_betas(value):
             raise ValueError(f"{what} is {value!r}, wanted two numbers from 0 to below 1")
@@ -154,7 +153,7 @@ def _check_experts(what: str, index: Tensor, experts: int) -> None:
 def _check_state(what: str, entry: str, value: Any, shape: tuple[int, ...]) -> None:
     if entry == "step":
         count = value.item() if _is_scalar(value) else value
-        if not is_number(count) or not 0 <= count <= LARGEST_STEP or count != math.floor(count):
+        if not is_number(count) or not 0 <= count <= LARGEST_COUNT or count != math.floor(count):
             got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else count
             raise ValueError(f"{what} is {got!s:.80}, wanted a number of updates")
     elif entry in MOMENTS and value is not None:

@@ -20,6 +20,7 @@ from moelora.operators.checks import check_count, check_number
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants import files
+from moelora.training.tenants.arguments import check_accumulation
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.files import STATE_FILE
 from moelora.training.tenants.resumed import check_groups, check_optimizer
@@ -96,7 +97,7 @@ class Tenant:
         Its own: `torch.optim.lr_scheduler` may be attached to it.
     accumulation : int
         Batches of which gradients are summed for an update; each loss counts 1 / accumulation.
-        May be set between updates; ValueError unless it is at least 1.
+        May be set between updates; ValueError unless it is 1 to 2**53.
     max_norm : float or None
         Norm that its gradients are clipped to. May be set; ValueError unless it is above 0.
     pending, updates : int
@@ -170,7 +171,7 @@ class Tenant:
 
     @accumulation.setter
     def accumulation(self, value: int) -> None:
-        check_count("accumulation", value)
+        check_accumulation(value)
         self._accumulation = value
 
     @property
@@ -437,7 +438,7 @@ def _check_content(found: Mapping[str, Any]) -> None:
     """ValueError for a value of another type than that of `Tenant.state`."""
     check_count("updates", found["updates"], 0)
     check_count("pending", found["pending"], 0)
-    check_count("accumulation", found["accumulation"])
+    check_accumulation(found["accumulation"])
     if found["max_norm"] is not None:
         check_number("max_norm", found["max_norm"], positive=True)
     groups, factors = found["groups"], found["factors"]
