@@ -73,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     incorrect = [f"{name}: {why}" for name, why in found.items() if why]
     said = "not run"
     if found:
-        said = f"{len(found)} checks, {len(incorrect)} incorrect"
+        ran = [name for name, why in found.items() if why is not None]
+        said = f"{len(ran)} checks, {len(incorrect)} incorrect"
+        if len(ran) < len(found):
+            said += f"; no layer of them has the other {len(found) - len(ran)} kernels"
         out.print(f"self-test: {said}", highlight=False)
     out.print("\nTo paste into a bug report:\n", highlight=False)
     report = block({**known, "self-test": "\n".join([said, *incorrect])})
@@ -81,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if incorrect else 0
 
 
-def tested(out: Console) -> dict[str, str]:
+def tested(out: Console) -> dict[str, str | None]:
     """Result of the self-test, with a progress bar."""
-    found = {}
+    found: dict[str, str | None] = {}
     with Progress(console=out, transient=True) as progress:
         bar = progress.add_task("self-test", total=selftest.count())
         for what, problem in selftest.run():
@@ -102,7 +105,8 @@ def block(known: dict[str, str]) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
-def _verdict(name: str, found: dict[str, str]) -> Text:
-    if name not in found:
-        return Text("usable")
-    return Text(found[name], style="red") if found[name] else Text("correct")
+def _verdict(name: str, found: dict[str, str | None]) -> Text:
+    why = found.get(name)
+    if why is None:
+        return Text("usable, not run")
+    return Text(why, style="red") if why else Text("correct")

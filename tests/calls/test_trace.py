@@ -398,11 +398,29 @@ def test_the_self_test_covers_what_can_run(capsys):
     assert f"{len(found)} checks, 0 incorrect" in capsys.readouterr().out
 
 
-def test_the_self_test_notices(monkeypatch, capsys):
+def test_the_self_test_says_what_it_did_not_run(monkeypatch, capsys):
+    """A kernel that was forced, and is in no plan."""
+    monkeypatch.setattr(_C, "last_plan", lambda: "w13=another w2=one")
+    assert {found for what, found in selftest.run() if what in _C.usable()} == {None}
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "usable, not run" in out
+    assert f"no layer of them has the other {len(_C.usable())} kernels" in out
+
+
+@pytest.mark.parametrize("form", ["", "nvfp4", "fp8 x"])
+def test_the_self_test_notices(form, monkeypatch, capsys):
+    """A product that is wrong for weights of one kind."""
     right = moelora.fused_experts_lora
-    monkeypatch.setattr(moelora, "fused_experts_lora", lambda **kw: 1.1 * right(**kw))
+    layers = list(selftest._layers(_C.usable()[1]))
+    wrong = {id(selftest._problem(*layer)["w13"]) for layer in layers if layer[-1] == form}
+
+    def sometimes(**kwargs):
+        return right(**kwargs) * (1.1 if id(kwargs["w13"]) in wrong else 1)
+
+    monkeypatch.setattr(moelora, "fused_experts_lora", sometimes)
     assert main(["info"]) == 1
-    assert "off by 0.1" in capsys.readouterr().out
+    assert f"{form or 'weights as they are'}, 24 tokens: off by 0.1" in capsys.readouterr().out
     assert main(["info", "--no-test"]) == 0
 
     def broken(**kwargs):
