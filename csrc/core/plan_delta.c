@@ -36,9 +36,9 @@ static double expected_pairs(const moelora_routes *routes) {
 }
 
 /* Bytes of all factors of one (expert, adapter) pair. */
-static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
+static double pair_bytes(const moelora_factors *lora, int64_t k, bool expands) {
   return 2.0 * lora->num_slices * lora->max_rank *
-         ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
+         ((double)k + (expands ? (double)lora->slice_n : 0.0));
 }
 
 /* If pairs rarely repeat, rereading the factors of one costs less than sorting the rows. */
@@ -151,13 +151,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
 
 /* ---- a projection ---- */
 
-/* Whether alignment allows 16-byte accesses to the factors, inputs and outputs. */
-static bool is_vector_shrink(const void *x, int64_t stride, int64_t k,
-                             const moelora_factors *lora) {
-  return moelora_is_vector_row(x, stride, k) &&
-         moelora_are_vector_factors(lora->a, lora->num_slices);
-}
-
+/* Whether B allows 16-byte accesses. */
 static bool is_vector_expand(const moelora_factors *lora) {
   return lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
          moelora_are_vector_factors(lora->b, lora->num_slices);
@@ -168,11 +162,6 @@ static bool are_vector_strides(const void *data, const int64_t *strides, int32_t
   for (int32_t i = 0; i < count; i++)
     all = all && strides[i] % 8 == 0;
   return all;
-}
-
-static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_t columns,
-                                         moelora_dtype dtype, const moelora_device_info *device) {
-  return moelora_plan_sum(dtype, moelora_is_vector_row(out, stride, columns), NULL, device);
 }
 
 static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
@@ -216,24 +205,18 @@ static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dt
   return load;
 }
 
-moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_device_info *device,
-                                  moelora_delta_plan *plan) {
-  MOELORA_TRY(begin(p->dtype, device, plan));
-  if (device->device == MOELORA_CPU)
-    return MOELORA_OK;
+/* Plans projection i of a call, whose rows have an order. */
+static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
+                                      const moelora_device_info *device, moelora_delta_plan *plan) {
   if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
   const moelora_routes *routes = &p->routes;
   const moelora_factors lora = moelora_rounded_layout(&p->lora, p->k, routes->num_experts);
-  if (p->lists.sorted_token_ids)
-    plan->order = MOELORA_LISTED;
-  else
-    plan_order(routes, pair_bytes(&lora, p->k, p->x, p->out), device, plan);
-  if (p->out && p->sum_top_k)
-    plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
-  const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &lora);
+  if (p->sum_top_k)
+    plan->sum = moelora_plan_sum(
+        p->dtype, moelora_is_vector_row(p->out, p->out_stride[0], p->columns), NULL, device);
   plan->xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
   const bool gated = p->silu_and_mul && !p->sum_top_k;
   const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
@@ -241,10 +224,11 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   const bool expand_vectors = is_vector_expand(&lora) && plan->xa_vectors && out_vectors && whole;
   if (plan->order == MOELORA_SORTED)
     MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
-  if (p->x) {
+  if (p->k) {
     moelora_shrink_load load = begin_shrink(routes, p->dtype, &lora, plan);
     load.depth = p->k;
-    load.vectors = vectors;
+    load.vectors = moelora_is_vector_row(p->x, p->x_stride, p->k) &&
+                   moelora_are_vector_factors(lora.a, lora.num_slices);
     load.boxes = moelora_are_boxes(&lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
                                    p->x_stride);
     load.lists = &p->lists;
@@ -254,44 +238,41 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!plan->xa_vectors || !one_stride || exact)
       load.listed = 0;
-    plan->shrink[0] = moelora_plan_shrink_windows(&load, device);
+    plan->shrink[i] = moelora_plan_shrink_windows(&load, device);
   }
-  if (p->out) {
+  if (p->columns) {
     const expand_load load = {p->dtype, plan->order, routes,        &p->lists,
                               &lora,    gated,       expand_vectors};
-    plan->expand[0] = plan_expand(&load, device);
+    plan->expand[i] = plan_expand(&load, device);
   }
   return MOELORA_OK;
 }
 
-/* ---- an adapter MLP ---- */
-
-moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
-                                      const moelora_device_info *device, moelora_delta_plan *plan) {
+/* Plans a call of `count` projections over the same rows. */
+static moelora_status plan_projections(const moelora_delta_problem *p, int32_t count,
+                                       const moelora_device_info *device,
+                                       moelora_delta_plan *plan) {
+  double bytes = 0;
   MOELORA_TRY(begin(p->dtype, device, plan));
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
-  plan->xa_vectors = true; /* in the workspace, ranks padded */
-  const moelora_routes *routes = &p->routes;
-  const moelora_factors *lora[2] = {&p->gate_up, &p->down};
-  const int64_t depth[2] = {p->hidden, p->intermediate};
-  plan_order(routes,
-             pair_bytes(lora[0], depth[0], true, true) + pair_bytes(lora[1], depth[1], true, true),
-             device, plan);
-  if (plan->order == MOELORA_SORTED)
-    MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
-  plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
-  for (int32_t i = 0; i < 2; i++) { /* the second projection reads rows in the workspace */
-    const void *x = i ? NULL : p->x;
-    const int64_t stride = i ? p->intermediate : p->x_stride;
-    moelora_shrink_load load = begin_shrink(routes, p->dtype, lora[i], plan);
-    load.depth = depth[i];
-    load.vectors = is_vector_shrink(x, stride, depth[i], lora[i]);
-    load.boxes = moelora_are_boxes(lora[i], routes->num_rows / (i ? 1 : routes->top_k), stride);
-    plan->shrink[i] = moelora_plan_shrink_windows(&load, device);
-    const bool vectors = is_vector_expand(lora[i]) && (i || p->intermediate % 8 == 0);
-    const expand_load expand = {p->dtype, plan->order, routes, NULL, lora[i], !i, vectors};
-    plan->expand[i] = plan_expand(&expand, device);
-  }
+  for (int32_t i = 0; i < count; i++)
+    bytes += pair_bytes(&p[i].lora, p[i].k, p[i].columns > 0);
+  if (p->lists.sorted_token_ids)
+    plan->order = MOELORA_LISTED;
+  else
+    plan_order(&p->routes, bytes, device, plan);
+  for (int32_t i = 0; i < count; i++)
+    MOELORA_TRY(plan_projection(&p[i], i, device, plan));
   return MOELORA_OK;
+}
+
+moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_device_info *device,
+                                  moelora_delta_plan *plan) {
+  return plan_projections(p, 1, device, plan);
+}
+
+moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
+                                      const moelora_device_info *device, moelora_delta_plan *plan) {
+  return plan_projections(p->of, 2, device, plan);
 }

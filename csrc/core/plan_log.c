@@ -297,8 +297,9 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   log_part("sum", "%s", plan->sum->name);
 }
 
-static void note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
+static void note_delta(const char *operator, const moelora_delta_problem *problem,
                        const moelora_device_info *device, const moelora_delta_plan *plan) {
+  const moelora_routes *routes = &problem->routes;
   static const char *const shrinks[] = {"shrink", "shrink2"}, *const expands[] = {"expand",
                                                                                   "expand2"};
   const char *kernels = plan->variant                  ? plan->variant->name
@@ -312,8 +313,9 @@ static void note_delta(const char *operator, const moelora_routes *routes, moelo
   }
   name_sorts(&plan->align);
   name_variant("sum", plan->sum);
-  if (!log_plan(operator, "max_loras=%lld", routes->max_loras, 0, moelora_dtype_name(dtype), routes,
-                device, kernels, 1, plan->variant, NULL))
+  if (!log_plan(operator, "max_loras=%lld", routes->max_loras, 0,
+                moelora_dtype_name(problem->dtype), routes, device, kernels, 1, plan->variant,
+                NULL))
     return;
   static const char *const orders[] = {[MOELORA_BY_ROUTE] = "by_route",
                                        [MOELORA_GROUPED] = "grouped",
@@ -332,10 +334,10 @@ static void note_delta(const char *operator, const moelora_routes *routes, moelo
 
 void moelora_note_delta(const moelora_delta_problem *problem, const moelora_device_info *device,
                         const moelora_delta_plan *plan) {
-  note_delta("delta", &problem->routes, problem->dtype, device, plan);
+  note_delta("delta", problem, device, plan);
 }
 
 void moelora_note_mlp_delta(const moelora_mlp_delta_problem *problem,
                             const moelora_device_info *device, const moelora_delta_plan *plan) {
-  note_delta("mlp_delta", &problem->routes, problem->dtype, device, plan);
+  note_delta("mlp_delta", &problem->of[1], device, plan);
 }

@@ -202,9 +202,9 @@ typedef struct moelora_delta_problem {
   moelora_list_blocks lists;
   moelora_dtype dtype;
   moelora_factors lora; /* a[] in a shrink, b[] in an expand; stride_e = 0 if shared */
-  int64_t k;            /* columns of x */
-  int64_t columns;      /* columns of z: num_slices * slice_n */
-  const void *x;        /* [M, k] or [P, k]; NULL: expand only */
+  int64_t k;            /* columns of x; 0: expand only */
+  int64_t columns;      /* columns of z: num_slices * slice_n; 0: shrink only */
+  const void *x;        /* [M, k] or [P, k] */
   int64_t x_stride;
   bool x_per_row;
   void *xa; /* x A^T, `h` in public arguments: [num_slices, M, top_k, R]; NULL: in the workspace */
@@ -213,7 +213,7 @@ typedef struct moelora_delta_problem {
   bool mul_routed_weight;
   bool add_inputs;
   bool sum_top_k; /* out is [M, columns], the sum over j */
-  void *out;      /* [M, top_k, columns], from out_offset on; NULL: shrink only */
+  void *out;      /* [M, top_k, columns], from out_offset on */
   int64_t out_stride[2];
 } moelora_delta_problem;
 
@@ -225,17 +225,10 @@ static inline bool moelora_is_idle_delta(const moelora_delta_problem *problem) {
   return !any || problem->routes.num_rows == 0;
 }
 
+/* An adapter MLP: gate and up write their activations to the workspace, where down reads them. Down
+ * applies the scalings, and its routes are those of the call. */
 typedef struct moelora_mlp_delta_problem {
-  moelora_routes routes;
-  moelora_dtype dtype;
-  int64_t hidden;       /* K */
-  int64_t intermediate; /* I */
-  const void *x;        /* [M, K] */
-  int64_t x_stride;
-  moelora_factors gate_up; /* no scaling */
-  moelora_factors down;    /* scaled by routes.lora_scalings */
-  void *out;               /* [M, K], accumulated into */
-  int64_t out_stride;
+  moelora_delta_problem of[2]; /* gate and up: out is NULL; down: x is NULL */
 } moelora_mlp_delta_problem;
 
 typedef struct moelora_pack_problem {

@@ -137,31 +137,37 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem) {
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const moelora_arg gate_up_b = moelora_entry("gate_up_b", 0, &args->gate_up.b[0]);
-  moelora_routes *routes = &problem->routes;
+  moelora_delta_problem *up = &problem->of[0], *down = &problem->of[1];
   *problem = (moelora_mlp_delta_problem){0};
   moelora_arguments all;
   MOELORA_TRY(moelora_begin_mlp_delta(args, &all));
   MOELORA_REQUIRE_DIM(x.tensor->size[1] >= 1, x, size, 1, "expected at least 1");
-  problem->dtype = x.tensor->dtype;
-  problem->hidden = x.tensor->size[1];
 
   moelora_factors_arg lora = moelora_factors_alone(x, args->num_experts, 2);
-  MOELORA_TRY(moelora_check_factors(&all, &args->gate_up, &lora, &problem->gate_up));
-  const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
-  MOELORA_REQUIRE(columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
-                  gate_up_b.name, (long long)columns);
-  problem->intermediate = columns / 2;
+  MOELORA_TRY(moelora_check_factors(&all, &args->gate_up, &lora, &up->lora));
+  up->columns = up->lora.num_slices * up->lora.slice_n;
+  MOELORA_REQUIRE(up->columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
+                  gate_up_b.name, (long long)up->columns);
+  const int64_t intermediate = up->columns / 2;
   lora.most = 1;
   lora.n = moelora_size_of(x, 1);
-  lora.k = moelora_words(columns / 2, "half of the columns of gate and up");
-  MOELORA_TRY(moelora_check_factors(&all, &args->down, &lora, &problem->down));
+  lora.k = moelora_words(intermediate, "half of the columns of gate and up");
+  MOELORA_TRY(moelora_check_factors(&all, &args->down, &lora, &down->lora));
 
-  MOELORA_TRY(moelora_take_routing(&all, &args->routing, true, routes));
-  routes->num_experts = args->num_experts;
-  moelora_take_adapters(&all, &args->adapters, routes);
-  moelora_drop_unused_tables(routes);
-  MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, true));
-  problem->x = moelora_take_view(x.tensor, &problem->x_stride, 1);
-  problem->out = moelora_take_view(&args->out, &problem->out_stride, 1);
+  MOELORA_TRY(moelora_take_routing(&all, &args->routing, true, &down->routes));
+  down->routes.num_experts = args->num_experts;
+  moelora_take_adapters(&all, &args->adapters, &down->routes);
+  moelora_drop_unused_tables(&down->routes);
+  MOELORA_TRY(moelora_check_padded_rows(&args->routing, &down->routes, true));
+  up->routes = down->routes;
+  up->routes.lora_scalings = NULL; /* applied once, after the activation */
+  up->dtype = down->dtype = x.tensor->dtype;
+  up->x = moelora_take_view(x.tensor, &up->x_stride, 1);
+  up->k = down->columns = x.tensor->size[1];
+  up->silu_and_mul = true;
+  up->out_stride[0] = up->routes.top_k * intermediate;
+  up->out_stride[1] = down->k = down->x_stride = intermediate;
+  down->x_per_row = down->mul_routed_weight = down->add_inputs = down->sum_top_k = true;
+  down->out = moelora_take_view(&args->out, down->out_stride, 1);
   return moelora_check_fit(&all);
 }

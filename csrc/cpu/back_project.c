@@ -70,10 +70,7 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
     kernels->dequantize(w->format, tile, 0, 1, r & ~8, 0, operands, high);
     from = r & 8 ? high : from;
   }
-  if (kernels->widen) /* operands are float32 */
-    memcpy(to, from, (size_t)count * sizeof *to);
-  else
-    kernels->load(from, to, count);
+  moelora_operands_to_f32(kernels, from, to, count);
 }
 
 /* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, the width

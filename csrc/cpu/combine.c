@@ -3,7 +3,7 @@
 
 void moelora_cpu_emit_operands(const moelora_projection *p, int64_t at, int64_t begin,
                                int64_t count, const float *values) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->out_variant);
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   kernels->round(values,
                  (char *)p->out + (size_t)(at * p->out_stride[0] + begin) * kernels->operand_bytes,
                  count);
@@ -14,6 +14,20 @@ void moelora_cpu_emit_f32(const moelora_projection *p, int64_t at, int64_t begin
   float *z = (float *)p->out + p->sorted->row[at] * p->out_stride[0] + begin - p->first_column;
   for (int64_t j = 0; j < count; j++)
     z[j] = values[j];
+}
+
+void moelora_cpu_emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                          const float *values) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const int64_t row = p->sorted->row[at];
+  char *out = moelora_cpu_out(p, row, begin);
+  const float weight = p->mul_routed_weight ? p->sorted->tables.weight[row] : 1.0f;
+  float line[MOELORA_CPU_MAX_BLOCK_N] = {0};
+  if (p->add)
+    kernels->load(out, line, count);
+  for (int64_t j = 0; j < count; j++)
+    line[j] += weight * values[j];
+  kernels->store(line, out, count);
 }
 
 static bool counts(const moelora_combine *combine, int64_t p) {

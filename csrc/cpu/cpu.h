@@ -143,8 +143,7 @@ struct moelora_projection {
                const float *values);
   void *out;
   int64_t out_stride[2];
-  const moelora_variant *out_variant; /* variant that reads `out` as operands, if any */
-  bool mul_routed_weight;
+  bool mul_routed_weight, add; /* of moelora_cpu_emit_out */
 };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
@@ -157,15 +156,19 @@ void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 
+static inline int64_t moelora_rows_of_x(const moelora_routes *routes, bool x_per_row) {
+  return x_per_row ? routes->num_rows : routes->num_tokens;
+}
+
 static inline size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows,
                                             int64_t k) {
   return moelora_times(moelora_times((size_t)rows, (size_t)k),
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* gemm.c: converts rows to operand rows, times weight[i] if given, rounded once. */
-void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
-                          int64_t rows, int64_t k, const float *weight, void *out,
+/* gemm.c: converts `rows` rows of p->x to operands in `out`, which becomes p->x, each times
+ * weight[row] unless weight is NULL, rounded once. Does nothing if `out` is NULL. */
+void moelora_cpu_operands(moelora_projection *p, int64_t rows, const float *weight, void *out,
                           const moelora_exec *exec);
 
 /* Output row of routed row `row`, from `column` on. */
@@ -175,11 +178,15 @@ static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, in
   return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
 }
 
-/* combine.c: implementations of `emit`: operands of out_variant by sorted position; float32 by
- * flat row, from first_column on. */
+/* combine.c: implementations of `emit`. They write
+ *   operands by sorted position,
+ *   float32 by flat row, from first_column on,
+ *   the caller's output: out = (or +=) values, times the routing weight with mul_routed_weight. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);
 void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,
+                          int64_t count, const float *values);
+void moelora_cpu_emit_out(const moelora_projection *projection, int64_t at, int64_t begin,
                           int64_t count, const float *values);
 
 /* combine.c: out[m] = (or +=) sum over j of weight * z[p], in float32, rounded once. */

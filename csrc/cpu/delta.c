@@ -4,8 +4,7 @@
  *   expand   c [block_m, block_n] = xa B^T, written to out, or to z [P, columns] float32 for the
  *            sum over a token's rows, or through silu_and_mul
  *
- * If only one half runs, it reads or writes the caller's h. */
-#include <math.h>
+ * If only one half runs, it reads or writes the caller's h. An adapter MLP runs two projections. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -129,30 +128,6 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
                        (double)rows * (double)columns * p->lora->max_rank, expand_task, &tasks);
 }
 
-static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                     const float *values, bool add) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
-  const int64_t row = p->sorted->row[at];
-  char *out = moelora_cpu_out(p, row, begin);
-  const float weight = p->mul_routed_weight ? p->sorted->tables.weight[row] : 1.0f;
-  float line[MOELORA_CPU_MAX_BLOCK_N] = {0};
-  if (add)
-    kernels->load(out, line, count);
-  for (int64_t j = 0; j < count; j++)
-    line[j] += weight * values[j];
-  kernels->store(line, out, count);
-}
-
-static void emit_add(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                     const float *values) {
-  emit_out(p, at, begin, count, values, true);
-}
-
-static void emit_store(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                       const float *values) {
-  emit_out(p, at, begin, count, values, false);
-}
-
 /* ---- h ---- */
 
 typedef struct h_tasks {
@@ -178,239 +153,155 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
               (size_t)(slice * problem->xa_stride[0] + row / top_k * problem->xa_stride[1] +
                        row % top_k * problem->xa_stride[2]) *
                   bytes;
-    if (!problem->x && kernels->widen)
-      kernels->widen(h, operands, rank);
-    else if (!problem->x)
-      memcpy(operands, h, (size_t)rank * bytes);
-    else if (kernels->widen)
-      kernels->store((const float *)(const void *)operands, h, rank);
-    else
-      memcpy(h, operands, (size_t)rank * bytes);
-    if (problem->x)
+    if (problem->k) {
+      moelora_store_operands(kernels, operands, h, rank);
       memset(h + (size_t)rank * bytes, 0, (size_t)(max_rank - rank) * bytes);
+    } else {
+      moelora_load_as_operands(kernels, h, operands, rank);
+    }
   }
 }
 
-/* ---- one adapter ---- */
+/* ---- the operators ---- */
 
+/* Memory of up to two projections. */
 typedef struct delta_layout {
   delta_rows rows;
   moelora_scratch *scratch;
-  void *x;  /* [rows of x, K] operands; NULL if x is used directly, or absent */
-  void *xa; /* [P, slices, R] operands */
-  float *z; /* [P, columns]; NULL unless rows are summed */
-  moelora_rounded rounded;
+  void *x;     /* [rows of x, K] operands; NULL if x is used directly, or absent */
+  void *xa[2]; /* [P, slices, R] operands of each projection */
+  void *act;   /* [P, I] operands by sorted position, which the first writes for the second */
+  float *z;    /* [P, columns] by flat row; NULL unless rows are summed */
+  moelora_rounded rounded[2];
   size_t bytes;
 } delta_layout;
 
-static int64_t rows_of_x(const moelora_delta_problem *problem) {
-  return problem->x_per_row ? problem->routes.num_rows : problem->routes.num_tokens;
-}
-
-static delta_layout delta_lay_out(const moelora_delta_problem *problem,
-                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &problem->routes;
+static delta_layout lay_out(const moelora_delta_problem *p, int32_t count,
+                            const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_delta_problem *last = &p[count - 1];
+  const moelora_routes *routes = &last->routes;
   moelora_arena arena = moelora_workspace_of(exec);
   delta_layout layout = {0};
-  rows_take(routes, problem->lists.sorted_token_ids, &arena, &layout.rows);
+  rows_take(routes, last->lists.sorted_token_ids, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
-  if (problem->x && moelora_cpu_kernels_of(plan->variant)->widen)
+  if (p->k && moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x =
-        moelora_take(&arena, moelora_operands_bytes(plan->variant, rows_of_x(problem), problem->k));
-  layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
-  if (problem->sum_top_k)
+        moelora_take(&arena, moelora_operands_bytes(plan->variant,
+                                                    moelora_rows_of_x(routes, p->x_per_row), p->k));
+  for (int32_t i = 0; i < count; i++) {
+    layout.xa[i] = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &p[i].lora));
+    moelora_rounded_take(routes, p->dtype, &p[i].lora, p[i].k, &arena, &layout.rounded[i]);
+  }
+  if (count > 1)
+    layout.act =
+        moelora_take(&arena, moelora_operands_bytes(plan->variant, routes->num_rows, last->k));
+  if (last->sum_top_k)
     layout.z = moelora_take_array(
-        &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->columns), sizeof(float));
-  moelora_rounded_take(routes, problem->dtype, &problem->lora, problem->k, &arena, &layout.rounded);
+        &arena, moelora_times((size_t)routes->num_rows, (size_t)last->columns), sizeof(float));
   layout.bytes = arena.used;
   return layout;
+}
+
+/* Runs projection i of a call, whose rows are sorted. */
+static void project(const moelora_delta_problem *problem, const delta_layout *layout, int32_t i,
+                    const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_weights depth = {.k = problem->k};
+  moelora_sorted sorted = layout->rows.sorted;
+  moelora_factors lora = problem->lora;
+  moelora_projection p = {
+      .variant = plan->variant,
+      .routes = &problem->routes,
+      .sorted = &sorted,
+      .scratch = layout->scratch,
+      .x = i ? layout->act : problem->x,
+      .x_stride = problem->x_stride,
+      .x_index = i                    ? MOELORA_BY_SORTED
+                 : problem->x_per_row ? MOELORA_BY_ROW
+                                      : MOELORA_BY_TOKEN,
+      .w = &depth,
+      .lora = &lora,
+      .xa = layout->xa[i],
+      .gated = problem->silu_and_mul,
+      .activation = moelora_silu_problem(),
+      .emit = moelora_cpu_emit_out,
+      .out = problem->out,
+      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
+      .mul_routed_weight = problem->mul_routed_weight,
+      .add = problem->add_inputs,
+  };
+  if (problem->sum_top_k) {
+    p.emit = moelora_cpu_emit_f32;
+    p.out = layout->z;
+    p.out_stride[0] = problem->columns;
+  } else if (!problem->out) {
+    p.emit = moelora_cpu_emit_operands;
+    p.out = layout->act;
+    p.out_stride[0] = problem->columns / 2;
+  }
+  if (!problem->routes.lora_scalings)
+    sorted.tables.scaling = NULL;
+  moelora_cpu_round_factors(plan->variant, &problem->routes, problem->k, &layout->rounded[i], &lora,
+                            exec);
+  if (i == 0)
+    moelora_cpu_operands(&p, moelora_rows_of_x(&problem->routes, problem->x_per_row), NULL,
+                         layout->x, exec);
+  if (problem->k)
+    moelora_cpu_shrink(&p, exec);
+  if (problem->xa) {
+    h_tasks tasks = {problem, &p};
+    moelora_cpu_parallel(exec, sorted.num_rows, (double)sorted.num_rows * lora.max_rank, copy_h,
+                         &tasks);
+  }
+  if (problem->columns)
+    expand(&p, problem->columns, exec);
+}
+
+static moelora_status run(const moelora_delta_problem *p, int32_t count,
+                          const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_delta_problem *last = &p[count - 1];
+  const int32_t max_rank = p->lora.max_rank; /* a row whose true rank is 0 has no adapter */
+  delta_layout layout = lay_out(p, count, plan, exec);
+  if (last->lists.sorted_token_ids)
+    rows_of_lists(&last->routes, &last->lists, max_rank, &layout.rows);
+  else
+    rows_of_routes(&last->routes, max_rank, &layout.rows);
+  if (layout.rows.sorted.num_rows == 0)
+    return MOELORA_OK;
+  for (int32_t i = 0; i < count; i++)
+    project(&p[i], &layout, i, plan, exec);
+  const moelora_combine combine = {
+      .variant = plan->variant,
+      .routes = &last->routes,
+      .tables = &layout.rows.sorted.tables,
+      .z = layout.z,
+      .columns = last->columns,
+      .active = layout.rows.active,
+      .weighted = last->mul_routed_weight,
+      .add = last->add_inputs,
+      .out = last->out,
+      .out_stride = last->out_stride[0],
+  };
+  if (last->sum_top_k)
+    moelora_cpu_combine(&combine, exec);
+  return MOELORA_OK;
 }
 
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
                                    const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return delta_lay_out(problem, plan, exec).bytes;
+  return lay_out(problem, 1, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &problem->routes;
-  delta_layout layout = delta_lay_out(problem, plan, exec);
-  if (problem->lists.sorted_token_ids)
-    rows_of_lists(routes, &problem->lists, problem->lora.max_rank, &layout.rows);
-  else
-    rows_of_routes(routes, problem->lora.max_rank, &layout.rows);
-  if (layout.rows.sorted.num_rows == 0)
-    return MOELORA_OK;
-
-  moelora_factors lora = problem->lora;
-  moelora_cpu_round_factors(plan->variant, routes, problem->k, &layout.rounded, &lora, exec);
-  const moelora_weights depth = {.k = problem->k};
-  moelora_projection p = {
-      .variant = plan->variant,
-      .routes = routes,
-      .sorted = &layout.rows.sorted,
-      .scratch = layout.scratch,
-      .x = problem->x,
-      .x_stride = problem->x_stride,
-      .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
-      .w = &depth,
-      .lora = &lora,
-      .xa = layout.xa,
-      .gated = problem->silu_and_mul,
-      .activation = moelora_silu_problem(),
-      .emit = problem->sum_top_k    ? moelora_cpu_emit_f32
-              : problem->add_inputs ? emit_add
-                                    : emit_store,
-      .out = problem->out,
-      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
-      .mul_routed_weight = problem->mul_routed_weight,
-  };
-  if (layout.x) {
-    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows_of_x(problem),
-                         problem->k, NULL, layout.x, exec);
-    p.x = layout.x;
-    p.x_stride = problem->k;
-  }
-  if (problem->x)
-    moelora_cpu_shrink(&p, exec);
-  if (problem->xa) {
-    h_tasks tasks = {problem, &p};
-    moelora_cpu_parallel(exec, layout.rows.sorted.num_rows,
-                         (double)layout.rows.sorted.num_rows * problem->lora.max_rank, copy_h,
-                         &tasks);
-  }
-  if (!problem->out)
-    return MOELORA_OK;
-  if (!problem->sum_top_k) {
-    expand(&p, problem->columns, exec);
-    return MOELORA_OK;
-  }
-  p.out = layout.z;
-  p.out_stride[0] = problem->columns;
-  expand(&p, problem->columns, exec);
-  const moelora_combine combine = {
-      .variant = plan->variant,
-      .routes = routes,
-      .tables = &layout.rows.sorted.tables,
-      .z = layout.z,
-      .columns = problem->columns,
-      .active = layout.rows.active,
-      .weighted = problem->mul_routed_weight,
-      .add = problem->add_inputs,
-      .out = problem->out,
-      .out_stride = problem->out_stride[0],
-  };
-  moelora_cpu_combine(&combine, exec);
-  return MOELORA_OK;
-}
-
-/* ---- SGLang's adapter MLP ---- */
-
-typedef struct mlp_layout {
-  delta_rows rows;
-  moelora_scratch *scratch;
-  void *x;        /* [M, K] operands; NULL if hidden_states are used directly */
-  void *xa, *xa2; /* [P, slices, R] operands of each half */
-  void *h;        /* [P, I] operands by sorted position */
-  float *z;       /* [P, K] by flat row */
-  size_t bytes;
-} mlp_layout;
-
-static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
-                              const moelora_delta_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &problem->routes;
-  const moelora_variant *variant = plan->variant;
-  moelora_arena arena = moelora_workspace_of(exec);
-  mlp_layout layout = {0};
-  rows_take(routes, false, &arena, &layout.rows);
-  layout.scratch = moelora_scratch_take(variant, exec, &arena);
-  if (moelora_cpu_kernels_of(variant)->widen)
-    layout.x =
-        moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
-  layout.xa = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->gate_up));
-  layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->down));
-  layout.h = moelora_take(&arena,
-                          moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
-  layout.z = moelora_take_array(
-      &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
-  layout.bytes = arena.used;
-  return layout;
+  return run(problem, 1, plan, exec);
 }
 
 size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                        const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return mlp_lay_out(problem, plan, exec).bytes;
+  return lay_out(problem->of, 2, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &problem->routes;
-  mlp_layout layout = mlp_lay_out(problem, plan, exec);
-  const int32_t max_rank = problem->gate_up.max_rank < problem->down.max_rank
-                               ? problem->gate_up.max_rank
-                               : problem->down.max_rank;
-  rows_of_routes(routes, max_rank, &layout.rows);
-  if (layout.rows.sorted.num_rows == 0)
-    return MOELORA_OK;
-
-  moelora_sorted unscaled = layout.rows.sorted;
-  unscaled.tables.scaling = NULL;
-  const moelora_weights depth = {.k = problem->hidden}, depth2 = {.k = problem->intermediate};
-  moelora_projection gate_up = {
-      .variant = plan->variant,
-      .routes = routes,
-      .sorted = &unscaled,
-      .scratch = layout.scratch,
-      .x = problem->x,
-      .x_stride = problem->x_stride,
-      .x_index = MOELORA_BY_TOKEN,
-      .w = &depth,
-      .lora = &problem->gate_up,
-      .xa = layout.xa,
-      .gated = true,
-      .activation = moelora_silu_problem(),
-      .emit = moelora_cpu_emit_operands,
-      .out = layout.h,
-      .out_stride = {problem->intermediate},
-      .out_variant = plan->variant,
-  };
-  const moelora_projection down = {
-      .variant = plan->variant,
-      .routes = routes,
-      .sorted = &layout.rows.sorted,
-      .scratch = layout.scratch,
-      .x = layout.h,
-      .x_stride = problem->intermediate,
-      .x_index = MOELORA_BY_SORTED,
-      .w = &depth2,
-      .lora = &problem->down,
-      .xa = layout.xa2,
-      .emit = moelora_cpu_emit_f32,
-      .out = layout.z,
-      .out_stride = {problem->hidden},
-  };
-  if (layout.x) {
-    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, routes->num_tokens,
-                         problem->hidden, NULL, layout.x, exec);
-    gate_up.x = layout.x;
-    gate_up.x_stride = problem->hidden;
-  }
-  moelora_cpu_shrink(&gate_up, exec);
-  expand(&gate_up, 2 * problem->intermediate, exec);
-  moelora_cpu_shrink(&down, exec);
-  expand(&down, problem->hidden, exec);
-  const moelora_combine combine = {
-      .variant = plan->variant,
-      .routes = routes,
-      .tables = &layout.rows.sorted.tables,
-      .z = layout.z,
-      .columns = problem->hidden,
-      .active = layout.rows.active,
-      .weighted = true,
-      .add = true,
-      .out = problem->out,
-      .out_stride = problem->out_stride,
-  };
-  moelora_cpu_combine(&combine, exec);
-  return MOELORA_OK;
+  return run(problem->of, 2, plan, exec);
 }

@@ -99,7 +99,6 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .emit = moelora_cpu_emit_operands, /* read by w2 */
       .out = layout.h,
       .out_stride = {problem->intermediate},
-      .out_variant = plan->variant,
   };
   moelora_projection w2 = {
       .variant = plan->variant,
@@ -116,14 +115,9 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,
   };
-  if (layout.x) {
-    const float *weight =
-        problem->apply_router_weight_on_input ? layout.sorted.tables.weight : NULL;
-    moelora_cpu_operands(w13.variant, problem->x, problem->x_stride, routes->num_tokens,
-                         problem->hidden, weight, layout.x, exec);
-    w13.x = layout.x;
-    w13.x_stride = problem->hidden;
-  }
+  moelora_cpu_operands(&w13, routes->num_tokens,
+                       problem->apply_router_weight_on_input ? layout.sorted.tables.weight : NULL,
+                       layout.x, exec);
   moelora_cpu_quantize(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
                        exec);
   if (w13.xa)

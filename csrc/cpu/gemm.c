@@ -156,9 +156,7 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
 }
 
 typedef struct operand_tasks {
-  const moelora_variant *variant;
-  const char *x;
-  int64_t x_stride, k;
+  const moelora_projection *projection;
   const float *weight;
   char *out;
 } operand_tasks;
@@ -166,13 +164,14 @@ typedef struct operand_tasks {
 static void operand_row(void *context, int64_t row, int32_t worker) {
   (void)worker;
   const operand_tasks *tasks = context;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(tasks->variant);
-  const size_t bytes = moelora_dtype_bytes(tasks->variant->dtype);
-  const char *x = tasks->x + (size_t)(row * tasks->x_stride) * bytes;
-  char *out = tasks->out + (size_t)(row * tasks->k) * kernels->operand_bytes;
+  const moelora_projection *p = tasks->projection;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
+  const char *x = (const char *)p->x + (size_t)(row * p->x_stride) * bytes;
+  char *out = tasks->out + (size_t)(row * p->w->k) * kernels->operand_bytes;
   float line[256];
-  for (int64_t k = 0; k < tasks->k; k += 256) {
-    int64_t count = moelora_min(256, tasks->k - k);
+  for (int64_t k = 0; k < p->w->k; k += 256) {
+    int64_t count = moelora_min(256, p->w->k - k);
     kernels->load(x + (size_t)k * bytes, line, count);
     for (int64_t i = 0; i < count && tasks->weight; i++)
       line[i] *= tasks->weight[row];
@@ -180,11 +179,14 @@ static void operand_row(void *context, int64_t row, int32_t worker) {
   }
 }
 
-void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
-                          int64_t rows, int64_t k, const float *weight, void *out,
+void moelora_cpu_operands(moelora_projection *p, int64_t rows, const float *weight, void *out,
                           const moelora_exec *exec) {
-  operand_tasks tasks = {variant, x, x_stride, k, weight, out};
-  moelora_cpu_parallel(exec, rows, (double)rows * (double)k, operand_row, &tasks);
+  operand_tasks tasks = {p, weight, out};
+  if (!out)
+    return;
+  moelora_cpu_parallel(exec, rows, (double)rows * (double)p->w->k, operand_row, &tasks);
+  p->x = out;
+  p->x_stride = p->w->k;
 }
 
 /* ---- the operator ---- */
@@ -199,10 +201,6 @@ typedef struct gemm_layout {
   size_t bytes;
 } gemm_layout;
 
-static int64_t rows_of_x(const moelora_gemm_problem *problem) {
-  return problem->x_per_row ? problem->routes.num_rows : problem->routes.num_tokens;
-}
-
 static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                                 const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
@@ -210,7 +208,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   gemm_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
-  const int64_t rows = rows_of_x(problem);
+  const int64_t rows = moelora_rows_of_x(routes, problem->x_per_row);
   if (moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
   layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
@@ -225,20 +223,6 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
   return gemm_lay_out(problem, plan, exec).bytes;
-}
-
-static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                     const float *values) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
-  const int64_t row = p->sorted->row[at];
-  float weighted[MOELORA_CPU_MAX_BLOCK_N];
-  if (p->mul_routed_weight) {
-    const float weight = p->sorted->tables.weight[row];
-    for (int64_t j = 0; j < count; j++)
-      weighted[j] = weight * values[j];
-    values = weighted;
-  }
-  kernels->store(values, moelora_cpu_out(p, row, begin), count);
 }
 
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -260,18 +244,13 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
       .x_e4m3 = layout.x_e4m3,
       .lora = &lora,
       .xa = layout.sorted.has_adapters ? layout.xa : NULL,
-      .emit = emit_out,
+      .emit = moelora_cpu_emit_out,
       .out = problem->out,
       .out_stride = {problem->out_stride[0], problem->out_stride[1]},
       .mul_routed_weight = problem->mul_routed_weight,
   };
-  const int64_t rows = rows_of_x(problem);
-  if (layout.x) {
-    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows, problem->w.k, NULL,
-                         layout.x, exec);
-    projection.x = layout.x;
-    projection.x_stride = problem->w.k;
-  }
+  const int64_t rows = moelora_rows_of_x(routes, problem->x_per_row);
+  moelora_cpu_operands(&projection, rows, NULL, layout.x, exec);
   moelora_cpu_quantize(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
                        &layout.x_e4m3, exec);
   if (projection.xa)

@@ -41,14 +41,11 @@ typedef struct gemm_backward {
   const float *weight; /* [P] t, NULL: 1 */
 } gemm_backward;
 
-static int64_t rows_of_x(const moelora_gemm_problem *forward) {
-  return forward->x_per_row ? forward->routes.num_rows : forward->routes.num_tokens;
-}
-
 static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *exec) {
   const moelora_gemm_problem *forward = b->forward;
   const moelora_routes *routes = &forward->routes;
   const int64_t rows = routes->num_rows, k = forward->w.k;
+  const int64_t rows_of_x = moelora_rows_of_x(routes, forward->x_per_row);
   const int64_t ranks = (int64_t)forward->lora.num_slices * forward->lora.max_rank;
   moelora_arena arena = moelora_workspace_of(exec);
   gemm_backward_layout layout = {0};
@@ -57,11 +54,11 @@ static gemm_backward_layout lay_out(const gemm_backward *b, const moelora_exec *
   layout.scratch = moelora_scratch_take(b->variant, exec, &arena);
   layout.back_scratch =
       moelora_back_scratch_take(moelora_max(k, forward->w.n), forward->lora.max_rank, exec, &arena);
-  layout.x = moelora_take_floats(&arena, rows_of_x(forward), k);
+  layout.x = moelora_take_floats(&arena, rows_of_x, k);
   layout.y = moelora_take_floats(&arena, rows, forward->w.n);
   if (b->needs.xa) {
     if (moelora_cpu_kernels_of(b->variant)->widen)
-      layout.operands = moelora_take_floats(&arena, rows_of_x(forward), k);
+      layout.operands = moelora_take_floats(&arena, rows_of_x, k);
     layout.shrunk = moelora_take(&arena, moelora_xa_bytes(b->variant, routes, &forward->lora));
     layout.xa = moelora_take_floats(&arena, rows, ranks);
   }
@@ -172,10 +169,7 @@ static void load_xa_row(void *context, int64_t at, int32_t worker) {
   for (int32_t slice = 0; slice < lora->num_slices; slice++) {
     const int64_t first = (at * lora->num_slices + slice) * lora->max_rank;
     const char *from = (const char *)b->layout.shrunk + (size_t)first * kernels->operand_bytes;
-    if (kernels->widen) /* operands are float32 */
-      memcpy(b->layout.xa + first, from, (size_t)rank * sizeof(float));
-    else
-      kernels->load(from, b->layout.xa + first, rank);
+    moelora_operands_to_f32(kernels, from, b->layout.xa + first, rank);
   }
 }
 
@@ -193,12 +187,8 @@ static void shrink(const gemm_backward *b) {
       .lora = &forward->lora,
       .xa = b->layout.shrunk,
   };
-  if (b->layout.operands) {
-    moelora_cpu_operands(b->variant, forward->x, forward->x_stride, rows_of_x(forward),
-                         forward->w.k, NULL, b->layout.operands, b->exec);
-    projection.x = b->layout.operands;
-    projection.x_stride = forward->w.k;
-  }
+  moelora_cpu_operands(&projection, moelora_rows_of_x(&forward->routes, forward->x_per_row), NULL,
+                       b->layout.operands, b->exec);
   moelora_cpu_shrink(&projection, b->exec);
   const int64_t rows = b->layout.sorted.num_rows;
   moelora_cpu_parallel(b->exec, rows, (double)rows * forward->lora.max_rank, load_xa_row,

@@ -10,6 +10,8 @@
 #ifndef MOELORA_CPU_KERNELS_H
 #define MOELORA_CPU_KERNELS_H
 
+#include <string.h>
+
 #include "core/backend.h"
 
 /* Weight rows of a register tile. */
@@ -88,6 +90,33 @@ const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant
   extern const moelora_cpu_kernels moelora_##NAME;
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
+
+/* Converts n values of the dtype to operands. */
+static inline void moelora_load_as_operands(const moelora_cpu_kernels *kernels, const void *from,
+                                            void *to, int64_t n) {
+  if (kernels->widen)
+    kernels->widen(from, to, n);
+  else
+    memcpy(to, from, (size_t)n * kernels->operand_bytes);
+}
+
+/* Converts n operands to the dtype. */
+static inline void moelora_store_operands(const moelora_cpu_kernels *kernels, const void *from,
+                                          void *to, int64_t n) {
+  if (kernels->widen)
+    kernels->store((const float *)from, to, n);
+  else
+    memcpy(to, from, (size_t)n * kernels->operand_bytes);
+}
+
+/* Converts n operands to float32. */
+static inline void moelora_operands_to_f32(const moelora_cpu_kernels *kernels, const void *from,
+                                           float *to, int64_t n) {
+  if (kernels->widen)
+    memcpy(to, from, (size_t)n * sizeof *to);
+  else
+    kernels->load(from, to, n);
+}
 
 #if defined(__x86_64__)
 extern const moelora_cpu_matrix moelora_matrix_amx;

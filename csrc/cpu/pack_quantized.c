@@ -173,10 +173,7 @@ static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int
   if (n < 0)
     return;
   uint16_t *to = (uint16_t *)p->out + expert * p->out_stride[0] + n * p->out_stride[1] + k;
-  if (tasks->kernels->operand_bytes == sizeof *to)
-    memcpy(to, operands, (size_t)count * sizeof *to);
-  else
-    tasks->kernels->store(operands, to, count);
+  moelora_store_operands(tasks->kernels, operands, to, count);
 }
 
 /* Unpacks tile rows first to first + 63, columns [k, k + count). */

@@ -37,16 +37,6 @@ typedef struct quantize_tasks {
   const moelora_quantized_rows *out;
 } quantize_tasks;
 
-/* Loads columns [k, k + count) of an operand row. */
-static void read_columns(const moelora_cpu_kernels *kernels, const char *row, int64_t k,
-                         int64_t count, float *to) {
-  const char *from = row + (size_t)k * kernels->operand_bytes;
-  if (kernels->operand_bytes == sizeof(float))
-    memcpy(to, from, (size_t)count * sizeof(float));
-  else
-    kernels->load(from, to, count);
-}
-
 /* Returns the maximum of `least` and all magnitudes, without NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
@@ -66,7 +56,8 @@ static float token_scale(const quantize_tasks *tasks, const char *row) {
   float line[GROUP], most = 0;
   for (int64_t k = 0; k < tasks->w->k; k += GROUP) {
     const int64_t count = moelora_min(GROUP, tasks->w->k - k);
-    read_columns(tasks->kernels, row, k, count, line);
+    moelora_operands_to_f32(tasks->kernels, row + (size_t)k * tasks->kernels->operand_bytes, line,
+                            count);
     most = largest(line, count, most);
   }
   const float scale = most / MOELORA_E4M3_MAX, least = 1.0f / (MOELORA_E4M3_MAX * 512.0f);
@@ -85,7 +76,7 @@ static void quantize_row(void *context, int64_t index, int32_t worker) {
   float line[GROUP], scale = w->x == MOELORA_X_TOKEN ? token_scale(tasks, row) : w->x_scale;
   for (int64_t k = 0; k < w->k; k += group) {
     const int64_t count = moelora_min(group, w->k - k);
-    read_columns(kernels, row, k, count, line);
+    moelora_operands_to_f32(kernels, row + (size_t)k * kernels->operand_bytes, line, count);
     if (w->x == MOELORA_X_GROUP)
       scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
     /* engines divide by per-token scales, and multiply by the inverse of others */

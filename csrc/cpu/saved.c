@@ -44,12 +44,8 @@ static void save_row(void *context, int64_t at, int32_t worker) {
     return;
   const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
   for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
-    char *to = saved_row(rows, rows->sorted->row[at], slice);
-    const char *from = sorted_row(rows, at, slice, kernels->operand_bytes);
-    if (kernels->widen)
-      kernels->store((const float *)from, to, rank);
-    else
-      memcpy(to, from, (size_t)rank * kernels->operand_bytes);
+    moelora_store_operands(kernels, sorted_row(rows, at, slice, kernels->operand_bytes),
+                           saved_row(rows, rows->sorted->row[at], slice), rank);
   }
 }
 

@@ -47,10 +47,7 @@ static void copy_operands(const moelora_variant *variant, const moelora_weights 
       const char *piece = from + (size_t)column * bytes;
       for (size_t at = 0; ahead && at < (size_t)length * bytes; at += 64)
         __builtin_prefetch(piece + at + ahead, 0, 2);
-      if (kernels->widen)
-        kernels->widen(piece, to, length);
-      else
-        memcpy(to, piece, (size_t)length * bytes);
+      moelora_load_as_operands(kernels, piece, to, length);
       to += (size_t)length * kernels->operand_bytes;
     }
   }

@@ -296,16 +296,7 @@ static void test_keys(void) {
   }
   const char *message = "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either";
   moelora_delta_problem d = delta_of(M, 1, MOELORA_SORT_KEYS, RANK);
-  moelora_mlp_delta_problem mlp = {.routes = routes_of(M, 1, 8, MOELORA_SORT_KEYS),
-                                   .dtype = MOELORA_BF16,
-                                   .hidden = K,
-                                   .intermediate = N / 2,
-                                   .x = memory,
-                                   .x_stride = K,
-                                   .gate_up = factors_of(2, RANK, N, K),
-                                   .down = factors_of(1, RANK, K, N / 2),
-                                   .out = memory,
-                                   .out_stride = K};
+  const moelora_mlp_delta_problem mlp = {{d, d}};
   moelora_delta_plan plan;
   CHECK_REFUSED(moelora_plan_delta(&d, &hopper, &plan), message);
   CHECK_REFUSED(moelora_plan_mlp_delta(&mlp, &hopper, &plan), message);

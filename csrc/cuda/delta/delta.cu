@@ -99,24 +99,24 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   s.xa_vectors = plan->xa_vectors;
   for (int d = 0; d < 3; d++)
     s.xa_stride[d] = e.xa_stride[d] = p->xa ? p->xa_stride[d] : own[d];
-  s.x = p->x;
+  s.x = p->x ? p->x : l->act;
   s.x_stride = p->x_stride;
   s.x_divisor = p->x_per_row ? 1 : routes->top_k;
   s.k = (int32_t)p->k;
   s.scalings = p->routes.lora_scalings ? routes->lora_scalings : nullptr;
-  e.after_shrink = p->x;
+  e.after_shrink = p->k > 0;
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
-  e.out = p->sum_top_k ? l->z.data : p->out;
+  e.out = p->sum_top_k ? l->z.data : p->out ? p->out : l->act;
   e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z.stride : p->out_stride[0];
   e.out_stride[1] = p->sum_top_k ? l->z.stride : p->out_stride[1];
   e.add = !p->sum_top_k && p->add_inputs;
   e.silu_and_mul = !p->sum_top_k && p->silu_and_mul;
   e.written = l->written;
-  if (p->x)
+  if (p->k)
     MOELORA_TRY(delta_launch_shrink(&s, &plan->shrink[i], exec));
-  if (p->out)
+  if (p->columns)
     MOELORA_TRY(delta_launch_expand(&e, &plan->expand[i], exec));
-  if (!p->out || !p->sum_top_k)
+  if (!p->sum_top_k)
     return MOELORA_OK;
 
   moelora_sum_launch sum = {};
@@ -132,10 +132,17 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   return moelora_cuda_sum(&sum, plan->sum, exec);
 }
 
-bool has_rows(const moelora_delta_problem *p) {
-  return p->routes.max_loras > 0 &&
-         (p->lists.sorted_token_ids ? p->lists.num_active > 0
-                                    : p->routes.token_lora_mapping.data != nullptr);
+moelora_status run(const moelora_delta_problem *p, int count, const moelora_delta_plan *plan,
+                   const moelora_exec *exec) {
+  const moelora_delta_problem *last = p + count - 1;
+  if (last->routes.max_loras == 0 || moelora_is_idle_delta(last))
+    return MOELORA_OK;
+  const DeltaLayout l = lay_out(p, count, plan, exec);
+  MOELORA_TRY(moelora_cuda_round_factors(l.rounded, count, &last->routes, last->dtype, exec));
+  MOELORA_TRY(find_rows(last, &l, plan, exec));
+  for (int i = 0; i < count; i++)
+    MOELORA_TRY(project(p + i, &l, i, plan, exec));
+  return MOELORA_OK;
 }
 
 } // namespace
@@ -149,67 +156,17 @@ extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *prob
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                                              const moelora_delta_plan *plan,
                                              const moelora_exec *exec) {
-  if (!has_rows(p))
-    return MOELORA_OK;
-  const DeltaLayout l = lay_out(p, 1, plan, exec);
-  MOELORA_TRY(moelora_cuda_round_factors(l.rounded, 1, &p->routes, p->dtype, exec));
-  MOELORA_TRY(find_rows(p, &l, plan, exec));
-  return project(p, &l, 0, plan, exec);
+  return run(p, 1, plan, exec);
 }
-
-/* ---- an adapter MLP ---- */
-
-namespace {
-
-/* Splits an adapter MLP into two projections: the first writes `act`, the second reads it and sums
- * over top_k. The caller sets the address of `act`. */
-struct MlpProjections {
-  moelora_delta_problem of[2];
-
-  explicit MlpProjections(const moelora_mlp_delta_problem &p) : of() {
-    for (moelora_delta_problem &projection : of) {
-      projection.routes = p.routes;
-      projection.dtype = p.dtype;
-    }
-    moelora_delta_problem &up = of[0], &down = of[1];
-    up.routes.lora_scalings = nullptr; // applied once, after the activation
-    up.lora = p.gate_up;
-    up.x = p.x;
-    up.x_stride = p.x_stride;
-    up.k = p.hidden;
-    up.columns = 2 * p.intermediate;
-    up.silu_and_mul = true;
-    up.out_stride[0] = p.routes.top_k * p.intermediate;
-    up.out_stride[1] = p.intermediate;
-    down.lora = p.down;
-    down.x_stride = down.k = p.intermediate;
-    down.x_per_row = true;
-    down.columns = p.hidden;
-    down.mul_routed_weight = down.add_inputs = down.sum_top_k = true;
-    down.out = p.out;
-    down.out_stride[0] = p.out_stride;
-  }
-};
-
-} // namespace
 
 extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                                    const moelora_delta_plan *plan,
                                                    const moelora_exec *exec) {
-  return lay_out(MlpProjections(*problem).of, 2, plan, exec).bytes;
+  return lay_out(problem->of, 2, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
                                                  const moelora_delta_plan *plan,
                                                  const moelora_exec *exec) {
-  if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
-    return MOELORA_OK;
-  MlpProjections projections(*p);
-  moelora_delta_problem &up = projections.of[0], &down = projections.of[1];
-  const DeltaLayout l = lay_out(projections.of, 2, plan, exec);
-  up.out = l.act;
-  down.x = l.act;
-  MOELORA_TRY(find_rows(&down, &l, plan, exec));
-  MOELORA_TRY(project(&up, &l, 0, plan, exec));
-  return project(&down, &l, 1, plan, exec);
+  return run(p->of, 2, plan, exec);
 }
