@@ -16,32 +16,6 @@
 #include "cpu/back_project.h"
 #include "cpu/f32_rows.h"
 
-static moelora_panel take_panel(int64_t rows, moelora_arena *arena) {
-  return (moelora_panel){
-      .rows = moelora_take_array(arena, (size_t)rows, sizeof(float *)),
-      .copy = moelora_take_array(arena, (size_t)rows, MOELORA_BACK_COLUMNS * sizeof(float)),
-  };
-}
-
-moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
-                                                const moelora_exec *exec, moelora_arena *arena) {
-  const size_t columns = MOELORA_BACK_COLUMNS;
-  const int32_t workers = moelora_workers(exec);
-  moelora_back_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
-  for (int32_t i = 0; i < workers; i++) {
-    moelora_back_scratch one = {
-        .x = moelora_take(arena, columns * sizeof(float *)),
-        .c = moelora_take(arena, columns * columns * sizeof(float)),
-        .panel = take_panel(moelora_max(depth, MOELORA_PART_ROWS), arena),
-        .factor = take_panel(rank, arena),
-        .ranks = moelora_take(arena, columns * MOELORA_PART_ROWS * sizeof(float)),
-    };
-    if (all)
-      all[i] = one;
-  }
-  return all;
-}
-
 /* ---- panels ---- */
 
 /* Columns [k, k + count) of row n, all in one tile. */
@@ -106,7 +80,7 @@ static void multiply(const moelora_variant *variant, int64_t m, int64_t width, i
 
 /* Returns the row of y of sorted row `at`, from `column` on. */
 static const float *y_row(const moelora_back_projection *p, int64_t at, int64_t column) {
-  const int64_t row = p->y_by_token ? p->sorted->row[at] / p->routes->top_k : at;
+  const int64_t row = p->y_by_token ? p->call->sorted.row[at] / p->call->routes->top_k : at;
   return p->y + row * p->y_stride + column;
 }
 
@@ -117,10 +91,11 @@ static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice
 /* Returns the factor of sorted row `at` as an n by k matrix. */
 static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
                                  int64_t at, int64_t n, int64_t k) {
-  const int64_t l = p->sorted->adapter[at], e = p->sorted->expert[at];
+  const int64_t l = p->call->sorted.adapter[at], e = p->call->sorted.expert[at];
   const int64_t first = l * factor->stride_l + e * factor->stride_e;
   return (moelora_weights){
-      .data = (const char *)factor->data + (size_t)first * moelora_dtype_bytes(p->variant->dtype),
+      .data =
+          (const char *)factor->data + (size_t)first * moelora_dtype_bytes(p->call->variant->dtype),
       .n = n,
       .k = k,
       .stride_n = factor->stride_i,
@@ -128,7 +103,7 @@ static moelora_weights factor_at(const moelora_back_projection *p, const moelora
 }
 
 static int32_t rank_at(const moelora_back_projection *p, int64_t at) {
-  return moelora_rank_of(&p->sorted->tables, p->sorted->adapter[at], p->lora->max_rank);
+  return moelora_rank_of(&p->call->sorted.tables, p->call->sorted.adapter[at], p->lora->max_rank);
 }
 
 /* ---- yb = s y B ---- */
@@ -136,38 +111,36 @@ static int32_t rank_at(const moelora_back_projection *p, int64_t at) {
 static void back_shrink_part(void *context, int64_t index, int32_t worker) {
   const moelora_back_projection *p = context;
   const int32_t num_slices = p->lora->num_slices, slice = (int32_t)(index % num_slices);
-  const int32_t *part = p->segments->part + 2 * (index / num_slices);
-  moelora_back_scratch *scratch = &p->scratch[worker];
-  const float *scalings = p->sorted->tables.scaling;
-  const float scaling = scalings ? scalings[p->sorted->adapter[part[0]]] : 1.0f;
+  const int32_t *part = p->call->segments.part + 2 * (index / num_slices);
+  moelora_back_scratch *scratch = &p->call->scratch[worker];
+  const float *scalings = p->call->sorted.tables.scaling;
+  const float scaling = scalings ? scalings[p->call->sorted.adapter[part[0]]] : 1.0f;
   const int64_t rank = rank_at(p, part[0]);
   const moelora_weights b = factor_at(p, &p->lora->b[slice], part[0], p->lora->slice_n, rank);
   for (int64_t i = 0; i < rank; i += MOELORA_BACK_COLUMNS) {
     const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, rank - i);
     const int64_t width = moelora_row_width(count);
-    fill_panel(p->variant, &b, i, count, &scratch->panel);
+    fill_panel(p->call->variant, &b, i, count, &scratch->panel);
     for (int64_t at = part[0]; at < part[1]; at += MOELORA_BACK_ROWS) {
       const int64_t m = moelora_min(MOELORA_BACK_ROWS, part[1] - at);
       for (int64_t row = 0; row < m; row++)
         scratch->x[row] = y_row(p, at + row, slice * p->lora->slice_n);
       memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
-      multiply(p->variant, m, width, b.n, &scratch->panel, scratch->x, scratch->c);
+      multiply(p->call->variant, m, width, b.n, &scratch->panel, scratch->x, scratch->c);
       for (int64_t row = 0; row < m; row++) {
         float *to = yb_row(p, at + row, slice) + i;
         for (int64_t j = 0; j < count; j++)
           to[j] = scratch->c[row * width + j] * scaling;
-        moelora_round_floats(p->variant, to, count);
+        moelora_round_floats(p->call->variant, to, count);
       }
     }
   }
 }
 
-void moelora_cpu_back_shrink(const moelora_back_projection *projection, const moelora_exec *exec) {
-  moelora_back_projection copy = *projection;
-  const double rows = (double)projection->sorted->num_rows;
-  moelora_cpu_parallel(exec, projection->segments->parts * projection->lora->num_slices,
-                       rows * projection->lora->max_rank * (double)projection->w->n,
-                       back_shrink_part, &copy);
+void moelora_cpu_back_shrink(const moelora_back_projection *p) {
+  const double rows = (double)p->call->sorted.num_rows;
+  moelora_cpu_parallel(p->call->exec, p->call->segments.parts * p->lora->num_slices,
+                       rows * p->lora->max_rank * (double)p->w->n, back_shrink_part, (void *)p);
 }
 
 /* ---- y W + yb A ---- */
@@ -182,13 +155,14 @@ static void add_adapters(const moelora_back_projection *p, int64_t first, int64_
                          int64_t count, moelora_back_scratch *scratch) {
   const int64_t width = moelora_row_width(count);
   for (int64_t at = first, next; at < first + m; at = next) {
-    next = moelora_segment_end(p->sorted, at, first + m);
-    for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
+    next = moelora_segment_end(&p->call->sorted, at, first + m);
+    for (int32_t slice = 0; p->call->sorted.adapter[at] >= 0 && slice < p->lora->num_slices;
+         slice++) {
       const moelora_weights a = factor_at(p, &p->lora->a[slice], at, rank_at(p, at), p->w->k);
-      fill_panel(p->variant, &a, begin, count, &scratch->factor);
+      fill_panel(p->call->variant, &a, begin, count, &scratch->factor);
       for (int64_t i = at; i < next; i++)
         scratch->x[i - at] = yb_row(p, i, slice);
-      multiply(p->variant, next - at, width, a.n, &scratch->factor, scratch->x,
+      multiply(p->call->variant, next - at, width, a.n, &scratch->factor, scratch->x,
                scratch->c + (at - first) * width);
     }
   }
@@ -202,14 +176,14 @@ static void back_task(void *context, int64_t index, int32_t worker) {
   const int32_t expert = (int32_t)(index / tasks->row_chunks / tasks->column_blocks);
   const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, p->w->k - begin);
   const int64_t width = moelora_row_width(count);
-  const int64_t first = p->sorted->offset[expert] + chunk * MOELORA_PART_ROWS;
-  const int64_t end = moelora_min(p->sorted->offset[expert + 1], first + MOELORA_PART_ROWS);
+  const int64_t first = p->call->sorted.offset[expert] + chunk * MOELORA_PART_ROWS;
+  const int64_t end = moelora_min(p->call->sorted.offset[expert + 1], first + MOELORA_PART_ROWS);
   if (first >= end)
     return;
-  moelora_back_scratch *scratch = &p->scratch[worker];
+  moelora_back_scratch *scratch = &p->call->scratch[worker];
   if (p->w->data) {
-    const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
-    fill_panel(p->variant, &w, begin, count, &scratch->panel);
+    const moelora_weights w = moelora_expert_weights(p->w, p->call->variant->dtype, expert);
+    fill_panel(p->call->variant, &w, begin, count, &scratch->panel);
   }
   for (int64_t at = first; at < end; at += MOELORA_BACK_ROWS) {
     const int64_t m = moelora_min(MOELORA_BACK_ROWS, end - at);
@@ -217,29 +191,34 @@ static void back_task(void *context, int64_t index, int32_t worker) {
     for (int64_t i = 0; i < m && p->w->data; i++)
       scratch->x[i] = y_row(p, at + i, 0);
     if (p->w->data)
-      multiply(p->variant, m, width, p->w->n, &scratch->panel, scratch->x, scratch->c);
+      multiply(p->call->variant, m, width, p->w->n, &scratch->panel, scratch->x, scratch->c);
     if (p->yb)
       add_adapters(p, at, m, begin, count, scratch);
-    for (int64_t i = 0; i < m; i++)
-      p->emit(p, at + i, begin, count, scratch->c + i * width);
+    for (int64_t i = 0; i < m; i++) {
+      const float *values = scratch->c + i * width;
+      if (p->dz)
+        memcpy(p->dz + p->call->sorted.row[at + i] * p->w->k + begin, values,
+               (size_t)count * sizeof *values);
+      else
+        p->emit(p, at + i, begin, count, values);
+    }
   }
 }
 
-void moelora_cpu_back_project(const moelora_back_projection *projection, const moelora_exec *exec) {
-  const int32_t *offset = projection->sorted->offset;
-  const int32_t num_experts = projection->routes->num_experts;
+void moelora_cpu_back_project(const moelora_back_projection *p) {
+  const int32_t *offset = p->call->sorted.offset;
+  const int32_t num_experts = p->call->routes->num_experts;
   int64_t longest = 1, active = 0;
   for (int32_t e = 0; e < num_experts; e++) {
     longest = moelora_max(longest, offset[e + 1] - offset[e]);
     active += offset[e + 1] > offset[e];
   }
   back_tasks tasks = {
-      .projection = projection,
-      .column_blocks = moelora_ceil_div(projection->w->k, MOELORA_BACK_COLUMNS),
+      .projection = p,
+      .column_blocks = moelora_ceil_div(p->w->k, MOELORA_BACK_COLUMNS),
       .row_chunks = moelora_ceil_div(longest, MOELORA_PART_ROWS),
   };
-  const int64_t passes = moelora_max(active, projection->sorted->num_rows / 16);
-  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
-                       (double)passes * (double)projection->w->n * (double)projection->w->k,
-                       back_task, &tasks);
+  const int64_t passes = moelora_max(active, p->call->sorted.num_rows / 16);
+  moelora_cpu_parallel(p->call->exec, num_experts * tasks.column_blocks * tasks.row_chunks,
+                       (double)passes * (double)p->w->n * (double)p->w->k, back_task, &tasks);
 }

@@ -16,24 +16,27 @@
  * <dz, x>. Steps whose results are not needed are skipped. */
 #include <string.h>
 
+#include "cpu/back_project.h"
 #include "cpu/f32_rows.h"
 #include "cpu/gradients.h"
 #include "cpu/saved.h"
 
-typedef struct backward_layout {
-  moelora_sorted sorted;
-  moelora_segments segments;
+typedef struct backward {
+  const moelora_experts_backward_problem *problem;
+  moelora_experts_problem forward; /* with factors in the dtype, once they are rounded */
+  moelora_backward_needs want;
+  moelora_back_call call;
   moelora_rounded rounded13, rounded2;
-  moelora_back_scratch *scratch;
-  float *x, *dout; /* [M, K]; NULL if the inputs are used directly */
-  float *h;        /* [P, I] */
-  float *dgu;      /* [P, 2I] */
-  float *dt;       /* [P, blocks of I] partial dt by flat row */
-  float *dz;       /* [P, K] */
+  float *x_copy, *dout_copy; /* [M, K]; NULL if the inputs are used directly */
+  float *h;                  /* [P, I] */
+  float *dgu;                /* [P, 2I] */
+  float *dt;                 /* [P, blocks of I] partial dt by flat row */
+  float *dz;                 /* [P, K] */
   float *xa13, *xa2, *yb13, *yb2;
-  int32_t *pairs; /* [max_loras, E] index in sparse gradients or -1; NULL: none are sparse */
   size_t bytes;
-} backward_layout;
+  const float *x, *dout; /* by token */
+  int64_t x_stride, dout_stride;
+} backward;
 
 static int64_t dt_parts(const moelora_experts_problem *forward) {
   return moelora_ceil_div(forward->intermediate, MOELORA_BACK_COLUMNS);
@@ -43,66 +46,60 @@ static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_facto
   return moelora_take_floats(arena, rows, (int64_t)lora->num_slices * lora->max_rank);
 }
 
-static backward_layout lay_out(const moelora_experts_backward_problem *problem,
-                               const moelora_backward_plan *plan, const moelora_exec *exec) {
+static void lay_out(const moelora_experts_backward_problem *problem,
+                    const moelora_backward_plan *plan, const moelora_exec *exec, backward *b) {
   const moelora_experts_problem *forward = &problem->forward;
   const moelora_routes *routes = &forward->routes;
   const bool wide = plan->variant->dtype == MOELORA_F32;
   const moelora_backward_needs *want = &plan->needs;
   const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
-  const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
-  const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
   moelora_arena arena = moelora_workspace_of(exec);
-  backward_layout layout = {0};
-  moelora_sorted_take(routes, &arena, &layout.sorted);
-  moelora_segments_take(routes, &arena, &layout.segments);
+  *b = (backward){
+      .problem = problem,
+      .forward = *forward,
+      .want = *want,
+      .call = {plan->variant, routes, exec, problem->accumulate},
+      .x = forward->x,
+      .x_stride = forward->x_stride,
+      .dout = problem->dout,
+      .dout_stride = problem->dout_stride,
+  };
+  moelora_back_call_take(&b->call, &problem->pairs, moelora_max(forward->hidden, forward->w13.n),
+                         moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank),
+                         &arena);
   moelora_rounded_take(routes, forward->dtype, &forward->w13_lora, forward->hidden, &arena,
-                       &layout.rounded13);
+                       &b->rounded13);
   moelora_rounded_take(routes, forward->dtype, &forward->w2_lora, forward->intermediate, &arena,
-                       &layout.rounded2);
-  layout.scratch = moelora_back_scratch_take(depth, rank, exec, &arena);
+                       &b->rounded2);
   if (!wide || forward->apply_router_weight_on_input)
-    layout.x = moelora_take_floats(&arena, tokens, forward->hidden);
+    b->x_copy = moelora_take_floats(&arena, tokens, forward->hidden);
   if (!wide)
-    layout.dout = moelora_take_floats(&arena, tokens, forward->hidden);
+    b->dout_copy = moelora_take_floats(&arena, tokens, forward->hidden);
   if (want->v) {
-    layout.h = moelora_take_floats(&arena, rows, forward->intermediate);
-    layout.dgu = moelora_take_floats(&arena, rows, forward->w13.n);
-    layout.dt = moelora_take_floats(&arena, rows, dt_parts(forward));
+    b->h = moelora_take_floats(&arena, rows, forward->intermediate);
+    b->dgu = moelora_take_floats(&arena, rows, forward->w13.n);
+    b->dt = moelora_take_floats(&arena, rows, dt_parts(forward));
   }
   if (want->dz)
-    layout.dz = moelora_take_floats(&arena, rows, forward->hidden);
+    b->dz = moelora_take_floats(&arena, rows, forward->hidden);
   if (want->xa13)
-    layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
+    b->xa13 = take_ranks(&arena, rows, &forward->w13_lora);
   if (want->yb13)
-    layout.yb13 = take_ranks(&arena, rows, &forward->w13_lora);
+    b->yb13 = take_ranks(&arena, rows, &forward->w13_lora);
   if (want->xa2)
-    layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
+    b->xa2 = take_ranks(&arena, rows, &forward->w2_lora);
   if (want->yb2)
-    layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
-  layout.pairs = moelora_pairs_take(&problem->pairs, &arena);
-  layout.bytes = arena.used;
-  return layout;
+    b->yb2 = take_ranks(&arena, rows, &forward->w2_lora);
+  b->bytes = arena.used;
 }
 
 size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                               const moelora_backward_plan *plan,
                                               const moelora_exec *exec) {
-  return lay_out(problem, plan, exec).bytes;
+  backward b;
+  lay_out(problem, plan, exec, &b);
+  return b.bytes;
 }
-
-/* Inputs of all steps. */
-typedef struct backward {
-  const moelora_experts_backward_problem *problem;
-  const moelora_experts_problem *forward; /* with factors in the dtype */
-  const moelora_variant *variant;
-  const moelora_exec *exec;
-  backward_layout layout;
-  moelora_backward_needs want;
-  const float *x, *dout; /* by token */
-  int64_t x_stride, dout_stride;
-  const float *weight; /* [P] t, NULL: 1 */
-} backward;
 
 /* ---- through the activation ---- */
 
@@ -152,51 +149,42 @@ static void put_gate_up(const moelora_experts_problem *forward, const moelora_va
 static void emit_v(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
                    const float *v) {
   const backward *b = p->context;
-  const moelora_experts_problem *forward = b->forward;
-  const int64_t row = p->sorted->row[at];
-  const float weight = b->weight ? b->weight[row] : 1.0f;
+  const moelora_experts_problem *forward = &b->forward;
+  const moelora_variant *variant = b->call.variant;
+  const int64_t row = b->call.sorted.row[at];
+  const float weight = b->call.weight ? b->call.weight[row] : 1.0f;
   float gate[MOELORA_BACK_COLUMNS], up[MOELORA_BACK_COLUMNS], dh[MOELORA_BACK_COLUMNS];
-  float *h = b->layout.h + at * forward->intermediate + begin, sum = 0;
-  load_gate_up(forward, p->variant, row, begin, count, gate, up);
+  float *h = b->h + at * forward->intermediate + begin, sum = 0;
+  load_gate_up(forward, variant, row, begin, count, gate, up);
   for (int64_t i = 0; i < count; i++)
     dh[i] = weight * v[i];
-  moelora_cpu_kernels_of(p->variant)
-      ->activate_backward(&forward->activation, gate, up, dh, h, count);
-  moelora_round_floats(p->variant, h, count);
-  put_gate_up(forward, p->variant, begin, count, gate, up, b->layout.dgu + at * forward->w13.n);
+  moelora_cpu_kernels_of(variant)->activate_backward(&forward->activation, gate, up, dh, h, count);
+  moelora_round_floats(variant, h, count);
+  put_gate_up(forward, variant, begin, count, gate, up, b->dgu + at * forward->w13.n);
   for (int64_t i = 0; i < count; i++)
     sum += v[i] * h[i];
-  b->layout.dt[row * dt_parts(forward) + begin / MOELORA_BACK_COLUMNS] = sum;
+  b->dt[row * dt_parts(forward) + begin / MOELORA_BACK_COLUMNS] = sum;
 }
 
 /* ---- gradients of x and of the routing weights ---- */
 
-static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
-                    const float *values) {
-  const backward *b = p->context;
-  float *dz = b->layout.dz + p->sorted->row[at] * b->forward->hidden + begin;
-  for (int64_t i = 0; i < count; i++)
-    dz[i] = values[i];
-}
-
 static void sum_dt(void *context, int64_t m, int32_t worker) {
   (void)worker;
   const backward *b = context;
-  const moelora_experts_problem *forward = b->forward;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->variant);
+  const moelora_experts_problem *forward = &b->forward;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->call.variant);
   const size_t bytes = moelora_dtype_bytes(forward->dtype);
   const int64_t parts = dt_parts(forward);
   for (int32_t j = 0; j < forward->routes.top_k; j++) {
     const int64_t p = m * forward->routes.top_k + j;
-    const int32_t expert = b->layout.sorted.tables.expert[p];
+    const int32_t expert = b->call.sorted.tables.expert[p];
     float sum = 0;
     if (expert >= 0 && forward->apply_router_weight_on_input) {
       const char *x = (const char *)forward->x + (size_t)(m * forward->x_stride) * bytes;
-      sum =
-          moelora_dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x, forward->hidden);
+      sum = moelora_dot_with(kernels, bytes, b->dz + p * forward->hidden, x, forward->hidden);
     } else if (expert >= 0) {
       for (int64_t i = 0; i < parts; i++)
-        sum += b->layout.dt[p * parts + i];
+        sum += b->dt[p * parts + i];
       if (forward->w2.bias)
         sum += moelora_row_dot(
             kernels, bytes,
@@ -210,22 +198,23 @@ static void sum_dt(void *context, int64_t m, int32_t worker) {
 }
 
 static void finish_inputs(const backward *b) {
-  const moelora_routes *routes = &b->forward->routes;
+  const moelora_exec *exec = b->call.exec;
+  const moelora_routes *routes = &b->forward.routes;
   const moelora_combine combine = {
-      .variant = b->variant,
+      .variant = b->call.variant,
       .routes = routes,
-      .tables = &b->layout.sorted.tables,
-      .z = b->layout.dz,
-      .columns = b->forward->hidden,
-      .weighted = b->forward->apply_router_weight_on_input,
+      .tables = &b->call.sorted.tables,
+      .z = b->dz,
+      .columns = b->forward.hidden,
+      .weighted = b->forward.apply_router_weight_on_input,
       .out = b->problem->dx,
       .out_stride = b->problem->dx_stride,
   };
   if (b->problem->dx)
-    moelora_cpu_combine(&combine, b->exec);
+    moelora_cpu_combine(&combine, exec);
   if (b->problem->dtopk_weights)
-    moelora_cpu_parallel(b->exec, routes->num_tokens,
-                         (double)routes->num_rows * (double)b->forward->hidden, sum_dt, (void *)b);
+    moelora_cpu_parallel(exec, routes->num_tokens,
+                         (double)routes->num_rows * (double)b->forward.hidden, sum_dt, (void *)b);
 }
 
 /* ---- gradients of factors and biases ---- */
@@ -247,215 +236,133 @@ static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, 
 
 static void add_product(const backward *b, moelora_columns ranks, moelora_columns wide,
                         bool transposed, const moelora_gradient *gradient) {
-  const moelora_grouped_product product = {
-      .variant = b->variant,
-      .routes = &b->forward->routes,
-      .sorted = &b->layout.sorted,
-      .segments = &b->layout.segments,
-      .scratch = b->layout.scratch,
-      .ranks = ranks,
-      .wide = wide,
-      .transposed = transposed,
-      .gradient = gradient,
-      .pairs = b->layout.pairs,
-      .accumulate = b->problem->accumulate,
-  };
-  moelora_cpu_grouped_product(&product, b->exec);
+  const moelora_grouped_product product = {&b->call, ranks, wide, transposed, gradient};
+  if (gradient->data)
+    moelora_cpu_grouped_product(&product);
 }
 
 static void finish_factors(const backward *b) {
   const moelora_experts_backward_problem *problem = b->problem;
-  const backward_layout *layout = &b->layout;
-  const moelora_factors *w13 = &b->forward->w13_lora, *w2 = &b->forward->w2_lora;
-  const int64_t hidden = b->forward->hidden, inter = b->forward->intermediate;
+  const moelora_factors *w13 = &b->forward.w13_lora, *w2 = &b->forward.w2_lora;
+  const int64_t hidden = b->forward.hidden, inter = b->forward.intermediate;
   for (int32_t i = 0; i < w13->num_slices; i++) {
-    if (problem->a13[i].data)
-      add_product(b, ranks_of(layout->yb13, w13, i), by_token(b->x, b->x_stride, hidden), false,
-                  &problem->a13[i]);
-    if (problem->b13[i].data)
-      add_product(b, ranks_of(layout->xa13, w13, i),
-                  by_position(layout->dgu, b->forward->w13.n, i * w13->slice_n, w13->slice_n), true,
-                  &problem->b13[i]);
+    add_product(b, ranks_of(b->yb13, w13, i), by_token(b->x, b->x_stride, hidden), false,
+                &problem->a13[i]);
+    add_product(b, ranks_of(b->xa13, w13, i),
+                by_position(b->dgu, b->forward.w13.n, i * w13->slice_n, w13->slice_n), true,
+                &problem->b13[i]);
   }
-  if (w2->num_slices && problem->a2.data)
-    add_product(b, ranks_of(layout->yb2, w2, 0), by_position(layout->h, inter, 0, inter), false,
+  if (w2->num_slices) {
+    add_product(b, ranks_of(b->yb2, w2, 0), by_position(b->h, inter, 0, inter), false,
                 &problem->a2);
-  if (w2->num_slices && problem->b2.data)
-    add_product(b, ranks_of(layout->xa2, w2, 0), by_token(b->dout, b->dout_stride, hidden), true,
+    add_product(b, ranks_of(b->xa2, w2, 0), by_token(b->dout, b->dout_stride, hidden), true,
                 &problem->b2);
+  }
 }
 
 static void finish_biases(const backward *b) {
-  moelora_row_sum sum = {
-      .variant = b->variant,
-      .routes = &b->forward->routes,
-      .sorted = &b->layout.sorted,
-      .gradient = &b->problem->bias13,
-      .accumulate = b->problem->accumulate,
+  const int64_t n = b->forward.w13.n;
+  const moelora_row_sum sums[] = {
+      {&b->call, by_position(b->dgu, n, 0, n), NULL, &b->problem->bias13},
+      {&b->call, by_token(b->dout, b->dout_stride, b->forward.hidden), b->call.weight,
+       &b->problem->bias2},
   };
-  if (sum.gradient->data) {
-    sum.rows = by_position(b->layout.dgu, b->forward->w13.n, 0, b->forward->w13.n);
-    moelora_cpu_row_sum(&sum, b->exec);
-  }
-  sum.gradient = &b->problem->bias2;
-  if (sum.gradient->data) {
-    sum.rows = by_token(b->dout, b->dout_stride, b->forward->hidden);
-    sum.weight = b->weight;
-    moelora_cpu_row_sum(&sum, b->exec);
-  }
+  for (int32_t i = 0; i < 2; i++)
+    if (sums[i].gradient->data)
+      moelora_cpu_row_sum(&sums[i]);
 }
 
 /* ---- the operator ---- */
 
-/* Multiplies yb2 by t and rounds it again. */
-static void weigh_row(void *context, int64_t at, int32_t worker) {
-  (void)worker;
-  const backward *b = context;
-  const moelora_sorted *sorted = &b->layout.sorted;
-  const int32_t width = b->forward->w2_lora.max_rank;
-  if (sorted->adapter[at] < 0)
-    return;
-  const int32_t rank = moelora_rank_of(&sorted->tables, sorted->adapter[at], width);
-  float *yb = b->layout.yb2 + at * width;
-  for (int32_t i = 0; i < rank; i++)
-    yb[i] *= b->weight[sorted->row[at]];
-  moelora_round_floats(b->variant, yb, rank);
-}
-
 static void back_through_w2(const backward *b) {
   const moelora_back_projection w2 = {
-      .variant = b->variant,
-      .routes = &b->forward->routes,
-      .sorted = &b->layout.sorted,
-      .segments = &b->layout.segments,
-      .scratch = b->layout.scratch,
+      .call = &b->call,
       .y = b->dout,
       .y_stride = b->dout_stride,
       .y_by_token = true,
-      .w = &b->forward->w2,
-      .lora = &b->forward->w2_lora,
-      .yb = b->layout.yb2,
+      .w = &b->forward.w2,
+      .lora = &b->forward.w2_lora,
+      .yb = b->yb2,
       .emit = emit_v,
       .context = (void *)b,
   };
   if (w2.yb)
-    moelora_cpu_back_shrink(&w2, b->exec);
-  moelora_cpu_back_project(&w2, b->exec);
-  if (b->problem->a2.data && w2.yb && b->weight)
-    moelora_cpu_parallel(b->exec, b->layout.sorted.num_rows,
-                         (double)b->layout.sorted.num_rows * b->forward->w2_lora.max_rank,
-                         weigh_row, (void *)b);
+    moelora_cpu_back_shrink(&w2);
+  moelora_cpu_back_project(&w2);
+  if (b->problem->a2.data && w2.yb)
+    moelora_cpu_weigh_ranks(&b->call, w2.lora, w2.yb);
 }
 
 static void back_through_w13(const backward *b) {
   const moelora_back_projection w13 = {
-      .variant = b->variant,
-      .routes = &b->forward->routes,
-      .sorted = &b->layout.sorted,
-      .segments = &b->layout.segments,
-      .scratch = b->layout.scratch,
-      .y = b->layout.dgu,
-      .y_stride = b->forward->w13.n,
-      .w = &b->forward->w13,
-      .lora = &b->forward->w13_lora,
-      .yb = b->layout.yb13,
-      .emit = emit_dz,
-      .context = (void *)b,
+      .call = &b->call,
+      .y = b->dgu,
+      .y_stride = b->forward.w13.n,
+      .w = &b->forward.w13,
+      .lora = &b->forward.w13_lora,
+      .yb = b->yb13,
+      .dz = b->dz,
   };
   if (w13.yb)
-    moelora_cpu_back_shrink(&w13, b->exec);
+    moelora_cpu_back_shrink(&w13);
   if (b->want.dz)
-    moelora_cpu_back_project(&w13, b->exec);
+    moelora_cpu_back_project(&w13);
 }
 
-/* Converts [M, K] to float32; if there are weights, multiplies and rounds rows. */
-typedef struct load_tasks {
-  const backward *b;
-  const char *from;
-  int64_t stride;
-  const float *weight;
-  float *to;
-} load_tasks;
-
-static void load_token(void *context, int64_t m, int32_t worker) {
-  (void)worker;
-  const load_tasks *tasks = context;
-  const moelora_variant *variant = tasks->b->variant;
-  const int64_t hidden = tasks->b->forward->hidden;
-  float *to = tasks->to + m * hidden;
-  moelora_cpu_kernels_of(variant)->load(
-      tasks->from + (size_t)(m * tasks->stride) * moelora_dtype_bytes(variant->dtype), to, hidden);
-  for (int64_t i = 0; i < hidden && tasks->weight; i++)
-    to[i] *= tasks->weight[m];
-  if (tasks->weight)
-    moelora_round_floats(variant, to, hidden);
-}
-
-static void load_rows(const backward *b, const void *from, int64_t stride, const float *weight,
-                      float *to) {
-  load_tasks tasks = {b, from, stride, weight, to};
-  const int64_t tokens = b->forward->routes.num_tokens;
-  moelora_cpu_parallel(b->exec, tokens, (double)tokens * (double)b->forward->hidden, load_token,
-                       &tasks);
+/* Loads x and dout as float32, where they are copied. */
+static void load_inputs(backward *b) {
+  const moelora_experts_problem *forward = &b->forward;
+  const moelora_loaded_rows x = {forward->x,
+                                 {forward->x_stride},
+                                 forward->hidden,
+                                 true,
+                                 b->call.weight ? NULL : b->call.sorted.tables.weight};
+  const moelora_loaded_rows dout = {
+      b->problem->dout, {b->dout_stride}, forward->hidden, true, NULL};
+  if (b->x_copy) {
+    moelora_cpu_load_rows(&b->call, &x, b->x_copy);
+    b->x = b->x_copy;
+    b->x_stride = forward->hidden;
+  }
+  if (b->dout_copy) {
+    moelora_cpu_load_rows(&b->call, &dout, b->dout_copy);
+    b->dout = b->dout_copy;
+    b->dout_stride = forward->hidden;
+  }
 }
 
 static void zero_gradients(const backward *b) {
-  const moelora_experts_backward_problem *problem = b->problem;
-  const moelora_gradient *const all[] = {&problem->a13[0], &problem->a13[1], &problem->b13[0],
-                                         &problem->b13[1], &problem->a2,     &problem->b2};
-  for (size_t i = 0; i < sizeof all / sizeof *all && !problem->accumulate; i++)
-    if (all[i]->data)
-      moelora_cpu_zero_gradient(all[i], b->layout.pairs, problem->pairs.count, b->exec);
+  const moelora_experts_backward_problem *p = b->problem;
+  moelora_cpu_zero_gradients(&b->call, p->a13, 2, p->pairs.count);
+  moelora_cpu_zero_gradients(&b->call, p->b13, 2, p->pairs.count);
+  moelora_cpu_zero_gradients(&b->call, &p->a2, 1, p->pairs.count);
+  moelora_cpu_zero_gradients(&b->call, &p->b2, 1, p->pairs.count);
 }
 
 moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
                                             const moelora_backward_plan *plan,
                                             const moelora_exec *exec) {
-  moelora_experts_problem forward = problem->forward;
-  const moelora_routes *routes = &forward.routes;
-  backward b = {
-      .problem = problem,
-      .forward = &forward,
-      .variant = plan->variant,
-      .exec = exec,
-      .layout = lay_out(problem, plan, exec),
-      .want = plan->needs,
-      .x = forward.x,
-      .x_stride = forward.x_stride,
-      .dout = problem->dout,
-      .dout_stride = problem->dout_stride,
-  };
-  backward_layout *layout = &b.layout;
-  moelora_sort_rows(routes, &layout->sorted);
-  moelora_find_segments(routes, &layout->sorted, &layout->segments);
-  moelora_cpu_round_factors(plan->variant, routes, forward.hidden, &layout->rounded13,
-                            &forward.w13_lora, exec);
-  moelora_cpu_round_factors(plan->variant, routes, forward.intermediate, &layout->rounded2,
-                            &forward.w2_lora, exec);
-  const float *weight = layout->sorted.tables.weight;
-  b.weight = forward.apply_router_weight_on_input ? NULL : weight;
-  if (layout->x) {
-    load_rows(&b, forward.x, forward.x_stride, b.weight ? NULL : weight, layout->x);
-    b.x = layout->x;
-    b.x_stride = forward.hidden;
-  }
-  if (layout->dout) {
-    load_rows(&b, problem->dout, problem->dout_stride, NULL, layout->dout);
-    b.dout = layout->dout;
-    b.dout_stride = forward.hidden;
-  }
-  moelora_cpu_read_pairs(&problem->pairs, layout->pairs);
+  backward b;
+  lay_out(problem, plan, exec, &b);
+  moelora_experts_problem *forward = &b.forward;
+  const moelora_routes *routes = &forward->routes;
+  moelora_cpu_back_begin(&b.call, &problem->pairs, !forward->apply_router_weight_on_input);
+  moelora_cpu_round_factors(plan->variant, routes, forward->hidden, &b.rounded13,
+                            &forward->w13_lora, exec);
+  moelora_cpu_round_factors(plan->variant, routes, forward->intermediate, &b.rounded2,
+                            &forward->w2_lora, exec);
+  load_inputs(&b);
   zero_gradients(&b);
   if (b.want.v)
     back_through_w2(&b);
   back_through_w13(&b);
   finish_inputs(&b);
   if (b.want.xa13)
-    moelora_cpu_load_shrink(plan->variant, &layout->sorted, &forward.w13_lora, &forward.saved, 0,
-                            NULL, layout->xa13, exec);
+    moelora_cpu_load_shrink(plan->variant, &b.call.sorted, &forward->w13_lora, &forward->saved, 0,
+                            NULL, b.xa13, exec);
   if (b.want.xa2)
-    moelora_cpu_load_shrink(plan->variant, &layout->sorted, &forward.w2_lora, &forward.saved, 1,
-                            b.weight, layout->xa2, exec);
+    moelora_cpu_load_shrink(plan->variant, &b.call.sorted, &forward->w2_lora, &forward->saved, 1,
+                            b.call.weight, b.xa2, exec);
   finish_factors(&b);
   finish_biases(&b);
   return MOELORA_OK;

@@ -40,24 +40,14 @@ static void zero_row(void *context, int64_t index, int32_t worker) {
     memset(gradient_row(g, l, e, i), 0, (size_t)g->columns * moelora_dtype_bytes(g->dtype));
 }
 
-int32_t *moelora_pairs_take(const moelora_gradient_pairs *pairs, moelora_arena *arena) {
-  return pairs->index ? moelora_take_array(arena, (size_t)pairs->count, sizeof(int32_t)) : NULL;
-}
-
-void moelora_cpu_read_pairs(const moelora_gradient_pairs *pairs, int32_t *to) {
-  for (int64_t i = 0; pairs->index && i < pairs->count; i++) {
-    const int32_t index = moelora_read_i32(&pairs->index[i]);
-    to[i] = index >= 0 && index < pairs->num_sparse ? index : -1;
+void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gradient *gradients,
+                                int32_t count, int64_t num_pairs) {
+  for (const moelora_gradient *g = gradients; g < gradients + count && !call->accumulate; g++) {
+    zero_tasks tasks = {g, call->pairs};
+    const int64_t rows = (g->sparse ? num_pairs : (int64_t)g->loras * g->experts) * g->rows;
+    if (g->data)
+      moelora_cpu_parallel(call->exec, rows, (double)rows * (double)g->columns, zero_row, &tasks);
   }
-}
-
-void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
-                               int64_t num_pairs, const moelora_exec *exec) {
-  zero_tasks tasks = {gradient, pairs};
-  const int64_t groups =
-      gradient->sparse ? num_pairs : (int64_t)gradient->loras * gradient->experts;
-  const int64_t rows = groups * gradient->rows;
-  moelora_cpu_parallel(exec, rows, (double)rows * (double)gradient->columns, zero_row, &tasks);
 }
 
 /* to[i] = (or +=) values[i], rounded to the dtype of the gradient. */
@@ -81,9 +71,9 @@ static void put(const moelora_variant *variant, moelora_dtype dtype, bool add, f
 
 /* ---- factors ---- */
 
-static const float *row_of(const moelora_routes *routes, const moelora_sorted *sorted,
-                           const moelora_columns *columns, int64_t at) {
-  const int64_t row = columns->by_token ? sorted->row[at] / routes->top_k : at;
+static const float *row_of(const moelora_back_call *call, const moelora_columns *columns,
+                           int64_t at) {
+  const int64_t row = columns->by_token ? call->sorted.row[at] / call->routes->top_k : at;
   return columns->rows + row * columns->stride;
 }
 
@@ -99,8 +89,8 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
                      int64_t m, int64_t begin, int64_t n, moelora_back_scratch *scratch) {
   const int64_t width = moelora_row_width(n);
   for (int64_t r = 0; r < rows; r++) {
-    const float *ranks = row_of(p->routes, p->sorted, &p->ranks, first + r) + rank;
-    const float *wide = row_of(p->routes, p->sorted, &p->wide, first + r) + begin;
+    const float *ranks = row_of(p->call, &p->ranks, first + r) + rank;
+    const float *wide = row_of(p->call, &p->wide, first + r) + begin;
     for (int64_t i = 0; i < m; i++)
       scratch->ranks[i * MOELORA_PART_ROWS + r] = ranks[i];
     scratch->panel.rows[r] = wide;
@@ -113,7 +103,7 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
   }
   for (int64_t i = 0; i < m; i++)
     scratch->x[i] = scratch->ranks + i * MOELORA_PART_ROWS;
-  moelora_cpu_kernels_of(p->variant)
+  moelora_cpu_kernels_of(p->call->variant)
       ->add_rows(m, width, rows, scratch->x, scratch->panel.rows, scratch->c, width);
 }
 
@@ -125,12 +115,12 @@ static void put_tile(const moelora_grouped_product *p, int32_t l, int64_t e, int
   const int64_t width = moelora_row_width(n);
   float line[MOELORA_BACK_COLUMNS];
   for (int64_t i = 0; i < m && !p->transposed; i++)
-    put(p->variant, g->dtype, p->accumulate, scratch->c + i * width, n,
+    put(p->call->variant, g->dtype, p->call->accumulate, scratch->c + i * width, n,
         gradient_row(g, l, e, rank + i) + (size_t)begin * bytes);
   for (int64_t j = 0; j < n && p->transposed; j++) {
     for (int64_t i = 0; i < m; i++)
       line[i] = scratch->c[i * width + j];
-    put(p->variant, g->dtype, p->accumulate, line, m,
+    put(p->call->variant, g->dtype, p->call->accumulate, line, m,
         gradient_row(g, l, e, begin + j) + (size_t)rank * bytes);
   }
 }
@@ -138,24 +128,24 @@ static void put_tile(const moelora_grouped_product *p, int32_t l, int64_t e, int
 static void product_tile(void *context, int64_t index, int32_t worker) {
   const product_tasks *tasks = context;
   const moelora_grouped_product *p = tasks->product;
-  const moelora_segments *segments = p->segments;
+  const moelora_segments *segments = &p->call->segments;
   const int64_t begin = index % tasks->wide_tiles * MOELORA_BACK_COLUMNS;
   const int64_t rank = index / tasks->wide_tiles % tasks->rank_tiles * MOELORA_BACK_COLUMNS;
   const int64_t group = index / tasks->wide_tiles / tasks->rank_tiles;
   int32_t at = tasks->shared ? segments->head[group] : (int32_t)group;
   if (at < 0)
     return;
-  const int32_t adapter = p->sorted->adapter[segments->all[at].first];
-  const int32_t expert = p->sorted->expert[segments->all[at].first];
-  const int64_t ranks = moelora_rank_of(&p->sorted->tables, adapter, (int32_t)p->ranks.count);
+  const int32_t adapter = p->call->sorted.adapter[segments->all[at].first];
+  const int32_t expert = p->call->sorted.expert[segments->all[at].first];
+  const int64_t ranks = moelora_rank_of(&p->call->sorted.tables, adapter, (int32_t)p->ranks.count);
   const int64_t m = moelora_min(MOELORA_BACK_COLUMNS, ranks - rank);
   const int64_t n = moelora_min(MOELORA_BACK_COLUMNS, p->wide.count - begin);
-  const int64_t pair = (int64_t)adapter * p->routes->num_experts + expert;
+  const int64_t pair = (int64_t)adapter * p->call->routes->num_experts + expert;
   const int32_t l = p->gradient->sparse ? 0 : adapter;
-  const int32_t e = p->gradient->sparse ? p->pairs[pair] : tasks->shared ? 0 : expert;
+  const int32_t e = p->gradient->sparse ? p->call->pairs[pair] : tasks->shared ? 0 : expert;
   if (m <= 0 || e < 0)
     return;
-  moelora_back_scratch *scratch = &p->scratch[worker];
+  moelora_back_scratch *scratch = &p->call->scratch[worker];
   memset(scratch->c, 0, (size_t)(m * moelora_row_width(n)) * sizeof(float));
   for (; at >= 0; at = tasks->shared ? segments->all[at].next : -1) {
     const moelora_segment *segment = &segments->all[at];
@@ -166,21 +156,20 @@ static void product_tile(void *context, int64_t index, int32_t worker) {
   put_tile(p, l, e, rank, m, begin, n, scratch);
 }
 
-void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec) {
-  const moelora_routes *routes = product->routes;
+void moelora_cpu_grouped_product(const moelora_grouped_product *product) {
+  const moelora_back_call *call = product->call;
   product_tasks tasks = {
       .product = product,
       .rank_tiles = moelora_ceil_div(product->ranks.count, MOELORA_BACK_COLUMNS),
       .wide_tiles = moelora_ceil_div(product->wide.count, MOELORA_BACK_COLUMNS),
-      .shared =
-          !product->gradient->sparse && product->gradient->experts == 1 && routes->num_experts > 1,
+      .shared = !product->gradient->sparse && product->gradient->experts == 1 &&
+                call->routes->num_experts > 1,
   };
-  const int64_t groups = tasks.shared ? routes->max_loras : product->segments->count;
-  moelora_cpu_parallel(exec,
-                       product->segments->count ? groups * tasks.rank_tiles * tasks.wide_tiles : 0,
-                       (double)product->sorted->num_rows * (double)product->ranks.count *
-                           (double)product->wide.count,
-                       product_tile, &tasks);
+  const int64_t groups = tasks.shared ? call->routes->max_loras : call->segments.count;
+  moelora_cpu_parallel(
+      call->exec, call->segments.count ? groups * tasks.rank_tiles * tasks.wide_tiles : 0,
+      (double)call->sorted.num_rows * (double)product->ranks.count * (double)product->wide.count,
+      product_tile, &tasks);
 }
 
 /* ---- biases ---- */
@@ -192,24 +181,25 @@ static void sum_columns(void *context, int64_t index, int32_t worker) {
   const int64_t blocks = moelora_ceil_div(s->rows.count, COLUMNS);
   const int64_t begin = index % blocks * COLUMNS, expert = index / blocks;
   const int64_t count = moelora_min(COLUMNS, s->rows.count - begin);
-  const int64_t first = s->sorted->offset[expert], end = s->sorted->offset[expert + 1];
+  const int64_t first = s->call->sorted.offset[expert], end = s->call->sorted.offset[expert + 1];
   float sum[COLUMNS] = {0};
-  if (s->accumulate && first == end)
+  if (s->call->accumulate && first == end)
     return;
   for (int64_t at = first; at < end; at++) {
-    const float weight = s->weight ? s->weight[s->sorted->row[at]] : 1.0f;
-    const float *row = row_of(s->routes, s->sorted, &s->rows, at) + begin;
+    const float weight = s->weight ? s->weight[s->call->sorted.row[at]] : 1.0f;
+    const float *row = row_of(s->call, &s->rows, at) + begin;
     for (int64_t i = 0; i < count; i++)
       sum[i] += weight * row[i];
   }
-  put(s->variant, s->gradient->dtype, s->accumulate, sum, count,
+  put(s->call->variant, s->gradient->dtype, s->call->accumulate, sum, count,
       gradient_row(s->gradient, 0, expert, 0) +
           (size_t)begin * moelora_dtype_bytes(s->gradient->dtype));
 }
 
-void moelora_cpu_row_sum(const moelora_row_sum *sum, const moelora_exec *exec) {
-  moelora_row_sum copy = *sum;
+void moelora_cpu_row_sum(const moelora_row_sum *sum) {
+  const moelora_back_call *call = sum->call;
   moelora_cpu_parallel(
-      exec, sum->routes->num_experts * moelora_ceil_div(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N),
-      (double)sum->sorted->num_rows * (double)sum->rows.count, sum_columns, &copy);
+      call->exec,
+      call->routes->num_experts * moelora_ceil_div(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N),
+      (double)call->sorted.num_rows * (double)sum->rows.count, sum_columns, (void *)sum);
 }
