@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define NAME(dtype) #dtype,
+static const char *const dtype_names[] = {MOELORA_DTYPES(NAME)};
 static const char *const foreign_names[] = {MOELORA_FOREIGN_DTYPES(NAME) "of another library"};
 #undef NAME
 
@@ -15,11 +16,9 @@ static bool is_foreign(moelora_dtype dtype) {
 }
 
 const char *moelora_dtype_name(moelora_dtype dtype) {
-  if (is_foreign(dtype))
-    return foreign_names[dtype - MOELORA_FOREIGN];
-  static const char *const names[] = {"float32", "bfloat16", "float16", "int32",
-                                      "int64",   "bool",     "uint8"};
-  return (size_t)dtype < sizeof names / sizeof *names ? names[dtype] : "unknown";
+  return is_foreign(dtype) ? foreign_names[dtype - MOELORA_FOREIGN]
+         : (size_t)dtype < sizeof dtype_names / sizeof *dtype_names ? dtype_names[dtype]
+                                                                    : "unknown";
 }
 
 const char *moelora_format_name(moelora_format format) {

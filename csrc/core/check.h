@@ -66,6 +66,8 @@ moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim,
 /* No machine addresses as much, and small multiples stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
+/* Names of a moelora_dtype, in the order of the enumerators. */
+#define MOELORA_DTYPES(X) X(float32) X(bfloat16) X(float16) X(int32) X(int64) X(bool) X(uint8)
 /* Dtypes of torch that no argument may have. A dtype of MOELORA_FOREIGN plus an index into this
  * list, or plus its length for any other dtype, lets the check of an argument name what it got. */
 #define MOELORA_FOREIGN_DTYPES(X)                                                                  \

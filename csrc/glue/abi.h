@@ -65,8 +65,6 @@ AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t *ret
 AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t *ret_storage_offset);
 AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t *ret_size); /* bytes */
 AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle tensor, void **ret_data_ptr);
-AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t *ret_size);
-AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t *ret_storage_offset);
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t *sizes_ptr,
                                         const int64_t *strides_ptr, int32_t dtype,
                                         int32_t device_type, int32_t device_index,

@@ -42,38 +42,25 @@ void op_open(moelora_op_context *ctx, const char *op) {
   ctx->status = MOELORA_OK;
 }
 
+#define CODE(dtype) aoti_torch_dtype_##dtype,
+static int32_t (*const known_dtypes[])(void) = {MOELORA_DTYPES(CODE)};
+static int32_t (*const foreign_dtypes[])(void) = {MOELORA_FOREIGN_DTYPES(CODE)};
+#undef CODE
+
+/* Returns uint8 for a foreign dtype: the core refuses it before it looks at an output. */
 static int32_t dtype_to_torch(moelora_dtype dtype) {
-  switch (dtype) {
-  case MOELORA_F32:
-    return aoti_torch_dtype_float32();
-  case MOELORA_BF16:
-    return aoti_torch_dtype_bfloat16();
-  case MOELORA_F16:
-    return aoti_torch_dtype_float16();
-  case MOELORA_I32:
-    return aoti_torch_dtype_int32();
-  case MOELORA_I64:
-    return aoti_torch_dtype_int64();
-  case MOELORA_BOOL:
-    return aoti_torch_dtype_bool();
-  case MOELORA_U8:
-    return aoti_torch_dtype_uint8();
-  }
-  /* A foreign dtype: the core refuses it before it looks at an output. */
-  return aoti_torch_dtype_uint8();
+  return dtype <= MOELORA_U8 ? known_dtypes[dtype]() : aoti_torch_dtype_uint8();
 }
 
 static moelora_dtype dtype_from_torch(int32_t code) {
   for (int32_t i = MOELORA_F32; i <= MOELORA_U8; i++) {
-    if (dtype_to_torch((moelora_dtype)i) == code) {
+    if (known_dtypes[i]() == code) {
       return (moelora_dtype)i;
     }
   }
-#define CODE(dtype) aoti_torch_dtype_##dtype,
-  static int32_t (*const foreign[])(void) = {MOELORA_FOREIGN_DTYPES(CODE)};
-#undef CODE
   size_t place = 0;
-  while (place < sizeof foreign / sizeof *foreign && foreign[place]() != code) {
+  while (place < sizeof foreign_dtypes / sizeof *foreign_dtypes &&
+         foreign_dtypes[place]() != code) {
     place++;
   }
   return (moelora_dtype)(MOELORA_FOREIGN + place);
@@ -225,13 +212,14 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
 }
 
 moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a,
-                     const char *name_b, StableIValue b) {
+                     const char *name_b, StableIValue b, bool either) {
   moelora_lora lora = {0};
-  lora.num_slices = op_tensors(ctx, name_a, a, lora.a);
-  int32_t num_b = op_tensors(ctx, name_b, b, lora.b);
-  if (lora.num_slices != num_b) {
-    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, lora.num_slices,
-            name_b, num_b);
+  const int32_t num_a = op_tensors(ctx, name_a, a, lora.a);
+  const int32_t num_b = op_tensors(ctx, name_b, b, lora.b);
+  lora.num_slices = num_a ? num_a : num_b;
+  if (num_a != num_b && !(either && (num_a == 0 || num_b == 0))) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, num_a, name_b,
+            num_b);
   }
   return lora;
 }

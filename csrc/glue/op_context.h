@@ -33,8 +33,9 @@ void op_open(moelora_op_context *ctx, const char *op);
 /* Arguments; each call takes ownership of its handle, also after a failure. */
 moelora_tensor op_tensor(moelora_op_context *ctx, const char *name, StableIValue value);
 moelora_tensor op_optional(moelora_op_context *ctx, const char *name, StableIValue value);
+/* Requires as many tensors of both; either: one list may be empty. */
 moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a,
-                     const char *name_b, StableIValue b);
+                     const char *name_b, StableIValue b, bool either);
 /* Unpacks a list of at most MOELORA_MAX_SLICES tensors and returns its length. */
 int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value,
                    moelora_tensor *out);

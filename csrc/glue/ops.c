@@ -29,14 +29,11 @@ int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
 }
 
 static int64_t num_blocks(const moelora_align_args *args) {
-  const moelora_tensor *ids = &args->routing.topk_ids;
-  int64_t rows;
-  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0 ||
-      __builtin_mul_overflow(op_size(ids, 0), op_size(ids, 1), &rows) || rows > INT32_MAX) {
+  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0) {
     return 0; /* reported by the core */
   }
-  return moelora_align_max_blocks(args->mode, rows, args->num_experts, args->max_loras,
-                                  args->block_size);
+  return moelora_align_max_blocks(args->mode, op_num_rows(&args->routing.topk_ids),
+                                  args->num_experts, args->max_loras, args->block_size);
 }
 
 void op_run_align(moelora_op_context *ctx, moelora_align_args *args) {

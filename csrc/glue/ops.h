@@ -12,19 +12,20 @@ typedef struct op_unpack_args {
   int32_t columns, dtype; /* dtype: 0 is bfloat16, 1 float16 */
 } op_unpack_args;
 
+/* Which gradients a backward returns. */
+typedef struct op_returned {
+  int32_t wanted; /* bit mask in the order of the outputs; all slices of a factor share a bit */
+  bool float32;   /* gradients of factors and biases */
+} op_returned;
+
 typedef struct op_backward_args {
   moelora_experts_backward_args args;
-  int32_t wanted; /* bit mask in the order of the outputs; the two factors of w13 share a bit */
-  bool float32;   /* gradients of factors and biases */
-  int32_t w13_a, w13_b, w2_a,
-      w2_b; /* number of gradients that the caller passes for the slices of each factor */
+  op_returned returned;
 } op_backward_args;
 
 typedef struct op_gemm_backward_args {
   moelora_gemm_backward_args args;
-  int32_t wanted;       /* bit mask: x, topk_weights, lora_a, lora_b, bias */
-  bool float32;         /* gradients of factors and the bias */
-  int32_t num_a, num_b; /* number of gradients that the caller passes for slices */
+  op_returned returned;
 } op_gemm_backward_args;
 
 /* op_call_<NAME>: prepares and runs an operator of moelora.h. Without more to do, a row's RUN. */
@@ -37,6 +38,13 @@ typedef struct op_gemm_backward_args {
 
 static inline int64_t op_size(const moelora_tensor *tensor, int32_t dim) {
   return dim < tensor->ndim ? tensor->size[dim] : 0;
+}
+
+/* Returns the number of routed rows, or 0 if the core refuses it later. */
+static inline int64_t op_num_rows(const moelora_tensor *topk_ids) {
+  int64_t rows;
+  const bool overflows = __builtin_mul_overflow(op_size(topk_ids, 0), op_size(topk_ids, 1), &rows);
+  return overflows || rows > INT32_MAX ? 0 : rows;
 }
 
 /* ops.c: output rows of w: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */

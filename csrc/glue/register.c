@@ -22,8 +22,9 @@ static const char *const names[NUM_OPS] = {
 #define SCHEMA_WRITTEN(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
 #define SCHEMA_WRITTEN_OPTIONAL SCHEMA_WRITTEN
 #define SCHEMA_LIST(NAME, ...) ", Tensor[] " #NAME
-#define SCHEMA_WRITTEN_LIST(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!)[] " #NAME
 #define SCHEMA_LORA(A, B, ...) ", Tensor[] " #A ", Tensor[] " #B
+#define SCHEMA_WRITTEN_LORA(ALIAS_A, A, ALIAS_B, B, ...)                                           \
+  ", Tensor(" #ALIAS_A "!)[] " #A ", Tensor(" #ALIAS_B "!)[] " #B
 #define SCHEMA_INT(NAME, ...) ", int " #NAME
 #define SCHEMA_WIDE_INT SCHEMA_INT
 #define SCHEMA_INT_OR_ZERO(NAME, ...) ", int " #NAME "=0"
@@ -62,10 +63,11 @@ static void write_schema(int op, char *to, size_t bytes) {
 #define UNPACK_WRITTEN(ALIAS, NAME, FIELD) UNPACK_TENSOR(NAME, FIELD)
 #define UNPACK_WRITTEN_OPTIONAL(ALIAS, NAME, FIELD) UNPACK_OPTIONAL(NAME, FIELD)
 #define UNPACK_LIST(NAME, COUNT, FIELD) args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
-#define UNPACK_WRITTEN_LIST(ALIAS, NAME, COUNT, FIELD) UNPACK_LIST(NAME, COUNT, FIELD)
-#define UNPACK_LORA(A, B, FIELD)                                                                   \
-  args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1]);                                          \
+#define UNPACK_EITHER(A, B, EITHER, FIELD)                                                         \
+  args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1], EITHER);                                  \
   stack += 2;
+#define UNPACK_LORA(A, B, FIELD) UNPACK_EITHER(A, B, false, FIELD)
+#define UNPACK_WRITTEN_LORA(ALIAS_A, A, ALIAS_B, B, FIELD) UNPACK_EITHER(A, B, true, FIELD)
 #define UNPACK_INT(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
 #define UNPACK_INT_OR_ZERO UNPACK_INT
 #define UNPACK_WIDE_INT(NAME, FIELD) args->FIELD = (int64_t)*stack++;
