@@ -184,7 +184,7 @@ static delta_layout lay_out(const moelora_delta_problem *p, int32_t count,
   delta_layout layout = {0};
   rows_take(routes, last->lists.sorted_token_ids, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
-  if (p->k && moelora_cpu_kernels_of(plan->variant)->widen)
+  if (p->k && moelora_cpu_kernels_of(plan->variant)->widens)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(plan->variant,
                                                     moelora_rows_of_x(routes, p->x_per_row), p->k));

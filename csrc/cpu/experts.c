@@ -41,7 +41,7 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(variant, exec, &arena);
-  if (moelora_cpu_kernels_of(variant)->widen || problem->apply_router_weight_on_input)
+  if (moelora_cpu_kernels_of(variant)->widens || problem->apply_router_weight_on_input)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
   layout.h = moelora_take(&arena,

@@ -32,10 +32,6 @@ static inline void load_f16(const void *src, float *dst, int64_t n) {
     dst[i] = moelora_f16_to_f32(from[i]);
 }
 
-static inline void widen_f16(const void *src, void *dst, int64_t n) {
-  load_f16(src, dst, n);
-}
-
 static inline void store_f16(const float *src, void *dst, int64_t n) {
   uint16_t *to = dst;
   int64_t i = 0;

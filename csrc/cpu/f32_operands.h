@@ -10,7 +10,7 @@
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
-/* The four row conversions of a 16-bit type, from the two conversions of a value. */
+/* The three row conversions of a 16-bit type, from the two conversions of a value. */
 #define CONVERSIONS(TYPE)                                                                          \
   static inline void load_##TYPE(const void *src, float *dst, int64_t n) {                         \
     const uint16_t *from = src;                                                                    \
@@ -26,9 +26,6 @@
     float *to = dst;                                                                               \
     for (int64_t i = 0; i < n; i++)                                                                \
       to[i] = moelora_##TYPE##_to_f32(moelora_f32_to_##TYPE(src[i]));                              \
-  }                                                                                                \
-  static inline void widen_##TYPE(const void *src, void *dst, int64_t n) {                         \
-    load_##TYPE(src, dst, n);                                                                      \
   }
 
 CONVERSIONS(bf16)
@@ -45,18 +42,26 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
   store_f32(src, dst, n);
 }
 
-/* The including file defines `dot` over float32. */
-#define F32_OPERANDS(TYPE, WIDEN, DEQUANTIZED, DEQUANTIZED_FP8)                                    \
+#define F32_OPERANDS(TYPE, ...)                                                                    \
   {.operand_bytes = sizeof(float),                                                                 \
-   .widen = WIDEN,                                                                                 \
    .round = round_##TYPE,                                                                          \
    .store = store_##TYPE,                                                                          \
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
    .add_rows = add_rows,                                                                           \
-   .dequantize = DEQUANTIZED,                                                                      \
-   .dequantize_fp8 = DEQUANTIZED_FP8,                                                              \
    .activate = moelora_activate,                                                                   \
-   .activate_backward = moelora_activate_backward}
+   .activate_backward = moelora_activate_backward,                                                 \
+   __VA_ARGS__}
+
+/* The kernels of all dtypes for instruction set ISA. The including file defines `dot` over float32,
+ * and includes dequantize.h. */
+#define F32_KERNELS(ISA)                                                                           \
+  DEQUANTIZE(bf16, true)                                                                           \
+  DEQUANTIZE(f16, false)                                                                           \
+  const moelora_cpu_kernels moelora_gemm_f32_##ISA = F32_OPERANDS(f32, .widens = false);           \
+  const moelora_cpu_kernels moelora_gemm_bf16_##ISA = F32_OPERANDS(                                \
+      bf16, .widens = true, .dequantize = dequantize_bf16, .dequantize_fp8 = dequantize_fp8_bf16); \
+  const moelora_cpu_kernels moelora_gemm_f16_##ISA = F32_OPERANDS(                                 \
+      f16, .widens = true, .dequantize = dequantize_f16, .dequantize_fp8 = dequantize_fp8_f16);
 
 #endif

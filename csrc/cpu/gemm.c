@@ -209,7 +209,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
   const int64_t rows = moelora_rows_of_x(routes, problem->x_per_row);
-  if (moelora_cpu_kernels_of(plan->variant)->widen)
+  if (moelora_cpu_kernels_of(plan->variant)->widens)
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
   layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)

@@ -67,34 +67,29 @@ static inline __m256 rounded_f16(__m256 x) {
   return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-#define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
-                                   bool exact) {                                                   \
-    const __m256 by = _mm256_set1_ps(tile_scale);                                                  \
-    const __m256 first = _mm256_mul_ps(products(values, zero, scale), by);                         \
-    const __m256 second = _mm256_mul_ps(products(values + 8, zero, scale), by);                    \
-    return exact ? (table){first, second}                                                          \
-                 : (table){rounded_##TYPE(first), rounded_##TYPE(second)};                         \
+static inline __m256 rounded(bool bf16, __m256 x) {
+  return bf16 ? rounded_bf16(x) : rounded_f16(x);
+}
+
+static inline table make_table(bool bf16, const float *values, float zero, float scale,
+                               float tile_scale, bool exact) {
+  const __m256 by = _mm256_set1_ps(tile_scale);
+  const __m256 first = _mm256_mul_ps(products(values, zero, scale), by);
+  const __m256 second = _mm256_mul_ps(products(values + 8, zero, scale), by);
+  return exact ? (table){first, second} : (table){rounded(bf16, first), rounded(bf16, second)};
+}
+
+static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
+                                   float scale, operand *to) {
+  const __m256i halves[2] = {e4m3_halves(first), e4m3_halves(second)};
+  const __m256 by = _mm256_set1_ps(scale * 0x1p8f);
+  for (int i = 0; i < 2; i++, to += 16) {
+    const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves[i]));
+    const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves[i], 1));
+    _mm256_storeu_ps(to, rounded(bf16, _mm256_mul_ps(low, by)));
+    _mm256_storeu_ps(to + 8, rounded(bf16, _mm256_mul_ps(high, by)));
   }
-
-TABLE(bf16)
-TABLE(f16)
-
-#define E4M3(TYPE)                                                                                 \
-  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
-                                 operand *to) {                                                    \
-    const __m256i halves[2] = {e4m3_halves(first), e4m3_halves(second)};                           \
-    const __m256 by = _mm256_set1_ps(scale * 0x1p8f);                                              \
-    for (int i = 0; i < 2; i++, to += 16) {                                                        \
-      const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves[i]));                       \
-      const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves[i], 1));                 \
-      _mm256_storeu_ps(to, rounded_##TYPE(_mm256_mul_ps(low, by)));                                \
-      _mm256_storeu_ps(to + 8, rounded_##TYPE(_mm256_mul_ps(high, by)));                           \
-    }                                                                                              \
-  }
-
-E4M3(bf16)
-E4M3(f16)
+}
 
 /* Looks up the table by the low four bits of each lane. */
 static inline __m256 entries(const table *t, __m256i place) {
@@ -133,14 +128,7 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   }
 }
 
-#define TYPE bf16
-#include "cpu/dequantize.h"
-#define TYPE f16
 #include "cpu/dequantize.h"
 
-const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL, NULL, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_avx2 =
-    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_avx2 =
-    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
+F32_KERNELS(avx2)
 #endif

@@ -24,34 +24,23 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 typedef float operand;
 typedef __m512 table;
 
-static inline __m512 to_bf16(__m512 x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(x), _mm512_set1_epi32((int)0xffff0000)));
+static inline __m512 rounded(bool bf16, __m512 x) {
+  return bf16 ? _mm512_castsi512_ps(
+                    _mm512_and_si512(rounded_bf16(x), _mm512_set1_epi32((int)0xffff0000)))
+              : _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline __m512 to_f16(__m512 x) {
-  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+static inline table make_table(bool bf16, const float *values, float zero, float scale,
+                               float tile_scale, bool exact) {
+  const __m512 numbers = _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));
+  return exact ? numbers : rounded(bf16, numbers);
 }
 
-#define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
-                                   bool exact) {                                                   \
-    const __m512 numbers =                                                                         \
-        _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));                  \
-    return exact ? numbers : to_##TYPE(numbers);                                                   \
-  }
-
-TABLE(bf16)
-TABLE(f16)
-
-#define E4M3(TYPE)                                                                                 \
-  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
-                                 operand *to) {                                                    \
-    _mm512_storeu_ps(to, to_##TYPE(e4m3_products(first, scale)));                                  \
-    _mm512_storeu_ps(to + 16, to_##TYPE(e4m3_products(second, scale)));                            \
-  }
-
-E4M3(bf16)
-E4M3(f16)
+static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
+                                   float scale, operand *to) {
+  _mm512_storeu_ps(to, rounded(bf16, e4m3_products(first, scale)));
+  _mm512_storeu_ps(to + 16, rounded(bf16, e4m3_products(second, scale)));
+}
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
@@ -71,14 +60,7 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[d], high[d], to_low + 48, to_high + 48);
 }
 
-#define TYPE bf16
-#include "cpu/dequantize.h"
-#define TYPE f16
 #include "cpu/dequantize.h"
 
-const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_avx512 =
-    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_avx512 =
-    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
+F32_KERNELS(avx512)
 #endif

@@ -25,8 +25,9 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 typedef uint16_t operand;
 typedef __m512i table; /* bf16 in the upper 16 bits of each lane; the lower 16 are unspecified */
 
-static inline table table_bf16(const float *values, float zero, float scale, float tile_scale,
-                               bool exact) {
+static inline table make_table(bool bf16, const float *values, float zero, float scale,
+                               float tile_scale, bool exact) {
+  (void)bf16; /* the only dtype here */
   const __m512 numbers = _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));
   return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
@@ -67,8 +68,9 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
 
 /* The rounding instruction flushes values below 2^-126 to zero; products only get there if the
  * scale itself is that small. */
-static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float scale,
-                             operand *to) {
+static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
+                                   float scale, operand *to) {
+  (void)bf16;
   const __m512 low = e4m3_products(first, scale), high = e4m3_products(second, scale);
   if (__builtin_fabsf(scale) >= 0x1p-100f) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
@@ -80,8 +82,9 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits[i], 16)));
 }
 
-#define TYPE bf16
 #include "cpu/dequantize.h"
+
+DEQUANTIZE(bf16, true)
 
 #define BF16_OPERANDS                                                                              \
   .operand_bytes = sizeof(uint16_t), .round = store_bf16, .store = store_bf16, .load = load_bf16,  \

@@ -53,7 +53,7 @@ static void lay_out(const moelora_gemm_backward_problem *problem,
   b->x = moelora_take_floats(&arena, rows_of_x, k);
   b->y = moelora_take_floats(&arena, rows, forward->w.n);
   if (b->needs.xa) {
-    if (moelora_cpu_kernels_of(plan->variant)->widen)
+    if (moelora_cpu_kernels_of(plan->variant)->widens)
       b->operands = moelora_take_floats(&arena, rows_of_x, k);
     b->shrunk = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &forward->lora));
     b->xa = moelora_take_floats(&arena, rows, ranks);

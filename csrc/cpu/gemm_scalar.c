@@ -35,19 +35,19 @@ typedef struct table {
   operand of[16];
 } table;
 
-#define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, float tile_scale, \
-                                   bool exact) {                                                   \
-    table made;                                                                                    \
-    for (int i = 0; i < 16; i++)                                                                   \
-      made.of[i] = (values[i] - zero) * scale * tile_scale;                                        \
-    if (!exact)                                                                                    \
-      round_##TYPE(made.of, made.of, 16);                                                          \
-    return made;                                                                                   \
-  }
+static inline void round_operands(bool bf16, operand *values, int64_t n) {
+  (bf16 ? round_bf16 : round_f16)(values, values, n);
+}
 
-TABLE(bf16)
-TABLE(f16)
+static inline table make_table(bool bf16, const float *values, float zero, float scale,
+                               float tile_scale, bool exact) {
+  table made;
+  for (int i = 0; i < 16; i++)
+    made.of[i] = (values[i] - zero) * scale * tile_scale;
+  if (!exact)
+    round_operands(bf16, made.of, 16);
+  return made;
+}
 
 static inline void look_up_word(moelora_format format, const uint8_t *bytes, const operand *low,
                                 const operand *high, operand *restrict to_low,
@@ -73,25 +73,13 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
     }
 }
 
-#define E4M3(TYPE)                                                                                 \
-  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
-                                 operand *to) {                                                    \
-    for (int32_t c = 0; c < 32; c++)                                                               \
-      to[c] =                                                                                      \
-          moelora_e4m3_to_f32((c < 16 ? first : second)[moelora_fp8_offset(0, c % 16)]) * scale;   \
-    round_##TYPE(to, to, 32);                                                                      \
-  }
+static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
+                                   float scale, operand *to) {
+  for (int32_t c = 0; c < 32; c++)
+    to[c] = moelora_e4m3_to_f32((c < 16 ? first : second)[moelora_fp8_offset(0, c % 16)]) * scale;
+  round_operands(bf16, to, 32);
+}
 
-E4M3(bf16)
-E4M3(f16)
-
-#define TYPE bf16
-#include "cpu/dequantize.h"
-#define TYPE f16
 #include "cpu/dequantize.h"
 
-const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_scalar =
-    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_scalar =
-    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
+F32_KERNELS(scalar)

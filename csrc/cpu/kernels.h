@@ -46,8 +46,7 @@ typedef struct moelora_cpu_matrix {
 
 typedef struct moelora_cpu_kernels {
   size_t operand_bytes;
-  /* dtype -> operand, n values; NULL: operands have the dtype */
-  void (*widen)(const void *src, void *dst, int64_t n);
+  bool widens; /* operands are float32, and the dtype has 16 bits; otherwise they have the dtype */
   /* float32 -> rounded to the dtype, as operand (`round`) or as the dtype itself (`store`) */
   void (*round)(const float *src, void *dst, int64_t n);
   void (*store)(const float *src, void *dst, int64_t n);
@@ -94,8 +93,8 @@ const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant
 /* Converts n values of the dtype to operands. */
 static inline void moelora_load_as_operands(const moelora_cpu_kernels *kernels, const void *from,
                                             void *to, int64_t n) {
-  if (kernels->widen)
-    kernels->widen(from, to, n);
+  if (kernels->widens)
+    kernels->load(from, to, n);
   else
     memcpy(to, from, (size_t)n * kernels->operand_bytes);
 }
@@ -103,7 +102,7 @@ static inline void moelora_load_as_operands(const moelora_cpu_kernels *kernels, 
 /* Converts n operands to the dtype. */
 static inline void moelora_store_operands(const moelora_cpu_kernels *kernels, const void *from,
                                           void *to, int64_t n) {
-  if (kernels->widen)
+  if (kernels->widens)
     kernels->store((const float *)from, to, n);
   else
     memcpy(to, from, (size_t)n * kernels->operand_bytes);
@@ -112,7 +111,7 @@ static inline void moelora_store_operands(const moelora_cpu_kernels *kernels, co
 /* Converts n operands to float32. */
 static inline void moelora_operands_to_f32(const moelora_cpu_kernels *kernels, const void *from,
                                            float *to, int64_t n) {
-  if (kernels->widen)
+  if (kernels->widens)
     memcpy(to, from, (size_t)n * sizeof *to);
   else
     kernels->load(from, to, n);

@@ -77,7 +77,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   for (int64_t k = 0; k < w->k; k += variant->block_k) {
     const int64_t depth = moelora_min(variant->block_k, w->k - k);
     advance_rows(variant, k, m, scratch);
-    if (!w->packed && !kernels->widen) {
+    if (!w->packed && !kernels->widens) {
       const size_t offset = (size_t)k * bytes;
       kernels->dot(m, end - begin, depth, scratch->x_pass, moelora_row_at(w, dtype, begin) + offset,
                    w->stride_n * (int64_t)bytes, next ? (const char *)next + offset : NULL, c, ldc);
