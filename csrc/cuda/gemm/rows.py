@@ -29,8 +29,9 @@ LAUNCHERS = {
     "saving": "LaunchSaving<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
     "back": "LaunchBack<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
 }
-HEADERS = {  # below the folder of the family
-    "sm80": {"gemm": "gemm", "saving": "saving", "back": "back"},
+# By family and kind: the header that defines the launcher.
+HEADERS = {
+    "sm80": dict.fromkeys(LAUNCHERS, "gemm"),
     "sm90": {"gemm": "launch", "saving": "launch", "back": "back"},
 }
 ARGUMENTS = {

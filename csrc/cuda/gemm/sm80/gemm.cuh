@@ -344,8 +344,10 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-/* Kernel with extents E. */
-template <class E, class T, int STAGES> struct KernelSm80 {
+/* Launches the kernel with extents E. */
+template <class E, class T, int STAGES, int CLUSTER> struct Launch {
+  static_assert(CLUSTER == 1, "portable");
+
   template <bool VECTORS>
   static moelora_status run_as(const LaunchOf<E> *g, const moelora_exec *exec) {
     constexpr int SHARED = sizeof(SharedStorage<E, STAGES>);
@@ -358,24 +360,35 @@ template <class E, class T, int STAGES> struct KernelSm80 {
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);
   }
-  static moelora_status run(const LaunchOf<E> *g, bool vectors, const moelora_exec *exec) {
+  template <class Plan>
+  static moelora_status run(const LaunchOf<E> *g, const Plan *plan, const moelora_exec *exec) {
     if constexpr (E::TOKENS <= kMaxUnalignedTokens)
-      if (!vectors)
+      if (!plan->vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);
   }
 };
 
-template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm80 {
-  static_assert(CLUSTER == 1, "portable");
-  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
-
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
-                            const moelora_exec *exec) {
-    return KernelSm80<E, T, STAGES>::run(g, plan->vectors, exec);
-  }
+/* Extents of activated projections that also store the values before the activation. */
+template <class E> struct Saving : E {
+  static constexpr bool SAVES = true;
 };
+
+/* Extents of the backward's products y W. */
+template <class E> struct Transposed : E {
+  static constexpr bool TRANSPOSED = true;
+  // Includes the scale of a second tile, for alternating gate and up rows.
+  static constexpr int TILE_BYTES =
+      E::TILE_BYTES + (E::Format::HAS_TILE_SCALE ? MOELORA_TILE_SCALE_BYTES : 0);
+};
+
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+using LaunchSm80 = Launch<StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>, T, STAGES, CLUSTER>;
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+using LaunchSaving = Launch<Saving<StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>>, T, STAGES, CLUSTER>;
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+using LaunchBack =
+    Launch<Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>>, T, STAGES, CLUSTER>;
 
 } // namespace
 

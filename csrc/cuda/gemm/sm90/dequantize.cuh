@@ -13,10 +13,8 @@
 #ifndef MOELORA_CUDA_SM90_DEQUANTIZE_CUH
 #define MOELORA_CUDA_SM90_DEQUANTIZE_CUH
 
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 template <class S, class T> struct DequantizeMainloop;
@@ -43,15 +41,10 @@ struct DequantizeShape
   template <class S, class T> using Mainloop = DequantizeMainloop<S, T>;
 };
 
-template <class S, class T> struct DequantizeMainloop {
+template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T> {
   static constexpr int TILES = S::TILES_AT_ONCE;
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
   using WeightLoads = QuantizedLoads<S>;
-  using Rows = TokenRows<S>;
-  using Scales = NoTokenScales<S>;
-  using Adapters = WeightMajorAdapters<S, T>;
-  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
-  static constexpr bool RELEASES_ALIASED_STAGE = true;
 
   /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. The wgmmas that last
    * read rA have completed; those that read the other buffer are still in flight. */

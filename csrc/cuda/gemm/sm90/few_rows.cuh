@@ -13,10 +13,8 @@
 #ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
 #define MOELORA_CUDA_SM90_FEW_ROWS_CUH
 
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/ptx/mma.cuh"
 
 template <class S, class T> struct FewRowsMainloop;
@@ -36,13 +34,9 @@ struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   template <class S, class T> using Mainloop = FewRowsMainloop<S, T>;
 };
 
-template <class S, class T> struct FewRowsMainloop {
+template <class S, class T> struct FewRowsMainloop : WeightMajorMainloop<S, T> {
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
   using WeightLoads = QuantizedLoads<S>;
-  using Rows = TokenRows<S>;
-  using Scales = NoTokenScales<S>;
-  using Adapters = WeightMajorAdapters<S, T>;
-  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
   /* Accumulates k16 slab K of both m64 tiles, for the N tokens at sX. */

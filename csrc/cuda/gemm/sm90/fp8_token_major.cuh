@@ -22,11 +22,8 @@
 #ifndef MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
 
-#include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/fp8.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 
 template <class S, class T> struct Fp8TokenMajorMainloop;
 

@@ -12,10 +12,8 @@
 #ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/fp8.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 
 template <class S, class T> struct Fp8WeightMajorMainloop;
 
@@ -77,12 +75,9 @@ __device__ __forceinline__ void promote(float *rAcc, const float *rPartial, floa
   }
 }
 
-template <class S, class T> struct Fp8WeightMajorMainloop {
+template <class S, class T> struct Fp8WeightMajorMainloop : WeightMajorMainloop<S, T> {
   using WeightLoads = Fp8Loads<S>;
-  using Rows = TokenRows<S>;
   using Scales = TokenScales<S>;
-  using Adapters = WeightMajorAdapters<S, T>;
-  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
   /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */

@@ -38,6 +38,18 @@
 #include "cuda/gemm/sm90/fixup.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 
+#include <type_traits>
+
+/* Members of the main loops with weights as operand A. */
+template <class S, class T> struct WeightMajorMainloop {
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  using Adapters =
+      std::conditional_t<S::TRANSPOSED, TransposedAdapters<S, T>, WeightMajorAdapters<S, T>>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = true;
+};
+
 template <class S, class T> struct DactEpilogue; // dact_epilogue.cuh
 
 namespace {

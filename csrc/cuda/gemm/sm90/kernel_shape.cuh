@@ -52,7 +52,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens
   // Whether there is a kernel with the GENERAL epilogue, which single projections use. Variants
-  // without one use ByRow (saving.cuh), or serve layers only.
+  // without one use ByRow (launch.cuh), or serve layers only.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
   static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs

@@ -16,12 +16,8 @@
 #ifndef MOELORA_CUDA_SM90_NATIVE_CUH
 #define MOELORA_CUDA_SM90_NATIVE_CUH
 
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/ptx/wgmma.cuh"
-
-#include <type_traits>
 
 template <class S, class T> struct NativeMainloop;
 
@@ -48,14 +44,7 @@ struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KER
   template <class S, class T> using Mainloop = NativeMainloop<S, T>;
 };
 
-template <class S, class T> struct NativeMainloop {
-  using Rows = TokenRows<S>;
-  using Scales = NoTokenScales<S>;
-  using Adapters =
-      std::conditional_t<S::TRANSPOSED, TransposedAdapters<S, T>, WeightMajorAdapters<S, T>>;
-  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
-  static constexpr bool RELEASES_ALIASED_STAGE = true;
-
+template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
   /* Producer of the weights of a k step. Each CTA of a cluster loads an equal share of the m64
    * tiles and multicasts it to both. */
   struct WeightLoads {

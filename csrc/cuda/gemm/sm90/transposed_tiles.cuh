@@ -19,9 +19,7 @@
 #define MOELORA_CUDA_SM90_TRANSPOSED_TILES_CUH
 
 #include "cuda/gemm/common/transposed_tiles.cuh"
-#include "cuda/gemm/sm90/adapters.cuh"
-#include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/ptx/opaque.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -54,13 +52,7 @@ struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>
   template <class S, class T> using Mainloop = TransposedTilesMainloop<S, T>;
 };
 
-template <class S, class T> struct TransposedTilesMainloop {
-  using Rows = TokenRows<S>;
-  using Scales = NoTokenScales<S>;
-  using Adapters = TransposedAdapters<S, T>;
-  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
-  static constexpr bool RELEASES_ALIASED_STAGE = true;
-
+template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop<S, T> {
   /* Producer of the weights of a k step: a bulk copy for each of its two rows of tiles. Tiles of
    * columns past the last one are left as they are; their outputs are not stored. In a row of tiles
    * past the end of K, y is zero and weights may be anything: load the last one again. */
