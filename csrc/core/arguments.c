@@ -15,14 +15,16 @@ static moelora_status check_views(moelora_arguments *all);
     typedef moelora_##NAME##_args args_type;                                                       \
     static const moelora_row rows[] = {
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
-#define INPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_READ)
-#define OPTIONAL(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_READ)
-#define OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_WRITTEN)
-#define OPTIONAL_OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_WRITE)
-#define AT_LEAST(NAME, LEAST, FIELD)                                                               \
+#define ARG(KIND, ...) ARG_##KIND(__VA_ARGS__)
+#define ARG_INPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_READ)
+#define ARG_OPTIONAL(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_READ)
+#define ARG_OUTPUT(NAME, SHAPE, DTYPE, FIELD) ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_WRITTEN)
+#define ARG_OPTIONAL_OUTPUT(NAME, SHAPE, DTYPE, FIELD)                                             \
+  ROW(NAME, SHAPE, DTYPE, FIELD, MOELORA_MAY_WRITE)
+#define ARG_AT_LEAST(NAME, LEAST, FIELD)                                                           \
   {NAME, NULL, "", offsetof(args_type, FIELD), MOELORA_CLASS_number, MOELORA_READ, LEAST},
-#define FACTORS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_READ)
-#define FACTOR_GRADIENTS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_WRITTEN)
+#define ARG_FACTORS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_READ)
+#define ARG_FACTOR_GRADIENTS(NAME_A, NAME_B, FIELD) PAIR(NAME_A, NAME_B, FIELD, MOELORA_WRITTEN)
 #define END(NAME)                                                                                  \
   }                                                                                                \
   ;                                                                                                \

@@ -25,24 +25,21 @@ typedef struct moelora_device_info {
   bool overlaps;               /* CUDA: the loaded code supports programmatic dependent launch */
 } moelora_device_info;
 
-/* Types of a backend's functions for each operator, moelora_<backend>_<NAME> and
- * moelora_<backend>_<NAME>_workspace, and for each conversion. */
+/* Types of a backend's functions, moelora_<backend>_<NAME>, for each operator and conversion.
+ *
+ * An operator lays out its workspace by a function of (problem, plan, exec). If `bytes` is not
+ * NULL, exec has no workspace: the operator only sets the size that it needs. moelora_run passes
+ * the same device and number of workers, for which the layout is the same. */
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
-  typedef size_t moelora_##NAME##_size_function(                                                   \
-      const moelora_##PROBLEM *problem, const moelora_##PLAN *plan, const moelora_exec *exec);     \
-  typedef moelora_status moelora_##NAME##_function(                                                \
-      const moelora_##PROBLEM *problem, const moelora_##PLAN *plan, const moelora_exec *exec);
+  typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM *problem,               \
+                                                   const moelora_##PLAN *plan,                     \
+                                                   const moelora_exec *exec, size_t *bytes);
 #define CONVERSION(NAME, PROBLEM)                                                                  \
   typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM *problem,               \
                                                    const moelora_exec *exec);
 #include "core/operators.inc"
 
-/* A backend executes plans. It has all operators.
- *
- * Each operator lays out its workspace in one function of (problem, plan, exec), used by two
- * slots: the one that runs it, and *_workspace, which returns the size and gets an exec without a
- * workspace. moelora_run passes the same device and number of workers to both, so both compute the
- * same layout. */
+/* A backend executes plans. It has all operators. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
@@ -51,10 +48,8 @@ typedef struct moelora_backend {
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
-#define OPERATOR(NAME, ...)                                                                        \
-  moelora_##NAME##_size_function *NAME##_workspace;                                                \
-  moelora_##NAME##_function *NAME;
-#define CONVERSION(NAME, ...) moelora_##NAME##_function *NAME;
+#define OPERATOR(NAME, ...) moelora_##NAME##_function *NAME;
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
   bool (*is_built)(const moelora_variant *variant); /* NULL: all variants of its table are built */
 } moelora_backend;
@@ -124,6 +119,15 @@ moelora_status moelora_no_kernel(const char *variant, const char *why);
     moelora_status status_ = (CALL);                                                               \
     if (status_ != MOELORA_OK)                                                                     \
       return status_;                                                                              \
+  } while (0)
+
+/* Ends an operator that only measures its workspace. */
+#define MOELORA_MEASURE(BYTES, SIZE)                                                               \
+  do {                                                                                             \
+    if (BYTES) {                                                                                   \
+      *(BYTES) = (SIZE);                                                                           \
+      return MOELORA_OK;                                                                           \
+    }                                                                                              \
   } while (0)
 
 /* Returns a * b, saturating at SIZE_MAX. All sizes of workspaces are computed with it. */

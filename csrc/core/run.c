@@ -101,7 +101,7 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
 #define OPERATOR(NAME, PROBLEM, PLAN, IDLE)                                                        \
   static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \
     moelora_note_##NAME(&p->of.NAME.problem, &p->device, &p->of.NAME.plan);                        \
-    return p->backend->NAME(&p->of.NAME.problem, &p->of.NAME.plan, exec);                          \
+    return p->backend->NAME(&p->of.NAME.problem, &p->of.NAME.plan, exec, NULL);                    \
   }                                                                                                \
   moelora_status moelora_prepare_##NAME(const moelora_##NAME##_args *args,                         \
                                         const moelora_exec *exec, moelora_call *call) {            \
@@ -120,8 +120,9 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
 #define VARIANT(ROW) MOELORA_TRY(check_built(ROW));
 #define SIZE(TEXT, VALUE) sizes[count++] = (named_size){TEXT, VALUE};
 #define END(NAME)                                                                                  \
-  return finish(call, p, p->backend->NAME##_workspace(problem, plan, &p->sized_for),               \
-                launch_##NAME, sizes, count);                                                      \
+  size_t bytes = 0;                                                                                \
+  MOELORA_TRY(p->backend->NAME(problem, plan, &p->sized_for, &bytes));                             \
+  return finish(call, p, bytes, launch_##NAME, sizes, count);                                      \
   }
 #define CONVERSION(NAME, ...)                                                                      \
   static moelora_status launch_##NAME(const prepared *p, const moelora_exec *exec) {               \

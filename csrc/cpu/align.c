@@ -28,12 +28,6 @@ static align_layout lay_out(const moelora_align_problem *problem, const moelora_
   return layout;
 }
 
-size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
-                                   const moelora_align_plan *plan, const moelora_exec *exec) {
-  (void)plan;
-  return lay_out(problem, exec).bytes;
-}
-
 static void fill_padding(const moelora_align_problem *problem) {
   int64_t blocks = problem->max_blocks, rows = blocks * problem->block_size;
   for (int64_t i = 0; i < rows; i++)
@@ -82,7 +76,9 @@ static void mark_local(const moelora_routes *routes, const moelora_tables *table
 }
 
 moelora_status moelora_cpu_align(const moelora_align_problem *problem,
-                                 const moelora_align_plan *plan, const moelora_exec *exec) {
+                                 const moelora_align_plan *plan, const moelora_exec *exec,
+                                 size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem, exec).bytes);
   (void)plan;
   align_layout layout = lay_out(problem, exec);
   const moelora_routes *routes = &layout.routes;

@@ -17,12 +17,6 @@ static lists_layout lay_out(const moelora_align_lists_problem *problem, const mo
   return layout;
 }
 
-size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                         const moelora_align_plan *plan, const moelora_exec *exec) {
-  (void)plan;
-  return lay_out(problem, exec).bytes;
-}
-
 /* Fills the list of `adapter` with padding. */
 static void start_list(const moelora_align_lists_problem *problem, int32_t adapter) {
   const moelora_list_blocks *lists = &problem->lists;
@@ -33,7 +27,9 @@ static void start_list(const moelora_align_lists_problem *problem, int32_t adapt
 }
 
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
-                                       const moelora_align_plan *plan, const moelora_exec *exec) {
+                                       const moelora_align_plan *plan, const moelora_exec *exec,
+                                       size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem, exec).bytes);
   (void)plan;
   const moelora_routes *routes = &problem->routes;
   const moelora_list_blocks *lists = &problem->lists;

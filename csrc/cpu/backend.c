@@ -41,8 +41,7 @@ const moelora_backend moelora_cpu_backend = {
     .enter = enter,
     .leave = leave,
     .device_info = device_info,
-#define OPERATOR(NAME, ...)                                                                        \
-  .NAME##_workspace = moelora_cpu_##NAME##_workspace, .NAME = moelora_cpu_##NAME,
-#define CONVERSION(NAME, ...) .NAME = moelora_cpu_##NAME,
+#define OPERATOR(NAME, ...) .NAME = moelora_cpu_##NAME,
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
 };

@@ -93,14 +93,6 @@ static void lay_out(const moelora_experts_backward_problem *problem,
   b->bytes = arena.used;
 }
 
-size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
-                                              const moelora_backward_plan *plan,
-                                              const moelora_exec *exec) {
-  backward b;
-  lay_out(problem, plan, exec, &b);
-  return b.bytes;
-}
-
 /* ---- through the activation ---- */
 
 /* Loads columns [begin, begin + count) of gate and up of a flat row, as float32. */
@@ -341,9 +333,10 @@ static void zero_gradients(const backward *b) {
 
 moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
                                             const moelora_backward_plan *plan,
-                                            const moelora_exec *exec) {
+                                            const moelora_exec *exec, size_t *bytes) {
   backward b;
   lay_out(problem, plan, exec, &b);
+  MOELORA_MEASURE(bytes, b.bytes);
   moelora_experts_problem *forward = &b.forward;
   const moelora_routes *routes = &forward->routes;
   moelora_cpu_back_begin(&b.call, &problem->pairs, !forward->apply_router_weight_on_input);

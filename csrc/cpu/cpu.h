@@ -234,10 +234,8 @@ void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_rou
                                const moelora_exec *exec);
 
 /* Functions of the backend's table. */
-#define OPERATOR(NAME, ...)                                                                        \
-  moelora_##NAME##_size_function moelora_cpu_##NAME##_workspace;                                   \
-  moelora_##NAME##_function moelora_cpu_##NAME;
-#define CONVERSION(NAME, ...) moelora_##NAME##_function moelora_cpu_##NAME;
+#define OPERATOR(NAME, ...) moelora_##NAME##_function moelora_cpu_##NAME;
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
 
 #endif

@@ -286,22 +286,16 @@ static moelora_status run(const moelora_delta_problem *p, int32_t count,
   return MOELORA_OK;
 }
 
-size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
-                                   const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return lay_out(problem, 1, plan, exec).bytes;
-}
-
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
-                                 const moelora_delta_plan *plan, const moelora_exec *exec) {
+                                 const moelora_delta_plan *plan, const moelora_exec *exec,
+                                 size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem, 1, plan, exec).bytes);
   return run(problem, 1, plan, exec);
 }
 
-size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
-                                       const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return lay_out(problem->of, 2, plan, exec).bytes;
-}
-
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
-                                     const moelora_delta_plan *plan, const moelora_exec *exec) {
+                                     const moelora_delta_plan *plan, const moelora_exec *exec,
+                                     size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem->of, 2, plan, exec).bytes);
   return run(problem->of, 2, plan, exec);
 }

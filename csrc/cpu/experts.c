@@ -63,13 +63,10 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   return layout;
 }
 
-size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
-                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
-  return lay_out(problem, plan, exec).bytes;
-}
-
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
-                                   const moelora_experts_plan *plan, const moelora_exec *exec) {
+                                   const moelora_experts_plan *plan, const moelora_exec *exec,
+                                   size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem, plan, exec).bytes);
   const moelora_routes *routes = &problem->routes;
   experts_layout layout = lay_out(problem, plan, exec);
   moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;

@@ -220,13 +220,9 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   return layout;
 }
 
-size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
-                                  const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  return gemm_lay_out(problem, plan, exec).bytes;
-}
-
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                                const moelora_exec *exec) {
+                                const moelora_exec *exec, size_t *bytes) {
+  MOELORA_MEASURE(bytes, gemm_lay_out(problem, plan, exec).bytes);
   const moelora_routes *routes = &problem->routes;
   gemm_layout layout = gemm_lay_out(problem, plan, exec);
   moelora_factors lora = problem->lora;

@@ -66,14 +66,6 @@ static void lay_out(const moelora_gemm_backward_problem *problem,
   b->bytes = arena.used;
 }
 
-size_t moelora_cpu_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                           const moelora_gemm_backward_plan *plan,
-                                           const moelora_exec *exec) {
-  gemm_backward b;
-  lay_out(problem, plan, exec, &b);
-  return b.bytes;
-}
-
 static size_t element_bytes(const gemm_backward *b) {
   return moelora_dtype_bytes(b->forward.dtype);
 }
@@ -226,9 +218,10 @@ static void finish_factors(const gemm_backward *b) {
 
 moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *problem,
                                          const moelora_gemm_backward_plan *plan,
-                                         const moelora_exec *exec) {
+                                         const moelora_exec *exec, size_t *bytes) {
   gemm_backward b;
   lay_out(problem, plan, exec, &b);
+  MOELORA_MEASURE(bytes, b.bytes);
   moelora_gemm_problem *forward = &b.forward;
   const int64_t top_k = forward->routes.top_k, n = forward->w.n;
   const int64_t x_stride = forward->x_stride;

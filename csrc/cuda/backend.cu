@@ -89,9 +89,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     .enter = enter,
     .leave = leave,
     .device_info = device_info,
-#define OPERATOR(NAME, ...)                                                                        \
-  .NAME##_workspace = moelora_cuda_##NAME##_workspace, .NAME = moelora_cuda_##NAME,
-#define CONVERSION(NAME, ...) .NAME = moelora_cuda_##NAME,
+#define OPERATOR(NAME, ...) .NAME = moelora_cuda_##NAME,
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
     .is_built = is_built,
 };

@@ -6,10 +6,8 @@
 
 MOELORA_BEGIN_C
 
-#define OPERATOR(NAME, ...)                                                                        \
-  moelora_##NAME##_size_function moelora_cuda_##NAME##_workspace;                                  \
-  moelora_##NAME##_function moelora_cuda_##NAME;
-#define CONVERSION(NAME, ...) moelora_##NAME##_function moelora_cuda_##NAME;
+#define OPERATOR(NAME, ...) moelora_##NAME##_function moelora_cuda_##NAME;
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
 
 /* layer/quantized_fp8.cu */

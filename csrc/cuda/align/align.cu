@@ -221,15 +221,10 @@ static AlignLayout lay_out(const moelora_align_problem *problem, const moelora_a
   return l;
 }
 
-extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
-                                               const moelora_align_plan *plan,
-                                               const moelora_exec *exec) {
-  return lay_out(problem, plan, exec).bytes;
-}
-
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                              const moelora_align_plan *plan,
-                                             const moelora_exec *exec) {
+                                             const moelora_exec *exec, size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(problem, plan, exec).bytes);
   const AlignLayout l = lay_out(problem, plan, exec);
   MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &l.sorted.routes, NULL, NULL, true, exec));
   return run(&l.sorted, *plan, NULL, l.scratch, NULL, exec);

@@ -201,16 +201,11 @@ moelora_status shrink_again(const moelora_gemm_backward_problem *b,
 
 } // namespace
 
-extern "C" size_t moelora_cuda_gemm_backward_workspace(const moelora_gemm_backward_problem *problem,
-                                                       const moelora_gemm_backward_plan *plan,
-                                                       const moelora_exec *exec) {
-  return problem->forward.routes.num_rows ? lay_out(problem, plan, exec).bytes : 0;
-}
-
 extern "C" moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward_problem *b,
                                                      const moelora_gemm_backward_plan *plan,
-                                                     const moelora_exec *exec) {
+                                                     const moelora_exec *exec, size_t *bytes) {
   const moelora_gemm_problem *p = &b->forward;
+  MOELORA_MEASURE(bytes, p->routes.num_rows ? lay_out(b, plan, exec).bytes : 0);
   if (!b->accumulate)
     MOELORA_TRY(summed(b).zero(&p->routes, exec));
   if (p->routes.num_rows == 0)

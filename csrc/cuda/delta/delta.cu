@@ -147,26 +147,16 @@ moelora_status run(const moelora_delta_problem *p, int count, const moelora_delt
 
 } // namespace
 
-extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
-                                               const moelora_delta_plan *plan,
-                                               const moelora_exec *exec) {
-  return lay_out(problem, 1, plan, exec).bytes;
-}
-
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                                              const moelora_delta_plan *plan,
-                                             const moelora_exec *exec) {
+                                             const moelora_exec *exec, size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(p, 1, plan, exec).bytes);
   return run(p, 1, plan, exec);
-}
-
-extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
-                                                   const moelora_delta_plan *plan,
-                                                   const moelora_exec *exec) {
-  return lay_out(problem->of, 2, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
                                                  const moelora_delta_plan *plan,
-                                                 const moelora_exec *exec) {
+                                                 const moelora_exec *exec, size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out(p->of, 2, plan, exec).bytes);
   return run(p->of, 2, plan, exec);
 }

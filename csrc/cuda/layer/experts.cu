@@ -307,13 +307,9 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
 
 } // namespace
 
-size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
-                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  return lay_out_gemm(problem, plan, exec).bytes;
-}
-
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
-                                 const moelora_exec *exec) {
+                                 const moelora_exec *exec, size_t *bytes) {
+  MOELORA_MEASURE(bytes, lay_out_gemm(p, plan, exec).bytes);
   const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
   MOELORA_TRY(moelora_cuda_round_factors(&l.rounded, 1, &p->routes, p->dtype, exec));
@@ -366,28 +362,23 @@ Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec) {
   return prepared;
 }
 
-size_t layer_bytes(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
-                   const moelora_exec *exec) {
-  if (!plan->staged)
-    return lay_out_experts(problem, plan, exec).bytes;
-  const moelora_experts_plan staged = staged_plan(plan);
-  const size_t one = moelora_cuda_decode_workspace(problem, exec);
-  const size_t several = lay_out_experts(problem, &staged, exec).bytes;
-  return one > several ? one : several;
+size_t bytes_of(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                const moelora_exec *exec) {
+  const Prepared prepared = prepare(p, exec);
+  const moelora_experts_plan staged = plan->staged ? staged_plan(plan) : *plan;
+  const size_t one = plan->staged ? moelora_cuda_decode_workspace(&prepared.problem, exec) : 0;
+  const size_t several = lay_out_experts(&prepared.problem, &staged, exec).bytes;
+  size_t all;
+  return __builtin_add_overflow(prepared.bytes, one > several ? one : several, &all) ? SIZE_MAX
+                                                                                     : all;
 }
 
 } // namespace
 
-size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
-                                      const moelora_experts_plan *plan, const moelora_exec *exec) {
-  const Prepared prepared = prepare(problem, exec);
-  const size_t layer = layer_bytes(&prepared.problem, plan, exec);
-  size_t all;
-  return __builtin_add_overflow(prepared.bytes, layer, &all) ? SIZE_MAX : all;
-}
-
 moelora_status moelora_cuda_experts(const moelora_experts_problem *p,
-                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
+                                    const moelora_experts_plan *plan, const moelora_exec *exec,
+                                    size_t *bytes) {
+  MOELORA_MEASURE(bytes, bytes_of(p, plan, exec));
   const Prepared prepared = prepare(p, exec);
   const moelora_experts_problem *problem = &prepared.problem;
   MOELORA_TRY(moelora_cuda_round_factors(prepared.rounded, 2, &p->routes, p->dtype, exec));
