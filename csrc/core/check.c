@@ -5,42 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define NAME(dtype) #dtype,
-static const char *const dtype_names[] = {MOELORA_DTYPES(NAME)};
-static const char *const foreign_names[] = {MOELORA_FOREIGN_DTYPES(NAME) "of another library"};
-#undef NAME
-
-static bool is_foreign(moelora_dtype dtype) {
-  const size_t place = (size_t)dtype - MOELORA_FOREIGN;
-  return place < sizeof foreign_names / sizeof *foreign_names;
-}
-
-const char *moelora_dtype_name(moelora_dtype dtype) {
-  return is_foreign(dtype) ? foreign_names[dtype - MOELORA_FOREIGN]
-         : (size_t)dtype < sizeof dtype_names / sizeof *dtype_names ? dtype_names[dtype]
-                                                                    : "unknown";
-}
-
-const char *moelora_format_name(moelora_format format) {
-  static const char *const names[] = {
-#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, ...) TEXT,
-#include "formats.inc"
-  };
-  return moelora_is_format(format) ? names[format] : "unknown";
-}
-
-int32_t moelora_tile_bytes(moelora_format format) {
-  return moelora_is_format(format) ? moelora_tile_size(format) : 0;
-}
-
-const char *moelora_kernel_name(moelora_kernel_format kernel) {
-  static const char *const names[] = {
-#define MOELORA_KERNEL(NAME, TEXT, FORMAT) TEXT,
-#include "formats.inc"
-  };
-  return kernel == MOELORA_KERNEL_NONE ? "unknown" : names[kernel];
-}
-
 bool moelora_is_absent(const moelora_tensor *tensor) {
   return !tensor->data && tensor->ndim == 0;
 }
@@ -110,7 +74,8 @@ moelora_status moelora_check_memory(moelora_arg arg, int32_t ndim, const char *l
   MOELORA_REQUIRE(!moelora_is_absent(t), "%s is absent, expected a tensor %s", LABEL, layout);
   MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s", LABEL, t->ndim, ndim,
                   layout);
-  MOELORA_REQUIRE((t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_U8) || is_foreign(t->dtype),
+  MOELORA_REQUIRE((t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_U8) ||
+                      moelora_is_foreign(t->dtype),
                   "%s has dtype %d, which is not a moelora_dtype", LABEL, (int)t->dtype);
   for (int32_t i = 0; i < ndim; i++) {
     MOELORA_REQUIRE_DIM(t->size[i] >= 0, arg, size, i, "expected 0 or more");

@@ -86,9 +86,13 @@ moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim,
   X(complex128)
 enum { MOELORA_FOREIGN = 64 };
 
+/* names.c */
+bool moelora_is_foreign(moelora_dtype dtype);
 const char *moelora_dtype_name(moelora_dtype dtype);
 const char *moelora_format_name(moelora_format format);
 const char *moelora_kernel_name(moelora_kernel_format kernel);
+const char *moelora_order_name(moelora_row_order order);
+
 bool moelora_is_absent(const moelora_tensor *tensor);
 /* Returns the bytes from the first element to the end of the last one, or -1 beyond
  * MOELORA_MAX_BYTES. Strides must not be negative. */

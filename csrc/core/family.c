@@ -99,3 +99,10 @@ bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_devic
   const moelora_device_info seen = moelora_limited(device);
   return has_family(variant, device) && has_family(variant, &seen);
 }
+
+moelora_status moelora_no_kernel_for(moelora_dtype dtype, const char *more,
+                                     const moelora_device_info *device) {
+  return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for %sCUDA compute capability %d.%d",
+                      moelora_dtype_name(dtype), more, device->compute_capability / 10,
+                      device->compute_capability % 10);
+}

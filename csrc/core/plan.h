@@ -38,6 +38,10 @@ const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
                                       const moelora_device_info *device);
 bool moelora_is_forced(const moelora_variant *variant);
 
+/* family.c: refuses a device without kernels for the dtype; more: "" or "FP8 weights and ". */
+moelora_status moelora_no_kernel_for(moelora_dtype dtype, const char *more,
+                                     const moelora_device_info *device);
+
 /* tuned.c: variant of this role that was measured to be best for the layer on such a device; NULL:
  * none. A whole-layer row counts as one of its projections. */
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
@@ -63,6 +67,8 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
 moelora_status moelora_check_kernel_limits(const moelora_routes *routes,
                                            const moelora_factors *lora,
                                            const moelora_device_info *device);
+/* plan_gemm.c: refuses rows that are too far apart for GPU kernels. */
+moelora_status moelora_check_row_stride(const char *name, int64_t stride);
 /* plan_gemm.c: whether one tensor map covers the weights of all experts. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
 /* plan_gemm.c: layout of float32 factors once rounded to the dtype of the call: contiguous, in the

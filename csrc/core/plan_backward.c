@@ -1,5 +1,7 @@
 /* Plans the backward of a layer and of a projection: which intermediate results are needed, and the
  * kernels that compute them. */
+#include <stdio.h>
+
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
@@ -120,13 +122,14 @@ static bool serves(const moelora_variant *v, const back_access *access,
   return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS;
 }
 
-static const moelora_variant *choose(const moelora_routes *routes, moelora_dtype dtype,
-                                     const back_access *access, const moelora_device_info *device) {
+/* Chooses the kernel of the last of `count` products. */
+static moelora_status choose(const moelora_routes *routes, moelora_dtype dtype,
+                             const back_access *access, int32_t count,
+                             const moelora_device_info *device, const moelora_variant **chosen) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, dtype, device);
-  if (forced && serves(forced, access, device))
-    return forced;
   const moelora_variant *best = NULL, *v;
   const int64_t rows = moelora_rows_per_expert(routes);
+  char weights[96];
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->role != MOELORA_ROLE_BACK || v->dtype != dtype || !moelora_variant_runs_on(v, device) ||
         !serves(v, access, device))
@@ -136,7 +139,13 @@ static const moelora_variant *choose(const moelora_routes *routes, moelora_dtype
     if (!best || newer || nearer)
       best = v;
   }
-  return best;
+  *chosen = forced && serves(forced, access, device) ? forced : best;
+  if (*chosen)
+    return MOELORA_OK;
+  snprintf(weights, sizeof weights, "a backward with %s%s%s weights and ",
+           moelora_kernel_name(access->format), count > 1 ? " and " : "",
+           count > 1 ? moelora_kernel_name(access->first_format) : "");
+  return moelora_no_kernel_for(dtype, weights, device);
 }
 
 /* Counters of the tile scheduler: one, and with dynamic scheduling the successor of each tile. */
@@ -166,18 +175,10 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
   };
 }
 
-static moelora_status check_stride(const char *name, int64_t stride) {
-  if (stride <= INT32_MAX)
-    return MOELORA_OK;
-  return moelora_fail(MOELORA_UNSUPPORTED,
-                      "rows of %s are %lld elements apart: the GPU kernels take at most %d", name,
-                      (long long)stride, INT32_MAX);
-}
-
 /* The shrink keeps the distance of two rows of B in 32 bits. */
 static moelora_status check_factors(const char *name, const moelora_factors *lora) {
   for (int32_t i = 0; i < lora->num_slices; i++)
-    MOELORA_TRY(check_stride(name, lora->b[i].stride_i));
+    MOELORA_TRY(moelora_check_row_stride(name, lora->b[i].stride_i));
   return MOELORA_OK;
 }
 
@@ -188,8 +189,8 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
   MOELORA_TRY(moelora_check_environment());
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w13_lora, device));
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w2_lora, device));
-  MOELORA_TRY(check_stride("dout", problem->dout_stride));
-  MOELORA_TRY(check_stride("gate_up", p->saved.gate_up_stride));
+  MOELORA_TRY(moelora_check_row_stride("dout", problem->dout_stride));
+  MOELORA_TRY(moelora_check_row_stride("gate_up", p->saved.gate_up_stride));
   const back_load loads[2] = {
       {.w = &p->w2,
        .lora = moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts),
@@ -208,14 +209,7 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
   MOELORA_TRY(check_factors("w2_lora_b", &loads[0].lora));
   MOELORA_TRY(check_factors("w13_lora_b", &loads[1].lora));
   const back_access access = find_access(routes, loads, 2);
-  plan->variant = choose(routes, p->dtype, &access, device);
-  if (!plan->variant)
-    return moelora_fail(
-        MOELORA_UNSUPPORTED,
-        "no %s kernel for a backward with %s and %s weights and CUDA compute capability %d.%d",
-        moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
-        moelora_kernel_name(access.first_format), device->compute_capability / 10,
-        device->compute_capability % 10);
+  MOELORA_TRY(choose(routes, p->dtype, &access, 2, device, &plan->variant));
   const moelora_variant *const variants[] = {
       moelora_tile_of_format(plan->variant, access.first_format, device), plan->variant};
   for (int32_t i = 0; i < 2; i++)
@@ -253,8 +247,8 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   const int64_t stride = flat_stride(problem);
   MOELORA_TRY(moelora_check_environment());
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->lora, device));
-  MOELORA_TRY(check_stride("x", p->x_stride));
-  MOELORA_TRY(check_stride("dout", stride));
+  MOELORA_TRY(moelora_check_row_stride("x", p->x_stride));
+  MOELORA_TRY(moelora_check_row_stride("dout", stride));
   plan->copies_dout = stride < 0;
   plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
   /* Otherwise the product writes to the workspace. */
@@ -271,13 +265,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
                                     : p->w.k % 8 == 0,
   };
   const back_access access = find_access(routes, &load, 1);
-  plan->variant = choose(routes, p->dtype, &access, device);
-  if (!plan->variant)
-    return moelora_fail(
-        MOELORA_UNSUPPORTED,
-        "no %s kernel for a backward with %s weights and CUDA compute capability %d.%d",
-        moelora_dtype_name(p->dtype), moelora_kernel_name(access.format),
-        device->compute_capability / 10, device->compute_capability % 10);
+  MOELORA_TRY(choose(routes, p->dtype, &access, 1, device, &plan->variant));
   plan->product = plan_product(routes, &load, plan->variant, device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_cluster_blocks(plan->variant), device,
                       NULL, &plan->align);

@@ -171,9 +171,7 @@ static moelora_status begin(moelora_dtype dtype, const moelora_device_info *devi
   if (device->device == MOELORA_CPU)
     return moelora_plan_cpu(dtype, device, &plan->variant);
   if (dtype == MOELORA_F32 || device->compute_capability < 80)
-    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
-                        moelora_dtype_name(dtype), device->compute_capability / 10,
-                        device->compute_capability % 10);
+    return moelora_no_kernel_for(dtype, "", device);
   plan->family = moelora_family_of(device);
   return MOELORA_OK;
 }

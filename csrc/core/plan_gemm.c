@@ -1,5 +1,7 @@
 /* The plan of a projection or a layer: its GEMM kernels, forced, tuned or chosen by plan_tile.c,
  * and the launches around them. */
+#include <stdio.h>
+
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
@@ -45,22 +47,25 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const moelora_acce
   return NULL;
 }
 
+moelora_status moelora_check_row_stride(const char *name, int64_t stride) {
+  if (stride <= INT32_MAX)
+    return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED,
+                      "rows of %s are %lld elements apart: the GPU kernels take at most %d", name,
+                      (long long)stride, INT32_MAX);
+}
+
 static moelora_status refuse(moelora_dtype dtype, const moelora_access *access,
                              const moelora_device_info *device) {
-  if (device->device == MOELORA_CUDA && dtype != MOELORA_F32 && access->x_stride > INT32_MAX)
-    return moelora_fail(
-        MOELORA_UNSUPPORTED, "rows of %s are %lld elements apart: the GPU kernels take at most %d",
-        access->layer ? "hidden_states" : "x", (long long)access->x_stride, INT32_MAX);
-  if (device->device == MOELORA_CUDA && !moelora_is_native_kernel(access->format))
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "no %s kernel for %s weights and CUDA compute capability %d.%d",
-                        moelora_dtype_name(dtype), moelora_kernel_name(access->format),
-                        device->compute_capability / 10, device->compute_capability % 10);
-  if (device->device == MOELORA_CUDA)
-    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
-                        moelora_dtype_name(dtype), device->compute_capability / 10,
-                        device->compute_capability % 10);
-  return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
+  char weights[64] = "";
+  if (device->device == MOELORA_CPU)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU",
+                        moelora_dtype_name(dtype));
+  if (dtype != MOELORA_F32)
+    MOELORA_TRY(moelora_check_row_stride(access->layer ? "hidden_states" : "x", access->x_stride));
+  if (!moelora_is_native_kernel(access->format))
+    snprintf(weights, sizeof weights, "%s weights and ", moelora_kernel_name(access->format));
+  return moelora_no_kernel_for(dtype, weights, device);
 }
 
 /* Whether `v` computes the bits of the usual variant: mma.sync and wgmma accumulate FP8 products

@@ -154,6 +154,24 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
   return MOELORA_OK;
 }
 
+int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
+                                 int32_t max_loras, int32_t block_size) {
+  if (num_rows < 0 || num_experts < 1 || block_size < 1 ||
+      (mode == MOELORA_ALIGN_UNIFORM && max_loras < 0))
+    return 0;
+  if (mode == MOELORA_ALIGN_SORTING) {
+    int64_t blocks;
+    return __builtin_add_overflow(num_rows / block_size, num_experts, &blocks) ? INT64_MAX : blocks;
+  }
+  /* Each group adds at most one partial block. */
+  int64_t groups = num_experts;
+  if (mode == MOELORA_ALIGN_UNIFORM)
+    groups *= (int64_t)max_loras + 1;
+  if (groups > num_rows)
+    groups = num_rows;
+  return groups + (num_rows - groups) / block_size;
+}
+
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster) {
   return cluster * moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
                                             routes->num_experts, routes->max_loras, cluster * rows);

@@ -91,49 +91,34 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 /* ---- the whole layer ---- */
 
-/* Holds the defaults of an activation's parameters; 0: it takes none. */
-typedef struct activation_row {
+enum { ALPHA, LIMIT };
+
+/* Defaults of an activation's parameters; 0: it takes none. */
+static const struct {
   const char *name;
-  float alpha, limit;
-} activation_row;
-static const activation_row activations[] = {
-#define MOELORA_ROW(NAME, TEXT, FORM, ROWS, ALPHA, LIMIT) [MOELORA_##NAME] = {TEXT, ALPHA, LIMIT},
+  float defaults[2];
+} activations[] = {
+#define MOELORA_ROW(NAME, TEXT, FORM, ROWS, ALPHA, LIMIT) [MOELORA_##NAME] = {TEXT, {ALPHA, LIMIT}},
     MOELORA_ACTIVATIONS(MOELORA_ROW)
 #undef MOELORA_ROW
 };
 
-static float default_of(const activation_row *row, bool is_alpha) {
-  return is_alpha ? row->alpha : row->limit;
-}
-
-/* Writes the names of the activations that take a parameter: "a, b and c". */
-static const char *names_with(bool is_alpha, char *text, size_t bytes) {
-  int last = -1, count = 0;
-  for (int i = 0; i < MOELORA_NUM_ACTIVATIONS; i++)
-    if (default_of(&activations[i], is_alpha) != 0)
-      last = i;
-  size_t at = 0;
-  for (int i = 0; i <= last && at < bytes; i++)
-    if (default_of(&activations[i], is_alpha) != 0)
-      at += (size_t)snprintf(text + at, bytes - at, "%s%s",
-                             count++ == 0 ? ""
-                             : i == last  ? " and "
-                                          : ", ",
-                             activations[i].name);
-  return text;
-}
-
 /* Resolves an activation's parameter, or its default. */
 static moelora_status check_number(const char *name, double value, moelora_activation kind,
-                                   bool is_alpha, float *number) {
-  char names[256];
-  *number = default_of(&activations[kind], is_alpha);
+                                   int32_t which, float *number) {
+  char names[256] = "";
+  size_t used = 0;
+  *number = activations[kind].defaults[which];
   if (value == 0)
     return MOELORA_OK;
   MOELORA_REQUIRE(value >= FLT_MIN && value <= FLT_MAX,
                   "%s is %g, expected a normal float32 above 0", name, value);
-  MOELORA_REQUIRE(*number != 0, "%s is %g, but the activation takes none: %s have one", name, value,
-                  names_with(is_alpha, names, sizeof names));
+  for (int i = 0; i < MOELORA_NUM_ACTIVATIONS && *number == 0 && used < sizeof names; i++)
+    if (activations[i].defaults[which] != 0)
+      used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "",
+                               activations[i].name);
+  MOELORA_REQUIRE(*number != 0, "%s is %g, but %s takes none, unlike %s", name, value,
+                  activations[kind].name, names);
   *number = (float)value;
   return MOELORA_OK;
 }
@@ -156,9 +141,9 @@ static moelora_status check_activation(const moelora_experts_args *args,
                   "activation is %d, expected a moelora_activation", (int)kind);
   problem->kind = kind;
   MOELORA_TRY(
-      check_number("activation_alpha", args->activation_alpha, kind, true, &problem->alpha));
+      check_number("activation_alpha", args->activation_alpha, kind, ALPHA, &problem->alpha));
   MOELORA_TRY(
-      check_number("activation_limit", args->activation_limit, kind, false, &problem->limit));
+      check_number("activation_limit", args->activation_limit, kind, LIMIT, &problem->limit));
   if (problem->alpha == 0) /* takes none */
     problem->alpha = 1;
   if (problem->limit == 0)

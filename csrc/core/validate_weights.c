@@ -40,12 +40,6 @@ static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
 
 /* ---- quantized ---- */
 
-static const char *order_name(moelora_row_order order) {
-  return order == MOELORA_ROWS_GATE_UP       ? "GATE_UP"
-         : order == MOELORA_ROWS_INTERLEAVED ? "INTERLEAVED"
-                                             : "PLAIN";
-}
-
 static moelora_status check_x_format(const moelora_layout *layout, const char *name) {
   MOELORA_REQUIRE(layout->x >= MOELORA_X_NATIVE && layout->x <= MOELORA_X_STATIC,
                   "%s.x is %d, expected a moelora_x_format", name, (int)layout->x);
@@ -71,7 +65,7 @@ static moelora_status check_layout(const moelora_layout *layout, const char *nam
   if (!moelora_is_quantized(layout->format)) {
     MOELORA_REQUIRE(layout->order == MOELORA_ROWS_PLAIN && layout->rows == 0,
                     "%s has order %s and %lld rows, expected zeros, as its format is native", name,
-                    order_name(layout->order), (long long)layout->rows);
+                    moelora_order_name(layout->order), (long long)layout->rows);
     return MOELORA_OK;
   }
   MOELORA_REQUIRE(layout->rows >= 1 && layout->rows <= INT32_MAX,
@@ -97,7 +91,7 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
   MOELORA_REQUIRE_DIM(t->size[1] == row_tiles, arg, size, 1,
                       "expected %lld tiles, as %s is %lld, in %s order", (long long)row_tiles,
                       moelora_label_extent(rows).text, (long long)rows.value,
-                      order_name(layout->order));
+                      moelora_order_name(layout->order));
   MOELORA_REQUIRE_DIM(t->size[2] == depth_tiles, arg, size, 2, "expected %lld tiles, as %s is %lld",
                       (long long)depth_tiles, moelora_label_extent(k).text, (long long)k.value);
   MOELORA_TRY(moelora_check_rows(arg));
@@ -132,7 +126,7 @@ static moelora_status check_order(const moelora_weights_arg *arg, moelora_weight
     return MOELORA_OK;
   }
   MOELORA_REQUIRE(layout->order == arg->order, "%s.order is %s, expected %s%s", arg->layout_name,
-                  order_name(layout->order), order_name(arg->order),
+                  moelora_order_name(layout->order), moelora_order_name(arg->order),
                   arg->order == MOELORA_ROWS_PLAIN ? "" : ", as the activation wants");
   return MOELORA_OK;
 }

@@ -171,16 +171,16 @@ static void test_experts_errors(void) {
   REFUSED(good, "activation_limit is 1e+39, expected a normal float32 above 0",
           a.activation_limit = 1e39);
   REFUSED(good,
-          "activation_alpha is 1.5, but the activation takes none: swigluoai, "
-          "swigluoai_uninterleave and situ have one",
+          "activation_alpha is 1.5, but silu takes none, unlike swigluoai, swigluoai_uninterleave, "
+          "situ",
           a.activation_alpha = 1.5);
   REFUSED(good,
-          "activation_limit is 7, but the activation takes none: silu, swigluoai, "
-          "swigluoai_uninterleave, situ and swiglustep have one",
+          "activation_limit is 7, but gelu takes none, unlike silu, swigluoai, "
+          "swigluoai_uninterleave, situ, swiglustep",
           a.activation = MOELORA_GELU, a.activation_limit = 7);
   REFUSED(good,
-          "activation_alpha is 4, but the activation takes none: swigluoai, swigluoai_uninterleave "
-          "and situ have one",
+          "activation_alpha is 4, but swiglustep takes none, unlike swigluoai, "
+          "swigluoai_uninterleave, situ",
           a.activation = MOELORA_SWIGLUSTEP, a.activation_alpha = 4);
   REFUSED(good, "activation_alpha is inf, expected a normal float32 above 0",
           a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY);

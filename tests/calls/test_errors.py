@@ -129,7 +129,7 @@ REFUSED = {
         ({"w2_bias": zeros(E, I)}, "w2_bias.size(1) is 32, hidden_states.size(1) is 64"),
         ({"expert_map": ids(2, 4)}, "expert_map has 2 dimensions, expected 1:"),
         ({"activation": "swish"}, "activation is 'swish', must be one of 'silu', 'gelu',"),
-        ({"activation_alpha": 1.5}, "activation_alpha is 1.5, but the activation takes none:"),
+        ({"activation_alpha": 1.5}, "activation_alpha is 1.5, but silu takes none, unlike swigluoai"),
         ({"activation": "gelu", "activation_limit": 7}, "activation_limit is 7, but the"),
         *(
             (OAI | {name: value}, f"{name} is {text}, {ONE_A}")
