@@ -19,7 +19,7 @@ NAMES = {  # of fields of result files
     "vllm": "vLLM",
     "loop": "PyTorch, expert by expert",
     "grouped_mm": "torch's grouped GEMM",
-    "separate": "Triton, separate LoRA kernels",
+    "separate": "separate LoRA kernels",
     "dense": "cuBLAS, as many flops",
     "transformers": "transformers and PEFT",
 }

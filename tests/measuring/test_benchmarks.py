@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import re
 
@@ -17,7 +16,7 @@ from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, results, shapes, timing
 from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of
 from moelora.bench.baselines.native import GroupedMM
-from moelora.bench.baselines.ours import Loop, Ours
+from moelora.bench.baselines.ours import Loop, Ours, Separate
 from moelora.bench.command import add_options, settle
 from moelora.bench.harness import Bench, reference_rows, relative_error
 from moelora.bench.layer import Layer
@@ -289,12 +288,13 @@ def test_a_model_may_have_biases():
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped GEMM")
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-def test_grouped_mm_adds_the_adapters(activation, monkeypatch):
+def test_adapters_are_added_after_the_base_product(activation, monkeypatch):
     model = shapes.Model("toy", 4, 2, 64, 32, activation)
     generator = torch.Generator().manual_seed(0)
     layer = Layer(model, "bf16", [4, 16], 3, generator)
     batch = cases.draw_batch(model, 7, 3, generator, mix="half")
-    reference, grouped = reference_rows(layer, batch, range(7)), GroupedMM(layer, Options())
+    reference = reference_rows(layer, batch, range(7))
+    added = [baseline(layer, Options()) for baseline in (GroupedMM, Separate)]
     grouped_mm = torch._grouped_mm
 
     def checked(x, w, offs):
@@ -303,7 +303,8 @@ def test_grouped_mm_adds_the_adapters(activation, monkeypatch):
 
     monkeypatch.setattr(torch, "_grouped_mm", checked)
     for rank in (0, 4, 16):
-        assert relative_error(grouped.run(batch, rank), reference[rank]) < 1e-2
+        for baseline in added:
+            assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-2
         assert not rank or relative_error(reference[0], reference[rank]) > 2e-2
 
 
@@ -419,7 +420,7 @@ def test_files_that_are_none(tmp_path, capsys):
 
 def test_baselines_say_what_they_need():
     fp32 = Layer(TOY, "fp32", [4], 2, torch.Generator().manual_seed(0))
-    found, absent = baselines_of(fp32, ["separate", "vllm", "transformers"], Options())
+    found, absent = baselines_of(fp32, ["vllm", "transformers"], Options())
     assert [type(baseline).__name__ for baseline in found] == ["Ours"]
     assert absent["vllm"] == "its kernels are for GPUs"
     assert "one A for gate and up" in absent["transformers"]
@@ -497,8 +498,7 @@ def test_turns_of_a_gpu(monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
 def test_baselines_of_a_gpu(bench, activation):
-    wanted = ["grouped_mm", "dense", "loop"]
-    wanted += ["separate"] if importlib.util.find_spec("triton") else []
+    wanted = ["grouped_mm", "dense", "loop", "separate"]
     shape = f"8,2,256,128,{activation}"
     status, rows = bench(
         *("--baselines", ",".join(wanted), "--patience-s", "60"),
@@ -508,9 +508,11 @@ def test_baselines_of_a_gpu(bench, activation):
     )
     assert status == 0
     for row in rows:
-        baselines = {"loop", "torch_grouped_mm", "torch_grouped_mm_base"}
+        baselines = {
+            "loop",
+            *(f"{n}{end}" for n in ("torch_grouped_mm", "separate") for end in ("", "_base")),
+        }
         baselines |= {"dense_base"} if row["tokens"] == 1024 else set()
-        baselines |= {"separate", "separate_base"} if "separate" in wanted else set()
         assert row["rivals"].keys() == baselines, row["skipped"]
         assert "loop" in row["eager"]
 

@@ -1,4 +1,4 @@
-"""Our layer, and the loop that a PyTorch user would write."""
+"""Our layer, our kernels one projection at a time, and the loop that a PyTorch user would write."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from moelora.bench.baselines import Options, TooSlow, require, synchronize
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
-from moelora.reference import naive_fused_experts_lora
+from moelora.reference import activate, naive_fused_experts_lora
 from moelora.reference.fp8 import is_w8a8
 from moelora.reference.routing import as_tensor
 
@@ -85,6 +85,37 @@ class Unpacking(Ours):
     def run(self, batch: Batch, rank: int) -> Tensor:
         (x, w13, w2, *routing), kwargs = arguments(self.layer, batch, rank)
         return moelora.fused_experts_lora(x, as_tensor(w13), as_tensor(w2), *routing, **kwargs)
+
+
+class Separate:
+    """Adapters added after the base product, as engines do it, by our kernels: what fusing buys.
+    The activation and the sum over experts are torch's.
+    """
+
+    def __init__(self, layer: Layer, options: Options):
+        self.layer = layer
+
+    def run(self, batch: Batch, rank: int) -> Tensor:
+        layer, f = self.layer, self.layer.stacks.get(rank)
+        routing = batch.topk_weights, batch.topk_ids
+        who: dict[str, Any] = {"token_lora_mapping": batch.mapping}
+        gu = moelora.fused_moe_lora_gemm(batch.x, layer.w13, *routing, bias=layer.b13)
+        if f:
+            moelora.moe_lora_gate_up_delta(
+                batch.x, *routing, **who, lora_a=f.a13, lora_b=f.b13, out=gu
+            )
+        h = activate(gu, layer.model.activation).flatten(0, 1)
+        who["mul_routed_weight"] = True
+        z = moelora.fused_moe_lora_gemm(
+            h, layer.w2, *routing, bias=layer.b2, mul_routed_weight=True
+        )
+        if f:
+            moelora.moe_lora_down_delta(h, *routing, **who, lora_a=f.a2, lora_b=f.b2, out=z)
+        return z.sum(1)
+
+    def runs(self, batches: Sequence[Batch]) -> Runs:
+        who = {0: "separate_base"} | dict.fromkeys(self.layer.stacks, "separate")
+        return {(name, rank): Run(on(batches, self.run, rank)) for rank, name in who.items()}
 
 
 class Loop:
