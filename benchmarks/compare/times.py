@@ -51,18 +51,8 @@ class Worker:
         """Batches and graphs of one case; a digest of each rank's first output."""
         layer, self.turns = self.layer, {}
         self.generator.manual_seed(2)
-        self.batches = batches = [  # graphs read them
-            cases.draw_batch(
-                layer.model,
-                tokens,
-                layer.adapters,
-                self.generator,
-                mix,
-                routing,
-                cases.DTYPES[layer.dtype],
-            )
-            for _ in range(harness.rotation(layer.device, tokens))
-        ]
+        batches = harness.draw_batches(layer, tokens, self.generator, mix, routing)
+        self.batches = batches  # graphs read them
         moved = cases.work(layer.model, batches[0])[1]
         calls = timing.calls_in_graph(len(batches), moved) if self.timer else 1
         digests = {}

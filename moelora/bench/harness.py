@@ -74,13 +74,19 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
     return float((out.double() - reference.double()).norm() / reference.double().norm())
 
 
-def rotation(device: torch.device, tokens: int) -> int:
+def draw_batches(
+    layer: Layer,
+    tokens: int,
+    generator: torch.Generator,
+    mix: str = "many",
+    routing: str = "uniform",
+) -> list[Batch]:
     """Batches in rotation: enough that few tokens do not always select the same experts. A CPU
     reads a buffer larger than its caches between calls instead.
     """
-    if device.type == "cpu":
-        return 1
-    return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
+    count = 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
+    case = layer.model, tokens, layer.adapters, generator, mix, routing, cases.DTYPES[layer.dtype]
+    return [cases.draw_batch(*case) for _ in range(1 if layer.device.type == "cpu" else count)]
 
 
 def mean_work(model: Model, batches: Sequence[Batch], rank: int) -> tuple[float, float]:
@@ -124,13 +130,7 @@ class Bench:
     def measure(self, tokens: int, generator: torch.Generator) -> list[Case]:
         """Rows of the result file for batches with this many tokens: one per rank."""
         s, layer = self.situation, self.layer
-        torch_dtype = cases.DTYPES[layer.dtype]
-        batches = [
-            cases.draw_batch(
-                layer.model, tokens, layer.adapters, generator, s.mix, s.routing, torch_dtype
-            )
-            for _ in range(rotation(layer.device, tokens))
-        ]
+        batches = draw_batches(layer, tokens, generator, s.mix, s.routing)
         self.skipped = dict(self.slow)
         runs = self.runs(batches)
         plan, errors, ratios = self.check(runs, batches[0])

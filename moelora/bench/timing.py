@@ -137,18 +137,6 @@ class GraphTimer:
             graph.reset()
         return {key: Times.of(found) for key, found in samples.items()}, self.peaks
 
-    def medians(
-        self,
-        calls: Mapping[Name, Callable[[int], Any]],
-        batches: Sequence[Batch],
-        bytes_per_call: float,
-        budget_ms: float,
-    ) -> dict[Name, float]:
-        """Median microseconds of functions of a batch's index."""
-        runs = {name: Run(call) for name, call in calls.items()}
-        times, _ = self.compare(runs, batches, bytes_per_call, budget_ms)
-        return {name: t.median for name, t in times.items()}
-
 
 class TurnTimer:
     """One call of each baseline per round. The reads that evict the caches measure streaming

@@ -31,7 +31,7 @@ from moelora.bench import console as wide_console
 from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.cases import Batch
-from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
+from moelora.bench.harness import draw_batches, reference_rows, relative_error, tolerance_of
 from moelora.bench.layer import Layer
 from moelora.bench.progress import CaseProgress
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
@@ -97,13 +97,13 @@ class Tuner:
                 if variant != TABLE and not ran(variant, rank):
                     break  # it does not support this layer
                 error = relative_error(out[tokens], reference[rank])
-                if not error < TOLERANCE[self.layer.dtype]:
+                if not error < tolerance_of(self.layer):
                     raise RuntimeError(f"{variant} is off by {error:.3g} at {len(out)} tokens")
                 own[variant, rank] = Run(on(batches, partial(self.call, variant), rank))
             else:
                 runs |= own
         moved = cases.work(self.layer.model, batches[0])[1]
-        times, _ = self.timer.compare(runs, batches, moved, self.budget_ms)
+        times, self.peaks = self.timer.compare(runs, batches, moved, self.budget_ms)
         return {
             variant: {rank: times[variant, rank] for rank in ranks}
             for variant in dict.fromkeys(v for v, _ in runs)
@@ -164,13 +164,7 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
                 for tokens in args.tokens:
                     what = f"{name} {dtype} M={tokens}"
                     progress.begin(what)
-                    batches = [
-                        cases.draw_batch(
-                            *(model, tokens, adapters, generator, args.mix, args.routing),
-                            dtype=cases.DTYPES[dtype],
-                        )
-                        for _ in range(4)
-                    ]
+                    batches = draw_batches(layer, tokens, generator, args.mix, args.routing)
                     plans[str(tokens)], measured = tuner.tune(batches)
                     scores = {v: round(score(t), 2) for v, t in measured.items()}
                     details[str(tokens)], plan = scores, plans[str(tokens)]
