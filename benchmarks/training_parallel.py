@@ -76,7 +76,8 @@ def work(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(argv=None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--world", type=int, required=True, help="processes, one for each GPU")
     parser.add_argument("--model", default=str(DEMO), help="folder or id of a model in 16 bits")
@@ -88,21 +89,16 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # of a worker
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.batch % args.world:
         parser.error(f"--batch {args.batch} is no multiple of --world {args.world}")
     if args.mode:
         return work(args)
     rows = []
     for mode in args.modes.split(","):
-        launch = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(args.world),
-        ]
-        program = ["-m", "benchmarks.training_parallel", *sys.argv[1:], "--mode", mode]
+        launch = ["-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(args.world)]
+        program = ["-m", "benchmarks.training_parallel", *argv, "--mode", mode]
         done = subprocess.run(
             [sys.executable, *launch, *program], stdout=subprocess.PIPE, text=True
         )

@@ -5,9 +5,8 @@ import pytest
 from benchmarks.engines import answers
 
 
-def reply(tokens, prompt=(-1.0, -2.0), gap=1.0, top=None):
-    top = top or [{str(t): 0.0, "7": -gap} for t in tokens]
-    return {"prompt": list(prompt), "tokens": tokens, "top": top}
+def reply(tokens, prompt=(-1.0, -2.0), top=None):
+    return {"prompt": list(prompt), "tokens": tokens, "top": top or [{str(t): 0.0} for t in tokens]}
 
 
 def parting(gap, prompt=(-1.0, -2.0)):
@@ -16,12 +15,25 @@ def parting(gap, prompt=(-1.0, -2.0)):
     return ours, reply([1, 7], prompt, top=[{"1": 0.0}, {"7": 0.0, "2": -gap}])
 
 
-@pytest.mark.parametrize(("gap", "ties"), [(0.2, 1), (2.0, 0)])
-def test_replies_that_part_where_they_were_close_are_near_ties(gap, ties):
+@pytest.mark.parametrize(
+    ("gap", "wide", "same", "ties", "ok"),
+    [
+        (0.2, 1, 0, 1, True),
+        (2.0, 1, 0, 0, False),
+        (2.0, 1, 5, 0, True),  # every hundredth step may be beyond a near-tie
+        (2.0, 4, 5, 0, False),
+    ],
+)
+def test_replies_part_at_near_ties_or_by_chance(gap, wide, same, ties, ok):
     ours, theirs = parting(gap)
-    (row,) = answers.compare("x", ["base"], [[ours, ours]], [[theirs, ours]])
-    assert (row["same_tokens"], row["near_ties"], row["ok"]) == (1, ties, ties == 1)
-    assert row["worst_gap"] == gap
+    replies = [[one] * wide + [reply([1] * 16)] * same for one in (ours, theirs)]
+    (row,) = answers.compare("x", ["base"], replies[:1], replies[1:])
+    assert (row["same_tokens"], row["near_ties"], row["ok"]) == (same, ties, ok)
+    assert row["worst_gap"] == gap and row["steps"] == 2 * wide + 16 * same
+
+
+def test_as_many_steps_differ_as_chance_allows():
+    assert [answers.by_chance(n) for n in (5, 6, 35, 36, 82, 83)] == [0, 1, 1, 2, 2, 3]
 
 
 def test_answers_of_a_wrong_model_are_told_by_their_prompts():
@@ -37,26 +49,13 @@ def test_how_close_is_close_is_seen_from_all_prompts_but_a_hundredth(far, ties):
     assert (row["near_ties"], row["near_tie"]) == (ties, 0.6 if ties else answers.TIE)
 
 
-def test_few_replies_may_part_from_a_wider_gap():
-    """As many as there would be, were every hundredth step beyond a near-tie."""
-    ours, theirs = parting(2.0)
-    same = reply([1] * 16)
-    for wide, whole, ok in ((1, 5, True), (1, 0, False), (4, 5, False)):
-        pair = [ours] * wide + [same] * whole, [theirs] * wide + [same] * whole
-        (row,) = answers.compare("x", ["a"], [pair[0]], [pair[1]])
-        assert row["near_ties"] == 0 and row["steps"] == 2 * wide + 16 * whole
-        assert row["ok"] == ok
-    assert [answers.by_chance(n) for n in (5, 6, 35, 36, 82, 83)] == [0, 1, 1, 2, 2, 3]
-
-
-def test_a_reference_judges_engines_that_round_activations():
-    said = {"moelora": ["base   |dlp| median 0.0800 p95 0.3   against ...", "reference check OK"]}
+@pytest.mark.parametrize(("ours", "ok"), [(0.08, True), (0.09, False)])
+def test_a_reference_judges_engines_that_round_activations(ours, ok):
+    said = {"moelora": [f"base   |dlp| median {ours} p95 0.3   against ...", "reference check OK"]}
+    assert answers.judge(said) == []
     said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
-    (row,) = answers.judge(said)
-    assert row == {"topic": "distance", "who": "base", "moelora": 0.08, "vllm": 0.07, "ok": True}
-    said["moelora"][0] = said["moelora"][0].replace("0.0800", "0.0900")
-    assert not answers.judge(said)[0]["ok"]
-    assert answers.judge({"moelora": said["moelora"]}) == []
+    row = {"topic": "distance", "who": "base", "moelora": ours, "vllm": 0.07, "ok": ok}
+    assert answers.judge(said) == [row]
 
 
 def test_adapters_that_do_nothing_are_told():

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from checkout import needs_checkout
 
 from moelora.__main__ import main
-from moelora.bench import command, config, shapes
+from moelora.bench import config, shapes
 
 QWEN = {
     "model_type": "qwen3_moe",
@@ -118,34 +117,3 @@ def test_what_cannot_be_measured_is_named(write, content, message, capsys):
     said = capsys.readouterr().err
     assert said.startswith("moelora bench: ")
     assert message in said
-
-
-def test_what_adapters_leave_of_the_speed_comes_first():
-    case = {"model": "qwen3", "format": "bf16", "adapters": 8, "rank": 16}
-    rows = [
-        {**case, "tokens": 1, "ours_us": 200.0, "ours_base_us": 100.0},
-        {**case, "tokens": 64, "ours_us": 125.0, "ours_base_us": 100.0},
-        {**case, "rank": 64, "tokens": 1, "ours_us": 400.0, "ours_base_us": 100.0},
-        {**case, "experts": 16, "tokens": 1, "ours_us": 400.0, "ours_base_us": 100.0},
-    ]
-    what = "qwen3 bf16, 8 adapters of rank"
-    assert command.headlines(rows) == [
-        f"{what} 16: 0.63 of the speed without adapters (0.50 at 1, 0.80 at 64 tokens)",
-        f"{what} 64: 0.25 of the speed without adapters",
-        "qwen3:16 bf16, 8 adapters of rank 16: 0.25 of the speed without adapters",
-    ]
-
-
-@needs_checkout
-def test_the_picture_beside_vllm(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "beside.svg"
-    file = "benchmarks/results/h200-layer.json"
-    words = [file, "--picture", "beside", "-o", str(out), "--vllm-version", "0.33"]
-    assert main(["bench", "plot", *words]) == 0
-    text = out.read_text()
-    assert "<!-- moelora, adapters of rank 64 -->" in text and "<!-- Mixtral-8x7B -->" in text
-    assert "kernels of vLLM 0.33, torch 2.11" in text
-    words[0] = "benchmarks/results/cpu-layer.json"
-    assert main(["bench", "plot", *words]) == 2
-    assert "has no case of rank 16 with vLLM's layers" in capsys.readouterr().err

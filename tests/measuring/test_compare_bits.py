@@ -1,6 +1,5 @@
 """Digests of two builds: what differs is found and named, over a grid that leaves nothing out."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -19,27 +18,6 @@ MODULE = _C.__file__
 PACKING = "packing small f32"
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    """A checkout whose package runs some more lines at the end; its folder."""
-
-    def make(lines):
-        folder = tmp_path / "checkout" / "moelora"
-        folder.mkdir(parents=True)
-        for path in (ROOT / "moelora").iterdir():
-            (folder / path.name).symlink_to(path)
-        (folder / "__init__.py").unlink()
-        text = (ROOT / "moelora/__init__.py").read_text()
-        (folder / "__init__.py").write_text(f"{text}\n{lines}\n")
-        return folder.parent
-
-    return make
-
-
-def run(*words, only=PACKING):
-    return bits.main([*map(str, words), "--device", "cpu", "--only", only])
-
-
 PACK_BY_HALF = """
 _pack = prepack_weights
 def prepack_weights(w):
@@ -50,37 +28,36 @@ def prepack_weights(w):
 """
 
 
-def test_a_build_has_its_own_bits(capsys):
-    """Of every family a few groups, the same module twice."""
-    families = "edges plain,edges random 3,tops top_k=2 f16,gemms small bf16,alignments 40x3"
-    words = f"before={MODULE}", f"after={MODULE}"
-    assert run(*words, only=f"{families},lists 13x5,{PACKING}") == 0
-    out = capsys.readouterr().out
-    assert "after: " in out and "calls as before\n" in out
-    assert not any(word in out for word in ("differ", "only here", "neither", "fail"))
+@pytest.fixture
+def other(tmp_path):
+    """A checkout whose package packs other bits; its folder."""
+    folder = tmp_path / "checkout" / "moelora"
+    folder.mkdir(parents=True)
+    for path in (ROOT / "moelora").iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "__init__.py").unlink()
+    text = (ROOT / "moelora/__init__.py").read_text()
+    (folder / "__init__.py").write_text(f"{text}\n{PACK_BY_HALF}")
+    return folder.parent
 
 
-def test_what_differs_is_named(checkout, capsys):
-    assert run(f"before={MODULE}", f"after={checkout(PACK_BY_HALF)}") == 1
-    first, second, *_, last = capsys.readouterr().out.splitlines()
-    sizes = "4 of 12288 elements, by up to 0.5, 1 not finite"
-    assert first == f"after differs: {PACKING}: pack, rows: output: {sizes}"
-    assert second == f"after differs: {PACKING}: pack, gaps: output: {sizes}"
-    assert last == "after: 0 calls as before, 2 differ (packing 2)"
+def run(*words, only=PACKING):
+    return bits.main([*map(str, words), "--device", "cpu", "--only", only])
 
 
-@pytest.mark.slow
-def test_a_file_in_the_place_of_a_build(checkout, tmp_path, capsys):
+def test_a_build_has_its_own_bits_and_others_are_named(tmp_path, other, capsys):
+    """A file of digests takes the place of a build."""
     out = tmp_path / "bits.json"
     assert run("--out", out, f"now={MODULE}") == 0
-    content = json.loads(out.read_text())
-    assert content["meta"]["digests_of"] == "cpu"
-    assert [row["call"] for row in content["cases"]] == ["pack, rows", "pack, gaps"]
     capsys.readouterr()
-    assert run(f"before={out}", f"after={MODULE}", only="packing small") == 0
-    assert "after: 2 calls as before, 2 groups not in a file" in capsys.readouterr().out
-    assert run(f"before={out}", f"after={checkout(PACK_BY_HALF)}") == 1
-    assert f"{PACKING}: pack, rows: other bits in output" in capsys.readouterr().out
+    assert run(f"file={out}", f"now={MODULE}") == 0
+    assert run(f"now={MODULE}", f"again={MODULE}", f"other={other}") == 1
+    same, first, second, _, again, last = capsys.readouterr().out.splitlines()[1:]
+    assert (same, again) == ("now: 2 calls as file", "again: 2 calls as now")
+    sizes = "4 of 12288 elements, by up to 0.5, 1 not finite"
+    assert first == f"other differs: {PACKING}: pack, rows: output: {sizes}"
+    assert second == f"other differs: {PACKING}: pack, gaps: output: {sizes}"
+    assert last == "other: 0 calls as now, 2 differ (packing 2)"
     with pytest.raises(SystemExit, match="has no digests of cuda, but of cpu"):
         bits.Recorded("before", out, "cuda")
 

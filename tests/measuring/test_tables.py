@@ -20,6 +20,15 @@ def test_commands_of_result_files_are_there():
             assert words[0] in COMMANDS, path.name
 
 
+def test_every_script_is_in_the_table():
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    named = set(re.findall(r"`([\w -]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page, re.M))))
+    scripts = {p for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text()}
+    scripts |= {p.parent for p in (ROOT / "benchmarks").glob("*/__main__.py")}
+    wanted = {path.stem for path in scripts} - {"compare"} | {f"compare {c}" for c in COMMANDS}
+    assert wanted <= named
+
+
 SOURCES = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".inc")]
 WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
 # In an engine's trace, those of others are in namespaces or have no arguments.

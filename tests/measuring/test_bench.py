@@ -1,35 +1,42 @@
-"""The benchmark command checks its baselines, writes what it promises, and compares it fairly."""
+"""`moelora bench` checks its baselines, writes what it promises, compares fairly, and draws."""
 
 import argparse
 import contextlib
 import dataclasses
 import json
 import re
+from copy import copy
 
 import pytest
 import torch
 from checkout import needs_checkout
 from conftest import needs_gpu
 
-from benchmarks.compare import variants
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, results, shapes, timing
-from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of
+from moelora.bench import baselines, cases, command, machine, results, shapes, timing
+from moelora.bench.baselines import Options, Skipped, baselines_of
 from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours, Separate
-from moelora.bench.command import add_options, settle
-from moelora.bench.harness import Bench, reference_rows, relative_error
+from moelora.bench.formats import FORMATS
+from moelora.bench.harness import bound_us, reference_rows, relative_error
 from moelora.bench.layer import Layer
+from moelora.bench.timing import Run
 
-# Sizes that no vector length divides.
+# Sizes that no vector length divides, and sizes that every format takes.
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
-SHAPE = "4,2,72,40"
+BLOCKS = dataclasses.replace(TOY, hidden=256, intermediate=128)
+SHAPE, SHAPE_OF_BLOCKS = "4,2,72,40", "4,2,256,128"
 BASELINES = {"loop", "grouped_mm_peft", "batched_mm_peft", "grouped_mm_base"}
+RESULTS = "benchmarks/results"
+
+
+def draw_layer(model, dtype="bf16", ranks=(4,)):
+    return Layer(model, dtype, ranks, 3, torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """Runs the command on a toy on the CPU; (exit status, rows of the file)."""
+    """Runs the command on a toy; (exit status, rows of the file)."""
     monkeypatch.setattr(machine.CpuYardsticks, "LEAST", 1 << 20)
     monkeypatch.setattr(machine, "last_cache_bytes", lambda: 1 << 18)
 
@@ -43,6 +50,9 @@ def bench(monkeypatch, tmp_path):
 
     run.path = tmp_path / "bench.json"
     return run
+
+
+# ---- the command ----
 
 
 def test_every_baseline_agrees_and_is_written(bench, capsys):
@@ -65,35 +75,48 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             low, high = row["spread_us"][who]
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
-    out = capsys.readouterr().out
-    assert out.index("3 adapters of rank 4: ") < out.index(" per layer")
+    line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
+    said = rf"\[0/4, \d+ s\] measuring .*\n.*first look, baselines follow: {line}(?s:.*?)"
+    said += rf"\[1/4, \d+ s\] {line}(?s:.*)3 adapters of rank 4: (?s:.*) per layer"
+    assert re.search(said, capsys.readouterr().out), "each result is said when it is there"
 
 
-def test_several_numbers_of_adapters(bench, tmp_path, capsys):
-    status, rows = bench("--adapters", "1,3", "--dtypes", "fp32", "--baselines", "loop")
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_layers_are_measured_beside_their_unpacked_weights(bench, format, activation):
+    status, rows = bench("--format", format, shape=f"{SHAPE_OF_BLOCKS},{activation}", tokens="1,5")
+    assert status == 0
+    assert {(row["format"], row["dtype"]) for row in rows} == {(format, "bf16")}
+    who = "ours", "ours_bf16", "ours_unpacking"
+    ours = {*who, *(f"{name}_base" for name in who)}
+    for row in rows:
+        assert row["relative_error"].keys() == row["spread_us"].keys() == ours
+        assert all(row[f"{name}_us"] > 0 for name in ours) and row["rivals"] == {}
+        if format == "fp8_block":
+            assert "max_err_ratio" not in row, "of vLLM's, which is not here"
+        else:
+            assert 0 < row["max_err_ratio"] <= 1.5
+
+
+def test_several_numbers_of_adapters(bench):
+    status, rows = bench("--adapters", "1,3", "--format", "fp32", "--baselines", "loop")
     assert status == 0
     measured = [(row["adapters"], row["tokens"], row["rank"]) for row in rows]
     assert measured == [(a, m, r) for a in (1, 3) for m in (1, 16) for r in (4, 8)]
-    assert len({compare.identity(row) for row in rows}) == len(rows)
+    assert {(row["format"], row["dtype"]) for row in rows} == {("fp32", "fp32")}
     moved = {key: row["mbytes"] for key, row in zip(measured, rows, strict=True)}
     assert moved[1, 16, 8] < moved[3, 16, 8], "more pairs are touched"
-    out = tmp_path / "picture.svg"
-    assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
-    assert "<!-- Cost over the number of adapters -->" in out.read_text()
 
 
 def test_a_limit_holds_for_one_command(monkeypatch):
     limits = []
     monkeypatch.setattr("moelora._C.limit_capability", limits.append)
-    monkeypatch.setattr("moelora.bench.command.measure", lambda *_: ([limits.append("now")], []))
-    monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
-    monkeypatch.delenv("MOELORA_MAX_CC", raising=False)
-    assert main(["bench", "--device", "cpu", "--max-cc", "80"]) == 0
-    assert limits == [80, "now", 0]
+    monkeypatch.setattr(command, "measure", lambda *_: ([limits.append("now")], []))
+    monkeypatch.setattr(command, "show", lambda rows, remarks, console: None)
     monkeypatch.setenv("MOELORA_MAX_CC", "86")
     assert main(["bench", "--device", "cpu"]) == 0
     assert main(["bench", "--device", "cpu", "--max-cc", "80"]) == 0
-    assert limits[3:] == [86, "now", 86, 80, "now", 86], "the environment's limit comes back"
+    assert limits == [86, "now", 86, 80, "now", 86], "the environment's limit comes back"
 
 
 def test_a_deadline_ends_the_run_between_cases(bench, capsys):
@@ -103,32 +126,13 @@ def test_a_deadline_ends_the_run_between_cases(bench, capsys):
     assert "deadline: 1 of 6 cases done" in capsys.readouterr().out
 
 
-def test_results_go_to_a_file_as_soon_as_they_are_there(bench, monkeypatch, tmp_path, capsys):
-    """Not at the end alone: who waits for a file sees at once what is measured, and each result."""
-    said = []
-    right = Bench.measure
-
-    def measure(self, tokens, generator):
-        said.append(capsys.readouterr().out)
-        return right(self, tokens, generator)
-
-    monkeypatch.setattr(Bench, "measure", measure)
-    bench("--dtypes", "fp32", "--ranks", "4", "--baselines", "loop", "--patience-s", "60")
-    begin, look, first = said
-    assert re.match(r"\[0/2, \d+ s\] measuring 4x2x72x40 fp32 M=1\n", begin)
-    line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
-    assert re.match(rf"\[0/2, \d+ s\] first look, baselines follow: {line}", look)
-    assert "loop" not in look
-    assert re.match(rf"\[1/2, \d+ s\] {line}", first) and "loop with them" in first
-
-
-def test_quick_measures_one_layer_of_few_tokens(monkeypatch):
+def test_quick_measures_one_layer_of_few_tokens():
     """And whatever is said beside it goes first."""
 
     def settled(*words):
         parser = argparse.ArgumentParser()
-        add_options(parser)
-        return settle(parser.parse_args(["--device", "cpu", "--quick", *words]))
+        command.add_options(parser)
+        return command.settle(parser.parse_args(["--device", "cpu", "--quick", *words]))
 
     args = settled()
     ((key, model),) = args.models
@@ -144,7 +148,6 @@ def test_quick_measures_one_layer_of_few_tokens(monkeypatch):
     ("base_us", "headline", "cost", "runs"),
     [
         (90.0, "the cost of adapters is within noise at 1 tokens", "within noise", 3),
-        (141.0, "the cost of adapters is within noise at 1 tokens", "within noise", 3),
         (50.0, "0.50 of the speed without adapters", "+100 %", 1),
     ],
 )
@@ -169,29 +172,18 @@ def test_quick_draws_no_conclusion_within_noise(
     assert out.count("within noise, measured again: ") == runs - 1
 
 
-def test_a_wrong_baseline_is_refused(bench, monkeypatch):
-    right = Loop.run
-    monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
-    with pytest.raises(RuntimeError, match="rank 4: loop is off by 0.1"):
-        bench("--dtypes", "fp32")
-
-
-def test_a_slow_baseline_is_left_out_with_a_reason(bench):
-    _, rows = bench("--dtypes", "fp32", "--patience-s", "0")
-    for row in rows:
-        assert row["rivals"].keys() == {"grouped_mm_base"}
-        assert "1 tokens, rank 4: about" in row["skipped"]["batched_mm_peft"]
-        assert row["best_rival"] is row["ratio"] is None
-
-
-def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
-    def broken(*args):
-        raise TypeError("no such kernel\nand more")
-
-    monkeypatch.setattr(Loop, "run", broken)
-    status, rows = bench("--baselines", "loop", "--dtypes", "fp32")
-    assert status == 0
-    assert rows[0]["skipped"] == {"loop": "TypeError: no such kernel"}
+def test_what_adapters_leave_of_the_speed_comes_first():
+    case = {"model": "qwen3", "format": "bf16", "adapters": 8, "rank": 16, "ours_base_us": 100.0}
+    rows = [
+        {**case, "tokens": 1, "ours_us": 200.0},
+        {**case, "tokens": 64, "ours_us": 125.0},
+        {**case, "experts": 16, "tokens": 1, "ours_us": 400.0},
+    ]
+    what = "bf16, 8 adapters of rank 16"
+    assert command.headlines(rows) == [
+        f"qwen3 {what}: 0.63 of the speed without adapters (0.50 at 1, 0.80 at 64 tokens)",
+        f"qwen3:16 {what}: 0.25 of the speed without adapters",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,50 +227,116 @@ def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_where_results_go_is_tried_at_once(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--models", "qwen3@int4", "--dir", "plans"], "weights that are not quantized"),
+        (["--shape", SHAPE, "--dir", "pyproject.toml"], "--dir pyproject.toml"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_at_once(words, message, capsys):
+    assert main(["tune", "--device", "cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_where_results_go_is_tried_at_once(tmp_path):
     """And no file is left, or lost, if something else stops the command."""
     kept = tmp_path / "kept.json"
     kept.write_text("{}")
     for out in (kept, tmp_path / "runs" / "now.json"):
         assert main(["bench", "--device", "cpu", "--variant", "typo", "--out", str(out)]) == 2
     assert kept.read_text() == "{}" and not list((tmp_path / "runs").iterdir())
-    assert main(["tune", "--device", "cpu", "--shape", SHAPE, "--dir", "pyproject.toml"]) == 2
-    assert "--dir pyproject.toml" in capsys.readouterr().err
 
 
 def test_models_and_baselines_are_listed(capsys):
     assert main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert all(model.name in out for model in shapes.MODELS.values())
-    assert all(name in out for name in ABOUT)
-    assert all(name in ABOUT for names in DEFAULTS.values() for name in names)
+    assert all(name in out for name in baselines.ABOUT)
+    assert all(name in baselines.ABOUT for names in baselines.DEFAULTS.values() for name in names)
 
 
-@pytest.mark.parametrize("activation, matrices", [("silu", 3), ("relu2", 2)])
-def test_adapters_cost_flops_and_bytes(activation, matrices):
-    model = shapes.Model("toy", 4, 2, 72, 40, activation)
-    batch = cases.draw_batch(model, 5, 3, torch.Generator().manual_seed(0))
-    batch.mapping[:] = 1
-    experts = batch.topk_ids.unique().numel()
-    flops, moved = cases.work(model, batch, 4)
-    base_flops, base_moved = cases.work(model, batch)
-    assert base_flops == 2 * matrices * 5 * 2 * 72 * 40
-    assert flops - base_flops == 2 * matrices * 5 * 2 * 4 * (72 + 40)
-    assert base_moved == 2 * (matrices * experts * 72 * 40 + 2 * 5 * 72)
-    assert moved - base_moved == 2 * matrices * experts * 4 * (72 + 40)
+# ---- baselines ----
+
+
+def test_a_wrong_baseline_is_refused(bench, monkeypatch):
+    right = Loop.run
+    monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
+    with pytest.raises(RuntimeError, match="rank 4: loop is off by 0.1"):
+        bench("--dtypes", "fp32")
+
+
+def test_a_slow_baseline_is_left_out_with_a_reason(bench):
+    _, rows = bench("--dtypes", "fp32", "--patience-s", "0")
+    for row in rows:
+        assert row["rivals"].keys() == {"grouped_mm_base"}
+        assert "1 tokens, rank 4: about" in row["skipped"]["batched_mm_peft"]
+        assert row["best_rival"] is row["ratio"] is None
+
+
+def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
+    def broken(*args):
+        raise TypeError("no such kernel\nand more")
+
+    monkeypatch.setattr(Loop, "run", broken)
+    status, rows = bench("--baselines", "loop", "--dtypes", "fp32")
+    assert status == 0
+    assert rows[0]["skipped"] == {"loop": "TypeError: no such kernel"}
+
+
+class Halves(Ours):
+    """SiLU of the first half of rows that are interleaved, as vLLM's kernels are driven."""
+
+    def __init__(self, layer, options):
+        self.layer = copy(layer)
+        self.layer.model = dataclasses.replace(layer.model, activation="silu")
+        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
+
+    def runs(self, batches):
+        return {("halves", 4): Run(lambda i: self.run(batches[i], 4), of=self.layer)}
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_a_baseline_of_another_function_is_compared_with_that(bench, monkeypatch, error):
+    right = Halves.run
+    monkeypatch.setattr(Halves, "run", lambda *args: (1 + error) * right(*args))
+    monkeypatch.setitem(baselines.BASELINES, "unpacked", "ours:Halves")
+    monkeypatch.setattr("moelora.bench.baselines.ours.Halves", Halves, raising=False)
+    words = "--format", "mxfp4", "--baselines", "unpacked"
+    wrong = pytest.raises(RuntimeError, match="halves is off by 0.1")
+    with wrong if error else contextlib.nullcontext():
+        status, rows = bench(*words, shape=f"{SHAPE_OF_BLOCKS},swigluoai")
+        assert status == 0 and rows[0]["relative_error"]["halves"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "name", "why"),
+    [
+        (TOY, "fp32", "vllm", "its kernels are for GPUs"),
+        (TOY, "fp32", "transformers", "PEFT's expert weights have one A for gate and up"),
+        (TOY, "fp32", "unpacked", "weights are not quantized"),
+        (dataclasses.replace(TOY, bias=True), "bf16", "grouped_mm", "driven here without biases"),
+        (BLOCKS.quantized("mxfp4"), "bf16", "loop", "it reads no quantized weights"),
+    ],
+)
+def test_baselines_say_what_they_need(model, dtype, name, why):
+    layer = draw_layer(model, dtype)
+    found, absent = baselines_of(layer, [name], Options())
+    assert [type(baseline) for baseline in found] == [Ours] and absent == {name: why}
+    with pytest.raises(Skipped):
+        baselines._load("dense")(draw_layer(TOY), Options()).runs(
+            [cases.draw_batch(TOY, 4, 2, torch.Generator())]
+        )
 
 
 def test_a_model_may_have_biases():
     model = dataclasses.replace(TOY, activation="swigluoai", bias=True)
+    biased = draw_layer(model, "fp32")
     generator = torch.Generator().manual_seed(0)
-    biased = Layer(model, "fp32", [4], 3, generator)
-    found, absent = baselines_of(biased, ["loop", "grouped_mm"], Options())
-    assert absent == {"grouped_mm": "driven here without biases"}
     batch = cases.draw_batch(model, 5, 3, generator, dtype=torch.float32)
     reference = reference_rows(biased, batch, range(5))
-    for baseline in found:
-        for rank in baseline.layer.stacks:
-            assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-5
+    for baseline in baselines_of(biased, ["loop"], Options())[0]:
+        assert relative_error(baseline.run(batch, 4), reference[4]) < 1e-5
     biased.b2 = torch.zeros_like(biased.b2)
     assert relative_error(Ours(biased, Options()).run(batch, 4), reference[4]) > 1e-3
     experts = batch.topk_ids.unique().numel()
@@ -290,11 +348,9 @@ def test_a_model_may_have_biases():
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
 def test_adapters_are_added_after_the_base_product(activation, monkeypatch):
     model = shapes.Model("toy", 4, 2, 64, 32, activation)
-    generator = torch.Generator().manual_seed(0)
-    layer = Layer(model, "bf16", [4, 16], 3, generator)
-    batch = cases.draw_batch(model, 7, 3, generator, mix="half")
+    layer = draw_layer(model, ranks=(4, 16))
+    batch = cases.draw_batch(model, 7, 3, torch.Generator().manual_seed(0), mix="half")
     reference = reference_rows(layer, batch, range(7))
-    added = [baseline(layer, Options()) for baseline in (GroupedMM, Separate)]
     grouped_mm = torch._grouped_mm
 
     def checked(x, w, offs):
@@ -303,17 +359,48 @@ def test_adapters_are_added_after_the_base_product(activation, monkeypatch):
 
     monkeypatch.setattr(torch, "_grouped_mm", checked)
     for rank in (0, 4, 16):
-        for baseline in added:
+        for baseline in (GroupedMM(layer, Options()), Separate(layer, Options())):
             assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-2
         assert not rank or relative_error(reference[0], reference[rank]) > 2e-2
 
 
-def mapping(mix, tokens=400, adapters=3):
-    generator = torch.Generator().manual_seed(0)
-    return cases.draw_batch(TOY, tokens, adapters, generator, mix).mapping
+# ---- cases: work, mixes, routing ----
+
+
+@pytest.mark.parametrize("activation, matrices", [("silu", 3), ("relu2", 2)])
+def test_adapters_cost_flops_and_bytes(activation, matrices):
+    model = dataclasses.replace(TOY, activation=activation)
+    batch = cases.draw_batch(model, 5, 3, torch.Generator().manual_seed(0))
+    batch.mapping[:] = 1
+    experts = batch.topk_ids.unique().numel()
+    flops, moved = cases.work(model, batch, 4)
+    base_flops, base_moved = cases.work(model, batch)
+    assert base_flops == 2 * matrices * 5 * 2 * 72 * 40
+    assert flops - base_flops == 2 * matrices * 5 * 2 * 4 * (72 + 40)
+    assert base_moved == 2 * (matrices * experts * 72 * 40 + 2 * 5 * 72)
+    assert moved - base_moved == 2 * matrices * experts * 4 * (72 + 40)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_count_as_a_checkpoint_holds_them(format):
+    model, bits = BLOCKS.quantized(format), FORMATS[format].bits
+    layer = draw_layer(model)
+    held = sum(t.nbytes for tensors in layer.checkpoint.values() for t in tensors)
+    of_tensors = 2 * 4 * 4 if format == "nvfp4" else 0  # a float32 for each weight and expert
+    assert held == 3 * 4 * 256 * 128 * bits / 8 + of_tensors
+    assert layer.w13.unpack().float().std() == pytest.approx(0.02, rel=0.3)
+    batch = cases.draw_batch(model, 64, 3, torch.Generator().manual_seed(0))
+    (flops, moved), native = cases.work(model, batch, 4), cases.work(BLOCKS, batch, 4)
+    assert batch.topk_ids.unique().numel() == 4 and flops == native[0]
+    assert native[1] - moved == 3 * 4 * 256 * 128 * (2 - bits / 8)
+    rate = 2 if format == "fp8_block" else 1  # of products of FP8
+    assert bound_us(model, (1e9, 0.0), machine.Peaks(1.0, 1e9)) == 1e6 / rate
 
 
 def test_mixes_are_what_they_say():
+    def mapping(mix):
+        return cases.draw_batch(TOY, 400, 3, torch.Generator().manual_seed(0), mix).mapping
+
     assert mapping("none").eq(-1).all()
     assert mapping("one").eq(0).all()
     assert mapping("many").unique().tolist() == [0, 1, 2]
@@ -354,13 +441,6 @@ def case(us, spread=0.0, **more):
     }
 
 
-def files(tmp_path, before, after):
-    paths = tmp_path / "before.json", tmp_path / "after.json"
-    for path, rows in zip(paths, (before, after), strict=True):
-        results.write(path, rows)
-    return [str(path) for path in paths]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "status"),
     [
@@ -371,61 +451,76 @@ def files(tmp_path, before, after):
         (case(100.0, spread=0.05), case(112.0, spread=0.05), 1),
         (case(100.0), case(100.0, ours_base_us=60.0), 1),
         (case(100.0), case(200.0, rank=64), 1),  # nothing in common
+        (case(100.0), case(100.0, format="int4"), 1),
         (case(100.0, dtype="bfloat16"), case(100.0, experts=128, tp=1), 0),  # an older file
     ],
 )
 def test_regressions_beyond_noise(tmp_path, before, after, status):
-    assert main(["bench", "compare", *files(tmp_path, [before], [after])]) == status
+    paths = tmp_path / "before.json", tmp_path / "after.json"
+    for path, row in zip(paths, (before, after), strict=True):
+        results.write(path, [row])
+    assert main(["bench", "compare", *map(str, paths)]) == status
 
 
 @needs_checkout
-def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
-    for path in ("benchmarks/results/h200-layer.json", "benchmarks/results/cpu-layer.json"):
-        _, rows = results.read(path)
-        changes = compare.changes(compare.match(rows, rows), 0.03)
-        assert len(changes) == 2 * len(rows)
-        assert {c["verdict"] for c in changes} == {"same"}
-    out = tmp_path / "picture.png"
-    assert main(["bench", "plot", "benchmarks/results/h200-layer.json", "-o", str(out)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    # matplotlib would write now.png, and the command would name a file that is not there.
-    assert main(["plot", "nowhere.json", "--out", str(tmp_path / "now")]) == 2
-    assert "wanted a file that ends in .png or .svg" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("file", "words", "drawn"),
+    [
+        ("h200-layer.json", [], ["Roofline, layer with adapters", "Cost of adapters"]),
+        (
+            "h200-layer.json",
+            ["--picture", "beside", "--vllm-version", "0.33"],
+            ["moelora, adapters of rank 64", "Mixtral-8x7B"],
+        ),
+        ("h200-churn.json", ["--picture", "arrivals"], ["brought ahead (8 slots)"]),
+    ],
+)
+def test_the_committed_results_are_drawn(tmp_path, file, words, drawn):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "picture.svg"
+    assert main(["bench", "plot", f"{RESULTS}/{file}", *words, "-o", str(out)]) == 0
+    assert all(f"<!-- {name} -->" in out.read_text() for name in drawn)
 
 
-def test_one_number_of_tokens_is_drawn_as_bars(bench, tmp_path):
-    """A curve over tokens would be a point in empty axes."""
-    bench("--dtypes", "fp32", "--ranks", "4", tokens="3")
+@pytest.mark.parametrize(
+    ("words", "tokens", "drawn"),
+    [
+        (["--adapters", "1,3"], "1,16", ["Cost over the number of adapters"]),
+        (  # a curve over tokens would be a point in empty axes
+            ["--ranks", "4"],
+            "3",
+            ["A layer, 4x2x72x40 fp32 rank 4, 3 tokens, 3 adapters", "lower bound", "moelora"]
+            + ["moelora, no adapters", "PyTorch, expert by expert"],
+        ),
+    ],
+)
+def test_a_run_is_drawn(bench, tmp_path, words, tokens, drawn):
+    pytest.importorskip("matplotlib")
+    bench("--dtypes", "fp32", "--baselines", "loop", *words, tokens=tokens)
     out = tmp_path / "picture.svg"
     assert main(["plot", str(bench.path), "-o", str(out)]) == 0
-    text = out.read_text()
-    assert text.count('<g id="axes_') == 1
-    assert "<!-- A layer, 4x2x72x40 fp32 rank 4, 3 tokens, 3 adapters -->" in text
-    own = ("lower bound", "moelora", "moelora, no adapters")
-    for way in (*own, "PyTorch, expert by expert", "grouped mm peft"):
-        assert f"<!-- {way} -->" in text, way
+    assert all(f"<!-- {name} -->" in out.read_text() for name in drawn)
 
 
 @needs_checkout
-def test_files_that_are_none(tmp_path, capsys):
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text("[]")
-    assert main(["bench", "compare", str(wrong), str(wrong)]) == 2
-    assert main(["bench", "plot", str(wrong)]) == 2
-    assert main(["bench", "plot", "benchmarks/results/h200-churn.json"]) == 2
-    said = capsys.readouterr().err
-    assert "is not a result file" in said
-    assert "there is no layer in these files" in said
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "pyproject.toml", "pyproject.toml"], "is not a result file"),
+        (["plot", "pyproject.toml"], "is not a result file"),
+        (["plot", f"{RESULTS}/h200-churn.json"], "there is no layer in these files"),
+        (["plot", "nowhere.json", "--out", "now"], "wanted a file that ends in .png or .svg"),
+        (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "beside"], "no case of rank 16 with"),
+        (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "arrivals"], "no case of arrivals"),
+        (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "engine"], "has no engine of vLLM"),
+    ],
+)
+def test_files_that_are_none(words, message, capsys):
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_baselines_say_what_they_need():
-    fp32 = Layer(TOY, "fp32", [4], 2, torch.Generator().manual_seed(0))
-    found, absent = baselines_of(fp32, ["vllm", "transformers"], Options())
-    assert [type(baseline).__name__ for baseline in found] == ["Ours"]
-    assert absent["vllm"] == "its kernels are for GPUs"
-    assert "one A for gate and up" in absent["transformers"]
-    with pytest.raises(Skipped):
-        _load("dense")(fp32, Options()).runs([cases.draw_batch(TOY, 4, 2, torch.Generator())])
+# ---- on a GPU ----
 
 
 class Event:
@@ -444,18 +539,6 @@ class Event:
 
     def elapsed_time(self, later):
         return later.at - self.at
-
-
-class Graph:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def replay(self):
-        for call in self.calls:
-            call()
-
-    def reset(self):
-        self.calls = None
 
 
 def test_turns_of_a_gpu(monkeypatch):
@@ -477,7 +560,7 @@ def test_turns_of_a_gpu(monkeypatch):
         calls[0]()
         if len(seen) == 1:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return Graph(calls)
+        return argparse.Namespace(replay=lambda: [call() for call in calls], reset=lambda: None)
 
     timer.capture = capture
     synchronizes, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
@@ -490,59 +573,27 @@ def test_turns_of_a_gpu(monkeypatch):
     assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
 
 
-# ---- on a GPU ----
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
 def test_baselines_of_a_gpu(bench, activation):
-    wanted = ["grouped_mm", "dense", "loop", "separate"]
+    words = ("--baselines", "grouped_mm,dense,loop,separate", "--patience-s", "60")
     shape = f"8,2,256,128,{activation}"
-    status, rows = bench(
-        *("--baselines", ",".join(wanted), "--patience-s", "60"),
-        shape=shape,
-        tokens="1,70,1024",
-        device="cuda",
-    )
+    status, rows = bench(*words, shape=shape, tokens="1,70,1024", device="cuda")
     assert status == 0
     for row in rows:
-        baselines = {
-            "loop",
-            *(f"{n}{end}" for n in ("torch_grouped_mm", "separate") for end in ("", "_base")),
-        }
-        baselines |= {"dense_base"} if row["tokens"] == 1024 else set()
-        assert row["rivals"].keys() == baselines, row["skipped"]
+        found = {"loop", "torch_grouped_mm", "torch_grouped_mm_base", "separate", "separate_base"}
+        found |= {"dense_base"} if row["tokens"] == 1024 else set()
+        assert row["rivals"].keys() == found, row["skipped"]
         assert "loop" in row["eager"]
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_limit_is_in_the_file(bench):
-    status, rows = bench(
-        *("--max-cc", "80", "--baselines", "none", "--adapters", "1,2"),
-        shape="8,2,256,128",
-        tokens="1,70,1024",
-        device="cuda",
-    )
+    words = ("--max-cc", "80", "--baselines", "none", "--adapters", "1,2")
+    status, rows = bench(*words, shape="8,2,256,128", tokens="1,70,1024", device="cuda")
     assert status == 0
     assert results.read(bench.path)[0]["max_cc"] == 80
     assert all("_sm80" in row["plan"] for row in rows)
     assert len({row["plan"] for row in rows}) > 1, "the table chooses among them"
-
-
-def test_forced_variants_stand_beside_the_plan(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(machine.CpuYardsticks, "LEAST", 1 << 20)
-    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 1 << 18)
-    out = str(tmp_path / "variants.json")
-    words = ["--models", "qwen3:16@int4", "--tokens", "1,3", "--ranks", "16", "--budget-ms", "0"]
-    assert variants.main([*words, "--device", "cpu", "--out", out]) == 0
-    _, rows = results.read(out)
-    assert [(row["tokens"], row["rank"]) for row in rows] == [(1, 0), (1, 16), (3, 0), (3, 16)]
-    for row in rows:
-        assert row["plan"].startswith("w13=gemm_bf16") and row["us"] > 0
-        assert row["variants_us"] and min(row["variants_us"].values()) > 0
-    assert rows[0]["bound_us"] < rows[2]["bound_us"]  # more experts
-    capsys.readouterr()
-    variants.show(rows[0] | {"us": 10.0, "variants_us": {"slower": 11.0, "faster": 9.0}})
-    assert capsys.readouterr().out.endswith("slower 11.0  faster 9.0*\n")

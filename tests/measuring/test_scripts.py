@@ -1,0 +1,240 @@
+"""Every script of benchmarks/ runs once, small; those of engines are in test_engines."""
+
+import importlib
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import needs_gpu
+
+import moelora
+from benchmarks import grouped_mm, layer, qlora_step, tables, training
+from benchmarks.compare import machine_code
+from benchmarks.compare.__main__ import COMMANDS
+from moelora import _C
+from moelora.bench import baselines, machine, results
+
+TIMED = "--adapters 3 --budget-ms 0 --device cpu"
+BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"
+PARALLEL = "--world 2 --batch 2 --length 16 --steps 2 --modes tp"
+CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 --prompt 6 --new 3"
+CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
+gpu = (pytest.mark.gpu, needs_gpu)
+SCRIPTS = [  # module, words, fields of its cases, their values
+    (
+        "benchmarks.layer",
+        f"--shape 4,2,72,40 --tokens 1,9 --ranks 4 --mm-size 64 --dtypes fp32 {TIMED}",
+        "model tokens rank",
+        [("4x2x72x40", 1, 4), ("4x2x72x40", 9, 4)],
+    ),
+    (
+        "benchmarks.compare",
+        f"times {BUILDS} --dtype fp32 --shape 4,2,72,40 --tokens 9 --ranks 0,8 --turns 2 {TIMED}",
+        "tokens rank same_bits",
+        [(9, rank, "avx2" not in _C.cpu_features()) for rank in (0, 8)],
+    ),
+    (
+        "benchmarks.compare",
+        f"times {BUILDS} --part down --dtype fp32 --shape 4,2,72,40 --tokens 9 --ranks 8 {TIMED}",
+        "tokens rank",
+        [(9, 8)],
+    ),
+    (
+        "benchmarks.compare",
+        f"variants --models qwen3:16@int4 --tokens 1,3 --ranks 16 {TIMED}",
+        "tokens rank",
+        [(1, 0), (1, 16), (3, 0), (3, 16)],
+    ),
+    pytest.param(
+        "benchmarks.compare",
+        "power --models qwen3 --tokens 64 --ranks 16 --seconds 0.2",
+        "model tokens rank",
+        [("qwen3", 64, 16)],
+        marks=gpu,
+    ),
+    pytest.param(
+        "benchmarks.training",
+        "--shapes qwen3 --tokens 64 --ranks 8,8+4x2 --formats mxfp4 --grouped-mm",
+        "shape tokens tenants format",
+        [("qwen3", 64, 1, "mxfp4"), ("qwen3", 64, 2, "mxfp4")],
+        marks=gpu,
+    ),
+    pytest.param(
+        "benchmarks.qlora_step",
+        "--layers 1 --batch 1 --length 64 --steps 1",
+        "engine length format",
+        [("moelora", 64, "mxfp4")],
+        marks=gpu,
+    ),
+    pytest.param(
+        "benchmarks.training_parallel",
+        PARALLEL,
+        "mode world tokens",
+        [("tp", 2, 32)],
+        marks=pytest.mark.slow,
+    ),
+    (
+        "benchmarks.churn",
+        CHURN,
+        "topic policy what layout",
+        [("arrivals", policy, None, None) for policy in ("resident", "ahead", "blocking")]
+        + [
+            ("updates", None, w, way) for way in ("stacked", "peft") for w in ("idle", "under load")
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "fields", "values"), SCRIPTS)
+def test_a_script_writes_its_cases(tmp_path, monkeypatch, module, words, fields, values):
+    monkeypatch.setattr(machine.CpuYardsticks, "LEAST", 1 << 20)
+    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 1 << 18)
+    for name in ("BASELINES", "ABOUT", "READ_QUANTIZED"):  # benchmarks.layer adds vLLM's kernels
+        monkeypatch.setattr(baselines, name, getattr(baselines, name).copy())
+    try:
+        script = importlib.import_module(f"{module}.__main__")
+    except ImportError:
+        script = importlib.import_module(module)
+    out = tmp_path / "benchmarks/results/h100-churn.json"
+    assert script.main([*words.split(), "--out", str(out)]) in (None, 0)
+    _, cases = results.read(out)
+    assert [tuple(case.get(name) for name in fields.split()) for case in cases] == values
+    if "churn" in module:
+        monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+        assert "| ahead | 2 | 4 |" in tables.section("arrivals")
+        assert "| 4 | under load | peft | 2 |" in tables.section("updates")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_comparison_says_how_it_is_called(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("benchmarks.compare.__main__").main([command, "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: benchmarks.compare {command} ")
+
+
+def test_a_larger_error_than_that_of_bf16_is_no_success():
+    row = {"model": "qwen3", "format": "int4", "dtype": "bf16", "tokens": 1, "rank": 16}
+    goals, errors = layer.misses({}, [row | {"max_err_ratio": ratio} for ratio in (1.0, 1.51)])
+    wanted = "qwen3 int4 M=1 rank 16: moelora's error is 1.51 times that in bf16"
+    assert (goals, errors) == ([], [wanted])
+
+
+@pytest.mark.slow
+def test_the_table_of_dialects(tmp_path):
+    pytest.importorskip("peft")
+    from benchmarks import dialect_table
+
+    page = tmp_path / "adapters.md"
+    page.write_text(f"{dialect_table.BEGIN}\n{dialect_table.END}")
+    words = ["--out", str(page), "--dialects", "peft", "--models", "qwen3_moe"]
+    dialect_table.main(words)
+    assert f"| {dialect_table.DIALECTS['peft'].what} | yes | " in page.read_text()
+
+
+# ---- machine code ----
+
+# What it prints of a file is what the file holds.
+CUOBJDUMP = '#!/bin/sh\nfor last; do :; done\ncat "$last"\n'
+BEFORE = {
+    "_Z4samev": ["EXIT"],
+    "_Z6offsetv": ["ULDC UR4, c[0x0][0x210]"],
+    "_Z5otherv": ["@!P0 FADD R1, R2, R3", "FADD R1, R2, R3", "EXIT"],
+    "_Z9registersv": ["FADD R1, R2, R3"],
+    "_Z6expandILi4EEvv": ["BRA 0x10"],
+    "_ZN41_GLOBAL__N__5e91f383_9_expand_cu_eaa517223sumILi4EEEvNS_6ParamsE": ["EXIT"],
+    "_Z6shrinkILi4EEvv": ["EXIT"],
+}
+AFTER = {
+    "_Z4samev": ["EXIT"],
+    "_Z6offsetv": ["ULDC UR4, c[0x0][0x218]"],
+    "_Z5otherv": ["@!P0 FMUL R1, R2, R3", "EXIT"],
+    "_Z9registersv": ["FADD R1, R2, R12"],
+    "_Z6expandILi4ELi1EEvv": ["BRA 0x10"],  # a new template parameter
+    "_ZN41_GLOBAL__N__00000000_9_expand_cu_eaa517223sumILi4EEEvNS_6ParamsE": ["EXIT"],
+    "_Z6resultILi4EEvv": ["NOP", "EXIT"],
+}
+SAID = """\
+sm_90a other: 3 -> 2 instructions, 2 not in both: FADD -2, FMUL +1
+sm_90a result<4>: only after, 2 instructions
+sm_90a shrink<4>: only before, 1 instructions
+sm_90a registers: 1 -> 1 instructions, 0 not in both
+the same: 3, differ: 2, only offsets: 1, only before: 1, only after: 1
+"""
+
+
+@pytest.mark.skipif(not shutil.which("c++filt"), reason="c++filt is binutils'")
+def test_machine_code_is_compared_kernel_by_kernel(tmp_path, capsys):
+    tool = tmp_path / "cuobjdump"
+    tool.write_text(CUOBJDUMP)
+    tool.chmod(0o755)
+    for name, kernels in {"before": BEFORE, "after": AFTER}.items():
+        text = "\tcode for sm_90a\n\t.target\tsm_90a\n"
+        for kernel, code in kernels.items():
+            text += f'\t\tFunction : {kernel}\n\t.headerflags @"EF_CUDA_SM90"\n'
+            for i, line in enumerate(code):
+                text += f"        /*{16 * i:04x}*/    {line} ;      /* 0x00000a00ff01 */\n"
+                text += f"{'':84}/* 0x000ff00000000800 */\n"
+        (tmp_path / name).write_text(text)
+    before, after, which = f"x={tmp_path}/before", f"y={tmp_path}/after", ["--cuobjdump", str(tool)]
+    assert machine_code.main([before, after, *which]) == 1
+    assert capsys.readouterr().out == SAID
+    assert machine_code.main([before, before, *which]) == 0
+    assert machine_code.main([before, after, *which, "--only", "offset"]) == 0
+
+
+# ---- training ----
+
+SMALL = qlora_step.Sizes(
+    *(2, 64, 64, 4, 2, 4, 2, 16), vocab=64, rank=4
+)  # layers, hidden, inter, experts, top_k, heads, kv_heads, head
+
+
+class Dequantized(qlora_step.Ours):
+    """The experts as a loop over dequantized weights."""
+
+    def __call__(self, x, ids, weights):
+        out = torch.zeros_like(x, dtype=torch.float32)
+        a13, b13, a2, b2 = (f[0] for f in self.factors.values())
+        w13, w2 = self.w13.unpack(), self.w2.unpack()
+        scaling = qlora_step.SCALING
+        for e in range(len(w13)):
+            token, place = (ids == e).nonzero(as_tuple=True)
+            given = x[token]
+            gate, up = (given @ w13[e].T + scaling * given @ a13[e].T @ b13[e].T).chunk(2, -1)
+            h = torch.nn.functional.silu(gate) * up
+            z = h @ w2[e].T + scaling * h @ a2[e].T @ b2[e].T
+            out = out.index_add(0, token, z.float() * weights[token, place, None])
+        return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nf4"])
+def test_engines_of_a_qlora_step_have_the_same_model(format):
+    sizes = replace(SMALL, format=format)
+    rows = [
+        qlora_step.measure(sizes, make, 2, 24, 1, device="cpu", repeats=repeats)
+        for make, repeats in (
+            (qlora_step.Ours, False),
+            (qlora_step.Ours, True),
+            (Dequantized, False),
+        )
+    ]
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert abs(rows[0]["loss"] - rows[2]["loss"]) < 0.02
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_the_yardstick_of_training_has_the_same_gradients():
+    """benchmarks.grouped_mm dequantizes; moelora does not."""
+    arguments, dout = training.draw((4, 2, 64, 64), 24, training.adapters_of("8"), "cpu")
+    arguments = training.quantize(arguments, "nf4", (4, 2, 64, 64))
+    found = []
+    for fused in (moelora.fused_experts_lora, grouped_mm.fused_experts_lora):
+        step = training.Step(dict(arguments), dout, fused)
+        out = step.forward()
+        step.run()
+        found.append([out, *(leaf.grad for leaf in step.leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        ours, theirs = ours.detach().float(), theirs.detach().float()
+        assert (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
