@@ -35,7 +35,6 @@ from benchmarks.tables.layers import (
     format_ranges,
     invariance_found,
     layer_ranges,
-    quantized_layers,
 )
 from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
 from benchmarks.tables.models import table as models
@@ -70,7 +69,9 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
 # {name: (topic of a file, its table)}
 MADE = {
     "format_ranges": ("formats", format_ranges),
-    "quantized_layers": ("formats", quantized_layers),
+    "quantized_layers": ("formats", format_ranges),
+    "layer_ranges": ("layer", layer_ranges),
+    "cpu_format_ranges": ("cpu-formats", cpu_format_ranges),
     "layers_on_others": ("layer", layers_on_other_cards),
     "engine_ranges": ("e2e-fp8", engine_ranges),
     "alternatives": ("e2e-12-layers", alternatives),
@@ -102,7 +103,7 @@ COMPUTED = {
 SENTENCES = {
     f.__name__: f
     for f in (
-        *(layer_ranges, cpu_ranges, cpu_format_ranges, cpu_amx_ranges),
+        *(cpu_ranges, cpu_amx_ranges),
         *(sglang_ranges, sglang_answers, training_alternatives),
     )
 }
