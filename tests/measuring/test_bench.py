@@ -489,7 +489,7 @@ def test_the_committed_results_are_drawn(tmp_path, file, words, drawn):
         (  # a curve over tokens would be a point in empty axes
             ["--ranks", "4"],
             "3",
-            ["A layer, 4x2x72x40 fp32 rank 4, 3 tokens, 3 adapters", "lower bound", "moelora"]
+            ["4x2x72x40 fp32 rank 4, 3 tokens, 3 adapters", "lower bound", "moelora"]
             + ["moelora, no adapters", "PyTorch, expert by expert"],
         ),
     ],
