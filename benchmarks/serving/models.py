@@ -5,7 +5,7 @@ import pathlib
 import sys
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.engines import engine_model, vllm_gpt_oss
+from benchmarks.engines import engine_model, vllm_gpt_oss, vllm_quantize
 from benchmarks.engines.engine_model import PRESETS, save_tokenizer
 
 RANKS = (16, 64, 16, 64)
@@ -28,22 +28,6 @@ MODELS = {
 }
 
 
-def packed(format, **weights):
-    """quantization_config of compressed-tensors with experts of four bits."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "symmetric": True, **weights},
-            }
-        },
-    }
-
-
 QUANTIZED = {  # quantization_config of a checkpoint whose experts are quantized
     "bf16": None,
     "fp8": {
@@ -52,8 +36,8 @@ QUANTIZED = {  # quantization_config of a checkpoint whose experts are quantized
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     },
-    "int4": packed("pack-quantized", type="int", strategy="group", group_size=128),
-    "nvfp4": packed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
+    "int4": vllm_quantize.settings("int4", 0),
+    "nvfp4": vllm_quantize.settings("nvfp4", 0),
     "mxfp4": None,  # gpt-oss says it itself
 }
 
