@@ -38,6 +38,7 @@ from benchmarks.tables.layers import (
 )
 from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
 from benchmarks.tables.models import table as models
+from benchmarks.tables.serving import serving_all, serving_rates
 from benchmarks.tables.text import table, wrapped
 from benchmarks.tables.training import (
     on_other_cards,
@@ -66,7 +67,7 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
     "docs/beside.png": ("layer", ["--picture", "beside", "--vllm-version", "0.33"]),
     "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
 }
-# {name: (topic of a file, its table)}
+# {name: (topic of a file, None: of several, its table)}
 MADE = {
     "format_ranges": ("formats", format_ranges),
     "quantized_layers": ("formats", format_ranges),
@@ -74,6 +75,7 @@ MADE = {
     "cpu_format_ranges": ("cpu-formats", cpu_format_ranges),
     "layers_on_others": ("layer", layers_on_other_cards),
     "engine_ranges": ("e2e-fp8", engine_ranges),
+    "serving_rates": (None, serving_rates),
     "alternatives": ("e2e-12-layers", alternatives),
     "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
     "engines_parallel_4_expert": (
@@ -98,6 +100,7 @@ COMPUTED = {
     "training-memory": training_memory.table,
     "several-gpus": training_memory.parallel_table,
     "claim": claim,
+    "serving_all": serving_all,
     "models": models,
 }
 SENTENCES = {

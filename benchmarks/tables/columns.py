@@ -17,6 +17,11 @@ ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
 SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
     decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
     first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
+SERVING = """server: engine, load: workload, adapters: adapters, requests/s: request_throughput,
+    of them in time: request_goodput, new tokens/s: output_throughput,
+    all tokens/s: total_token_throughput, first token (ms): median_ttft_ms,
+    99th percentile: p99_ttft_ms, each later token (ms): median_tpot_ms,
+    99th percentile: p99_tpot_ms, refused: failed"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""

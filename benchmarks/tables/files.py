@@ -24,6 +24,12 @@ def path_of(topic, device=None):
     return max(found, key=lambda path: (read(path)[0]["date"], path.name), default=None)
 
 
+def topics(prefix):
+    """The topics of GPU result files that begin so."""
+    names = (p.stem.partition("-")[2] for p in (ROOT / "benchmarks/results").glob("*.json"))
+    return sorted({name for name in names if name.startswith(prefix)})
+
+
 def is_card(name, topic):
     card = name.removesuffix(f"-{topic}.json")
     return "-" not in card and card != "cpu"

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("tomllib")
 
+from benchmarks import tables  # noqa: E402
 from benchmarks.serving.__main__ import main  # noqa: E402
 
 SERVER = """
@@ -47,7 +48,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
     def run(*options):
-        out = tmp_path / "out.json"
+        out = tmp_path / "benchmarks/results/h100-serving.json"
         code = main(["--work", str(tmp_path / "work"), "--out", str(out), *options])
         assert code == 0, out.with_suffix(".log").read_text()
         return json.loads(out.read_text())
@@ -55,21 +56,24 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_each_engine_runs_each_load_alone(run):
+def test_each_engine_runs_each_load_alone(run, tmp_path, monkeypatch):
     """Rows: all loads with adapters, and without adapters those that show what LoRA costs then."""
     engines = "vllm + moelora,vllm without LoRA"
-    written = run("--model", "micro", "--workloads", "decode_1,load_8", "--engines", engines)
+    written = run("--model", "micro", "--workloads", "decode_64,load_8", "--engines", engines)
     assert [(r["engine"], r["workload"], r["adapters"]) for r in written["cases"]] == [
-        ("vllm + moelora", "decode_1", 4),
+        ("vllm + moelora", "decode_64", 4),
         ("vllm + moelora", "load_8", 4),
-        ("vllm + moelora", "decode_1", 0),
-        ("vllm without LoRA", "decode_1", 0),
+        ("vllm + moelora", "decode_64", 0),
+        ("vllm without LoRA", "decode_64", 0),
         ("vllm without LoRA", "load_8", 0),
     ]
     first = written["cases"][0]
     assert first["median_ttft_ms"] == 1.235 and "p99_ttft_ms" not in first and first["start_s"] > 0
     assert all("served" not in row for row in written["cases"])
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok", "stopped"}
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    assert "| bf16, micro | decode of 64 | 2 | - | **2** |" in tables.section("serving_rates")
+    assert "| vllm + moelora | load_8 | 4 |" in tables.section("serving_all")
 
 
 def test_a_server_that_somebody_else_started(run):
