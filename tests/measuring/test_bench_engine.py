@@ -107,44 +107,49 @@ def test_three_engines_a_table_and_a_picture(tmp_path, vllm, adapters, capsys):
     assert "differ by 0.25 in the median" in out
     text = picture.read_text()
     assert "<!-- moelora with adapters -->" in text and "model, 2 adapters mixed" in text
-    drawn = tmp_path / "again.svg"
-    file = str(tmp_path / "out" / "engine.json")
-    assert main(["plot", file, "--picture", "engine", "-o", str(drawn)]) == 0
-    assert "<!-- moelora with adapters -->" in drawn.read_text()
 
 
-def test_an_engine_that_moelora_did_not_serve_is_said(
-    tmp_path, vllm, adapters, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("model", "setup", "message"),
+    [
+        (
+            "org/model",
+            2,
+            "moelora did not serve all layers of experts; vLLM's log: WARNING moelora",
+        ),
+        (
+            "broken",
+            0,
+            "vLLM without LoRA: exit status 1; its log is {}/engine.vLLM-without-LoRA.log",
+        ),
+    ],
+)
+def test_an_engine_that_fails_is_named(
+    tmp_path, vllm, adapters, monkeypatch, capsys, model, setup, message
 ):
     monkeypatch.setenv("FELL_BACK", "1")
-    monkeypatch.setattr(engine, "ENGINES", engine.ENGINES[1:])
-    assert main(words(tmp_path, adapters, "--picture", "none")) == 1
-    said = capsys.readouterr().err
-    assert (
-        "moelora did not serve all layers of experts; vLLM's log: WARNING moelora: no GPU" in said
-    )
-
-
-def test_an_engine_that_fails_is_named_with_its_log(tmp_path, vllm, adapters, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "ENGINES", engine.ENGINES[:1])
-    assert main(words(tmp_path, adapters, model="broken")) == 1
-    log = tmp_path / "out" / "engine.vLLM-without-LoRA.log"
-    assert f"vLLM without LoRA: exit status 1; its log is {log}" in capsys.readouterr().err
-    assert "no such model" in log.read_text()
+    monkeypatch.setattr(engine, "ENGINES", engine.ENGINES[setup : setup + 1])
+    assert main(words(tmp_path, adapters, "--picture", "none", model=model)) == 1
+    assert message.format(tmp_path / "out") in capsys.readouterr().err
+    logs = [path.read_text() for path in (tmp_path / "out").glob("*.log")]
+    assert ["no such model" in log for log in logs] == [True] * (model == "broken")
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--lora", "nowhere"], "--lora nowhere: nowhere has no adapter_config.json"),
+        (["--lora", "{0}", "law={1}"], "two adapters of one name"),
         (["--prefill", "16"], "--prefill is '16', wanted prompts x tokens"),
         (["--reps", "0"], "--reps is 0, wanted at least 1"),
         (["--out", "tests"], "--out tests: Is a directory"),
         (["--option", "swap"], "--option is 'swap', wanted NAME=VALUE"),
+        ([], "vLLM is not installed here: pip install vllm"),
     ],
 )
-def test_wrong_words_are_refused(tmp_path, vllm, adapters, more, message, capsys):
-    assert main(words(tmp_path, adapters, *more)) == 2
+def test_what_cannot_be_run_is_refused(tmp_path, adapters, more, message, monkeypatch, capsys):
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    assert main(words(tmp_path, adapters, *(word.format(*adapters) for word in more))) == 2
     assert message in capsys.readouterr().err
 
 
@@ -163,28 +168,13 @@ def test_who_serves_is_known_by_classes_and_the_log(layers, log, served):
     assert engine.serves(layers, log) == served
 
 
-def test_two_adapters_of_one_name_are_refused(tmp_path, vllm, adapters, capsys):
-    assert main(words(tmp_path, [adapters[0], f"law={adapters[1]}"])) == 2
-    assert "two adapters of one name" in capsys.readouterr().err
-
-
-def settled(tmp_path, adapters, *more):
-    parser = argparse.ArgumentParser()
-    engine.add_arguments(parser)
-    return engine.settle(parser.parse_args(words(tmp_path, adapters, *more)[2:]))
-
-
 def test_what_a_worker_is_told(tmp_path, vllm, adapters):
     """vLLM takes some ranks only: the next one up."""
+    parser = argparse.ArgumentParser()
+    engine.add_arguments(parser)
     options = ["--option", "gpu_memory_utilization=0.8", "--option", "quantization=fp8"]
-    told = settled(tmp_path, [f"a={adapters[0]}", adapters[1]], *options)
+    given = words(tmp_path, [f"a={adapters[0]}", adapters[1]], *options)
+    told = engine.settle(parser.parse_args(given[2:]))
     assert told["adapters"] == {"a": adapters[0], "code": adapters[1]}
-    assert told["max_lora_rank"] == 64
+    assert (told["max_lora_rank"], told["prefill"]) == (64, [2, 8])
     assert told["options"] == {"gpu_memory_utilization": 0.8, "quantization": "fp8"}
-    assert told["prefill"] == [2, 8]
-
-
-def test_without_vllm_it_says_so(tmp_path, adapters, monkeypatch, capsys):
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
-    assert main(words(tmp_path, adapters)) == 2
-    assert "vLLM is not installed here: pip install vllm" in capsys.readouterr().err
