@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import peft.tuners.lora.model as peft_lora
 import torch
+from peft.tuners import tuners_utils
 from torch import Tensor, nn
 
 from moelora.adapters.shards import Shard
@@ -138,7 +139,7 @@ def begin(model: nn.Module, base: PreTrainedModel) -> None:
 
     Raises RuntimeError on all ranks unless all have factors of the same names and shapes.
     """
-    ranks = ranks_of(base)
+    ranks = ranks_of(base, with_batches=True)
     if ranks is None:
         return
     factors = {
@@ -192,3 +193,15 @@ def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str)
 
 if hasattr(peft_lora, "get_tp_plan_and_mesh"):
     around("get_tp_plan_and_mesh", peft_lora)(_of_modules)
+
+
+def _of_state_dict(prefixes_of: Callable[..., set[str]], *args: Any, **kwargs: Any) -> set[str]:
+    """PEFT selects keys by names of modules, of which those of FSDP's activation checkpointing have
+    a component that keys lack: it would save an adapter without factors.
+    """
+    prefixes = prefixes_of(*args, **kwargs)
+    return {prefix.replace("._checkpoint_wrapped_module", "") for prefix in prefixes}
+
+
+if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
+    around("_get_tuner_state_dict_key_prefixes", tuners_utils)(_of_state_dict)

@@ -74,8 +74,11 @@ def linear_shard(weight: object) -> Shard | None:
     return shard_of(weight, ("out", "in"))
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that share the weights of a model; None if this one has all."""
+def ranks_of(model: nn.Module, *, with_batches: bool = False) -> Ranks | None:
+    """The processes that share the weights of a model; None if this one has all.
+
+    `with_batches`: also those whose weights FSDP gathers, each of which has a batch of its own.
+    """
     meshes = getattr(model, "_mesh_manager", None)
     if meshes is None and (getattr(model, "_tp_size", None) or 1) < 2:
         return None
@@ -91,7 +94,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
             f"the model is pipeline parallel (pp_size={sizes.pp_size}): a process has only some "
             "of its layers, and adapters need all; take tp_size or ep_size of DistributedConfig"
         )
-    if max(sizes.tp_size, sizes.ep_size) < 2:
+    if max(sizes.tp_size, sizes.ep_size, sizes.dp_size if with_batches else 1) < 2:
         return None
     if model not in _ranks:
         dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
