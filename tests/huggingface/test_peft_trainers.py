@@ -1,28 +1,20 @@
 """transformers' Trainer and TRL's trainers, unchanged, on attached PEFT models of the demo."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from checkout import needs_checkout
-from hf_models import TARGETS, peft, transformers
+from hf_models import peft
+from ranks import ON_CPUS, run_two
 
-import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
 pytest.importorskip("accelerate")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-from demo_data import MODEL_DIR, training_tokens  # noqa: E402
+import trainer_cases  # noqa: E402
+from trainer_cases import adapted, base_model, factors, rows, trainer  # noqa: E402
 
 pytestmark = needs_checkout
 
-LENGTH = 48
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": TARGETS}
-STEPS = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 4e-3}
-QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "seed": 5}
 OPTIONS = {
     "plain": {},
     "checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
@@ -32,36 +24,6 @@ OPTIONS = {
     "autocast": {"bf16": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
 }
-
-
-def rows(count=24):
-    text = training_tokens("charmap")
-    return [text[LENGTH * n : LENGTH * (n + 1)] for n in range(count)]
-
-
-def base_model():
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    model.config.use_cache = False
-    return model
-
-
-def adapted(ours):
-    torch.manual_seed(0)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA)
-    model = peft.get_peft_model(base_model(), config).train()
-    if ours:
-        moelora_peft.attach(model)
-    return model
-
-
-def trainer(ours, folder, **options):
-    options = STEPS | QUIET | {"save_strategy": "no"} | options
-    options["gradient_checkpointing"] = "gradient_checkpointing_kwargs" in options
-    arguments = transformers.TrainingArguments(output_dir=str(folder), **options)
-    data = [{"input_ids": row, "labels": row} for row in rows()]
-    return transformers.Trainer(
-        adapted(ours), arguments, train_dataset=data[4:], eval_dataset=data[:4]
-    )
 
 
 def losses(trained):
@@ -134,79 +96,57 @@ def test_generate_between_steps(tmp_path):
 # ---- TRL ----
 
 
-def tokenizer():
-    """Bytes as tokens, as of the demo model."""
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    names = bytes_to_unicode()
-    words = {names[byte]: byte for byte in range(256)}
-    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.pre_tokenizer, found.decoder = byte_level, tokenizers.decoders.ByteLevel()
-    # the demo's text has no zero bytes
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token=names[0], eos_token=names[0]
-    )
-
-
-@pytest.fixture
-def trl():
-    return pytest.importorskip("trl")
-
-
-def dataset(rows):
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    return datasets.Dataset.from_list(rows)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_sft_trainer_learns_as_with_peft_alone(trl, tmp_path, checkpointing):
-    """TRL makes the PEFT model; it is attached before `train`."""
-    data, found = dataset([{"input_ids": row.tolist()} for row in rows()]), []
+def test_sft_trainer_learns_as_with_peft_alone(tmp_path, checkpointing):
+    pytest.importorskip("trl")
+    found = []
     for ours in (True, False):
-        torch.manual_seed(0)
-        options = STEPS | QUIET | {"gradient_checkpointing": checkpointing}
-        each = trl.SFTTrainer(
-            base_model(),
-            trl.SFTConfig(output_dir=str(tmp_path), bf16=False, max_length=LENGTH, **options),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **LORA),
-        )
-        if ours:
-            moelora_peft.attach(each.model)
+        each = trainer(ours, tmp_path, "SFTTrainer", gradient_checkpointing=checkpointing)
         each.train()
         found.append(losses(each))
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
 
 
-def test_grpo_trainer_learns_as_with_peft_alone(trl, tmp_path):
+def test_grpo_trainer_learns_as_with_peft_alone(tmp_path):
     """It samples from the model that it trains."""
+    pytest.importorskip("trl")
     found = []
-    data = dataset([{"prompt": bytes(row[:12].tolist()).decode("latin-1")} for row in rows(8)])
-    options = STEPS | QUIET | {"max_steps": 2, "bf16": False, "gradient_checkpointing": False}
-
-    def reward(completions, **kwargs):
-        return [float(sum(map(ord, text))) for text in completions]
-
     for ours in (True, False):
-        torch.manual_seed(0)
-        each = trl.GRPOTrainer(
-            base_model(),
-            reward,
-            trl.GRPOConfig(
-                output_dir=str(tmp_path), max_completion_length=8, num_generations=2, **options
-            ),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **LORA),
-        )
-        if ours:
-            moelora_peft.attach(each.model)
+        each = trainer(ours, tmp_path, "GRPOTrainer", max_steps=2)
         each.train()
         logs = [e for e in each.state.log_history if "reward" in e]
         found.append(torch.tensor([[e["reward"], e["grad_norm"]] for e in logs]))
     assert found[1].shape == (2, 2) and found[1][0, 1] > 0
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+# ---- two processes ----
+
+
+@pytest.mark.parametrize("library", ["transformers", "trl"])
+def test_two_processes_train_as_one(tmp_path, library):
+    """Factors are equal on both after each step's, saved once and whole, and a checkpoint resumes
+    with the bits of one run. `accelerate launch` shards by examples/fsdp2.yaml.
+    """
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    pytest.importorskip(library)
+    kinds = {"transformers": ["Trainer"], "trl": ["SFTTrainer", "GRPOTrainer"]}[library]
+    cases = [case for case, (kind, *_) in trainer_cases.CASES.items() if kind in kinds]
+    adapted(True).save_pretrained(tmp_path / "start")
+    one = trainer(True, tmp_path, kinds[0], start=tmp_path / "start", per_device_train_batch_size=4)
+    one.train()
+    torch.save(factors(one), tmp_path / kinds[0])
+    modules = f"{library} moelora.integrations.peft transformers.models.qwen3_moe accelerate"
+    lines = run_two(trainer_cases.__file__, str(tmp_path), *cases, modules=modules, **ON_CPUS)
+    done = [f"rank {rank}: {case}" for rank in range(2) for case in cases]
+    assert sorted(line for line in lines if line.startswith("rank ")) == sorted(done)
+    ids = torch.stack(rows(3))
+    for case in cases:
+        served = base_model().eval()
+        moelora_hf.load_adapters(served, {"a": tmp_path / case / "saved"})
+        with torch.no_grad():
+            logits = served(ids, adapter_names=["a", "a", "a"]).logits
+            if trainer_cases.CASES[case][0] == kinds[0]:
+                trained = one.model.eval()(ids).logits
+                torch.testing.assert_close(logits, trained, rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(logits, served(ids).logits, rtol=0, atol=0.02)

@@ -63,7 +63,9 @@ def write_trained(config, folder):
 @pytest.mark.parametrize(
     ("config", "modes"),
     [
-        pytest.param(whole_models.qwen3, [*parallel_cases.MODES, *parallel_cases.FSDP, "ddp"], id="qwen3"),
+        pytest.param(
+            whole_models.qwen3, [*parallel_cases.TRAINED, "ddp"], id="qwen3"
+        ),
         pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
     ],
 )

@@ -29,12 +29,13 @@ MODES = {
     "tp and ep": {"distributed_config": DistributedConfig(tp_size=2, ep_size=2)},
     "ep of two batches": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
 }
-FSDP = {"fsdp of two batches": {"distributed_config": DistributedConfig(fsdp_size=2)}}
+TRAINED = MODES | {"fsdp of two batches": {"distributed_config": DistributedConfig(fsdp_size=2)}}
 ROWS = ["a", None, "b", "a", "b", None]
 
 
 def load(folder: Path, mode: str, **more: Any) -> Any:
-    options = (MODES | FSDP).get(mode, {}) | {"attn_implementation": "eager", "dtype": torch.float32} | more
+    more = {"attn_implementation": "eager", "dtype": torch.float32} | more
+    options = TRAINED.get(mode, {}) | more
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "model", **options).eval()
 
 
