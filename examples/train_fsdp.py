@@ -4,8 +4,9 @@ Each process has a part of all parameters, those of PEFT and the frozen ones, an
 of each batch; `fully_shard` gathers the parameters of one decoder layer at a time, and moelora
 reads them there. On GPUs with NCCL, else on CPUs with gloo. With --quantized the experts are those
 of a small gpt-oss in MXFP4, made on the spot: packed tiles are no parameters, so that every process
-has all of them. --check compares the gradients of the first step with those of one process that has
-the whole batch.
+has all of them. --slots 2 trains two adapters side by side instead of PEFT's one: `multi_lora` puts
+a module with slots where the model runs `grouped_mm`, and FSDP2 shards these, too. --check compares
+the gradients of the first step with those of one process that has the whole batch.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
+from moelora.training import LoraSlot, set_adapters
 
 BYTES = 256  # tokens
 TOLERANCE = 1e-4  # of a gradient's norm: the parts of a batch add in another order
@@ -49,26 +51,44 @@ def load(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         base = moelora_hf.load_quantized(folder, device_map=str(device))
     else:
         base = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype_on(device)).to(device)
+    if args.slots:
+        base.requires_grad_(False)
+        moelora_hf.multi_lora(base, slots=args.slots, max_rank=8)
+        for slot in range(args.slots):
+            LoraSlot(base, slot).open(rank=8, generator=torch.Generator().manual_seed(slot))
+        with_gradients(base, "lora_b")
+        return base.train()
     config = LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], target_parameters=TARGETS
     )
     torch.manual_seed(0)  # only now: not every process has drawn a folder
     model = get_peft_model(base, config).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros, with which the gradients of A are zero
-            torch.nn.init.normal_(parameter, std=0.02)
+    with_gradients(model, "lora_B")
     moelora_peft.attach(model)
     return model
 
 
+def with_gradients(model: torch.nn.Module, zeros: str) -> None:
+    """Draw the factors B: while they are zeros, the gradients of A are zero."""
+    draws = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if zeros in name:
+            values = 0.02 * torch.randn(parameter.shape, generator=draws)
+            parameter.data.copy_(values)
+
+
 def shard(model: torch.nn.Module) -> None:
     """Of all that requires gradients or not, each process keeps its part."""
-    for layer in model.get_base_model().model.layers:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers:
         fully_shard(layer)
     fully_shard(model)
 
 
-def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, rows: torch.Tensor, slots: int) -> torch.Tensor:
+    """Of rows whose adapters take turns."""
+    if slots:
+        set_adapters(model, torch.arange(len(rows), device=rows.device) % slots)
     return model(rows, labels=rows, use_cache=False).loss
 
 
@@ -96,6 +116,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=64, help="tokens of a row")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--quantized", action="store_true", help="experts in MXFP4")
+    parser.add_argument("--slots", type=int, default=0, help="adapters of experts, side by side")
     parser.add_argument("--check", action="store_true", help="compare the first gradients")
     parser.add_argument("--out", type=Path, default=Path("out/train_fsdp"), metavar="FOLDER")
     args = parser.parse_args()
@@ -127,32 +148,40 @@ def main() -> int:
     model = load(args, device)
     wanted = {}
     if args.check:
-        loss_of(model, batches[0]).backward()
+        loss_of(model, batches[0], args.slots).backward()
         wanted = gradients(model)
         model.zero_grad()
     shard(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+    slots = [LoraSlot(model, slot) for slot in range(args.slots)]
+    trained = [slot.parameters() for slot in slots] or [
+        [p for p in model.parameters() if p.requires_grad]
+    ]
+    optimizers = [torch.optim.AdamW(parameters, lr=args.lr) for parameters in trained]
     failed = 0
     for step, rows in enumerate(batches):
-        loss = loss_of(model, rows[own])
+        loss = loss_of(model, rows[own], args.slots)
         loss.backward()
         if step == 0 and args.check:
             off = worst(gradients(model), wanted)
             exact = not args.quantized and dtype_on(device) == torch.float32
             failed = int(not off < TOLERANCE * (1 if exact else 100))
             say(f"gradients of {len(wanted)} parameters: {off:.1e} of one process's at most")
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         mean = loss.detach()
         dist.all_reduce(mean)
         say(f"step {step}: loss {mean.item() / world:.3f}")
 
-    full = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    if rank == 0:
-        model.save_pretrained(args.out / "adapter", state_dict=full)
-        say(f"saved {args.out / 'adapter'}")
+    for slot, optimizer in zip(slots, optimizers, strict=False):
+        slot.save(args.out / f"adapter{slot.slot}", optimizer)
+    if not slots:
+        full = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        if rank == 0:
+            model.save_pretrained(args.out / "adapter", state_dict=full)
+    say(f"saved {args.out}")
     dist.barrier()
     dist.destroy_process_group()
     return failed

@@ -17,7 +17,8 @@ ROOMS = {
     "integrations": {"_C", *LEFT},
     "integrations/vllm": {"_C", *ENGINE},
     "integrations/sglang": {"_C", *ENGINE},
-    "integrations/transformers": {*ENGINE, "reference", "integrations/vllm"} - {"integrations"},
+    "integrations/transformers": {*ENGINE, "reference", "training", "integrations/vllm"}
+    - {"integrations"},
     "integrations/peft": {"operators", "adapters", "integrations/transformers"},
     "": {"_C", *ENGINE, "training", "integrations/vllm", "integrations/sglang"} - {"integrations"},
     "bench": {"", "_C", "operators", "weights", "reference", "integrations/vllm"},

@@ -42,6 +42,7 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.enable import enable
 from moelora.integrations.transformers.experts import experts_forward
 from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.multi import multi_lora
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "load_quantized",
     "load_quantized_experts",
     "moe_layers",
+    "multi_lora",
     "new_pool",
     "pool",
     "unload_adapters",

@@ -23,7 +23,6 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.operators import experts as ops
 from moelora.reference import activate
-from moelora.weights import QuantizedWeights
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -43,11 +42,8 @@ def experts_forward(
     ranks, are skipped. Raises NotImplementedError for a module that computes something else.
     """
     activation, alpha, limit = activation_of(self)
-    transposed = self.is_transposed and not is_quantized(self)
-    w13, w2 = _rows_first(self) if transposed else expert_weights(self)
-    has_bias = getattr(self, "has_bias", False)
-    up_bias = getattr(self, f"{up_name(self)}_bias").to(w13.dtype) if has_bias else None
-    down_bias = self.down_proj_bias.to(w13.dtype) if has_bias else None
+    w13, w2 = weights_of(self)
+    up_bias, down_bias = biases_of(self, w13.dtype)
     if torch.is_grad_enabled():
         _refuse_gradients(self, w13, w2)
 
@@ -70,7 +66,23 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _refuse_gradients(experts: Experts, *weights: torch.Tensor | QuantizedWeights) -> None:
+def weights_of(experts: Experts) -> tuple[ops.Weights, ops.Weights]:
+    """w13 (E, 2I, K) and w2 (E, K, I), whose memory is that of the module."""
+    transposed = experts.is_transposed and not is_quantized(experts)
+    return _rows_first(experts) if transposed else expert_weights(experts)
+
+
+def biases_of(
+    experts: Experts, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of w13 and w2; None without."""
+    if not getattr(experts, "has_bias", False):
+        return None, None
+    up: torch.Tensor = getattr(experts, f"{up_name(experts)}_bias")
+    return up.to(dtype), experts.down_proj_bias.to(dtype)
+
+
+def _refuse_gradients(experts: Experts, *weights: ops.Weights) -> None:
     for name, weight in zip((up_name(experts), "down_proj"), weights, strict=True):
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             refuse_fsdp1(experts, name)

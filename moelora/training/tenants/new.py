@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
-from moelora.adapters.pool import AdapterPool
+from moelora.adapters.layers import (
+    Adapter,
+    LinearLayer,
+    LinearPair,
+    MoELayer,
+    Pair,
+    Projection,
+)
+
+
+class Layers(Protocol):
+    """Layers that adapters have factors of, and the largest ranks of these: an `AdapterPool`."""
+
+    @property
+    def layers(self) -> Mapping[str, MoELayer]: ...
+    @property
+    def linears(self) -> Mapping[str, LinearLayer]: ...
+
+    max_rank: int
+    max_linear_rank: int
 
 
 def new_adapter(
-    pool: AdapterPool,
+    pool: Layers,
     rank: int,
     alpha: float | None,
     targets: Sequence[str] | None,
@@ -52,7 +71,7 @@ def new_adapter(
     return Adapter(experts, linears)
 
 
-def _chosen(pool: AdapterPool, targets: Sequence[str] | None) -> list[str]:
+def _chosen(pool: Layers, targets: Sequence[str] | None) -> list[str]:
     every = [*pool.layers, *pool.linears]
     if targets is None:
         return every

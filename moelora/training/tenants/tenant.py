@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from traceback import format_exception
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import SparseAdam
 
 from moelora.adapters.held import Change
-from moelora.adapters.layers import Adapter, LinearPair, Pair, Projection
+from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.operators.checks import check_count, check_number
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants import files
 from moelora.training.tenants.arguments import check_accumulation
-from moelora.training.tenants.factors import Factor, padded
+from moelora.training.tenants.factors import Factor
 from moelora.training.tenants.files import STATE_FILE
-from moelora.training.tenants.resumed import check_groups, check_optimizer
 from moelora.training.tenants.rows import Rows
+from moelora.training.tenants.trained import FORMAT, Place, Trained
 
-# Stacks or factors (A, B) by layer and projection; "" is that of linear layers and embeddings.
-Place: TypeAlias = "tuple[str, Projection | str]"
-Key: TypeAlias = "tuple[str, Projection | str, str]"  # a place, and "A" or "B"
-FORMAT = 1  # of STATE_FILE
 ENTRIES = {"optimizer", "groups", "updates", "pending", "accumulation", "max_norm", "factors"}
 
 
@@ -87,7 +82,7 @@ class Update(NamedTuple):
     experts: list[Tensor | None]  # int64 on the device of the factor; None: all
 
 
-class Tenant:
+class Tenant(Trained):
     """An adapter that trains; made by `Tenants.add`.
 
     Attributes
@@ -108,8 +103,6 @@ class Tenant:
         What stopped it, if an exception did. Its traceback, which would keep the batch in memory,
         is the last of its `__notes__`.
     """
-
-    optimizer: Optimizer
 
     def __init__(self, name: str, pool: AdapterPool, adapter: Adapter, trainer: object) -> None:
         """Of an adapter of whole pairs that `pool` has under that name, for `trainer`."""
@@ -183,25 +176,6 @@ class Tenant:
         if value is not None:
             check_number("max_norm", value, positive=True)
         self._max_norm = value
-
-    def factors(self) -> list[Factor]:
-        return [factor for pair in self._pairs.values() for factor in pair]
-
-    def _keyed(self) -> dict[Key, Factor]:
-        return {
-            (*place, side): factor
-            for place, pair in self._pairs.items()
-            for side, factor in zip("AB", pair, strict=True)
-        }
-
-    def _groups(self) -> list[list[Key]]:
-        """The factors that each group of the optimizer has."""
-        keys = {id(factor.parameter): key for key, factor in self._keyed().items()}
-        return [[keys[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def parameters(self) -> list[Tensor]:
-        """What the optimizer has, A and B in turns, padded to the ranks of the pool."""
-        return [factor.parameter for factor in self.factors()]
 
     def is_here(self) -> bool:
         """Whether the pool still has the adapter that was added."""
@@ -336,77 +310,25 @@ class Tenant:
 
     def adapter(self) -> Adapter:
         """The factors as they are now, float32 on the CPU. RuntimeError if they left the pool."""
-        factors = self.factors()
         with self._pool._versions.lock:  # of other threads that write to the slot
             self._check_here()
-            values = [
-                f.own(v).to("cpu", copy=True)
-                for f, v in zip(factors, self.current.values, strict=True)
-            ]
-        copies = dict(zip(map(id, factors), values, strict=True))
-        experts: dict[str, dict[Projection, Pair]] = {}
-        linears = {}
-        for (layer, projection), pair in self._pairs.items():
-            a, b = (copies[id(factor)] for factor in pair)
-            scaling = self._scalings[layer, projection]
-            if projection == "":
-                embedding = self._pool.linears[layer].embedding
-                linears[layer] = LinearPair(a[0].T if embedding else a[0], b[0], scaling)
-            else:
-                experts.setdefault(layer, {})[projection] = Pair(a, b, [scaling])  # type: ignore[index] # not ""
-        return Adapter(experts, linears)
+            return self._adapter_of(self.current.values)
 
     def state(self) -> dict[str, Any]:
         """What continues the training beside the factors, by key and without padding."""
         self._check_here()
-        state, groups = self.optimizer.state_dict(), self._groups()
-        numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
-        factors = {}
-        for (key, factor), grad in zip(self._keyed().items(), self.gradients(), strict=True):
-            values = state["state"].get(numbers.get(key), {})
-            factors[key] = {
-                "shape": tuple(factor.own(factor.parameter).shape),
-                "gradient": None if grad is None else factor.own(grad).clone(),
-                "state": {name: _copy_of(value, factor) for name, value in values.items()},
-            }
-        return {
-            "format": FORMAT,
-            "optimizer": type(self.optimizer).__name__,
-            "groups": [
-                group | {"params": keys}
-                for group, keys in zip(state["param_groups"], groups, strict=True)
-            ],
-            "updates": self.updates,
-            "pending": self.pending,
-            "accumulation": self.accumulation,
-            "max_norm": self.max_norm,
-            "factors": factors,
-        }
+        return self._state_of(
+            self.gradients(),
+            updates=self.updates,
+            pending=self.pending,
+            accumulation=self.accumulation,
+            max_norm=self.max_norm,
+        )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Undo `state`. `check_state` is to be called before, for `saved`."""
-        groups, factors = self._groups(), self._keyed()
-        check_optimizer(saved, self.optimizer)
-        check_groups(saved, groups, self.optimizer)
-        numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
-        states = {}
-        for key, n in numbers.items():
-            factor, of = factors[key], saved["factors"][key]
-            states[n] = {
-                name: padded(value, factor.parameter.shape)
-                if isinstance(value, Tensor) and tuple(value.shape) == of["shape"]
-                else value
-                for name, value in of["state"].items()
-            }
-        self.optimizer.load_state_dict(
-            {
-                "state": {n: values for n, values in states.items() if values},
-                "param_groups": [
-                    group | {"params": [numbers[key] for key in keys]}
-                    for group, keys in zip(saved["groups"], groups, strict=True)
-                ],
-            }
-        )
+        self._load(saved)
+        factors = self._keyed()
         grads = (saved["factors"][key]["gradient"] for key in factors)
         held = tuple(
             None if grad is None else factor.rows(grad)
@@ -488,10 +410,3 @@ def _release(error: Exception) -> None:
     error.__traceback__ = error.__cause__ = error.__context__ = None
     notes: list[str] = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, text]  # type: ignore[attr-defined] # before Python 3.11
-
-
-def _copy_of(value: Any, factor: Factor) -> Any:
-    """A value of an optimizer's state, without padding if it is of the factor's shape."""
-    if not isinstance(value, Tensor):
-        return value
-    return (factor.own(value) if value.shape == factor.parameter.shape else value).clone()

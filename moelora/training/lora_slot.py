@@ -1,0 +1,278 @@
+"""An adapter in one slot of all `MultiLoraExperts` of a model: opened, moved to the host, saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from moelora.adapters import checkpoint
+from moelora.adapters.folders import replacing
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
+from moelora.adapters.stacks import whole_pairs
+from moelora.adapters.write import FILES, write
+from moelora.operators.checks import check_count
+from moelora.training.multi import FACTORS, MultiLoraExperts
+from moelora.training.tenants.factors import Factor, padded
+from moelora.training.tenants.files import STATE_FILES, write_state
+from moelora.training.tenants.new import new_adapter
+from moelora.training.tenants.trained import Trained, like
+
+Source: TypeAlias = "str | Path | Mapping[str, Tensor]"
+
+
+@dataclass(frozen=True)
+class Held:
+    """An adapter in host memory: `LoraSlot.take` returns it, `LoraSlot.put` takes it.
+
+    Attributes
+    ----------
+    adapter : Adapter
+        Factors without padding, float32.
+    state : dict or None
+        Optimizer and accumulated gradients, as `Tenants.save` writes them.
+    """
+
+    adapter: Adapter
+    state: dict[str, Any] | None
+
+
+class LoraSlot(Trained):
+    """One slot of all `MultiLoraExperts` of a model: an adapter that trains.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With `MultiLoraExperts` in it, or one itself. Names of layers are those of these modules.
+    slot : int
+
+    Raises
+    ------
+    ValueError
+        The model has no such module, or one has no such slot.
+
+    Notes
+    -----
+    Parameters belong to the slot, whatever adapter is in it: an optimizer of `parameters()` serves
+    the adapters that come and go, or each has its own. With FSDP2 all ranks call each method.
+    """
+
+    linears: Mapping[str, LinearLayer] = {}
+    max_linear_rank = 0
+
+    def __init__(self, model: nn.Module, slot: int) -> None:
+        check_count("slot", slot, 0)
+        self.slot = slot
+        self._modules = {
+            name or "experts": module
+            for name, module in model.named_modules()
+            if isinstance(module, MultiLoraExperts)
+        }
+        if not self._modules:
+            raise ValueError(f"{type(model).__name__} has no MultiLoraExperts")
+        for name, module in self._modules.items():
+            if slot >= len(module.slots):
+                last = len(module.slots) - 1
+                raise ValueError(f"slot is {slot}, wanted 0 to {last}, those of {name}")
+        self.layers: Mapping[str, MoELayer] = {
+            n: replace(m.layer, name=n) for n, m in self._modules.items()
+        }
+        self.max_rank = min(module.max_rank for module in self._modules.values())
+
+    @property
+    def is_open(self) -> bool:
+        return any(int(module.lora_ranks[self.slot]) > 0 for module in self._modules.values())  # type: ignore[index]
+
+    def open(
+        self,
+        source: Source | None = None,
+        *,
+        rank: int = 8,
+        alpha: float | None = None,
+        config: Mapping[str, Any] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LoraSlot:
+        """Begin with a new adapter, or one of a checkpoint. Returns the slot.
+
+        Parameters
+        ----------
+        source : path or state dict, optional
+            A PEFT folder, or tensors with `config`; absent: a new adapter of `rank` and `alpha`
+            (absent: twice the rank), A uniform within 1 / sqrt(in), drawn by `generator`, B 0.
+
+        Raises
+        ------
+        ValueError, FileNotFoundError
+            The slot is open, or the adapter does not fit; nothing is written.
+        """
+        self._check_free()
+        if source is None:
+            adapter = new_adapter(self, rank, alpha, None, generator)
+        else:
+            layers = list(self.layers.values())
+            adapter = checkpoint.load(source, config, layers, max_rank=self.max_rank)
+        self._write(adapter)
+        return self
+
+    def put(self, held: Held, optimizer: Optimizer | None = None) -> None:
+        """Bring back what `take` or `read` returned, into this slot, whichever it was in.
+
+        Parameters
+        ----------
+        held : Held
+        optimizer : Optimizer, optional
+            Of `parameters()`; gets the state that was taken.
+
+        Raises
+        ------
+        ValueError
+            The slot is open, the adapter does not fit it, or the state is of another optimizer;
+            nothing is written.
+        """
+        self._check_free()
+        if optimizer is not None and held.state is None:
+            raise ValueError("held has no state of an optimizer: take(optimizer) has")
+        self._write(held.adapter)
+        if held.state is None:
+            return
+        try:
+            if optimizer is not None:
+                self._of_slot(optimizer)
+                self._load(held.state)
+        except ValueError:
+            self.close()
+            raise
+        for key, factor in self._keyed().items():
+            grad = held.state["factors"][key]["gradient"]
+            if grad is not None:
+                whole = padded(grad.to(factor.parameter.device), factor.parameter.shape)
+                factor.parameter.grad = like(factor.parameter, whole)
+
+    def take(self, optimizer: Optimizer | None = None) -> Held:
+        """`read`, and free the slot: its parameters become 0, the state of `optimizer` goes."""
+        held = self.read(optimizer)
+        if optimizer is not None:
+            for parameter in self.parameters():
+                optimizer.state.pop(parameter, None)
+        self.close()
+        return held
+
+    def read(self, optimizer: Optimizer | None = None) -> Held:
+        """The adapter in host memory, with the state of an optimizer of its parameters and its
+        accumulated gradients. ValueError if the slot is not open."""
+        if not self.is_open:
+            raise ValueError(f"slot {self.slot} has no adapter: open it, or put one")
+        self._pairs, self._scalings = self._found()
+        parameters = self.parameters()
+        adapter = self._adapter_of([_whole(p.detach()) for p in parameters])
+        if optimizer is None:
+            return Held(adapter, None)
+        self._of_slot(optimizer)
+        grads = [None if p.grad is None else _whole(p.grad) for p in parameters]
+        counts = {"updates": 0, "pending": int(any(g is not None for g in grads))}
+        state = self._state_of(grads, **counts, accumulation=1, max_norm=None)
+        return Held(adapter, tree_map_only(Tensor, lambda t: _whole(t).cpu(), state))
+
+    def save(
+        self, folder: str | Path, optimizer: Optimizer | None = None, *, base: str | None = None
+    ) -> None:
+        """Write a PEFT folder of the experts, with `optimizer` for `Tenants.add(resume=True)`.
+
+        Parameters and errors are those of `Tenants.save`; `base` is its `base_model`. With FSDP2
+        the process of rank 0 writes.
+        """
+        held = self.read(optimizer)
+        if hasattr(self.parameters()[0], "placements") and torch.distributed.get_rank() > 0:
+            return
+        with replacing(folder, (*FILES, *STATE_FILES)) as new:
+            write(held.adapter, new, self.layers, {}, base_model=base)
+            if held.state is not None:
+                write_state(new, held.state)
+
+    def close(self) -> None:
+        """Free the slot: its rows are those of the base model. Parameters become 0."""
+        with torch.no_grad():
+            for module in self._modules.values():
+                for parameter in module.slots[self.slot].parameters():
+                    parameter.zero_()
+                    parameter.grad = None
+                module.lora_ranks[self.slot].fill_(0)  # type: ignore[index] # a buffer
+
+    # -- inside --
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the slot in all layers, for an optimizer: the same ones whatever is in it."""
+        modules = self._modules.values()
+        return [getattr(m.slots[self.slot], name) for m in modules for name in FACTORS]
+
+    def _of_slot(self, optimizer: Optimizer) -> None:
+        others = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if others != set(map(id, self.parameters())):
+            raise ValueError(
+                f"optimizer has other parameters than slot {self.slot}, wanted one of parameters()"
+            )
+        self.optimizer = optimizer
+
+    def _check_free(self) -> None:
+        if self.is_open:
+            raise ValueError(f"slot {self.slot} has an adapter: take it or close the slot before")
+
+    def _found(self) -> tuple[dict[Any, tuple[Factor, Factor]], dict[Any, float]]:
+        """The factors of all layers and their scalings, as `Trained` has them."""
+        pairs, scalings = {}, {}
+        for name, module in self._modules.items():
+            rank = int(module.lora_ranks[self.slot])  # type: ignore[index] # buffers
+            own = [getattr(module.slots[self.slot], factor) for factor in FACTORS]
+            for n, projection in enumerate(_projections(module.layer)):
+                a, b = own[2 * n : 2 * n + 2]
+                one = Factor(a, self.slot, a, 1.0, rank, 1), Factor(b, self.slot, b, 1.0, rank, 2)
+                pairs[name, projection] = one
+                scalings[name, projection] = float(module.lora_scalings[self.slot])  # type: ignore[index]
+        return pairs, scalings
+
+    @torch.no_grad()
+    def _write(self, adapter: Adapter) -> None:
+        """Write an adapter to the slot, whose parameters are 0."""
+        others = [*(adapter.experts.keys() - self.layers.keys()), *adapter.linears]
+        if others:
+            raise ValueError(
+                f"the adapter has factors of {others[0]}, wanted those of {list(self.layers)}"
+            )
+        found = {n: whole_pairs(self.layers[n], pairs) for n, pairs in adapter.experts.items()}
+        rank = max((pair.rank for pairs in found.values() for pair in pairs.values()), default=1)
+        if rank > self.max_rank:
+            raise ValueError(f"the adapter has rank {rank}, wanted at most {self.max_rank}")
+        scalings = {}
+        for name, pairs in found.items():
+            scalings[name], *others = {pair.scalings[0] for pair in pairs.values()}
+            if others:
+                raise ValueError(f"{name} has several scalings, wanted one for both projections")
+        for name, module in self._modules.items():
+            own = [getattr(module.slots[self.slot], factor) for factor in FACTORS]
+            for n, projection in enumerate(_projections(module.layer)):
+                if (pair := found.get(name, {}).get(projection)) is None:
+                    continue
+                for parameter, value in zip(own[2 * n : 2 * n + 2], (pair.a, pair.b), strict=True):
+                    value = value.to(parameter.device, torch.float32)
+                    value = value.expand(module.layer.num_experts, -1, -1)
+                    parameter.copy_(like(parameter, padded(value, parameter.shape)))
+            ranks = [pair.rank for pair in found.get(name, {}).values()]
+            module.lora_ranks[self.slot].fill_(max(ranks, default=rank))  # type: ignore[index] # buffers
+            module.lora_scalings[self.slot].fill_(scalings.get(name, 1.0))  # type: ignore[index]
+        self._pairs, self._scalings = self._found()
+
+
+def _projections(layer: MoELayer) -> tuple[Projection, Projection]:
+    return ("gate_up" if layer.gated else "up"), "down"
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor of FSDP2 with the parts of all processes."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

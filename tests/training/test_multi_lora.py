@@ -1,0 +1,241 @@
+"""`MultiLoraExperts`: what trains in a slot is what trains alone, whatever the other slots do."""
+
+import pytest
+import torch
+from conftest import on_gpu
+from test_sampler_bits import WEIGHTS, draw_weights
+
+import moelora
+from moelora.training import LoraSlot, MultiLoraExperts, Tenants, set_adapters
+
+E, TOP_K, K, I, SLOTS = 8, 2, 256, 128, 3  # noqa: E741
+RANKS = (16, 3, 8)
+DEVICES = ["cpu", on_gpu("cuda")]
+
+
+def experts(weights, device, slots=SLOTS, dtype=torch.bfloat16, **options):
+    made = draw_weights(weights, torch.Generator(device).manual_seed(0), dtype)
+    return MultiLoraExperts(*made, slots=slots, max_rank=16, **options)
+
+
+def opened(module, slot, adapter):
+    """Slot with the adapter that is called so; its B is not zero, so that all factors train."""
+    draws = torch.Generator().manual_seed(adapter)
+    one = LoraSlot(module, slot).open(rank=RANKS[adapter], alpha=8.0, generator=draws)
+    held = one.take()
+    for pair in held.adapter.experts["experts"].values():
+        pair.b.normal_(std=0.1, generator=draws)
+    one.put(held)
+    return one
+
+
+def batch(adapters, slots, device="cpu", number=0):
+    """Rows of each adapter, which depend on the adapter and number alone, and their slots."""
+    seeds = {n: torch.Generator().manual_seed(100 * number + n) for n in adapters}
+    rows = {n: 5 + 2 * n for n in adapters}
+    x = torch.cat([torch.randn(rows[n], K, generator=seeds[n]) for n in adapters])
+    logits = torch.cat([torch.randn(rows[n], E, generator=seeds[n]) for n in adapters])
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    index = torch.tensor(slots).repeat_interleave(torch.tensor([rows[n] for n in adapters]))
+    return [t.to(device) for t in (x.bfloat16(), ids, weights, index)]
+
+
+def train(module, adapters, slots, number=0):
+    device = module.lora_ranks.device
+    module(*batch(adapters, slots, device, number)).float().square().sum().backward()
+
+
+def gradients(slot):
+    return [p.grad for p in slot.parameters()]
+
+
+def factors(adapter):
+    return [(pair.a, pair.b) for pair in adapter.experts["experts"].values()]
+
+
+def same(found, wanted):
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_of_training_alone(weights, device):
+    """Of frozen experts in every format, in the bits."""
+    module = experts(weights, device)
+    slots = [opened(module, 2 - n, n) for n in range(SLOTS)]
+    train(module, [2, 0, 1], [0, 2, 1])
+    for n, slot in enumerate(slots):
+        alone = experts(weights, device, slots=1)
+        one = opened(alone, 0, n)
+        train(alone, [n], [0])
+        assert same(gradients(slot), gradients(one))
+        assert all(grad.any() for grad in gradients(slot))
+        rank = RANKS[n]
+        assert not any(g[:, rank:].any() for g in gradients(slot)[::2])  # beyond the true rank
+    assert not [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_gradients_are_those_of_tenants(tmp_path):
+    """What both train from the same factors is the same, and a saved slot continues there."""
+    module = experts("16 bits", "cpu")
+    slot = opened(module, 1, 0)
+    optimizer = torch.optim.AdamW(slot.parameters(), lr=1e-2, weight_decay=0.0)
+    slot.save(tmp_path / "before")
+    layer = moelora.MoELayer("experts", E, K, I)
+    pool = moelora.AdapterPool([layer], 1, 16, w13_slices=1, dtype=torch.float32)
+    tenants = Tenants(pool)
+    tenant = tenants.add("law", tmp_path / "before", lr=1e-2)
+    x, ids, weights, _ = batch([0], [1])
+
+    def both(number):
+        x, ids, weights, index = batch([0], [1], number=number)
+        module(x, ids, weights, index).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out = moelora.fused_experts_lora(
+            *(x, module.w13, module.w2, weights, ids),
+            token_lora_mapping=pool.mapping(["law"] * len(x)),
+            **pool.layer("experts"),
+        )
+        tenants.step({"law": out.float().square().sum()})
+        return factors(slot.read().adapter)
+
+    def of_tenant():
+        return factors(tenants["law"].adapter())
+
+    assert tenant.updates == 0
+    for number in range(3):
+        for found, wanted in zip(both(number), of_tenant(), strict=True):
+            assert same(found, wanted)
+    slot.save(tmp_path / "after", optimizer)
+    tenants.remove("law")
+    tenants.add("law", tmp_path / "after", resume=True)
+    for found, wanted in zip(both(3), of_tenant(), strict=True):
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 1e-2, 0.9)])
+def test_a_swap_to_the_host_changes_no_bit(device, make):
+    """Of the one that goes and comes back to another slot, nor of the one that stays."""
+    stays, goes = [], []
+    for swaps in (False, True):
+        module = experts("16 bits", device)
+        first, second = opened(module, 0, 0), opened(module, 1, 1)
+        optimizers = [make(slot.parameters()) for slot in (first, second)]
+        train(module, [0, 1], [0, 1], 0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        train(module, [1, 0], [1, 0], 1)  # gradients of which are accumulated
+        if swaps:
+            held = second.take(optimizers[1])
+            assert all(a.device.type == "cpu" for a, _ in factors(held.adapter))
+            guest = opened(module, 1, 2)
+            train(module, [0, 2], [0, 1], 2)
+            guest.close()
+            second = LoraSlot(module, 2)
+            optimizers[1] = make(second.parameters())
+            second.put(held, optimizers[1])
+        else:
+            train(module, [0], [0], 2)
+        at = second.slot
+        train(module, [1, 0], [at, 0], 3)
+        for optimizer in optimizers:
+            optimizer.step()
+        for into, slot in ((stays, first), (goes, second)):
+            into.append(
+                [t for p in slot.read().adapter.experts["experts"].values() for t in (p.a, p.b)]
+            )
+    assert same(*stays) and same(*goes)
+
+
+def test_rows_and_sequences(tmp_path):
+    """An index per sequence is that of its rows; -1 and a slot that is not open are the base."""
+    module = experts("16 bits", "cpu")
+    opened(module, 0, 0), opened(module, 2, 1)
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, K, generator=draws).bfloat16()
+    weights, ids = torch.randn(4, 3, E, generator=draws).softmax(-1).topk(TOP_K)
+    index = torch.tensor([2, -1, 0, 1])
+    out = module(x, ids, weights, index)
+    assert torch.equal(out, module(x, ids, weights, index.repeat_interleave(3)))
+    flat = module(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), index)
+    assert torch.equal(out.flatten(0, 1), flat)
+    base = module(x, ids, weights)
+    assert torch.equal(out[[1, 3]], base[[1, 3]]) and not torch.equal(out[[0, 2]], base[[0, 2]])
+    set_adapters(torch.nn.Sequential(module), index)
+    assert torch.equal(module(x, ids, weights), out)
+
+
+def test_an_optimizer_writes_what_a_moved_module_reads():
+    module = experts("16 bits", "cpu")
+    slot = opened(module, 1, 0)
+    optimizer = torch.optim.SGD(slot.parameters(), 1.0)
+    module._apply(torch.clone)
+    train(module, [0], [1])
+    rows = batch([0], [1])
+    before = module(*rows)
+    optimizer.step()
+    assert not torch.equal(module(*rows), before)
+
+
+def test_a_slot_that_changes_before_the_backward_makes_it_raise():
+    module = experts("16 bits", "cpu")
+    opened(module, 0, 0)
+    loss = module(*batch([0], [0])).sum()
+    opened(module, 1, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def closed(module):
+    slot = LoraSlot(module, 1)
+    return slot, slot.open(rank=4).read()
+
+
+BAD = {
+    "optimizer": (
+        lambda m: LoraSlot(m, 2).take(torch.optim.AdamW(m.parameters())),
+        "optimizer has other parameters than slot 2",
+    ),
+    "slot": (lambda m: LoraSlot(m, 3), "slot is 3, wanted 0 to 2, those of experts"),
+    "no experts": (lambda m: LoraSlot(torch.nn.Linear(2, 2), 0), "has no MultiLoraExperts"),
+    "rank": (lambda m: LoraSlot(m, 0).open(rank=17), "rank is 17, wanted 1 to 16"),
+    "twice": (lambda m: LoraSlot(m, 0).open().open(), "slot 0 has an adapter: take it or close"),
+    "empty": (lambda m: LoraSlot(m, 0).take(), "slot 0 has no adapter"),
+    "no state": (
+        lambda m: LoraSlot(m, 0).put(closed(m)[1], torch.optim.AdamW(LoraSlot(m, 0).parameters())),
+        "held has no state of an optimizer",
+    ),
+    "rows": (
+        lambda m: m(*batch([0], [0])[:3], torch.zeros(2, dtype=torch.int32)),
+        "adapters has 2 numbers for 5 rows",
+    ),
+    "shapes": (
+        lambda m: MultiLoraExperts(m.w13, m.w13, slots=1, max_rank=1),
+        "w13 and w2 are .* wanted",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_refusals_write_nothing(bad):
+    module = experts("16 bits", "cpu")
+    kept = opened(module, 2, 0)
+    before = [p.clone() for p in kept.parameters()]
+    call, why = BAD[bad]
+    with pytest.raises(ValueError, match=why):
+        call(module)
+    assert same(kept.parameters(), before)
+    assert not any(p.any() for p in LoraSlot(module, 0).parameters()) or bad == "twice"
+
+
+def test_another_optimizer_leaves_the_slot_free():
+    module = experts("16 bits", "cpu")
+    slot = opened(module, 0, 0)
+    held = slot.take(torch.optim.AdamW(slot.parameters()))
+    with pytest.raises(ValueError, match="is of the optimizer AdamW, not of SGD"):
+        slot.put(held, torch.optim.SGD(slot.parameters(), 1.0))
+    assert not slot.is_open
+    slot.put(held)
