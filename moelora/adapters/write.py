@@ -34,6 +34,18 @@ PREFIX = "base_model.model."
 WRITER = f"0.19.1+moelora.{_C.version()}"
 FILES = (CONFIG_FILE, f"{STEM}*")  # an adapter's, as patterns
 
+COMMON: dict[str, Any] = {  # options of PEFT that are the same for every adapter
+    "peft_type": "LORA",
+    "peft_version": WRITER,
+    "bias": "none",
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layers_to_transform": None,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "task_type": None,
+}
+
 # Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
 Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
 
@@ -65,6 +77,17 @@ def write(
     ValueError
         A pair is of a half of `gate_up_proj`, or its experts have several scalings.
     """
+    _save(folder, *peft_tensors(adapter, layers, linears, base_model=base_model))
+
+
+def peft_tensors(
+    adapter: Adapter,
+    layers: Mapping[str, MoELayer],
+    linears: Mapping[str, LinearLayer],
+    *,
+    base_model: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration and the tensors that `write` saves; parameters and errors are its."""
     modules: list[str] = []
     parameters: list[str] = []
     sizes: dict[str, tuple[int, float]] = {}
@@ -88,7 +111,7 @@ def write(
         "target_modules": modules,
         "target_parameters": parameters or None,
     }
-    _save(folder, state, config)
+    return COMMON | config, state
 
 
 def write_per_expert(
@@ -123,6 +146,19 @@ def write_per_expert(
     ValueError
         The dtype of a B cannot represent it times its scaling; the message names the module.
     """
+    made = per_expert_tensors(adapter, layers, linears, names=names, base_model=base_model)
+    _save(folder, *made)
+
+
+def per_expert_tensors(
+    adapter: Adapter,
+    layers: Mapping[str, MoELayer],
+    linears: Mapping[str, LinearLayer],
+    *,
+    names: EngineNames = OF_TRANSFORMERS,
+    base_model: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration and the tensors that `write_per_expert` saves, as of `write`."""
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     scalings = Counter(scaling for *_, scaling, _ in pairs if scaling)
@@ -148,7 +184,7 @@ def write_per_expert(
         "target_modules": sorted(targets),
         "target_parameters": None,
     }
-    _save(folder, state, config)
+    return COMMON | config, state
 
 
 def _scaled(name: str, b: Tensor, factor: float) -> Tensor:
@@ -162,20 +198,8 @@ def _scaled(name: str, b: Tensor, factor: float) -> Tensor:
     return scaled
 
 
-def _save(folder: str | Path, state: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files, with the options of PEFT that are the same for every adapter."""
-    config = {
-        "peft_type": "LORA",
-        "peft_version": WRITER,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_to_transform": None,
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "task_type": None,
-        **config,
-    }
+def _save(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Write both files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE

@@ -16,7 +16,7 @@ from moelora.adapters import checkpoint
 from moelora.adapters.folders import replacing
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import FILES, write
+from moelora.adapters.write import FILES, peft_tensors, per_expert_tensors, write
 from moelora.operators.checks import check_count
 from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants.factors import Factor, padded
@@ -194,6 +194,23 @@ class LoraSlot(Trained):
             write(held.adapter, new, self.layers, {}, base_model=base)
             if held.state is not None:
                 write_state(new, held.state)
+
+    def tensors(self, *, per_expert: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The adapter as (config, tensors), as `update_adapters` of an engine takes it.
+
+        Parameters
+        ----------
+        per_expert : bool
+            A pair of factors for each expert, which vLLM reads for most models, instead of PEFT's
+            stacks.
+
+        Raises
+        ------
+        ValueError
+            The slot is not open.
+        """
+        made = per_expert_tensors if per_expert else peft_tensors
+        return made(self.read().adapter, self.layers, {})
 
     def close(self) -> None:
         """Free the slot: its rows are those of the base model. Parameters become 0."""

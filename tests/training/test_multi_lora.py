@@ -114,6 +114,18 @@ def test_gradients_are_those_of_tenants(tmp_path):
         assert same(found, wanted)
 
 
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_its_tensors_are_the_same_adapter(per_expert):
+    """For engines, which take them from memory: there gate and up have a pair each."""
+    module = experts("16 bits", "cpu")
+    slot = opened(module, 1, 1)
+    config, tensors = slot.tensors(per_expert=per_expert)
+    LoraSlot(module, 2).open(tensors, config=config)
+    one, two = (module(*batch([0], [n])).float() for n in (1, 2))
+    torch.testing.assert_close(one, two, rtol=0.02, atol=1e-3)
+    assert (one - module(*batch([0], [-1])).float()).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 1e-2, 0.9)])
 def test_a_swap_to_the_host_changes_no_bit(device, make):
