@@ -18,7 +18,7 @@ def sources(request):
     return Sources(request.param)
 
 
-@pytest.mark.parametrize("part", ["LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED"])
+@pytest.mark.parametrize("part", ["LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "UPDATES"])
 def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 

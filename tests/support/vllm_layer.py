@@ -55,8 +55,9 @@ class VLLM:
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
-        for place, names in self.interface.CONFIGS.called.items():
-            self._put_back(place, names)
+        for part in (self.interface.CONFIGS, self.interface.UPDATES):
+            for place, names in (*part.called.items(), *part.replaced.items()):
+                self._put_back(place, names)
         for needed in self.methods.values():
             for place, names in needed.called.items():
                 self._put_back(place, [name for name in names if name.startswith("select_")])

@@ -329,12 +329,20 @@ class PunicaWrapperGPU:
 
 
 class PEFTHelper:
-    def __init__(self, r):
-        self.r = r
+    def __init__(self, r, lora_alpha):
+        self.r, self.lora_alpha = r, lora_alpha
 
     @classmethod
     def from_dict(cls, config_dict):
-        return cls(config_dict["r"])
+        return cls(config_dict["r"], config_dict["lora_alpha"])
+
+    @classmethod
+    def from_local_dir(cls, lora_path, max_position_embeddings):
+        raise FileNotFoundError(lora_path)
+
+    def validate_legal(self, lora_config):
+        if self.r > lora_config.max_lora_rank:
+            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank")
 
 
 def get_current_vllm_config_or_none():
@@ -371,6 +379,7 @@ PLACES = {
 
 def contents(version: str) -> dict[str, dict[str, object]]:
     """What is in which module of a release."""
+    from vllm_stand_in_lora import places as lora
     from vllm_stand_in_methods import places
 
     platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda wanted: True)
@@ -381,4 +390,4 @@ def contents(version: str) -> dict[str, dict[str, object]]:
         "vllm.platforms": {"current_platform": platform},
     }
     layers = {place: {n: globals()[n] for n in names} for place, names in PLACES.items()}
-    return layers | places(version) | others
+    return layers | places(version) | lora() | others

@@ -6,6 +6,7 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
+`update_adapters` gives a running engine adapters from memory.
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
@@ -30,6 +31,8 @@ from moelora.integrations import reason_against_build, shown, switched_off
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
 UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
+
+__all__ = ["register", "update_adapters", "update_adapters_async"]
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
@@ -125,9 +128,21 @@ def _install() -> None:
         from moelora.integrations.vllm import configs
 
         configs.install()
+    if problem := interface.problem(interface.UPDATES):
+        say_once(f"{problem}; update_adapters is off")
+    else:
+        from moelora.integrations.vllm import update
+
+        update.install()
     if problem := interface.problem(interface.QUANTIZED):
         say_once(f"{problem}; {OWN_PATH} for quantized layers")
     else:
         from moelora.integrations.vllm import methods
 
         methods.install()
+
+
+from moelora.integrations.vllm.update import (  # noqa: E402 # which wraps by the functions above
+    update_adapters,
+    update_adapters_async,
+)

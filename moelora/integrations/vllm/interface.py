@@ -10,6 +10,7 @@ __all__ = [
     "DELTAS",
     "LAYERS",
     "QUANTIZED",
+    "UPDATES",
     "Interface",
     "is_absent",
     "problem",
@@ -108,6 +109,37 @@ DELTAS = Interface(
 # Where adapter configurations are loaded.
 CONFIGS = Interface(
     called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}},
+)
+
+# What `update_adapters` calls and replaces.
+UPDATES = Interface(
+    replaced={
+        "vllm.lora.worker_manager": {"WorkerLoRAManager._load_adapter": "self lora_request"},
+        "vllm.lora.model_manager": {
+            "LoRAModelManager._create_merged_loras_inplace": "self lora_model",
+        },
+        "vllm.v1.engine.input_processor": {"InputProcessor._validate_lora": "self lora_request"},
+    },
+    called={
+        "vllm.lora.peft_helper": {
+            "PEFTHelper.from_local_dir": "lora_path max_position_embeddings",
+            "PEFTHelper.from_dict": "config_dict",
+        },
+        "vllm.lora.lora_model": {
+            "LoRAModel.from_local_checkpoint": "lora_dir expected_lora_modules peft_helper",
+            "LoRAModel.from_lora_tensors": "lora_model_id tensors peft_helper",
+        },
+        "vllm.lora.worker_manager": {
+            "WorkerLoRAManager.list_adapters": "self",
+            "WorkerLoRAManager.remove_adapter": "self adapter_id",
+        },
+        "vllm.lora.model_manager": {
+            "LoRAModelManager.add_adapter": "self adapter",
+            "LoRAModelManager.activate_adapter": "self lora_id",
+        },
+        "vllm.v1.worker.gpu_worker": {"Worker.add_lora": "self lora_request"},
+    },
+    fields={"vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path"}},
 )
 
 # Required by any quantized layer, in addition to its method.

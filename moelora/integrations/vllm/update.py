@@ -1,0 +1,424 @@
+"""Adapters from memory into a running vLLM: `update_adapters`.
+
+    driver                        every worker, over collective_rpc, between two steps
+    update_adapters   stage  ->   read as vLLM reads a folder, merge, check; nothing is served yet
+                      switch ->   known from now on
+                      bring  ->   into slots that are free
+
+A version is a LoRA of its own for vLLM: `law@7`, with an id and a path that no other has. So caches
+of prefixes know it apart, running requests go on with theirs, and new ones start on what
+`update_adapters` returns. Workers keep each version merged and scaled in host memory: what vLLM's
+cache has evicted comes back from there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from moelora.adapters.factors import first_not_finite
+from moelora.adapters.names import check_name
+from moelora.integrations import shown
+from moelora.integrations.vllm import SWITCH, wrap
+
+PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
+FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
+
+Adapters: TypeAlias = "Mapping[str, tuple[Any, Mapping[str, Tensor]]]"
+Call: TypeAlias = "tuple[str, tuple[Any, ...]]"  # a method of workers, and its arguments
+
+_engines = itertools.count()
+_known: set[str] = set()  # paths of versions that requests of this process may name
+
+
+# -- the driver --
+
+
+@dataclass
+class _Registry:
+    """What `update_adapters` has told the workers of an engine."""
+
+    prefix: str
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(FIRST_ID))
+    versions: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, list[Any]] = field(default_factory=dict)  # LoRARequests, oldest first
+
+    @staticmethod
+    def paths(requests: Mapping[str, list[Any]]) -> list[str]:
+        return [request.lora_path for found in requests.values() for request in found]
+
+
+def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
+    """Give a running engine new adapters, or new versions of some, from memory.
+
+    Parameters
+    ----------
+    llm : vllm.LLM or vllm.v1.engine.llm_engine.LLMEngine
+        With `enable_lora`. For an `AsyncLLM`: `update_adapters_async`.
+    adapters : mapping
+        Name -> (config, tensors): the content of adapter_config.json or PEFT's `LoraConfig`, and
+        the tensors of adapter_model.safetensors by name, on any device, which are copied.
+
+    Returns
+    -------
+    dict
+        Name -> `LoRARequest` of the new version, for `generate(..., lora_request=)`; it is called
+        `law@7`, with a number that no other version of `law` has.
+
+    Raises
+    ------
+    ValueError
+        A name or the form of an adapter is wrong, or a worker refuses one: it does not fit the
+        model, a factor is missing, NaN or infinite, or vLLM does not support it. All adapters are
+        then as before, on all ranks.
+    RuntimeError
+        A worker has no such method (moelora is not installed there, or MOELORA_VLLM=0), or has
+        lost what was staged.
+
+    Notes
+    -----
+    Requests that run end on their version. The last two versions stay, and others that requests
+    run on; a request that names another one is refused as it is added. An engine in a process of
+    its own gets tensors as bytes in the form of safetensors.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    update, replies = _update(engine, adapters), None
+    while True:
+        try:
+            method, args = update.send(replies)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return] # of _update
+        replies = _replies(lambda: engine.collective_rpc(method, args=args))  # noqa: B023
+
+
+async def update_adapters_async(engine: Any, adapters: Adapters) -> dict[str, Any]:
+    """`update_adapters` for an `AsyncLLM`."""
+    update, replies = _update(engine, adapters), None
+    while True:
+        try:
+            method, args = update.send(replies)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return] # of _update
+        found = await engine.collective_rpc(method, args=args)
+        replies = _replies(lambda: found)  # noqa: B023
+
+
+def _replies(call: Callable[[], Any]) -> list[str | None]:
+    try:
+        replies: list[str | None] = call()
+    except AttributeError as error:
+        raise RuntimeError(
+            f"a worker does not know moelora ({shown(error)}): install it in vLLM's environment, "
+            f"and leave {SWITCH} unset"
+        ) from None
+    return replies
+
+
+def _update(engine: Any, adapters: Adapters) -> Generator[Call, Any, dict[str, Any]]:
+    """Calls of workers, whose replies are sent in; returns the new requests."""
+    from vllm.lora.request import LoRARequest
+
+    if not isinstance(adapters, Mapping):
+        raise ValueError(f"adapters is a {type(adapters).__name__}, wanted a mapping of names")
+    registry = getattr(engine, "_moelora", None)
+    if registry is None:
+        registry = engine._moelora = _Registry(f"{PREFIX}{os.getpid()}-{next(_engines)}/")
+    states = getattr(getattr(engine, "output_processor", None), "request_states", None)
+    running = None if states is None else {s.lora_name for s in states.values()}
+    shared = _shares_memory(engine)
+    new: dict[str, Any] = {}
+    payload = []
+    for name, given in adapters.items():
+        check_name(name)
+        if "@" in name or "/" in name:
+            raise ValueError(f"adapter {name!r} has @ or / in its name, which versions have")
+        config, tensors = _checked(name, given)
+        number = registry.versions[name] = registry.versions.get(name, 0) + 1  # of no other, ever
+        version = f"{name}@{number}"
+        if version in (running or ()):
+            raise ValueError(f"adapter {name!r}: a request runs on another LoRA named {version!r}")
+        stacks = any(".experts.lora_" in key or ".experts.base_layer." in key for key in tensors)
+        options = {"is_3d_lora_weight": True} if stacks else {}
+        path = registry.prefix + version
+        new[name] = LoRARequest(version, next(registry.ids), path, **options)
+        packed = tensors if shared else _bytes(tensors)
+        payload.append((version, new[name].lora_int_id, path, bool(stacks), config, packed))
+    kept = {
+        name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
+        for name, found in registry.requests.items()
+    }
+    replies = yield "moelora_stage", (payload,)
+    if refused := {n: why for n, why in enumerate(replies) if why is not None}:
+        rank, why = next(iter(refused.items()))
+        yield "moelora_switch", ([], registry.paths(registry.requests))
+        raise ValueError(f"rank {rank} of {len(replies)}: {why}; all adapters are as before")
+    paths = [request.lora_path for request in new.values()]
+    _known.difference_update(registry.paths(registry.requests))
+    _known.update(registry.paths(kept))
+    replies = yield "moelora_switch", (paths, registry.paths(kept))
+    if lost := {n: why for n, why in enumerate(replies) if why is not None}:
+        rank, why = next(iter(lost.items()))
+        raise RuntimeError(f"rank {rank} of {len(replies)}: {why}")
+    _known.update(paths)
+    registry.requests = kept | {n: [*kept.get(n, ()), request] for n, request in new.items()}
+    yield "moelora_bring", (paths,)
+    return new
+
+
+def _checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ValueError(f"adapter {name!r} is a {type(given).__name__}, wanted (config, tensors)")
+    config, tensors = given
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"adapter {name!r}: config is a {type(config).__name__}, wanted the content of "
+            "adapter_config.json or a LoraConfig: files are not read here"
+        )
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise ValueError(f"adapter {name!r}: tensors is {tensors!r:.80}, wanted tensors by name")
+    for key, tensor in tensors.items():
+        if not isinstance(key, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"adapter {name!r}: {key!r:.200} is not a tensor by name")
+    if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
+        raise ValueError(f"adapter {name!r}: its config has no {missing[0]}")
+    return json.loads(json.dumps(dict(config), default=sorted)), tensors
+
+
+def _shares_memory(engine: Any) -> bool:
+    """Whether workers run in this process."""
+    inside = type(getattr(engine, "engine_core", None)).__name__ == "InprocClient"
+    parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
+    return inside and getattr(parallel, "world_size", 0) == 1
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save({key: t.detach().to("cpu", copy=True).contiguous() for key, t in tensors.items()})
+
+
+# -- the workers --
+
+
+# What `stage` has `_load_adapter` read, by path.
+_reading: dict[str, tuple[dict[str, Any], Mapping[str, Tensor]]] = {}
+
+
+class _Store:
+    """The versions of a worker, merged, by path: staged, or known."""
+
+    def __init__(self) -> None:
+        self.staged: dict[str, Any] = {}
+        self.models: dict[str, Any] = {}
+
+
+def _store(manager: Any) -> _Store:
+    if not hasattr(manager, "_moelora"):
+        manager._moelora = _Store()
+    return manager._moelora  # type: ignore[no-any-return]
+
+
+def stage(worker: Any, payload: list[Any]) -> str | None:
+    """Read adapters as vLLM reads folders; returns why not, before any is known."""
+    from vllm.lora.request import LoRARequest
+
+    staged = {}
+    try:
+        manager = _manager(worker)
+        _store(manager).staged = {}
+        for version, number, path, stacks, config, tensors in payload:
+            if number in manager.list_adapters():
+                raise ValueError(f"adapter {version!r}: vLLM has an adapter of id {number}")
+            if isinstance(tensors, (bytes, bytearray, memoryview)):
+                from safetensors.torch import load
+
+                tensors = load(bytes(tensors))
+            options = {"is_3d_lora_weight": True} if stacks else {}
+            _reading[path] = config, tensors
+            try:
+                model = manager._load_adapter(LoRARequest(version, number, path, **options))
+                manager._adapter_manager._create_merged_loras_inplace(model)
+                _check(manager._adapter_manager, model)
+            except Exception as error:
+                raise ValueError(f"adapter {version!r}: {shown(error)}") from error
+            finally:
+                del _reading[path]
+            model._moelora_merged = True
+            staged[path] = model
+    except Exception as error:  # one that leaves a worker would end the engine
+        return str(error)
+    _store(manager).staged = staged
+    return None
+
+
+def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:
+    """Make staged adapters known, or drop them without `paths`; of the others only `kept` stay."""
+    try:
+        manager = _manager(worker)
+    except ValueError as error:
+        return str(error)
+    store = _store(manager)
+    staged, store.staged = store.staged, {}
+    if lost := [path for path in paths if path not in staged]:
+        return f"{lost[0].rpartition('/')[2]} is not staged any more: update it again"
+    leaving = [path for path in store.models if path not in kept]
+    for path in leaving:
+        manager.remove_adapter(store.models.pop(path).id)
+    store.models |= {path: staged[path] for path in paths}
+    return None
+
+
+def bring(worker: Any, paths: list[str]) -> str | None:
+    """Write adapters to slots that are free, so that their first batch need not wait for it."""
+    manager = _manager(worker)
+    inner = manager._adapter_manager
+    for path in paths:
+        model = _store(manager).models[path]
+        if len(inner._active_adapters) >= inner.lora_slots or len(inner) >= inner.capacity:
+            break
+        inner.add_adapter(model)
+        inner.activate_adapter(model.id)
+        inner._last_mapping = None  # of the slots before
+    return None
+
+
+def _manager(worker: Any) -> Any:
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        raise ValueError("the engine runs without LoRA: start it with enable_lora=True")
+    return manager
+
+
+def _check(inner: Any, model: Any) -> None:
+    """ValueError unless merged factors are whole, finite, and fit the stacks of their modules:
+    vLLM copies a smaller one into a part of a slot."""
+    unknown = [name for name in model.loras if name not in inner.modules]
+    if unknown and "PPMissingLayer" not in {type(m).__name__ for m in inner.model.modules()}:
+        raise ValueError(f"it has factors of {unknown[0]}, which no layer with LoRA is called")
+    if not model.loras:
+        raise ValueError("it has no factors")
+    limit = inner.lora_config.max_lora_rank
+    for name, lora in model.loras.items():
+        module = inner.modules.get(name)
+        a, b = _parts(module, lora.lora_a, lora.lora_b)
+        for p, q, shape in zip(a, b, _shapes(module, len(a)), strict=True):
+            if (p is None) != (q is None):
+                raise ValueError(f"{name} has one of lora_A and lora_B without the other")
+            if p is None:
+                continue
+            if first_not_finite([p, q]) is not None:
+                raise ValueError(f"{name} has factors that are NaN or infinite")
+            if p.shape[-2] != q.shape[-1] or p.shape[-2] > limit:
+                raise ValueError(
+                    f"{name} has rank {p.shape[-2]} of lora_A and {q.shape[-1]} of lora_B, wanted "
+                    f"the same and at most {limit}"
+                )
+            experts, columns, rows = shape or ((), p.shape[-1], q.shape[-2])
+            if (p.shape[-1], q.shape[-2]) != (columns, rows) or {*p.shape[:-2], *q.shape[:-2]} - {
+                *experts
+            }:
+                raise ValueError(
+                    f"{name} has factors {tuple(p.shape)} and {tuple(q.shape)}, wanted {columns} "
+                    f"columns of lora_A and {rows} rows of lora_B, of {max(experts, default=1)} "
+                    "experts"
+                )
+
+
+def _parts(module: Any, a: Any, b: Any) -> tuple[list[Any], list[Any]]:
+    """Factors A and B, of a linear layer those that this rank keeps."""
+    if isinstance(getattr(module, "lora_a_stacked", None), tuple) and module.tp_size > 1:
+        a, b = module.slice_lora_a(a), module.slice_lora_b(b)
+    return tuple(list(x) if isinstance(x, (list, tuple)) else [x] for x in (a, b))  # type: ignore[return-value]
+
+
+def _shapes(module: Any, count: int) -> list[Any]:
+    """(numbers of experts, columns of A, rows of B) of each pair of a module; None if unknown."""
+    if hasattr(module, "w13_lora_a_stacked"):
+        experts = {1, module.w13_lora_b_stacked[0].shape[1]}
+        hidden = module.w13_lora_a_stacked[0].shape[-1]
+        inter = module.w2_lora_a_stacked[0].shape[-1] * module.tp_size
+        if count == 2:
+            return [(experts, hidden, 2 * inter), (experts, inter, hidden)]
+        up = experts, hidden, inter
+        return [up, (experts, inter, hidden), up]
+    stacks = [getattr(module, f"lora_{side}_stacked", ()) for side in "ab"]
+    if not isinstance(stacks[0], tuple) or len(stacks[0]) != count:  # embeddings, lm_head
+        return [None] * count
+    return [((), p.shape[-1], q.shape[-2]) for p, q in zip(*stacks, strict=True)]
+
+
+# -- hooks --
+
+
+def install() -> None:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_worker import Worker
+
+    wrap(PEFTHelper, "from_local_dir", _config_of)
+    wrap(LoRAModel, "from_local_checkpoint", _tensors_of)
+    wrap(WorkerLoRAManager, "_load_adapter", _known_model)
+    wrap(LoRAModelManager, "_create_merged_loras_inplace", _merge_once)
+    wrap(InputProcessor, "_validate_lora", _refuse_gone)
+    Worker.moelora_stage, Worker.moelora_switch, Worker.moelora_bring = stage, switch, bring
+
+
+def _config_of(from_local_dir: Callable[..., Any], path: str, positions: Any, *rest: Any) -> Any:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if path not in _reading:
+        return from_local_dir(path, positions, *rest)
+    config = _reading[path][0] | {"vllm_max_position_embeddings": positions}
+    return PEFTHelper.from_dict(config)
+
+
+def _tensors_of(
+    from_local_checkpoint: Callable[..., Any], path: str, *args: Any, **named: Any
+) -> Any:
+    from vllm.lora.lora_model import LoRAModel
+
+    if path not in _reading:
+        return from_local_checkpoint(path, *args, **named)
+    # Copies: vLLM multiplies scalings into B in place, and trainers write their tensors.
+    tensors = {key: t.detach().clone() for key, t in _reading[path][1].items()}
+    taken = inspect.signature(LoRAModel.from_lora_tensors).parameters
+    return LoRAModel.from_lora_tensors(
+        tensors=tensors, **{name: value for name, value in named.items() if name in taken}
+    )
+
+
+def _known_model(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
+    path = lora_request.lora_path
+    if path.startswith(PREFIX) and path not in _reading:
+        models = _store(self).models
+        if path not in models:
+            raise ValueError(f"adapter {lora_request.lora_name!r} has left this engine")
+        return models[path]
+    return load_adapter(self, lora_request)
+
+
+def _merge_once(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
+    if not getattr(lora_model, "_moelora_merged", False):
+        merge(self, lora_model)
+
+
+def _refuse_gone(validate: Callable[..., Any], self: Any, lora_request: Any) -> None:
+    """A request for a version that has left would end the engine as its batch starts."""
+    if lora_request is not None and lora_request.lora_path.startswith(PREFIX):
+        if lora_request.lora_path not in _known:
+            raise ValueError(
+                f"adapter {lora_request.lora_name!r} is no version that this engine serves: take "
+                "the request that update_adapters returned last"
+            )
+    validate(self, lora_request)

@@ -1,0 +1,250 @@
+"""`update_adapters`: all ranks switch or none, and each request ends on the version it began on."""
+
+import asyncio
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_layer import HERE, load
+from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, K, R
+
+pytest_plugins = ["vllm_fixtures"]
+SCALING = 4.0
+update = None  # moelora.integrations.vllm.update
+
+
+@pytest.fixture(autouse=True)
+def vllm_update(served, monkeypatch):
+    """The module whose hooks the plugin has put into vLLM's classes."""
+    monkeypatch.setattr(sys.modules[__name__], "update", load(f"{HERE}.update"))
+
+
+@pytest.fixture(params=[1, 2], ids=["in process", "two ranks"])
+def llm(request):
+    return LLM(workers=request.param)
+
+
+def shapes():
+    found = {LINEAR: (K, K)}
+    for name in LAYERS:
+        for e in range(E):
+            found |= {f"{name}.{e}.{p}": shape for p, shape in PROJECTIONS.items()}
+    return found
+
+
+def adapter(seed, rank=2):
+    """(config, tensors), and the products that serve it."""
+    draws = torch.Generator().manual_seed(seed)
+    tensors, products = {}, {}
+    for name, (wide, tall) in shapes().items():
+        a, b = (torch.randn(s, generator=draws) for s in ((rank, wide), (tall, rank)))
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        products[name] = SCALING * b @ a
+    modules = {"o_proj", *PROJECTIONS}
+    return ({"r": rank, "lora_alpha": SCALING * rank, "target_modules": modules}, tensors), products
+
+
+def given(seed, **options):
+    return adapter(seed, **options)[0]
+
+
+def serves(found, seed):
+    """On all ranks, all of an adapter, with its scaling once."""
+    for products in found:
+        for name, wanted in adapter(seed)[1].items():
+            torch.testing.assert_close(
+                products[name], wanted, msg=lambda why, n=name: f"{n}: {why}"
+            )
+
+
+def versions(engine):
+    """That all workers have, none of which is only staged."""
+    stores = [update._store(w.model_runner.lora_manager) for w in engine.workers]
+    assert not any(store.staged for store in stores)
+    found = [sorted(p.rpartition("/")[2] for p in store.models) for store in stores]
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def test_requests_end_on_their_version_and_begin_on_the_new_one(llm):
+    engine = llm.llm_engine
+    first = update.update_adapters(llm, {"law": given(1), "code": given(2)})
+    assert {n: r.lora_name for n, r in first.items()} == {"law": "law@1", "code": "code@1"}
+    engine.add_request("a", first["law"])
+    serves(engine.step()["a"], 1)
+    second = update.update_adapters(llm, {"law": given(3)})
+    engine.add_request("b", second["law"])
+    found = engine.step()
+    serves(found["a"], 1), serves(found["b"], 3)
+    assert second["law"].lora_name == "law@2"
+    every = [*first.values(), *second.values()]
+    for keys in ("lora_name", "lora_path", "lora_int_id"):  # of caches of prefixes, and of slots
+        assert len({getattr(request, keys) for request in every}) == 3
+    for seed in (4, 5, 6):  # a long answer outlives many versions
+        update.update_adapters(llm, {"law": given(seed)})
+        serves(engine.step()["a"], 1)
+    engine.finish("a")
+    update.update_adapters(llm, {"law": given(7)})
+    with pytest.raises(ValueError, match="'law@1' is no version that this engine serves"):
+        engine.add_request("c", first["law"])
+    assert versions(engine) == ["code@1", "law@2", "law@5", "law@6"]  # "b" runs on law@2
+
+
+def test_an_eviction_brings_back_the_current_one_scaled_once():
+    llm = LLM(max_loras=1, max_cpu_loras=1)
+    law, seeds = given(1), {"law": 3, "code": 2}
+    update.update_adapters(llm, {"law": law})
+    kept = {key: tensor.clone() for key, tensor in law[1].items()}
+    update.update_adapters(llm, {"law": given(1)})
+    requests = update.update_adapters(llm, {name: given(seed) for name, seed in seeds.items()})
+    for _ in range(3):
+        for name, seed in seeds.items():
+            llm.llm_engine.add_request(name, requests[name])
+            serves(llm.llm_engine.step()[name], seed)
+            llm.llm_engine.finish(name)
+    assert all(torch.equal(law[1][key], tensor) for key, tensor in kept.items())
+
+
+def test_what_a_trainer_writes_later_is_not_served(llm):
+    law = given(1)
+    request = update.update_adapters(llm, {"law": law})["law"]
+    for tensor in law[1].values():
+        tensor.fill_(7.0)
+    llm.llm_engine.add_request("a", request)
+    serves(llm.llm_engine.step()["a"], 1)
+
+
+def changed(config=None, key=r"layers\.1.*\.2\.gate_proj\.lora_B", tensor=None, **more):
+    """An adapter in which something is wrong."""
+    old, tensors = given(9)
+    names = [name for name in tensors if re.search(key, name)]
+    if tensor is not None:
+        tensors = tensors | {name: tensor(tensors[name]) for name in names}
+    return old | (config or {}), tensors | more
+
+
+def without(key):
+    config, tensors = given(9)
+    return config, {name: t for name, t in tensors.items() if not re.search(key, name)}
+
+
+def nan(tensor):
+    return torch.where(torch.arange(tensor.numel()).view_as(tensor) == 3, float("nan"), tensor)
+
+
+ONE = r"layers\.1.*\.2\.gate_proj\.lora_B"
+BAD = {
+    "columns": (
+        changed(key="o_proj.lora_A", tensor=lambda t: t[:, :-1]),
+        "factors .* wanted 16 col",
+    ),
+    "rows": (changed(key=r"gate_proj\.lora_B", tensor=lambda t: t[:-1]), "factors .* and 8 rows"),
+    "one expert": (changed(tensor=lambda t: t[:-1]), "'law@2': .*stack expects each tensor"),
+    "nan": (changed(tensor=nan), "experts has factors that are NaN or infinite"),
+    "infinite": (changed(config={"lora_alpha": 1e39}), "factors that are NaN or infinite"),
+    "no B": (without(r"o_proj\.lora_B"), "'law@2'"),
+    "an expert less": (without(r"layers\.1.*\.2\."), "'law@2'"),
+    "rank": (given(9, rank=R + 1), "LoRA rank 9 is greater than max_lora_rank"),
+    "ranks": (changed(key="o_proj.lora_A", tensor=lambda t: t[:1]), "rank 1 of lora_A and 2 of"),
+    "no r": ((lambda c: ({"lora_alpha": 1}, c[1]))(given(9)), "its config has no r"),
+    "unknown": (
+        changed(**{f"base_model.model.x.lora_{s}.weight": torch.ones(2, 2) for s in "AB"}),
+        "factors of x, which no layer",
+    ),
+    "no tensor": (
+        changed(**{"base_model.model.x.weight": torch.ones(1)}),
+        "unsupported LoRA weight",
+    ),
+    "a path": ("/tmp/law", "is a str, wanted"),
+    "a path in a pair": (("/tmp/law", {}), "config is a str, wanted .* files are not read"),
+    "nothing": (({}, {}), "tensors is {}, wanted tensors by name"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_before_anything_switches(llm, bad):
+    """Whatever else is in the same call."""
+    engine = llm.llm_engine
+    request = update.update_adapters(llm, {"law": given(1)})["law"]
+    value, why = BAD[bad]
+    with pytest.raises(ValueError, match=why):
+        update.update_adapters(llm, {"code": given(2), "law": value})
+    assert versions(engine) == ["law@1"]
+    engine.add_request("a", request)
+    serves(engine.step()["a"], 1)
+    engine.add_request("b", update.update_adapters(llm, {"law": given(3)})["law"])
+    serves(engine.step()["b"], 3)
+
+
+@pytest.mark.parametrize("name", ["", "a@b", "a/b", "__base__", 3])
+def test_names_that_versions_have_are_refused(llm, name):
+    with pytest.raises(ValueError, match="name"):
+        update.update_adapters(llm, {name: given(1)})
+
+
+def test_a_name_in_use_is_refused(llm, served):
+    from vllm.lora.request import LoRARequest
+
+    llm.llm_engine.add_request("a", LoRARequest("law@1", 5, "/adapters/law"))
+    with pytest.raises(ValueError, match="a request runs on another LoRA named 'law@1'"):
+        update.update_adapters(llm, {"law": given(1)})
+
+
+def test_one_rank_that_refuses_keeps_all():
+    llm = LLM(workers=2)
+    engine = llm.llm_engine
+    request = update.update_adapters(llm, {"law": given(1)})["law"]
+    inner = engine.workers[1].model_runner.lora_manager._adapter_manager
+    inner.lora_config = SimpleNamespace(max_lora_rank=1)
+    with pytest.raises(ValueError, match="rank 1 of 2: adapter 'law@2': .*; all adapters are as"):
+        update.update_adapters(llm, {"law": given(2)})
+    engine.add_request("a", request)
+    serves(engine.step()["a"], 1)
+
+
+@pytest.mark.parametrize("after", ["moelora_stage", "moelora_switch"])
+def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after, monkeypatch):
+    """Between stage and switch: the old one; after the switch only slots are filled."""
+    engine = llm.llm_engine
+    old = update.update_adapters(llm, {"law": given(1)})["law"]
+    calls = engine.collective_rpc
+
+    def crash(method, timeout=None, args=(), kwargs=None):
+        found = calls(method, timeout, args, kwargs)
+        if method == after:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "collective_rpc", crash)
+        update.update_adapters(llm, {"law": given(2)})
+    engine.add_request("a", old)
+    serves(engine.step()["a"], 1)
+    engine.add_request("b", update.update_adapters(llm, {"law": given(3)})["law"])
+    found = engine.step()
+    serves(found["a"], 1), serves(found["b"], 3)
+    assert versions(engine) == ["law@1", "law@3"]
+
+
+def test_an_async_engine(llm):
+    engine = llm.llm_engine
+    calls = engine.collective_rpc
+
+    async def collective_rpc(method, timeout=None, args=(), kwargs=None):
+        return calls(method, timeout, args, kwargs)
+
+    engine.collective_rpc = collective_rpc
+    found = asyncio.run(update.update_adapters_async(engine, {"law": given(1)}))
+    engine.add_request("a", found["law"])
+    serves(engine.step()["a"], 1)
+
+
+def test_workers_without_the_plugin_are_named(llm, monkeypatch):
+    from vllm.v1.worker.gpu_worker import Worker
+
+    monkeypatch.delattr(Worker, "moelora_stage")
+    with pytest.raises(RuntimeError, match="install it in vLLM's environment"):
+        update.update_adapters(llm, {"law": given(1)})

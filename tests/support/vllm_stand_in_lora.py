@@ -1,0 +1,314 @@
+"""How vLLM 0.33 keeps adapters, as far as `update_adapters` meets it: on each rank.
+
+Names, signatures and order of calls are those of vLLM's sources; two layers of experts (2D) and one
+linear layer stand for a model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from vllm_stand_in import FusedMoEWithLoRA, PEFTHelper
+
+E, K, I, R = 4, 16, 8, 8  # noqa: E741
+LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(2)]
+LINEAR = "model.layers.0.self_attn.o_proj"
+PROJECTIONS = {"gate_proj": (K, I), "down_proj": (I, K), "up_proj": (K, I)}  # w1, w2, w3
+
+
+@dataclass(eq=False)
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+    @property
+    def adapter_id(self):
+        return self.lora_int_id
+
+
+@dataclass
+class LoRALayerWeights:
+    lora_a: object
+    lora_b: object
+    scaling: object
+
+    def optimize(self):
+        lists = isinstance(self.lora_b, list)
+        for b in self.lora_b if lists else [self.lora_b]:
+            b *= self.scaling
+        self.scaling = 1
+
+
+class LoRAModel:
+    def __init__(self, lora_model_id, rank, loras):
+        self.id, self.rank, self.loras = lora_model_id, rank, loras
+
+    @classmethod
+    def from_lora_tensors(
+        cls, lora_model_id, tensors, peft_helper, device="cuda", dtype=None, weights_mapper=None
+    ):
+        loras = {}
+        for key, tensor in tensors.items():
+            *name, side, weight = key.removeprefix("base_model.model.").split(".")
+            if weight != "weight" or side not in ("lora_A", "lora_B"):
+                raise ValueError(f"{key} is unsupported LoRA weight")
+            scaling = peft_helper.lora_alpha / peft_helper.r
+            lora = loras.setdefault(".".join(name), LoRALayerWeights(None, None, scaling))
+            setattr(lora, side.lower(), tensor.to(device=device, dtype=dtype))
+        return cls(lora_model_id, peft_helper.r, loras)
+
+    @classmethod
+    def from_local_checkpoint(
+        cls, lora_dir, expected_lora_modules, peft_helper, *, lora_model_id=None, device="cuda",
+        dtype=None, weights_mapper=None, moe_ep_spec=None,
+    ):  # fmt: skip
+        raise FileNotFoundError(f"{lora_dir} doesn't contain tensors")
+
+
+class LinearWithLoRA(torch.nn.Module):
+    tp_size = 1
+
+    def __init__(self, slots):
+        super().__init__()
+        self.lora_a_stacked = (torch.zeros(slots, 1, R, K),)
+        self.lora_b_stacked = (torch.zeros(slots, 1, K, R),)
+
+    def reset_lora(self, index):
+        self.lora_a_stacked[0][index] = 0
+        self.lora_b_stacked[0][index] = 0
+
+    def set_lora(self, index, lora_a, lora_b):
+        self.reset_lora(index)
+        self.lora_a_stacked[0][index, 0, : lora_a.shape[0], : lora_a.shape[1]].copy_(lora_a)
+        self.lora_b_stacked[0][index, 0, : lora_b.shape[0], : lora_b.shape[1]].copy_(lora_b)
+
+
+def experts(slots):
+    module = FusedMoEWithLoRA()
+    module.device, module._w13_slices, module.tp_size = "cpu", 2, 1
+    module.moe_config = SimpleNamespace(
+        num_local_experts=E, hidden_dim=K, intermediate_size_per_partition=I
+    )
+    config = SimpleNamespace(
+        fully_sharded_loras=False,
+        enable_moe_shared_loras=False,
+        max_lora_rank=R,
+        lora_dtype=torch.float32,
+    )
+    module.create_lora_weights(slots, config)
+    return module
+
+
+class LoRAModelManager:
+    def __init__(self, lora_config):
+        self.lora_config = lora_config
+        self.capacity, self.lora_slots = lora_config.max_cpu_loras, lora_config.max_loras
+        self.modules = {name: experts(self.lora_slots) for name in LAYERS}
+        self.modules[LINEAR] = LinearWithLoRA(self.lora_slots)
+        self.model = torch.nn.ModuleList(self.modules.values())
+        self._registered_adapters, self._active_adapters = OrderedDict(), OrderedDict()
+        self.lora_index_to_id = [None] * self.lora_slots
+        self._last_mapping = None
+
+    def __len__(self):
+        return len(self._registered_adapters)
+
+    def _create_merged_loras_inplace(self, lora_model):
+        for name in LAYERS:
+            names = [f"{name}.{e}.{p}" for e in range(E) for p in PROJECTIONS]
+            loras = [lora_model.loras.get(one) for one in names]
+            if not any(loras):
+                continue
+            assert all(lora is not None for lora in loras)  # as pack_moe
+            stacks = [[torch.stack([getattr(lora, side) for lora in loras[n::3]]) for n in range(3)]
+                      for side in ("lora_a", "lora_b")]  # fmt: skip
+            lora_model.loras[name] = LoRALayerWeights(*stacks, loras[0].scaling)
+            for one in names:
+                del lora_model.loras[one]
+        for lora in lora_model.loras.values():
+            lora.optimize()
+
+    def add_adapter(self, adapter):
+        if adapter.id in self._registered_adapters:
+            self._registered_adapters.move_to_end(adapter.id)
+            return False
+        self._create_merged_loras_inplace(adapter)
+        self._registered_adapters[adapter.id] = adapter
+        return True
+
+    def activate_adapter(self, lora_id):
+        if lora_id not in self._active_adapters and len(self._active_adapters) >= self.lora_slots:
+            self.deactivate_adapter(next(iter(self._active_adapters)))
+        if lora_id not in self._active_adapters:
+            index = self.lora_index_to_id.index(None)
+            for name, module in self.modules.items():
+                lora = self._registered_adapters[lora_id].loras.get(name)
+                if lora is None:
+                    module.reset_lora(index)
+                else:
+                    module.set_lora(index, lora.lora_a, lora.lora_b)
+            self.lora_index_to_id[index] = lora_id
+            self._active_adapters[lora_id] = None
+        self._active_adapters.move_to_end(lora_id)
+        return True
+
+    def deactivate_adapter(self, adapter_id):
+        if self._active_adapters.pop(adapter_id, 0) is None:
+            self.lora_index_to_id[self.lora_index_to_id.index(adapter_id)] = None
+
+    def remove_adapter(self, adapter_id):
+        self.deactivate_adapter(adapter_id)
+        return self._registered_adapters.pop(adapter_id, None) is not None
+
+
+class WorkerLoRAManager:
+    def __init__(self, lora_config):
+        self.lora_config, self.max_position_embeddings = lora_config, 64
+        self._lora_model_cls = LoRAModel
+        self._adapter_manager = LoRAModelManager(lora_config)
+
+    def _load_adapter(self, lora_request):
+        helper = PEFTHelper.from_local_dir(lora_request.lora_path, self.max_position_embeddings)
+        helper.validate_legal(self.lora_config)
+        lora = self._lora_model_cls.from_local_checkpoint(
+            lora_request.lora_path,
+            {"experts", "o_proj"},
+            peft_helper=helper,
+            lora_model_id=lora_request.lora_int_id,
+            device="cpu",
+            dtype=torch.float32,
+            weights_mapper=None,
+            moe_ep_spec=None,
+        )
+        lora.is_3d_lora_weight = lora_request.is_3d_lora_weight
+        return lora
+
+    def list_adapters(self):
+        return set(self._adapter_manager._registered_adapters)
+
+    def remove_adapter(self, adapter_id):
+        return self._adapter_manager.remove_adapter(adapter_id)
+
+    def add_adapter(self, lora_request):
+        inner = self._adapter_manager
+        if lora_request.lora_int_id not in self.list_adapters() or lora_request.load_inplace:
+            lora = self._load_adapter(lora_request)
+            inner.remove_adapter(lora.id)
+            if len(inner) + 1 > inner.capacity:
+                inner.remove_adapter(next(iter(inner._registered_adapters)))
+            inner.add_adapter(lora)
+        else:
+            inner._registered_adapters.move_to_end(lora_request.lora_int_id)
+        inner.activate_adapter(lora_request.lora_int_id)
+
+
+class Worker:
+    def __init__(self, lora_config):
+        self.model_runner = SimpleNamespace(lora_manager=WorkerLoRAManager(lora_config))
+
+    def add_lora(self, lora_request):
+        return self.model_runner.lora_manager.add_adapter(lora_request)
+
+    def serve(self, request):
+        """Products B A of all modules in the slot of a request, as a step reads them."""
+        self.add_lora(request)
+        inner = self.model_runner.lora_manager._adapter_manager
+        slot = inner.lora_index_to_id.index(request.lora_int_id)
+        found = {}
+        for name, module in inner.modules.items():
+            if name == LINEAR:
+                found[name] = (module.lora_b_stacked[0] @ module.lora_a_stacked[0])[slot, 0]
+                continue
+            pairs = [
+                *zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True),
+                (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]),
+            ]
+            for projection, (a, b) in zip(
+                ("gate_proj", "up_proj", "down_proj"), pairs, strict=True
+            ):
+                for e, product in enumerate(b[slot] @ a[slot]):
+                    found[f"{name}.{e}.{projection}"] = product
+        return found
+
+
+class InputProcessor:
+    def _validate_lora(self, lora_request):
+        pass
+
+
+class InprocClient:
+    pass
+
+
+class MPClient:
+    pass
+
+
+class LLMEngine:
+    """Of one process, or of several workers that only bytes and numbers reach."""
+
+    def __init__(self, workers, max_loras, max_cpu_loras):
+        config = SimpleNamespace(
+            max_lora_rank=R, max_loras=max_loras, max_cpu_loras=max(max_loras, max_cpu_loras)
+        )
+        self.workers = [Worker(config) for _ in range(workers)]
+        self.engine_core = InprocClient() if workers == 1 else MPClient()
+        parallel = SimpleNamespace(world_size=workers)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.input_processor = InputProcessor()
+        self.output_processor = SimpleNamespace(request_states={})
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if len(self.workers) > 1:
+            check_plain(args)
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def add_request(self, request_id, lora_request):
+        self.input_processor._validate_lora(lora_request)
+        state = SimpleNamespace(lora_name=lora_request.lora_name, lora_request=lora_request)
+        self.output_processor.request_states[request_id] = state
+
+    def step(self):
+        """What each request is served with, on each rank."""
+        states = self.output_processor.request_states.items()
+        return {n: [w.serve(s.lora_request) for w in self.workers] for n, s in states}
+
+    def finish(self, request_id):
+        del self.output_processor.request_states[request_id]
+
+
+class LLM:
+    def __init__(self, workers=1, max_loras=2, max_cpu_loras=2):
+        self.llm_engine = LLMEngine(workers, max_loras, max_cpu_loras)
+
+
+def check_plain(value):
+    """As msgspec encodes it: no tensors, and nothing that takes pickle."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            check_plain(one)
+    else:
+        assert value is None or isinstance(value, (str, bytes, int, float, bool)), type(value)
+
+
+PLACES = {
+    "vllm.lora.lora_model": ["LoRAModel"],
+    "vllm.lora.model_manager": ["LoRAModelManager"],
+    "vllm.lora.request": ["LoRARequest"],
+    "vllm.lora.worker_manager": ["WorkerLoRAManager"],
+    "vllm.v1.engine.input_processor": ["InputProcessor"],
+    "vllm.v1.worker.gpu_worker": ["Worker"],
+}
+
+
+def places():
+    return {place: {name: globals()[name] for name in names} for place, names in PLACES.items()}
