@@ -5,6 +5,7 @@
  * spans, so that the sanitizer detects any access outside; ids, ranks, tables and factors hold
  * arbitrary bits. A call must
  *   - not touch memory outside its arguments, whatever ids say;
+ *   - keep to that, whichever of this machine's kernels runs;
  *   - refuse negative sizes and anything that spans more than memory can hold;
  *   - leave all outputs unchanged, and a message, if it refuses; leave no message otherwise.
  * Views too large to be backed by memory are only validated, by prepare. */
@@ -204,26 +205,39 @@ static void fuzz_align(void) {
   RUN(align, &args);
 }
 
+/* Without `out`; `alone`: of adapters without weights. `n` becomes the number of columns. */
+static moelora_gemm_args any_gemm(const sizes *s, moelora_dtype dtype, moelora_dtype of_factors,
+                                  bool alone, int64_t *n) {
+  int32_t slices = (int32_t)random_in(1, 3);
+  *n = s->i * slices;
+  moelora_gemm_args args = {
+      .x = shaped(dtype, SIZES(one_in(2) ? s->m : s->m * s->top_k, s->k)),
+      .w = alone ? absent : any_weights(dtype, s->e, *n, s->k),
+      .bias = alone ? absent : maybe(shaped(dtype, SIZES(s->e, *n))),
+      .routing = any_routing(s),
+      .adapters = any_adapters(s),
+      .lora = any_lora(s, of_factors, *n, s->k, slices),
+      .mul_routed_weight = one_in(2),
+  };
+  if (!alone)
+    args.w = any_tiles(args.w, s->e, *n, s->k, MOELORA_ROWS_PLAIN, &args.w_layout);
+  return args;
+}
+
+static void put_gemm(list *inputs, moelora_gemm_args *args) {
+  put(inputs, &args->x), put(inputs, &args->w), put(inputs, &args->bias);
+  put_common(inputs, &args->routing, &args->adapters);
+  put_lora(inputs, &args->lora);
+}
+
 static void fuzz_gemm(void) {
   sizes s = any_sizes();
+  int64_t n;
   moelora_dtype dtype = any_float();
-  int32_t slices = (int32_t)random_in(1, 3);
-  int64_t n = s.i * slices, rows = one_in(2) ? s.m : s.m * s.top_k;
-  moelora_gemm_args args = {
-      .x = shaped(dtype, SIZES(rows, s.k)),
-      .w = any_weights(dtype, s.e, n, s.k),
-      .bias = maybe(shaped(dtype, SIZES(s.e, n))),
-      .routing = any_routing(&s),
-      .adapters = any_adapters(&s),
-      .lora = any_lora(&s, dtype, n, s.k, slices),
-      .mul_routed_weight = one_in(2),
-      .out = shaped(dtype, SIZES(s.m, s.top_k, n)),
-  };
-  args.w = any_tiles(args.w, s.e, n, s.k, MOELORA_ROWS_PLAIN, &args.w_layout);
+  moelora_gemm_args args = any_gemm(&s, dtype, one_in(4) ? MOELORA_F32 : dtype, false, &n);
+  args.out = shaped(dtype, SIZES(s.m, s.top_k, n));
   list inputs = {0}, outputs = {0};
-  put(&inputs, &args.x), put(&inputs, &args.w), put(&inputs, &args.bias);
-  put_common(&inputs, &args.routing, &args.adapters);
-  put_lora(&inputs, &args.lora);
+  put_gemm(&inputs, &args);
   put(&outputs, &args.out);
   disturb(&inputs, &outputs);
   RUN(gemm, &args);
@@ -311,6 +325,25 @@ static moelora_tensor any_gradient(const moelora_tensor *like, moelora_dtype dty
   return shaped(one_in(3) ? MOELORA_F32 : dtype, like->ndim, like->size);
 }
 
+/* Some of them, of the touched pairs alone where experts have factors of their own. */
+static void any_factor_gradients(moelora_lora *grads, const moelora_lora *lora, moelora_dtype dtype,
+                                 const sizes *s, const moelora_tensor *pairs) {
+  grads->num_slices = one_in(60) ? (int32_t)any_size() : lora->num_slices;
+  for (int32_t i = 0; i < lora->num_slices && i < MOELORA_MAX_SLICES; i++) {
+    const moelora_tensor *const from[] = {&lora->a[i], &lora->b[i]};
+    moelora_tensor *const to[] = {&grads->a[i], &grads->b[i]};
+    for (int j = 0; j < 2; j++) {
+      *to[j] = any_gradient(from[j], dtype);
+      if (pairs->data && to[j]->data && to[j]->size[1] == s->e)
+        *to[j] = shaped(to[j]->dtype, SIZES(1, random_in(1, 9), to[j]->size[2], to[j]->size[3]));
+    }
+  }
+}
+
+static moelora_tensor any_pairs(const sizes *s) {
+  return one_in(3) ? shaped(MOELORA_I32, SIZES(s->slots, s->e)) : absent;
+}
+
 static void fuzz_experts_backward(void) {
   sizes s = any_sizes();
   int64_t rows;
@@ -324,26 +357,46 @@ static void fuzz_experts_backward(void) {
     grads->hidden_states = shaped(dtype, SIZES(s.m, s.k));
   if (one_in(2))
     grads->topk_weights = shaped(MOELORA_F32, SIZES(s.m, s.top_k));
-  moelora_lora *const loras[] = {&args.forward.w13_lora, &args.forward.w2_lora};
-  moelora_lora *const found[] = {&grads->w13_lora, &grads->w2_lora};
-  for (int j = 0; j < 2; j++) {
-    found[j]->num_slices = one_in(60) ? (int32_t)any_size() : loras[j]->num_slices;
-    for (int32_t i = 0; i < loras[j]->num_slices && i < MOELORA_MAX_SLICES; i++) {
-      found[j]->a[i] = any_gradient(&loras[j]->a[i], dtype);
-      found[j]->b[i] = any_gradient(&loras[j]->b[i], dtype);
-    }
-  }
+  grads->pairs = any_pairs(&s);
+  any_factor_gradients(&grads->w13_lora, &args.forward.w13_lora, dtype, &s, &grads->pairs);
+  any_factor_gradients(&grads->w2_lora, &args.forward.w2_lora, dtype, &s, &grads->pairs);
   grads->w13_bias = any_gradient(&args.forward.w13_bias, dtype);
   grads->w2_bias = any_gradient(&args.forward.w2_bias, dtype);
   list inputs = {0}, outputs = {0};
   put_experts(&inputs, &args.forward);
   put_saved(&inputs, &args.forward.saved);
-  put(&inputs, &args.dout);
+  put(&inputs, &args.dout), put(&inputs, &grads->pairs);
   put(&outputs, &grads->hidden_states), put(&outputs, &grads->topk_weights);
   put_lora(&outputs, &grads->w13_lora), put_lora(&outputs, &grads->w2_lora);
   put(&outputs, &grads->w13_bias), put(&outputs, &grads->w2_bias);
   disturb(&inputs, &outputs);
   RUN(experts_backward, &args);
+}
+
+static void fuzz_gemm_backward(void) {
+  sizes s = any_sizes();
+  int64_t n;
+  const bool alone = one_in(2);
+  const moelora_dtype dtype = any_float();
+  moelora_gemm_backward_args args = {.accumulate = one_in(2)};
+  args.forward = any_gemm(&s, dtype, one_in(4) ? MOELORA_F32 : dtype, alone, &n);
+  args.num_experts = (int32_t)(one_in(60) ? any_size() : alone ? s.e : 0);
+  args.dout = shaped(dtype, SIZES(s.m, s.top_k, n));
+  moelora_gemm_grads *grads = &args.grads;
+  if (one_in(2))
+    grads->x = shaped(dtype, 2, args.forward.x.size);
+  if (one_in(2))
+    grads->topk_weights = shaped(MOELORA_F32, SIZES(s.m, s.top_k));
+  grads->bias = any_gradient(&args.forward.bias, dtype);
+  grads->pairs = any_pairs(&s);
+  any_factor_gradients(&grads->lora, &args.forward.lora, dtype, &s, &grads->pairs);
+  list inputs = {0}, outputs = {0};
+  put_gemm(&inputs, &args.forward);
+  put(&inputs, &args.dout), put(&inputs, &grads->pairs);
+  put(&outputs, &grads->x), put(&outputs, &grads->topk_weights), put(&outputs, &grads->bias);
+  put_lora(&outputs, &grads->lora);
+  disturb(&inputs, &outputs);
+  RUN(gemm_backward, &args);
 }
 
 /* ---- deltas ---- */
@@ -544,17 +597,30 @@ static void say_seed(void) {
   fprintf(stderr, "seed %llu\n", (unsigned long long)current_seed);
 }
 
+/* Half of the calls of its dtype run a kernel that is not the planned one. */
+static void force_some_kernel(void) {
+  static const char *names[64];
+  static int count;
+  const char *name;
+  for (int32_t i = count ? -1 : 0; i >= 0 && (name = moelora_variant_name(i)); i++)
+    if (moelora_variant_usable(i) && !strstr(name, "_sm"))
+      names[count++] = name;
+  moelora_force_variant(one_in(2) ? names[random_in(0, count - 1)] : NULL);
+}
+
 int main(int argc, char **argv) {
   if (__sanitizer_set_death_callback)
     __sanitizer_set_death_callback(say_seed);
   long long calls = argc > 1 ? atoll(argv[1]) : 20000, first = argc > 2 ? atoll(argv[2]) : 1;
-  void (*const operators[])(void) = {fuzz_align,     fuzz_gemm,           fuzz_experts,
-                                     fuzz_pack,      fuzz_align_lists,    fuzz_delta,
-                                     fuzz_mlp_delta, fuzz_pack_quantized, fuzz_experts_backward};
+  void (*const operators[])(void) = {fuzz_align,        fuzz_gemm,           fuzz_experts,
+                                     fuzz_pack,         fuzz_align_lists,    fuzz_delta,
+                                     fuzz_mlp_delta,    fuzz_pack_quantized, fuzz_experts_backward,
+                                     fuzz_gemm_backward};
   const int count = sizeof operators / sizeof *operators;
   for (long long i = 0; i < calls; i++) {
     current_seed = (uint64_t)(first + i);
     seed(current_seed);
+    force_some_kernel();
     operators[i % count]();
     forget_views();
   }

@@ -233,6 +233,152 @@ static void test_experts_errors(void) {
   release_all();
 }
 
+/* ---- adapters alone ---- */
+
+#undef run
+#define run(A) call_delta(A, &exec)
+
+static void test_delta_errors(void) {
+  const sizes s = {M, TOP_K, E, K, 24, SLOTS};
+  moelora_exec exec = serial;
+  give_workspace(&exec, 1 << 20);
+  moelora_delta_args good = valid_delta(s), a;
+  good.routing.topk_weights = absent;
+  CHECK_OK(call_delta(&good, &exec));
+  REFUSED(good, "1 of x, h and out are given, expected two: x and h, h and out, or x and out",
+          a.x = absent);
+  REFUSED(good, "num_experts is 0, expected at least 1", a.num_experts = 0);
+  REFUSED(good, "lora_a has 0 slices, expected 1 to 4", a.lora.num_slices = 0);
+  REFUSED(good, "x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10",
+          a.x.size[0] = 4);
+  REFUSED(good, "lora_b[1].size(2) is 11, the columns of the first slice is 12",
+          a.lora.b[1].size[2] = 11);
+  REFUSED(good,
+          "offset is 1, expected 0 or more and at most 0: out has 24 columns, the slices have 24",
+          a.out_offset = 1);
+  REFUSED(good,
+          "offset is 9223372036854775800, expected 0 or more and at most 0: out has 24 columns, "
+          "the slices have 24",
+          a.out_offset = INT64_MAX - 7);
+  REFUSED(good,
+          "offset is -9223372036854775808, expected 0 or more and at most 0: out has 24 columns, "
+          "the slices have 24",
+          a.out_offset = INT64_MIN);
+  REFUSED(good, "topk_weights is absent, expected a tensor [M, top_k]", a.mul_routed_weight = true);
+  REFUSED(good,
+          "silu_and_mul takes an even number of columns and writes half of them to a 3-D out of as "
+          "many, without add_inputs, mul_routed_weight and out_offset; there are 24 columns, out "
+          "has 24",
+          a.silu_and_mul = true);
+  REFUSED(good, "out shares memory with x", a.out.data = a.x.data);
+  REFUSED(
+      good,
+      "num_tokens is 5 and top_k is 0, expected top_k of at least 1 and at most 2147483647 rows",
+      a.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(SLOTS, 8)), a.num_tokens = 5);
+  a.top_k = 2, a.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(2, 1));
+  a.lists.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(2));
+  a.lists.lora_ids = new_tensor(MOELORA_I32, SIZES(3));
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, "block_size is 0, expected at least 1");
+  a.lists.block_size = 4;
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT,
+              "expert_ids.size(1) is 1, expected at least a block of 4 for each of the 8 rows of "
+              "sorted_token_ids");
+  a.lists.block_size = 8, a.lists.num_active = 4;
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT,
+              "num_active_loras is 4, expected 0 to lora_ids.size(0), which is 3");
+  a.lists.num_active = 0;
+  CHECK_OK(call_delta(&a, &exec));
+  a = good;
+  a.lora = valid_lora(s, MOELORA_F32, 2, 24, K), a.x.dtype = a.out.dtype = MOELORA_BF16;
+  a.h = new_tensor(MOELORA_BF16, SIZES(2, M, TOP_K, VALID_RANK)), a.out = absent;
+  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT,
+              "lora_a[0] has dtype float32, expected bfloat16 as x");
+  release_all();
+}
+
+/* ---- backwards ---- */
+
+static moelora_tensor like(const moelora_tensor *t) {
+  return new_tensor(t->dtype, t->ndim, t->size);
+}
+
+static moelora_lora like_lora(const moelora_lora *lora) {
+  moelora_lora grads = {.num_slices = lora->num_slices};
+  for (int32_t i = 0; i < lora->num_slices; i++)
+    grads.a[i] = like(&lora->a[i]), grads.b[i] = like(&lora->b[i]);
+  return grads;
+}
+
+#undef run
+#define run(A) experts_backward_bytes(A, &serial, &bytes)
+
+static void test_backward_errors(void) {
+  size_t bytes;
+  moelora_experts_backward_args a, good = {.forward = valid_experts(shape, MOELORA_F32)};
+  moelora_experts_args *f = &good.forward;
+  f->saved.gate_up = new_tensor(MOELORA_F32, SIZES(M * TOP_K, 2 * I));
+  f->saved.w13_shrink = new_tensor(MOELORA_F32, SIZES(M * TOP_K, 2, VALID_RANK));
+  f->saved.w2_shrink = new_tensor(MOELORA_F32, SIZES(M * TOP_K, VALID_RANK));
+  good.dout = like(&f->hidden_states);
+  good.grads = (moelora_experts_grads){
+      .hidden_states = like(&f->hidden_states),
+      .w13_lora = like_lora(&f->w13_lora),
+      .w2_lora = like_lora(&f->w2_lora),
+      .w2_bias = like(&f->w2_bias),
+  };
+  CHECK_OK(run(&good));
+  REFUSED(good, "dout is absent, expected a tensor [M, K]", a.dout = absent);
+  REFUSED(good, "dout.size(1) is 3, hidden_states.size(1) is 16", a.dout.size[1] = 3);
+  REFUSED(good, "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]",
+          a.forward.saved.gate_up = absent);
+  REFUSED(good, "saved.gate_up.size(1) is 7, w13.size(1) is 24",
+          a.forward.saved.gate_up.size[1] = 7);
+  REFUSED(good, "saved.w13_shrink is absent, expected a tensor [M * top_k, slices, R]",
+          a.forward.saved.w13_shrink = absent);
+  REFUSED(good, "saved.w13_shrink.size(1) is 1, the number of slices of the factors is 2",
+          a.forward.saved.w13_shrink.size[1] = 1);
+  REFUSED(good,
+          "saved.w13_shrink.stride(2) is 2, expected 1: the last dimension must be contiguous",
+          a.forward.saved.w13_shrink.stride[2] = 2);
+  REFUSED(good, "saved.w2_shrink.size(1) is 1, the maximum rank of the factors is 3",
+          a.forward.saved.w2_shrink.size[1] = 1);
+  REFUSED(good, "saved.w2_shrink has dtype float16, expected float32 as hidden_states",
+          a.forward.saved.w2_shrink.dtype = MOELORA_F16);
+  REFUSED(good, "grads.w2_lora_a[0] has dtype float16, expected float32",
+          a.grads.w2_lora.a[0].dtype = MOELORA_F16);
+  REFUSED(good, "grads.w13_lora_a has 1 slices, w13_lora_a has 2", a.grads.w13_lora.num_slices = 1);
+  REFUSED(good, "grads.hidden_states shares memory with dout", a.grads.hidden_states = a.dout);
+  REFUSED(good, "grads.w2_bias.size(0) is 5, w2_bias.size(0) is 4",
+          a.grads.w2_bias = a.grads.hidden_states);
+  REFUSED(good, "grads.pairs.size(1) is 5, w13.size(0) is 4",
+          a.grads.pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, E + 1)));
+  REFUSED(good, "grads.w2_bias is given, but w2_bias is absent", a.forward.w2_bias = absent);
+
+  /* What the forward saves. */
+  moelora_experts_args forward = *f;
+  forward.saved.gate_up = absent;
+  CHECK_FAILS(experts_bytes(&forward, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "saved.w13_shrink is given, but saved.gate_up is absent");
+  forward.saved.w13_shrink = absent;
+  CHECK_FAILS(experts_bytes(&forward, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "saved.w2_shrink is given, but saved.gate_up is absent");
+  forward = *f;
+  forward.out = forward.hidden_states;
+  CHECK_FAILS(experts_bytes(&forward, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "out shares memory with hidden_states");
+
+  moelora_gemm_backward_args gemm = {.forward = valid_gemm(shape)};
+  gemm.dout = like(&gemm.forward.out);
+  gemm.grads.lora.num_slices = gemm.forward.lora.num_slices;
+  gemm.grads.pairs = new_tensor(MOELORA_I32, SIZES(SLOTS, E + 1));
+  CHECK_FAILS(gemm_backward_bytes(&gemm, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "grads.pairs.size(1) is 5, w.size(0) is 4");
+  gemm.forward.w = gemm.forward.bias = absent, gemm.num_experts = E;
+  CHECK_FAILS(gemm_backward_bytes(&gemm, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "grads.pairs.size(1) is 5, num_experts is 4");
+  release_all();
+}
+
 /* ---- packing ---- */
 
 #undef run
@@ -362,6 +508,8 @@ int main(void) {
   test_gemm_errors();
   test_huge_sizes();
   test_experts_errors();
+  test_delta_errors();
+  test_backward_errors();
   test_pack_errors();
   printf("test_errors: all refusals as expected\n");
   return 0;

@@ -1,5 +1,6 @@
 /* Plans respect the limits of GPU kernels: they select a kernel that supports the problem, or
- * refuse the call before anything is launched. Plans need no GPU. */
+ * refuse the call before anything is launched. Plans need no GPU. And the bound of an alignment's
+ * blocks. */
 #include "harness.h"
 #include "plans.h"
 
@@ -302,7 +303,35 @@ static void test_keys(void) {
   CHECK_REFUSED(moelora_plan_mlp_delta(&mlp, &hopper, &plan), message);
 }
 
+/* The bound is attained by the worst routing, and does not overflow. */
+static void test_max_blocks(void) {
+  const struct {
+    moelora_align_mode mode;
+    int64_t rows;
+    int32_t experts, loras, block;
+    int64_t want;
+  } table[] = {
+      {MOELORA_ALIGN_BASE, 0, 8, 0, 16, 0},
+      {MOELORA_ALIGN_BASE, 3, 8, 0, 16, 3},   /* three experts of one row */
+      {MOELORA_ALIGN_BASE, 40, 8, 0, 16, 10}, /* seven of one row, one of 33 */
+      {MOELORA_ALIGN_SEGMENTED, 40, 8, 4, 16, 10},
+      {MOELORA_ALIGN_UNIFORM, 40, 2, 3, 16, 10},
+      {MOELORA_ALIGN_UNIFORM, 40, 8, 4, 16, 40},
+      {MOELORA_ALIGN_SORTING, 0, 8, 0, 16, 8},
+      {MOELORA_ALIGN_SORTING, 40, 8, 0, 16, 10},
+      {MOELORA_ALIGN_UNIFORM, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX},
+      {MOELORA_ALIGN_BASE, 40, 8, 0, 0, 0},
+      {MOELORA_ALIGN_SORTING, INT64_MAX, 8, 0, 1, INT64_MAX}, /* limited by int64 */
+      {MOELORA_ALIGN_UNIFORM, INT64_MAX, INT32_MAX, INT32_MAX, 1, INT64_MAX},
+  };
+  for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+    CHECK_INT(moelora_align_max_blocks(table[i].mode, table[i].rows, table[i].experts,
+                                       table[i].loras, table[i].block),
+              table[i].want);
+}
+
 int main(void) {
+  test_max_blocks();
   test_rows_of_x_far_apart();
   test_projections_of_several_slices_have_no_runs();
   test_hidden_states_far_apart();
