@@ -6,6 +6,10 @@ enum { M = 5, TOP_K = 2, E = 4, K = 16, I = 12, SLOTS = 2 };
 
 static const sizes shape = {M, TOP_K, E, K, I, SLOTS};
 
+#define NO_MEMORY                                                                                  \
+  " has elements but its data is NULL, expected memory on the device of the call: bring it back "  \
+  "if it was freed or offloaded"
+
 /* ---- one projection ---- */
 
 #define run(A) call_gemm(A, &exec)
@@ -20,6 +24,7 @@ static void test_gemm_errors(void) {
   REFUSED(good, "x has 3 dimensions, expected 2: [M, K] or [M * top_k, K]", a.x.ndim = 3);
   REFUSED(good, "hidden has 3 dimensions, expected 2: [M, K] or [M * top_k, K]",
           a.x.name = "hidden", a.x.ndim = 3);
+  REFUSED(good, "hidden" NO_MEMORY, a.x.name = "hidden", a.x.data = NULL);
   REFUSED(good, "x.size(1) is 15, experts.weight.size(2) is 16", a.x.size[1] = 15,
           a.w.name = "experts.weight");
   REFUSED(good, "x.size(0) is 4, expected ids.size(0), which is 5, or M * top_k, which is 10",
@@ -392,6 +397,8 @@ static void test_pack_errors(void) {
            .out = new_tensor(MOELORA_BF16, SIZES(E, 2, 1, 64, 64)),
        };
   CHECK_OK(run(&good));
+  REFUSED(good, "w" NO_MEMORY, a.w.data = NULL);
+  REFUSED(good, "out" NO_MEMORY, a.out.data = NULL);
   REFUSED(good, "w.size(1) is 100, expected a multiple of 64", a.w.size[1] = 100);
   REFUSED(good, "w.size(2) is 63, expected a multiple of 64", a.w.size[2] = 63);
   REFUSED(good, "w has 5 dimensions, expected 3: [E, N, K]", a.w = good.out);

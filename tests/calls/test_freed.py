@@ -1,7 +1,7 @@
 """Tensors whose storage was freed or shrunk, as FSDP and offloading leave them.
 
 torch gives such a tensor its shape still, and the address 0 or one that is not its own. Every
-operator refuses it by name, before anything is written. The C interface: tests/c/test_freed.c.
+operator refuses it by name, before anything is written, as the C interface does an address of 0.
 """
 
 import copy

@@ -1,17 +1,10 @@
 """Operators in many Python threads while others load, replace, disable and evict adapters."""
 
-import os
 import random
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from cases import same_bits
-from covering import extent
 from threads import run_threads
 
 import moelora
@@ -186,94 +179,3 @@ def test_plans_may_be_added_while_layers_run():
         run_threads(work, 4)
     finally:
         _C.clear_tuned_plans()
-
-
-# ---- tables that other threads write to during a call ----
-
-
-def write_while_calls_run(tokens, seconds):
-    """Calls on a CPU while two threads turn adapters on and off and write to every table.
-
-    Runs in a process of its own, which a wild address would end.
-    """
-    layer = Layer("cpu", torch.float32, len(NAMES))
-    pool, slots = layer.pool, len(NAMES)
-    for name in NAMES:
-        pool.add(name, layer.states[name], config=CONFIG)
-    adapters = pool.layer(LAYER.name)
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, K, generator=generator)
-    weights, ids = torch.rand(tokens, E, generator=generator).topk(TOP_K)
-    mapping = torch.randint(-1, slots, (tokens,), dtype=torch.int32, generator=generator)
-    expert_map, ranks = torch.arange(E, dtype=torch.int32), adapters["lora_ranks"].clone()
-    adapters["lora_ranks"] = ranks
-    tables = {
-        ids: (-1, E + 1),
-        mapping: (-1, slots + 1),
-        expert_map: (-1, E + 1),
-        ranks: (0, R + 2),
-    }
-    before, stop = [table.clone() for table in tables], threading.Event()
-
-    def switch():
-        while not stop.is_set():
-            for change in (pool.disable, pool.enable):
-                for name in NAMES:
-                    change(name)
-
-    def write():
-        while not stop.is_set():
-            for table, (low, high) in tables.items():
-                table.random_(low, high)
-
-    def run():
-        return moelora.fused_experts_lora(
-            *(x, layer.w13, layer.w2, weights, ids),
-            token_lora_mapping=mapping,
-            expert_map=expert_map,
-            **adapters,
-        )
-
-    def call():
-        end, switches = time.monotonic() + seconds, adapters["adapter_enabled"]
-        while time.monotonic() < end:
-            run()
-            for mode in ("uniform", "segmented"):
-                moelora.moe_lora_align_block_size(
-                    *(ids, mapping, E, 16, slots),
-                    adapter_enabled=switches,
-                    expert_map=expert_map,
-                    mode=mode,
-                )
-            moelora.moe_sorting(ids, weights, E, 16, expert_map=expert_map)
-
-    def call_and_stop():
-        try:
-            call()
-        finally:
-            stop.set()
-
-    want = run()
-    run_threads(lambda number: (call_and_stop, switch, write)[number](), 3)
-    for table, values in zip(tables, before, strict=True):
-        table.copy_(values)
-    assert same_bits(run(), want), "tables that hold still again give another result"
-
-
-def test_tables_may_be_written_while_calls_run():
-    code = (
-        "import sys, test_threads\n"
-        "for tokens in (64, 20_000):\n"
-        "    print(tokens, 'tokens', file=sys.stderr, flush=True)\n"
-        f"    test_threads.write_while_calls_run(tokens, {extent(nightly=3, ci=1)})"
-    )
-    where = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=where,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"

@@ -1,6 +1,6 @@
 """The reference itself: closed forms, agreement of two ways to compute, and a rule that can fail.
 
-The independent oracles (transformers, PEFT) are in test_oracles.py.
+Independent oracles of the operators are transformers' blocks and PEFT, in tests/huggingface.
 """
 
 from dataclasses import replace
