@@ -304,8 +304,18 @@ release-dry-run: $(VENV)/.ready build/release-tools/.ready
 	build/release-tools/bin/python release/index.py $(RELEASE)/dist --out $(RELEASE)/index
 	build/release-tools/bin/python release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom \
 	  --cuda "$$(nvcc --version 2> /dev/null | sed -n 's/.*, V//p' || true)"
+	$(HUB) $(RELEASE)/hub $(RELEASE)/dist/*.whl
 	cd $(RELEASE)/dist && sha256sum * > SHA256SUMS
 	$(PY) tests/project/check_wheel.py $$(ls $(RELEASE)/dist/*.whl) --index $(RELEASE)/index $(CHECK_ARGS)
+
+# What Hugging Face's `kernels` loads, of the package as it was built here, loaded by it beside the package.
+HUB = build/release-tools/bin/python release/hub.py
+.PHONY: hub
+hub: build build/release-tools/.ready
+	rm -rf build/hub
+	$(HUB) build/hub/1 moelora && $(HUB) build/hub/2 moelora --version 2
+	PYTHONPATH=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):. HF_HUB_OFFLINE=1 \
+	  build/release-tools/bin/python tests/project/check_hub.py build/hub/1 build/hub/2
 
 build/release-tools/.ready: requirements-release.txt
 	test -x build/release-tools/bin/python || $(PYTHON) -m venv build/release-tools

@@ -1,5 +1,6 @@
 """The compiled part: importing it registers torch.ops.moelora.*."""
 
+NAMESPACE: str
 WITH_CUDA: int
 
 def version() -> str: ...

@@ -1,6 +1,8 @@
 /* moelora._C: importing it registers the operators; its functions query the core. */
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
+#include <ctype.h>
+#include <string.h>
 
 #include "core/format.h"
 #include "core/log.h"
@@ -184,10 +186,28 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The package's name, that is, the module's without "._C": "moelora", or that of a copy that
+ * Hugging Face's `kernels` loads beside it. Other characters than torch takes become '_'. */
+static void name_of_package(PyObject *module, char name[MOELORA_NAMESPACE_BYTES]) {
+  const char *full = PyModule_GetName(module);
+  const char *end = full ? strrchr(full, '.') : NULL;
+  const char *from = end ? full : "moelora";
+  int count = 0;
+  for (; from != end && *from && count < MOELORA_NAMESPACE_BYTES - 1; from++) {
+    name[count++] = isalnum((unsigned char)*from) ? *from : '_';
+  }
+  name[count] = 0;
+}
+
 static int execute(PyObject *module) {
-  const char *failed = moelora_register_ops();
+  char name[MOELORA_NAMESPACE_BYTES];
+  name_of_package(module, name);
+  const char *failed = moelora_register_ops(name);
   if (failed) {
     PyErr_Format(PyExc_ImportError, "moelora: torch refused an operator: %s", failed);
+    return -1;
+  }
+  if (PyModule_AddStringConstant(module, "NAMESPACE", name)) {
     return -1;
   }
 #ifdef MOELORA_WITH_CUDA

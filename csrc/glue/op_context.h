@@ -81,7 +81,10 @@ typedef struct op_error {
 
 const op_error *op_last_error(void);
 
-/* register.c: defines and registers the operators of ops.inc. Returns NULL, or what went wrong. */
-const char *moelora_register_ops(void);
+enum { MOELORA_NAMESPACE_BYTES = 128 };
+
+/* register.c: defines and registers the operators of ops.inc in torch's namespace of this name, and
+ * in NAME_meta. Returns NULL, or what went wrong. */
+const char *moelora_register_ops(const char *name);
 
 #endif

@@ -112,21 +112,23 @@ static boxed_function *const functions[NUM_OPS] = {
 #include "glue/ops.inc"
 };
 
-const char *moelora_register_ops(void) {
+const char *moelora_register_ops(const char *name) {
   /* torch keeps the operators as long as these handles live, i.e. forever. */
   static TorchLibraryHandle definitions, cpu, cuda;
   /* A second registration for meta tensors. Python shape functions, which support symbolic sizes,
    * implement the Meta key of the operators themselves, and call these to validate. */
   static TorchLibraryHandle meta_definitions, meta;
   static char schema[2048];
+  char name_meta[MOELORA_NAMESPACE_BYTES + sizeof "_meta"];
   if (definitions) {
     return NULL;
   }
-  if (aoti_torch_library_init_def("moelora", __FILE__, __LINE__, &definitions) ||
-      aoti_torch_library_init_impl("moelora", "CPU", __FILE__, __LINE__, &cpu) ||
-      aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda) ||
-      aoti_torch_library_init_def("moelora_meta", __FILE__, __LINE__, &meta_definitions) ||
-      aoti_torch_library_init_impl("moelora_meta", "Meta", __FILE__, __LINE__, &meta)) {
+  snprintf(name_meta, sizeof name_meta, "%s_meta", name);
+  if (aoti_torch_library_init_def(name, __FILE__, __LINE__, &definitions) ||
+      aoti_torch_library_init_impl(name, "CPU", __FILE__, __LINE__, &cpu) ||
+      aoti_torch_library_init_impl(name, "CUDA", __FILE__, __LINE__, &cuda) ||
+      aoti_torch_library_init_def(name_meta, __FILE__, __LINE__, &meta_definitions) ||
+      aoti_torch_library_init_impl(name_meta, "Meta", __FILE__, __LINE__, &meta)) {
     return "cannot create torch's operator library";
   }
   for (int op = 0; op < NUM_OPS; op++) {

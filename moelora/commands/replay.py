@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moelora import _C
 from moelora.operators import dump, trace
+from moelora.operators.schema import OPERATORS
 from moelora.operators.terminal import printable
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: exceeds the device
         print(f"moelora replay: {printable(error)}", file=sys.stderr)
         return 2
-    op = getattr(torch.ops.moelora, content["op"]).default
+    op = getattr(OPERATORS, content["op"]).default
     print(trace.describe(op, tuple(arguments)))
     versions = f"moelora {printable(content['moelora'])}, torch {printable(content['torch'])}"
     print(f"raised by {versions}: {printable(content['error'])}")

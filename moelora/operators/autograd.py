@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moelora.operators.schema import BACKWARDS, Backward, in_order, is_absent, names_of
+from moelora.operators.schema import (
+    BACKWARDS,
+    NAMESPACE,
+    OPERATORS,
+    Backward,
+    in_order,
+    is_absent,
+    names_of,
+)
 from moelora.operators.sparse import Buffers, Pairs, is_marked
 from moelora.operators.storage import holds
 from moelora.operators.torch_private import (
@@ -34,7 +42,7 @@ from moelora.operators.torch_private import (
 
 _written: dict[Any, tuple[int, ...]] = {}
 _library = torch.library.Library(
-    "moelora", "FRAGMENT"
+    NAMESPACE, "FRAGMENT"
 )  # its kernels live as long as the library object
 
 
@@ -59,7 +67,7 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
 def register(names: Sequence[str]) -> None:
     """Register the Autograd kernels of these operators."""
     for name in names:
-        op = getattr(torch.ops.moelora, name).default
+        op = getattr(OPERATORS, name).default
         arguments = enumerate(arguments_of(op))
         _written[op] = tuple(i for i, a in arguments if a.alias_info and a.alias_info.is_write)
         _library.impl(name, _kernel_of(op), "Autograd", with_keyset=True)
@@ -119,7 +127,7 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
     pairs = _pairs_of(op, args)
     _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
     is_layer = name == "fused_experts_lora"  # its saving form returns what the backward needs
-    recorded = torch.ops.moelora.fused_experts_lora_saving.default if is_layer else op
+    recorded = OPERATORS.fused_experts_lora_saving.default if is_layer else op
     results = _Recorded.apply(recorded, is_layer, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call]
     if _written[op]:
         return None

@@ -21,6 +21,7 @@ from moelora._C import error_number
 from moelora.operators import autograd, trace
 from moelora.operators.checks import dtype_name
 from moelora.operators.docstrings import expand
+from moelora.operators.schema import OPERATORS
 from moelora.operators.storage import holds
 from moelora.operators.tiles import TiledWeights
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 Factors: TypeAlias = Tensor | Sequence[Tensor]
 
-operators = torch.ops.moelora
+operators = OPERATORS
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _absent_tensors: dict[torch.device, Tensor] = {}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moelora import _C
 from moelora.operators.checks import dtype_name
+from moelora.operators.schema import OPERATORS
 from moelora.operators.storage import holds, reach
 from moelora.operators.torch_private import OpOverload, arguments_of, name_of
 
@@ -183,7 +184,7 @@ def _content(text: str | None) -> dict[str, Any]:
 
 def _schema(op: str) -> Any:
     is_name = re.fullmatch("[a-z][a-z0-9_]{1,63}", op) is not None
-    found = getattr(getattr(torch.ops.moelora, op, None), "default", None) if is_name else None
+    found = getattr(getattr(OPERATORS, op, None), "default", None) if is_name else None
     if not isinstance(found, OpOverload):
         raise ValueError(f"{op!r:.80} is no operator")
     return found
@@ -231,7 +232,7 @@ def _check_call(op: Any, args: list[Any], budget: _Budget) -> None:
     arguments = arguments_of(op)
     needed = sum(not argument.has_default_value() for argument in arguments)
     if not needed <= len(args) <= len(arguments):
-        raise ValueError(f"moelora::{name_of(op)} takes {needed} to {len(arguments)} arguments")
+        raise ValueError(f"{name_of(op)} takes {needed} to {len(arguments)} arguments")
     has_lists = any(argument.name == "sorted_token_ids" for argument in arguments)
     for argument, value in zip(arguments, args, strict=False):
         if type(value) is not int or abs(value) <= MAX_INT:

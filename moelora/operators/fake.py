@@ -24,6 +24,8 @@ PACK = 64
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
 
+_validating = getattr(torch.ops, f"{_C.NAMESPACE}_meta")
+
 
 def max_blocks(mode: int, num_rows: int, num_experts: int, max_loras: int, block_size: int) -> int:
     """moelora_align_max_blocks of csrc/moelora.h; sizes may be symbolic."""
@@ -202,7 +204,7 @@ def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
 
 def _register(name: str, operator: Operator) -> None:
     """Shape function of an operator, after validation in C."""
-    op = getattr(torch.ops.moelora_meta, name).default
+    op = getattr(_validating, name).default
     arguments = arguments_of(op)
 
     def shapes(*args: Any) -> Any:
@@ -216,7 +218,7 @@ def _register(name: str, operator: Operator) -> None:
         given.update(zip(given, args, strict=False))
         return OUTPUTS[name](given) if name in OUTPUTS else _outputs(operator, given)
 
-    torch.library.register_fake(f"moelora::{name}", shapes)
+    torch.library.register_fake(f"{_C.NAMESPACE}::{name}", shapes)
     autograd.register([name])
 
 

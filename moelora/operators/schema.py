@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora import _C
 from moelora.operators.torch_private import arguments_of
+
+# "moelora"; a copy of the package under another name, as the Hub's, has another one.
+NAMESPACE = _C.NAMESPACE
+OPERATORS = getattr(torch.ops, NAMESPACE)
 
 
 @functools.cache
@@ -55,7 +60,7 @@ class Backward:
         return [name for name in self.places if "lora" in name]
 
     def op(self, suffix: str = "") -> Any:
-        return getattr(torch.ops.moelora, self.name + suffix).default
+        return getattr(OPERATORS, self.name + suffix).default
 
     def by_argument(self, found: Sequence[Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
         """The operator's outputs by argument, of factors a list as long as theirs."""

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "release"))
 import check  # noqa: E402
+import hub  # noqa: E402
 import index  # noqa: E402
 
 URLS = [f"Project-URL: {name}, https://example.org/{name}" for name in sorted(check.URLS)]
@@ -132,3 +133,47 @@ def test_the_bill_of_materials(tmp_path):
     assert ("cudart_static", "13.0.88") in [
         (p["name"], p.get("version")) for p in bill["components"]
     ]
+
+
+def test_builds_of_the_hub_run_beside_this_moelora(tmp_path):
+    trees = [tmp_path / str(version) for version in (1, 2)]
+    for version, tree in enumerate(trees, 1):
+        hub.main([str(tree), str(ROOT / "moelora"), "--version", str(version)])
+    loads = [sys.executable, ROOT / "tests/project/check_hub.py", *trees]
+    out = subprocess.run(loads, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert "moelora" in out.stdout.split()
+
+
+def test_a_wheel_with_cuda_becomes_a_build_of_its_toolkit(tmp_path):
+    wheel = write_wheel(tmp_path, extension=b"\x7fELF .nv_fatbin")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("moelora/__init__.py", "from moelora import _C\n")
+        archive.writestr("moelora/a/b.py", "from moelora.a.c import d\nfrom moelora import e\n")
+    hub.main([str(tmp_path / "tree"), str(wheel)])
+    build = tmp_path / "tree/build/torch-stable-abi211-cu130-x86_64-linux"
+    assert (build / "__init__.py").read_text().startswith("from . import _C\n")
+    assert (build / "a/b.py").read_text() == "from ..a.c import d\nfrom .. import e\n"
+    metadata = json.loads((build / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0", "9.0a", "10.0", "12.0"]}
+    assert set(metadata["digest"]["files"]) >= {"_C.abi3.so", "__init__.py", "a/b.py", "layers.py"}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "has no _C.abi3.so: make build, or name a wheel"),
+        (
+            {"_C.abi3.so": "", "a.py": "import moelora\n"},
+            "a.py: line 1: write `from moelora import",
+        ),
+    ],
+)
+def test_packages_that_no_build_of_the_hub_can_be_made_of(tmp_path, files, problem, capsys):
+    package = tmp_path / "moelora"
+    package.mkdir()
+    for name, text in files.items():
+        (package / name).write_text(text)
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        hub.main([str(tmp_path / "tree"), str(package)])
+    assert problem in f"{raised.value}{capsys.readouterr().err}"

@@ -23,8 +23,9 @@ from transformers.integrations.moe import use_experts_implementation
 
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.projection import is_loaded_fp8, not_packed
+from moelora.operators.schema import NAMESPACE
 
-IMPLEMENTATION = "moelora"
+IMPLEMENTATION = NAMESPACE
 
 # Experts modules of older releases do not state the order of gate and up rows.
 if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:

@@ -1,0 +1,130 @@
+"""Loads what release/hub.py wrote, twice, beside the moelora that is installed, and runs all three.
+
+    python tests/project/check_hub.py TREE TREE_OF_ANOTHER_VERSION
+
+By Hugging Face's `kernels` where it is installed, which also compares the digests and puts a layer
+into gpt-oss; otherwise as `kernels` imports a build.
+"""
+
+import importlib
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+
+def import_build(folder):
+    """What kernels/importer.py does."""
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(tree):
+    (folder,) = (tree / "build").iterdir()
+    if importlib.util.find_spec("kernels") is None:
+        return import_build(folder)
+    from kernels import get_local_kernel
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+    digest = Metadata.read_from_file(folder / "metadata.json").digest
+    digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
+    return get_local_kernel(tree)
+
+
+def check_imports(module):
+    """A build needs torch and the standard library, and no other moelora."""
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import check_hub, pathlib
+check_hub.import_build(pathlib.Path({str(pathlib.Path(module.__file__).parent)!r}))
+new = {{name.split(".")[0] for name in set(sys.modules) - before - {{"check_hub"}}}}
+print(*(new - sys.stdlib_module_names - {{"torch", {module.__name__!r}}}))
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.split() == [], out.stdout
+
+
+def layer(module):
+    """The same layer through any of them."""
+    draw = torch.Generator().manual_seed(0)
+    x, w13, w2 = (
+        torch.randn(*size, generator=draw, dtype=torch.bfloat16)
+        for size in ((8, 64), (4, 64, 64), (4, 64, 32))
+    )
+    ids = torch.randint(4, (8, 2), generator=draw, dtype=torch.int32)
+    return module.fused_experts_lora(x, w13, w2, torch.ones(8, 2), ids)
+
+
+def model():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"] * 2,
+    )
+    made = transformers.GptOssForCausalLM(config).bfloat16().eval()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight.requires_grad_(False), std=0.1)
+    return made
+
+
+def check_models(modules, tree):
+    """Each build serves a model of its own; its layer replaces gpt-oss's."""
+    ids = torch.arange(8)[None]
+    logits = []
+    for module in modules:
+        integration = importlib.import_module(f"{module.__name__}.integrations.transformers")
+        one = model()
+        integration.enable(one)
+        logits.append(one(ids).logits)
+    for other in logits[1:]:
+        assert torch.equal(other, logits[0])
+    assert not torch.equal(model()(ids).logits, logits[0])  # eager rounds elsewhere
+    if importlib.util.find_spec("kernels") is None:
+        return
+    import kernels
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    # transformers does both for releases of `kernels` that it knows.
+    kernels.use_kernel_forward_from_hub("MegaBlocksMoeMLP")(GptOssMLP)
+    repository = kernels.LocalLayerRepository(tree.resolve(), layer_name="MegaBlocksMoeMLP")
+    one = model()
+    with kernels.use_kernel_mapping({"MegaBlocksMoeMLP": {"cpu": repository}}):
+        kernels.kernelize(one, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
+    assert torch.equal(one(ids).logits, logits[0])
+
+
+def main(trees):
+    import moelora
+
+    builds = [load(tree) for tree in trees]
+    modules = [moelora, *builds]
+    names = {module._C.NAMESPACE for module in modules}
+    assert len(names) == len(modules), names
+    for build in builds:
+        assert torch.equal(layer(build), layer(moelora))
+        assert build.fused_experts_lora is not moelora.fused_experts_lora
+        check_imports(build)
+    check_models(modules, trees[0])
+    print("loaded", *names)
+
+
+if __name__ == "__main__":
+    main([pathlib.Path(word) for word in sys.argv[1:]])
