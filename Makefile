@@ -256,6 +256,12 @@ docs: build/docs/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 	build/docs/bin/python tests/project/check_site.py build/site
 
+# The built site in Chromium: widths, dark mode, search, the console.
+.PHONY: docs-browser
+docs-browser: docs
+	build/docs/bin/python -m pip install --quiet --no-compile playwright==1.65.2
+	build/docs/bin/python tests/project/check_browser.py build/site
+
 # One version of the site beside the others, on the branch gh-pages of this checkout: `main`, or a tag,
 # which becomes what readers see first. PUSH=--push publishes it.
 DOCS_VERSION ?= main
@@ -307,6 +313,11 @@ release-dry-run: $(VENV)/.ready build/release-tools/.ready
 	$(HUB) $(RELEASE)/hub $(RELEASE)/dist/*.whl
 	cd $(RELEASE)/dist && sha256sum * > SHA256SUMS
 	$(PY) tests/project/check_wheel.py $$(ls $(RELEASE)/dist/*.whl) --index $(RELEASE)/index $(CHECK_ARGS)
+
+# The commit and the tag of a release, after its dry run: make release VERSION=0.1.0. Pushing publishes.
+.PHONY: release
+release: release-dry-run
+	$(PY) release/prepare.py $(VERSION)
 
 # What Hugging Face's `kernels` loads, of the package as it was built here, loaded by it beside the package.
 HUB = build/release-tools/bin/python release/hub.py

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "release"))
 import check  # noqa: E402
 import hub  # noqa: E402
 import index  # noqa: E402
+import prepare  # noqa: E402
 
 URLS = [f"Project-URL: {name}, https://example.org/{name}" for name in sorted(check.URLS)]
 WHEEL = "moelora-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl"
@@ -177,3 +178,50 @@ def test_packages_that_no_build_of_the_hub_can_be_made_of(tmp_path, files, probl
     with pytest.raises((SystemExit, ValueError)) as raised:
         hub.main([str(tmp_path / "tree"), str(package)])
     assert problem in f"{raised.value}{capsys.readouterr().err}"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """The files that a release changes, committed, with a release 0.0.9."""
+    for name, *_ in prepare.PLACES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    prepare.git("init", "--quiet", root=tmp_path)
+    for key, value in (("user.name", "a"), ("user.email", "a@example.org")):
+        prepare.git("config", key, value, root=tmp_path)
+    prepare.git("add", "--all", root=tmp_path)
+    prepare.git("commit", "--quiet", "--message", "all", root=tmp_path)
+    prepare.git("tag", "v0.0.9", root=tmp_path)
+    return tmp_path
+
+
+def test_a_release_is_a_commit_and_a_tag(repository):
+    assert prepare.prepare("7.8.9", repository) == "v7.8.9"
+    shown = prepare.git("show", "--format=%s %D", "v7.8.9^{}", root=repository)
+    assert shown.startswith("release: moelora 7.8.9 ")
+    assert "tag: v7.8.9" in shown
+    for line in ('+#define MOELORA_VERSION "7.8.9"', "+version: 7.8.9", "+## 7.8.9 (20"):
+        assert line in shown
+    assert prepare.git("status", "--porcelain", root=repository) == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "problem"),
+    [
+        ("0.1", {}, "the version is '0.1', wanted three numbers"),
+        ("0.0.9", {}, "there are releases 0.0.9"),
+        ("0.0.8", {}, "there are releases 0.0.9"),
+        ("1.0.0", {"CITATION.cff": "version: 2\n"}, "changes that are not committed"),
+        ("1.0.0", {"CHANGELOG.md": "# Changelog\n"}, "CHANGELOG.md has 0 lines"),
+    ],
+)
+def test_releases_that_are_refused_change_nothing(repository, version, changes, problem):
+    for name, text in changes.items():
+        (repository / name).write_text(text)
+    if "not committed" not in problem and changes:
+        prepare.git("commit", "--quiet", "--all", "--message", "change", root=repository)
+    before = [prepare.git(*words, root=repository) for words in (["rev-parse", "HEAD"], ["diff"])]
+    with pytest.raises(ValueError, match=problem):
+        prepare.prepare(version, repository)
+    after = [prepare.git(*words, root=repository) for words in (["rev-parse", "HEAD"], ["diff"])]
+    assert after == before
