@@ -30,7 +30,6 @@ of the first step, for which engines have the same weights.
 import argparse
 import itertools
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -95,25 +94,13 @@ class Draw:
         empty = torch.empty(size, dtype=torch.bfloat16, device=self.device)
         return empty.normal_(0, std, generator=self.make)
 
-    def mxfp4(self, experts, rows, columns):
-        """Random MXFP4 blocks and scales; dequantized values have a variance near 1 / columns."""
-        options = {"generator": self.make, "device": self.device, "dtype": torch.uint8}
-        most = 127 - round(math.log2(2.93 * math.sqrt(columns)))
-        blocks = torch.randint(256, (experts, rows, columns // 2), **options)
-        return blocks, torch.randint(most - 1, most + 1, (experts, rows, columns // 32), **options)
-
 
 def draw_experts(s, draw):
     """Experts of one layer and their adapter, as peers name them."""
     p = SimpleNamespace(E=s.experts, k=s.top_k, H=s.hidden, I=s.inter, r=s.rank, L=1, mx=True)
-    if s.format == "mxfp4":  # in the tensors that peers take
-        p.pack = moelora.QuantizedWeights.from_mxfp4
-        p.q13, p.s13 = draw.mxfp4(s.experts, 2 * s.inter, s.hidden)
-        p.q2, p.s2 = draw.mxfp4(s.experts, s.hidden, s.inter)
-    else:
-        p.pack, drawn = FORMATS[s.format].pack, FORMATS[s.format].draw
-        p.q13, p.s13 = drawn(s.experts, 2 * s.inter, s.hidden, draw.make, torch.bfloat16)
-        p.q2, p.s2 = drawn(s.experts, s.hidden, s.inter, draw.make, torch.bfloat16)
+    p.pack, drawn = FORMATS[s.format].pack, FORMATS[s.format].draw
+    p.q13, p.s13 = drawn(s.experts, 2 * s.inter, s.hidden, draw.make, torch.bfloat16)
+    p.q2, p.s2 = drawn(s.experts, s.hidden, s.inter, draw.make, torch.bfloat16)
     small = 0.1 * s.rank**-0.5
     p.a13 = draw.normal(s.experts, s.rank, s.hidden, std=s.hidden**-0.5)
     p.b13 = draw.normal(s.experts, 2 * s.inter, s.rank, std=small)

@@ -22,13 +22,15 @@ import argparse
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
 
 import moelora.integrations.transformers as mt
+from benchmarks.engines import engine_model
 from benchmarks.engines.engine_model import PRESETS
+from benchmarks.graphs import capture, wait
 from moelora.bench import results
 
 ADAPTERS = ("a", "b", "c", "d")
@@ -41,24 +43,10 @@ WHAT = ("base", "loaded", *PARTS, "peft", "base")
 
 
 def make_model(shape, layers, device, dtype):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=4096,
-        hidden_size=shape.hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head,
-        intermediate_size=shape.inter,
-        moe_intermediate_size=shape.inter,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+    settings = engine_model.settings(replace(shape, layers=layers)) | {"eos_token_id": None}
     torch.manual_seed(0)
     with torch.device(device):
+        config = transformers.Qwen3MoeConfig(**settings)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
@@ -133,20 +121,6 @@ class Turn:
     before: object = None
 
 
-def capture(step):
-    """One step as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
 def turns_of(model, steps, modes):
     """By mode; for a mode that cannot be, why."""
     steps.prefill()
@@ -178,19 +152,14 @@ def timed(turns, runs, device):
         for mode, turn in turns.items():
             if turn.before:
                 turn.before()
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             for _ in range(turn.calls):
                 turn.call()
-            _wait(device)
+            wait(device)
             if run:
                 found[mode].append((time.perf_counter() - start) / turn.calls * 1e6)
     return found
-
-
-def _wait(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager

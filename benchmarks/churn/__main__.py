@@ -19,6 +19,7 @@ import torch
 from benchmarks.churn import arrivals, updates
 from benchmarks.churn.decoder import VOCAB, Decoder, factors, new_pool
 from benchmarks.engines.engine_model import PRESETS
+from benchmarks.options import numbers, words
 from moelora.bench import results
 
 TOPICS = ("arrivals", "updates")
@@ -84,12 +85,6 @@ def parsed(argv):
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-
-    def words(text):
-        return text.split(",")
-
-    def numbers(text):
-        return [int(word) for word in text.split(",")]
 
     add = parser.add_argument
     add("--topics", default=",".join(TOPICS), type=words)

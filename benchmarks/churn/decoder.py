@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import moelora
+from benchmarks.graphs import capture
 
 VOCAB = 4096
 
@@ -112,16 +113,7 @@ class Decoder:
         self.mapping.fill_(-1)
         self.positions.zero_()
         if self.device == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._decode()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._decode()
-            self.graph = graph
+            self.graph = capture(self._decode)
 
     def prefill(self, row, prompt, slot, wait):
         """Put a request into a row; its first token. `wait(layer)` precedes each layer's experts.

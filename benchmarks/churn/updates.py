@@ -13,6 +13,7 @@ import time
 import torch
 
 from benchmarks.churn.decoder import factors, new_pool
+from benchmarks.graphs import wait
 from moelora import fused_experts_lora
 from moelora.adapters import NoSlot
 
@@ -102,8 +103,7 @@ def timed(pool, states, config, count, device):
     """Milliseconds of updates, one after the other; the first is not counted."""
     found = []
     for number in range(count + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         start = time.perf_counter()
         while True:
             try:

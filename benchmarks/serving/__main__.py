@@ -1,7 +1,6 @@
 """See the package's docstring: `python -m benchmarks.serving --help`."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -12,7 +11,7 @@ import urllib.error
 import urllib.request
 
 from benchmarks import ROOT, serving
-from benchmarks.engines.jobs import write_entry_points, write_logs
+from benchmarks.engines.jobs import version, write_entry_points, write_logs
 from benchmarks.options import words
 from benchmarks.serving import models
 from moelora.bench import results
@@ -143,13 +142,6 @@ class Bench:
         settings = {name: ENGINES[name] for name in self.args.engines if name in ENGINES}
         results.write(self.args.out, self.rows, stages=self.stages, **fields, servers=settings)
         write_logs(self.args.work, self.args.out.with_suffix(".log"))
-
-
-def version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def answers(url, server, until):
