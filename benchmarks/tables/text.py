@@ -1,6 +1,6 @@
 """Cells, tables and sentences of cases."""
 
-import ast
+import re
 import textwrap
 
 from benchmarks import ROOT
@@ -11,14 +11,8 @@ from benchmarks.tables.files import AWAITED, card, rows_of
 def known_models():
     """{key: (name, number of experts)} of moelora.bench.shapes.MODELS, read from its source."""
     source = (ROOT / "moelora/bench/shapes.py").read_text()
-    (models,) = (
-        node.value
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODELS"
-    )
-    keys = map(ast.literal_eval, models.keys)
-    names = (tuple(ast.literal_eval(part) for part in model.args[:2]) for model in models.values)
-    return dict(zip(keys, names, strict=True))
+    found = re.findall(r'"([\w.-]+)": Model\("([^"]+)", (\d+),', source)
+    return {key: (name, int(experts)) for key, name, experts in found}
 
 
 MODELS = known_models()
