@@ -9,7 +9,17 @@ import torch
 from cases import Problem, Spec, same_bits
 from checks import assert_close_to_ref, naming
 from conftest import needs_gpu
-from quantized_cases import NATIVE, Quantized, check_layer, dense, is_w8a8, made, with_dense
+from quantized_cases import (
+    NATIVE,
+    Quantized,
+    check_layer,
+    dense,
+    has_four_bits,
+    is_w8a8,
+    made,
+    of_each_kernel,
+    with_dense,
+)
 
 import moelora
 from moelora import _C
@@ -21,8 +31,7 @@ from moelora.reference import (
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 DTYPES = (torch.bfloat16, torch.float16)
-ONE_LAUNCH = ("mxfp4", "nvfp4", "int4_g32_zp")  # of one token, but on Hopper
-FORMS = (NATIVE, *ONE_LAUNCH, "fp8_block_w8a8")
+FORMS = of_each_kernel()
 every_form = pytest.mark.parametrize("form", FORMS)
 SLOTS, RANK = 4, 32
 # What a serving engine overwrites between two replays.
@@ -132,7 +141,7 @@ def test_layer(tokens, dtype, form):
     captured = Captured(lambda: moelora.fused_experts_lora(**there.kwargs()))
     if tokens == 1:
         hopper = torch.cuda.get_device_capability() == (9, 0)
-        assert ("decode_" in _C.last_plan()) == (form in ONE_LAUNCH and not hopper)
+        assert ("decode_" in _C.last_plan()) == (has_four_bits(form) and not hopper)
     for name, values in variations(dense(first)):
         overwrite(dense(there), values)
         p = with_dense(first, values)

@@ -8,17 +8,21 @@ import torch
 from cases import Spec, same_bits
 from checks import beside_other_work
 from conftest import CUDA_DTYPES, needs_gpu
-from quantized_cases import NATIVE, by_variants, check_layer, dense, hopper_kernel, made
+from quantized_cases import (
+    NATIVE,
+    by_variants,
+    check_layer,
+    dense,
+    hopper_kernel,
+    made,
+    of_each_kernel,
+)
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-FORMS = (
-    *(NATIVE, "mxfp4", "nvfp4", "int4_g32", "int4_g64_zp"),
-    *("fp8_block_w8a8", "fp8_channel_w8a8"),
-)
 # Two parts, of which the second lacks a step and a half; four, the last of 8 of 11 steps.
 DEPTHS = (2624, 5248)
 SPEC = Spec(tokens=4, hidden=192, experts=4, top_k=2, ranks=(16, 40), mix="half_base", bias=True)
-every_form = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", of_each_kernel())
 every_dtype = pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 every_depth = pytest.mark.parametrize("inter", DEPTHS)
 
@@ -68,7 +72,7 @@ def test_what_is_not_finite_stays_with_its_outputs(form, dtype):
 
 
 @pytest.mark.parametrize("inter", [768, DEPTHS[1]])
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_nobody_reads_what_is_not_there_yet(form, inter):
     """Two inputs in turns, so that what a call before left is wrong, while work of another stream
     takes SMs from some of the kernels."""

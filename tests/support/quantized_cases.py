@@ -364,6 +364,22 @@ def forms_of(variant: str) -> list[str]:
     return [form for form, f in forms.items() if portable or f.group != 64]
 
 
+def has_four_bits(form: str) -> bool:
+    """As the table of formats has it."""
+    name = NATIVE if form == NATIVE else ALL_FORMATS[form].name
+    return any(row.bits == 4 and row.kernel == name for row in ROWS)
+
+
+def of_each_kernel() -> list[str]:
+    """A form for each word of `kernels_of`, native weights first; with zero points if any has."""
+    forms: dict[str, str] = {}
+    for form in (NATIVE, *sorted(ALL_FORMATS, key=lambda form: not ALL_FORMATS[form].zeros)):
+        forms.setdefault(kernels_of(form), form)
+    missing = {row.kernel for row in ROWS} - {NATIVE, "fp8", *(f.name for f in FORMATS.values())}
+    assert not missing, f"no form of ALL_FORMATS has weights of {missing}; add one"
+    return list(forms.values())
+
+
 def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:
     """The GEMM of Hopper with tiles of a size, for weights of a form."""
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
