@@ -74,7 +74,7 @@ def reading(folder: Path, read: Callable[[Path], T]) -> T:
     """What `read` returns for a folder, or raises; again, if it is replaced in between."""
     while True:
         there = folder
-        if not folder.exists() and (aside := _aside(folder)).is_dir():
+        if not folder.exists() and (aside := _aside(Path(os.path.realpath(folder)))).is_dir():
             there = aside
         with ExitStack() as opened:
             try:

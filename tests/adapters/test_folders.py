@@ -101,6 +101,14 @@ def test_what_else_is_in_the_folder_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["law", "link"]
 
 
+def test_a_link_leads_to_the_folder_between_two_renames(tmp_path):
+    put(tmp_path / "law", "old")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "now").symlink_to("../law")
+    os.rename(tmp_path / "law", folders._aside(tmp_path / "law"))
+    assert reading(tmp_path / "served" / "now", content) == ["old"] * 2
+
+
 def test_what_cannot_be_replaced_is_left(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match="file"):

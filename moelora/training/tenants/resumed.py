@@ -77,7 +77,10 @@ def check_adam(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     if saved["optimizer"] != (name := type(optimizer).__name__):
-        raise ValueError(f"{STATE_FILE} is of the optimizer {saved['optimizer']}, not of {name}")
+        raise ValueError(
+            f"{STATE_FILE} is of the optimizer {saved['optimizer']!s:.80}, not of {name}: pass "
+            "sparse= or optimizer= as before save, or add the adapter without resume=True"
+        )
 
 
 def check_groups(saved: Mapping[str, Any], keys: list[list[Any]], optimizer: Optimizer) -> None:
