@@ -150,8 +150,7 @@ class Bringing(Versions):
                         # Fail before reading: what is read would not be kept for the next try.
                         self.residents.free_slot(name)
                 staged = self._known().staged(name, source)
-                if staged is not None:
-                    self._copy(name, source, staged, ahead=held is None)
+                self._copy(name, source, staged, ahead=held is None)
             with self.lock:
                 if self._use(name, held):
                     return

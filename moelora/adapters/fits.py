@@ -12,7 +12,7 @@ from moelora.operators.checks import check_mapping, is_number
 
 
 def check_parts(adapter: Adapter) -> None:
-    """ValueError unless both parts are mappings."""
+    """ValueError unless `experts` and `linears` are mappings."""
     check_mapping("experts of the Adapter", adapter.experts)
     check_mapping("linears of the Adapter", adapter.linears)
 

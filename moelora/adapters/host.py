@@ -129,17 +129,15 @@ class Host:
         with self._lock:
             return len(self._staying()) >= self.places
 
-    def staged(self, name: str, source: Source) -> Staged | None:
+    def staged(self, name: str, source: Source) -> Staged:
         """The factors of a name, read from its folder if they are not in host memory.
 
-        None if it was removed or replaced, and had no folder. Errors are those of
-        `AdapterPool.read`.
+        Errors are those of `AdapterPool.read`.
         """
         with source.lock:
             staged = source.staged
             if staged is None:
-                if source.folder is None:
-                    return None
+                assert source.folder is not None
                 try:
                     staged = self.copied(self._read(name, source.folder, source.layout))
                 except Exception as error:

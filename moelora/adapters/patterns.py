@@ -113,7 +113,7 @@ def _repeated(atom: str, least: int, most: int | None) -> _Part:
 
 def _sequence(parts: list[_Part]) -> _Part:
     def part(text: _Text, starts: int) -> int:
-        text.steps += not parts  # others are counted separately
+        text.steps += not parts  # each part counts its steps; no parts are one step
         for step in parts:
             if not starts:
                 break

@@ -227,7 +227,8 @@ class Slots:
     ) -> Arrival | None:
         """Let a trainer `write` its factors to a slot that no batch uses, as `write` does.
 
-        `before` is the slot of its version before; what is not a factor is copied from there.
+        `before` is the slot of the previous version. What `write` does not write, such as ranks and
+        scalings, is copied from it.
         """
         self.streams.fence()
         self._used[slot] = {}  # training may write all of it

@@ -54,9 +54,9 @@ def padded(rank: int) -> int:
 
 
 class Conversions:
-    """Factors in the dtypes of their stacks; ValueError for one that its dtype cannot represent.
+    """Converts factors to the dtypes of their stacks; ValueError names one that overflows.
 
-    Those on a GPU are checked together, by `check`.
+    `check` has to be called at the end: it checks factors on a GPU, all at once.
     """
 
     def __init__(self) -> None:
@@ -381,7 +381,8 @@ def whole_pairs(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Proje
 def _joined(
     layer: MoELayer, halves: Sequence[tuple[int, Pair]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join gate (0) and up (1): ranks are concatenated, B is zero in the rows of the other."""
+    """Join pairs of gate (0) and up (1): A and B have the ranks of both, one after the other, and B
+    is zero where the rows of one meet the ranks of the other."""
     experts = max(pair.a.size(0) for _, pair in halves)
     rows = max(pair.b.size(0) for _, pair in halves)
     rank = sum(pair.rank for _, pair in halves)

@@ -57,9 +57,10 @@ class Arrival:
         return not is_capturing() and all(event.query() for event in self._last.values())
 
     def seconds_left(self) -> float:
-        """Until all copies are complete, at the pace of those that are; infinite without any.
+        """Estimate of the time until all copies are complete; infinite before the first one is.
 
-        The time before the first copy counts, so that the true time is shorter.
+        It assumes the rate of the copies so far, counted from their launch, and so is too long
+        rather than too short.
         """
         if is_capturing():
             return math.inf

@@ -40,7 +40,7 @@ class Turns:
         self._waiting.setdefault(turn)
 
     def leave(self, turn: Turn) -> bool:
-        """Leave the queue; whether the batch was in it."""
+        """Leave the queue. Returns whether the batch was in it."""
         was_there = turn in self._waiting
         self._waiting.pop(turn, None)
         return was_there

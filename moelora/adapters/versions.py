@@ -3,12 +3,13 @@
     lock          of the tables of names; never held while a folder is read
     source.lock   while one name is brought or replaced; taken before `lock`
 
-Who writes a slot has its reservation, which names adapter and version: threads that bring adapters,
-`add`, `update`, and trainers. Until the name is listed no batch can use the slot. Under `lock`, for
-which all batches wait, a slot is written that an adapter keeps: in `add(replace=True)`, in an
-update if no batch holds it, and it is pinned or no slot is free, and by a trainer if no batch holds
-it. Factors that a trainer wrote are nowhere else: an eviction takes them to host memory, and
-without host memory they are not evicted.
+Each writer of a slot (threads that bring adapters, `add`, `update`, trainers) holds a reservation
+of it, which names adapter and version. No batch uses the slot before the name is listed, so that
+it is written without `lock`. If the new version takes the slot of the old one, it is written under
+`lock`, and all batches wait: in `add(replace=True)`; in an update, if no batch holds the adapter
+and it is pinned or no slot is free; and by a trainer, if no batch holds the adapter. What a trainer
+has written is only in the slot: an eviction copies it to host memory; without host memory the
+adapter is not evicted.
 """
 
 from __future__ import annotations

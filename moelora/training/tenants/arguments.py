@@ -44,7 +44,8 @@ def check_arguments(
 
 
 def check_accumulation(value: object) -> None:
-    """ValueError for what is no number of batches: losses of all tenants are divided in one go."""
+    """ValueError unless it is a number of batches that a float holds: a step divides the losses of
+    all tenants at once, and would fail for all."""
     check_count("accumulation", value)
     if value > LARGEST_COUNT:  # type: ignore[operator] # an integer
         raise ValueError(f"accumulation is {value!r:.40}, wanted at most {LARGEST_COUNT} batches")

@@ -131,7 +131,7 @@ class Tenant(Trained):
             )
         factors = self.factors()
         self._devices = [pool.places[place[0]].device for place in self._pairs for _ in "AB"]
-        self._update: Update | None = None  # until it is settled
+        self._update: Update | None = None  # begun, and not yet finished by `settle`
         self.become(Progress(tuple(f.parameter.data for f in factors), (None,) * len(factors)))
         self._check_here()
 
