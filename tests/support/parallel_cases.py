@@ -74,6 +74,7 @@ def serve(folder: Path, mode: str) -> None:
         close(model(ids, adapter_names=rows).logits, expected["updated"])
         got = model.generate(ids, adapter_names=rows, max_new_tokens=3, do_sample=False)
         assert torch.equal(got, expected["generated"])
+        generate_batch(model, ids, rows, got)
     held = pool.describe()
     experts = [text for name, text in held.items() if name.endswith("experts")]
     axis = "intermediate" if mode == "tp" else "experts"
@@ -86,6 +87,24 @@ def serve(folder: Path, mode: str) -> None:
         model(ids, adapter_names=["a"] * len(ids))
     moelora_hf.unload_adapters(model)
     close(model(ids).logits, mine(mode, expected["base"]))
+
+
+def generate_batch(model: Any, ids: torch.Tensor, rows: Any, expected: torch.Tensor) -> None:
+    """Continuous batching, which the first process schedules for all."""
+    generation = transformers.GenerationConfig(
+        max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    config = transformers.ContinuousBatchingConfig(
+        num_blocks=16, max_batch_tokens=64, page_size=32, use_cuda_graph=False
+    )
+    results = model.generate_batch(
+        ids.tolist(),
+        adapter_names=rows,
+        generation_config=generation,
+        continuous_batching_config=config,
+    )
+    got = [result.generated_tokens for result in results.values()]
+    assert got == expected[:, ids.size(1) :].tolist(), got
 
 
 @torch.no_grad()

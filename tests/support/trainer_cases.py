@@ -62,6 +62,7 @@ def base_model(**sizes: int) -> Any:
         MODEL_DIR, dtype=torch.float32, **options
     )
     model.config.use_cache = False
+    model.config.router_aux_loss_coef = 0.0  # that of TRL is of the batch of one process
     return model
 
 

@@ -50,6 +50,16 @@ class _Slot:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
         return self
 
+    def __reduce__(self) -> Any:
+        return _Sent, (self.name,)  # to other processes of a parallel model
+
+
+class _Sent:
+    """The adapter of a request from another process, whose slot each process looks up itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
 
 class _Prompt(list[int]):
     """The tokens of a request with its adapter, as passed to a manager."""
@@ -156,6 +166,7 @@ def _carry_slots(manager: Any) -> None:
     processors = manager.logit_processor
     own: Any = type(processors)
     processors.__class__ = _with_slots(own)
+    processors._moelora = manager._moelora
     row = processors.tensors_required
     processors.tensors_required = row + 1
     add, create = manager.add_request, manager._create_batch_processor
@@ -169,13 +180,8 @@ def _carry_slots(manager: Any) -> None:
                 f"adapter, add_request(..., {ADAPTER}=)"
             )
         name = kwargs.pop(ADAPTER, getattr(input_ids, "adapter", None))
-        if name not in (None, BASE):
-            pool = serving.loaded()
-            serving.check()
-            # KeyError lists loaded adapters. A pool with host memory waits for a slot.
-            held = pool.keep([name], timeout=WAIT_S if pool.host else 0.0)
-            held.synchronize()  # batches run on a stream of the manager
-            kwargs[SLOT] = _Slot(pool, name, held)
+        if name not in (None, BASE) and getattr(manager, "is_tp_driver", True):
+            kwargs[SLOT] = _held(serving, name)
         return add(input_ids, *args, **kwargs)
 
     @functools.wraps(create)
@@ -187,6 +193,15 @@ def _carry_slots(manager: Any) -> None:
 
     manager.add_request = add_request
     manager._create_batch_processor = create_batch_processor
+
+
+def _held(serving: Serving, name: str) -> _Slot:
+    pool = serving.loaded()
+    serving.check()
+    # KeyError lists loaded adapters. A pool with host memory waits for a slot.
+    held = pool.keep([name], timeout=WAIT_S if pool.host else 0.0)
+    held.synchronize()  # batches run on a stream of the manager
+    return _Slot(pool, name, held)
 
 
 def _release_done(scheduler: Any) -> None:
@@ -229,6 +244,8 @@ def _with_slots(cls: Any) -> Any:
 
     class WithSlots(cls):  # type: ignore[misc] # a class of transformers
         def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+            if isinstance(sent := kwargs.get(SLOT), _Sent):
+                kwargs[SLOT] = _held(self._moelora, sent.name)
             super().check_kwargs({k: v for k, v in kwargs.items() if k != SLOT})
 
         def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
