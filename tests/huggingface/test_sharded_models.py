@@ -12,6 +12,7 @@ peft = pytest.importorskip("peft")
 
 import parallel_cases  # noqa: E402
 
+import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
 MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
@@ -63,15 +64,34 @@ def write_trained(config, folder):
 @pytest.mark.parametrize(
     ("config", "modes"),
     [
-        pytest.param(
-            whole_models.qwen3, [*parallel_cases.TRAINED, "ddp"], id="qwen3"
-        ),
+        pytest.param(whole_models.qwen3, [*parallel_cases.TRAINED, "ddp"], id="qwen3"),
         pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one(tmp_path, config, modes):
     write_trained(config, tmp_path)
     run(tmp_path, config, [f"train {mode}" for mode in modes])
+
+
+@pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])
+def test_zero_3_is_refused(call):
+    """Before anything changes; DeepSpeed marks the weights that it splits by `ds_id`."""
+    model = hf_models.make_model(whole_models.qwen3)
+    config = peft.LoraConfig(r=2, target_parameters=hf_models.TARGETS)
+    adapted = peft.get_peft_model(model, config) if call in ("attach", "a step") else model
+    if call == "a step":
+        moelora_peft.attach(adapted.train())
+    for number, parameter in enumerate(adapted.parameters()):
+        parameter.ds_id = number
+    calls = {
+        "load_adapters": lambda: moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=2),
+        "enable": lambda: moelora_hf.enable(model),
+        "attach": lambda: moelora_peft.attach(adapted),
+        "a step": lambda: adapted(tokens(2), labels=tokens(2)),
+    }
+    with pytest.raises(NotImplementedError, match="split by DeepSpeed's ZeRO-3.* ZeRO-1 or 2"):
+        calls[call]()
+    assert call == "a step" or not hasattr(model, "_moelora")
 
 
 def run(folder, config, cases):
@@ -84,7 +104,9 @@ def run(folder, config, cases):
 @pytest.mark.parametrize(
     ("config", "cases"),
     [
-        pytest.param(whole_models.qwen3, [*parallel_cases.MODES, "disagree"], id="qwen3"),
+        pytest.param(
+            whole_models.qwen3, [*parallel_cases.MODES, "disagree", "refused"], id="qwen3"
+        ),
         pytest.param(whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
         pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
     ],

@@ -2,8 +2,8 @@
 
     parallel_cases.py FOLDER CASE ...
 
-A case is "disagree"; or a mode, in which adapters are served; or "train " and a mode. FOLDER has a
-model, adapters, and what one process computes.
+A case is "disagree" or "refused"; or a mode, in which adapters are served; or "train " and a mode.
+FOLDER has a model, adapters, and what one process computes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
+from moelora.training import Tenants
 
 MODES = {
     "tp": {"tp_plan": "auto"},
@@ -136,6 +137,33 @@ def disagree(folder: Path) -> None:
     model(ids, adapter_names=["a"] * len(ids))
 
 
+def refused(folder: Path) -> None:
+    """Each is one error of both processes, which leaves the model without adapters."""
+    adapters = {"a": folder / "a"}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    pipeline = {"distributed_config": DistributedConfig(pp_size=2)}
+    table: list[tuple[dict[str, Any], Any, str]] = [
+        (pipeline, lambda m: moelora_hf.load_adapters(m, adapters), "pipeline parallel"),
+        (
+            pipeline,
+            lambda m: moelora_peft.attach(
+                peft.get_peft_model(m, peft.LoraConfig(r=2, target_parameters=experts))
+            ),
+            "pipeline parallel",
+        ),
+        (
+            MODES["tp"],
+            lambda m: Tenants(moelora_hf.load_adapters(m, adapters, w13_slices=1)),
+            "Tenants does not train",
+        ),
+    ]
+    for options, call, words in table:
+        model = load(folder, "", **options)
+        with pytest.raises(NotImplementedError, match=words):
+            call(model)
+        assert not hasattr(model, "_moelora") or "Tenants" in words
+
+
 def gathered(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -195,8 +223,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in sys.argv[2:]:
-        if case == "disagree":
-            disagree(folder)
+        if case in ("disagree", "refused"):
+            (disagree if case == "disagree" else refused)(folder)
         elif case.startswith("train "):
             train(folder, case.removeprefix("train "))
         else:

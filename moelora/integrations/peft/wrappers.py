@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
+from moelora.integrations.transformers.projection import refuse_zero3
 from moelora.operators.storage import check_held
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def factors_of(wrapper: Wrapper, name: str) -> tuple[Tensor, Tensor]:
     """
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     for side, weight in (("lora_A", a), ("lora_B", b)):
+        refuse_zero3(f"{side}.{name} of {wrapper.parameter_name}", weight)
         check_held(f"{side}.{name} of {wrapper.parameter_name}", weight)
     a = a.reshape(wrapper.num_experts, -1, a.shape[1])
     return a, b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)

@@ -9,7 +9,12 @@ from torch import nn
 from moelora.adapters import MoELayer
 from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import experts_shard
-from moelora.integrations.transformers.projection import is_experts, is_interleaved, sizes
+from moelora.integrations.transformers.projection import (
+    is_experts,
+    is_interleaved,
+    refuse_zero3,
+    sizes,
+)
 
 if TYPE_CHECKING:
     from moelora.integrations.transformers.projection import Experts
@@ -32,6 +37,8 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
         if not is_experts(module):
             continue
         name = plain_name(name)
+        for parameter, weight in module._parameters.items():
+            refuse_zero3(f"{name}.{parameter}", weight)
         _, (experts, hidden, intermediate) = sizes(module)
         layer = MoELayer(
             name,

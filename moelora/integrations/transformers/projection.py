@@ -103,6 +103,16 @@ def refuse_fsdp1(module: nn.Module, name: str) -> None:
         )
 
 
+def refuse_zero3(name: str, weight: object) -> None:
+    """Raises NotImplementedError for a weight that DeepSpeed has split over processes."""
+    if hasattr(weight, "ds_id"):
+        raise NotImplementedError(
+            f"{name} is split by DeepSpeed's ZeRO-3, which gathers a weight only for calls of its "
+            "module, while moelora reads all weights of a layer at once; take ZeRO-1 or 2, or "
+            "FSDP2: fsdp_version: 2 in accelerate's configuration"
+        )
+
+
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
