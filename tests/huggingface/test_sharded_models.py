@@ -3,8 +3,9 @@
 import hf_models
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import whole_models
-from hf_models import tokens
+from hf_models import tokens, transformers
 from ranks import ON_CPUS, run_two
 
 pytest.importorskip("transformers.distributed.expert_parallel")
@@ -49,16 +50,19 @@ def write_trained(config, folder):
     hf_models.save_adapter(model, folder / "start", 1, target_modules=["q_proj", "o_proj"])
     model = peft.PeftModel.from_pretrained(model, folder / "start", is_trainable=True).train()
     ids = tokens(4)
-    factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, foreach=False)
-    for step in range(2):
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        if step == 0:
-            gradients = {name: p.grad.clone() for name, p in factors.items()}
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = adamw(model)
+    gradients = parallel_cases.step_on(model, optimizer, ids)
     torch.save({"ids": ids, "gradients": gradients}, folder / "trained")
+    dcp.save(parallel_cases.state_of(model, optimizer), checkpoint_id=folder / "state of one")
+    parallel_cases.step_on(model, optimizer, ids)
     model.save_pretrained(folder / "one")
+    parallel_cases.step_on(model, optimizer, ids)
+    return model
+
+
+def adamw(model):
+    factors = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(factors, lr=1e-2, foreach=False)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,18 @@ def write_trained(config, folder):
     ],
 )
 def test_two_processes_train_as_one(tmp_path, config, modes):
-    write_trained(config, tmp_path)
+    """They resume what one has saved by torch.distributed.checkpoint, and one what they have."""
+    expected = dict(write_trained(config, tmp_path).named_parameters())
     run(tmp_path, config, [f"train {mode}" for mode in modes])
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True).train()
+    optimizer = adamw(model)
+    ids = torch.load(tmp_path / "trained")["ids"]
+    for mode in modes:
+        parallel_cases.resume(model, optimizer, tmp_path / f"state of two, {mode}")
+        parallel_cases.step_on(model, optimizer, ids)
+        for name, factor in model.named_parameters():
+            parallel_cases.close(factor.detach(), expected[name].detach(), name, 1e-3)
 
 
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])

@@ -16,8 +16,16 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
@@ -140,20 +148,14 @@ def disagree(folder: Path) -> None:
 def refused(folder: Path) -> None:
     """Each is one error of both processes, which leaves the model without adapters."""
     adapters = {"a": folder / "a"}
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     pipeline = {"distributed_config": DistributedConfig(pp_size=2)}
     table: list[tuple[dict[str, Any], Any, str]] = [
         (pipeline, lambda m: moelora_hf.load_adapters(m, adapters), "pipeline parallel"),
-        (
-            pipeline,
-            lambda m: moelora_peft.attach(
-                peft.get_peft_model(m, peft.LoraConfig(r=2, target_parameters=experts))
-            ),
-            "pipeline parallel",
-        ),
+        (pipeline, lambda m: moelora_peft.attach(peft.get_peft_model(m, config)), "pipeline paral"),
         (
             MODES["tp"],
-            lambda m: Tenants(moelora_hf.load_adapters(m, adapters, w13_slices=1)),
+            lambda m: Tenants(moelora_hf.load_adapters(m, adapters, max_rank=8, w13_slices=1)),
             "Tenants does not train",
         ),
     ]
@@ -166,6 +168,37 @@ def refused(folder: Path) -> None:
 
 def gathered(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves and loads: factors, and the optimizer's state."""
+    options = StateDictOptions(ignore_frozen_params=True)
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def resume(model: Any, optimizer: Any, folder: Path) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    options = StateDictOptions(strict=False)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def step_on(model: Any, optimizer: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step, in two batches; returns its gradients."""
+    for part in ids.chunk(2):  # gradient accumulation
+        (model(part, labels=part, use_cache=False).loss / 2).backward()
+    grads = {
+        name.removeprefix("module."): gathered(p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    optimizer.step()
+    optimizer.zero_grad()
+    return grads
 
 
 def train(folder: Path, mode: str) -> None:
@@ -184,19 +217,22 @@ def train(folder: Path, mode: str) -> None:
     called = DistributedDataParallel(model) if mode == "ddp" else model
     optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, foreach=False)
     for step in range(2):
-        for part in ids.chunk(2):  # gradient accumulation
-            (called(part, labels=part, use_cache=False).loss / 2).backward()
+        grads = step_on(called, optimizer, ids)
         if step == 0:
-            grads = {name: gathered(p.grad) for name, p in factors.items()}
             assert grads.keys() == expected["gradients"].keys()
             for name, grad in grads.items():
                 close(grad, expected["gradients"][name], name)
-        optimizer.step()
-        optimizer.zero_grad()
         for name, factor in factors.items():  # equal bit for bit
             both = [torch.empty_like(gathered(factor.detach())) for _ in range(2)]
             dist.all_gather(both, gathered(factor.detach()).contiguous())
             assert torch.equal(*both), name
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"state of two, {mode}")
+    stepped = {name: gathered(factor.detach()).clone() for name, factor in factors.items()}
+    resume(model, optimizer, folder / "state of one")  # of before the second step
+    assert not all(torch.equal(gathered(f.detach()), stepped[n]) for n, f in factors.items())
+    step_on(called, optimizer, ids)
+    for name, factor in factors.items():
+        close(gathered(factor.detach()), stepped[name], name, 1e-3)
     out = folder / f"trained by two, {mode}"
     model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
     dist.barrier()

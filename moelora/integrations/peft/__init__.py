@@ -47,7 +47,7 @@ from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
-from moelora.integrations.transformers.parallel import stop_travelling
+from moelora.integrations.transformers.parallel import ranks_of, stop_travelling
 from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def attach(
     if a call fails or is interrupted; the next call with its own `adapter_names` then fails.
     """
     base = base_of(model)
+    ranks_of(base)  # raises for pipelines, of which a process may have no experts
     layers = moe_layers(base)
     outermost: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
