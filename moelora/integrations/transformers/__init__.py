@@ -44,10 +44,12 @@ from moelora.integrations.transformers.experts import experts_forward
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.multi import multi_lora
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
+from moelora.integrations.transformers.routing import Routing, record_routing, replay_routing
 
 __all__ = [
     "BASE",
     "IMPLEMENTATION",
+    "Routing",
     "enable",
     "enable_checkpointing",
     "experts_forward",
@@ -58,6 +60,8 @@ __all__ = [
     "multi_lora",
     "new_pool",
     "pool",
+    "record_routing",
+    "replay_routing",
     "unload_adapters",
     "use_adapters",
 ]

@@ -1,0 +1,164 @@
+"""A trainer's forward takes the experts that the sampler took, with weights of its own router."""
+
+import copy
+
+import pytest
+import torch
+from hf_models import MODELS, TARGETS, qwen3
+from hf_models import peft as peft_of_tests
+
+transformers = pytest.importorskip("transformers")
+
+import moelora.integrations.peft as moelora_peft  # noqa: E402
+import moelora.integrations.transformers as mt  # noqa: E402
+from moelora.training import LoraSlot, set_adapters  # noqa: E402
+
+ROWS, PROMPT, NEW = 3, 5, 4
+
+
+def load(config, implementation="moelora"):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.set_experts_implementation(implementation)
+    return model.requires_grad_(False)
+
+
+def sampled(model):
+    """Tokens of `generate`, and the experts that they took."""
+    prompt = torch.randint(1, 60, (ROWS, PROMPT), generator=torch.Generator().manual_seed(1))
+    with mt.record_routing(model, ROWS) as routing:
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return tokens, routing.ids()
+
+
+def another(model):
+    """A trainer whose hidden states are others, so that its routers would choose others."""
+    trainer = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in trainer.named_parameters():
+            if "self_attn" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return trainer
+
+
+class Calls:
+    """What experts modules were called with, and what they returned."""
+
+    def __init__(self, model):
+        self.found = []
+        for module in model.modules():
+            if hasattr(module, "has_gate") or type(module).__name__ == "MultiLoraExperts":
+                module.register_forward_hook(self._note)
+
+    def _note(self, module, args, out):
+        self.found.append((module, args, out))
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_layers_differ_in_no_bit(config):
+    model = load(config)
+    tokens, ids = sampled(model)
+    layers = sum(hasattr(m, "has_gate") for m in model.modules())
+    assert ids.shape[:3] == (ROWS, PROMPT + NEW - 1, layers)
+    trainer = another(model)
+    with mt.record_routing(trainer, ROWS) as own:
+        trainer(tokens)
+    assert (own.ids()[:, :-1] != ids).any()
+    calls = Calls(trainer)
+    with mt.replay_routing(trainer, ids), mt.record_routing(trainer, ROWS) as taken:
+        trainer(tokens)
+    assert len(calls.found) == layers
+    sampler = [m for m in model.modules() if hasattr(m, "has_gate")]
+    for layer, (module, (hidden, top_k, weights), out) in enumerate(calls.found):
+        given = top_k.view(ROWS, -1, top_k.size(-1))
+        assert torch.equal(given[:, :-1], ids[:, :, layer])
+        assert torch.equal(sampler[layer](hidden, top_k, weights), out)
+        assert module is not sampler[layer]
+    assert torch.equal(taken.ids()[:, :-1], ids)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_what_it_chose_itself_changes_no_bit(config):
+    model = load(config)
+    tokens, ids = sampled(model)
+    wanted = model(tokens).logits
+    with mt.record_routing(model, ROWS) as routing:
+        model(tokens)
+    for given in (routing.ids(), routing.ids()[:, :2], list(routing.ids().int().numpy())):
+        with mt.replay_routing(model, given):
+            assert torch.equal(model(tokens).logits, wanted)
+    assert torch.equal(model(tokens).logits, wanted)
+
+
+def multi(model):
+    mt.multi_lora(model, slots=1, max_rank=4)
+    LoraSlot(model, 0).open(rank=4)
+    set_adapters(model, torch.zeros(1, dtype=torch.int32))
+    return model
+
+
+def wrapped(model):
+    model = peft_of_tests.get_peft_model(model, peft_of_tests.LoraConfig(target_parameters=TARGETS))
+    moelora_peft.attach(model)
+    return model
+
+
+@pytest.mark.parametrize("make", [multi, wrapped, lambda model: model])
+def test_gradients_reach_adapters_and_routers(make):
+    """Of a model with slots, of one of PEFT, and of the router's weight."""
+    _, ids = sampled(load(qwen3))
+    trainer = make(another(load(qwen3)))
+    routers = [p for name, p in trainer.named_parameters() if "mlp.gate." in name]
+    for weight in routers:
+        weight.requires_grad_()
+    tokens = torch.randint(1, 60, (ROWS, ids.size(1)), generator=torch.Generator().manual_seed(2))
+    with mt.replay_routing(trainer, ids):
+        trainer(tokens).logits.square().mean().backward()
+    trained = [p for p in trainer.parameters() if p.requires_grad]
+    assert routers and all(p.grad is not None for p in trained)
+    assert all(weight.grad.any() for weight in routers)
+
+
+BAD = {
+    "shape": (lambda ids: ids[..., 0], "ids is .* wanted integers .rows, tokens, 1 layers, top_k"),
+    "layers": (lambda ids: torch.cat([ids, ids], 2), "1 layers, top_k"),
+    "floats": (lambda ids: ids.float(), "of float32, wanted integers"),
+    "rows": (lambda ids: ids[:2], "ids is of 2 rows of 8 tokens"),
+    "tokens": (lambda ids: torch.cat([ids, ids], 1), "ids is of 3 rows of 16 tokens"),
+    "top_k": (
+        lambda ids: ids[..., :2],
+        "with 2 experts each, and the forward has 27 tokens with 3",
+    ),
+    "expert": (lambda ids: ids + 60, "ids has expert 6. of"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_other_routing_is_refused(bad):
+    model = load(qwen3)
+    tokens, ids = sampled(model)
+    change, why = BAD[bad]
+    wanted = model(tokens).logits
+    with pytest.raises(ValueError, match=why), mt.replay_routing(model, change(ids)):
+        model(tokens)
+    assert torch.equal(model(tokens).logits, wanted)
+
+
+def test_a_router_that_does_not_call_topk_is_refused(monkeypatch):
+    model = load(qwen3)
+    block = next(m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate"))
+    take = block.gate.forward
+    ids = take(torch.randn(2, model.config.hidden_size))[2]
+    monkeypatch.setattr(block.gate, "forward", lambda x: (None, torch.ones(2, 3), ids))
+    with pytest.raises(RuntimeError, match="called torch.topk of its experts 0 times, wanted once"):
+        with mt.record_routing(model, 1):
+            model(torch.tensor([[1, 2]]))
+    with (
+        pytest.raises(ValueError, match="Linear has no experts"),
+        mt.record_routing(torch.nn.Linear(2, 2), 1),
+    ):
+        pass
