@@ -84,11 +84,18 @@ def test_layers_differ_in_no_bit(config):
 @pytest.mark.parametrize("config", MODELS)
 def test_what_it_chose_itself_changes_no_bit(config):
     model = load(config)
-    tokens, ids = sampled(model)
+    tokens, _ = sampled(model)
     wanted = model(tokens).logits
     with mt.record_routing(model, ROWS) as routing:
         model(tokens)
-    for given in (routing.ids(), routing.ids()[:, :2], list(routing.ids().int().numpy())):
+    ids = routing.ids()
+    every = ids.new_full((*ids.shape[:2], model.config.num_hidden_layers, ids.size(3)), 99)
+    with_experts = [
+        n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")
+    ]
+    every[:, :, with_experts] = ids
+    of_vllm = list(every.to(torch.uint8).numpy())
+    for given in (ids, ids[:, :2], list(ids.int().numpy()), of_vllm):
         with mt.replay_routing(model, given):
             assert torch.equal(model(tokens).logits, wanted)
     assert torch.equal(model(tokens).logits, wanted)
@@ -125,7 +132,7 @@ def test_gradients_reach_adapters_and_routers(make):
 
 BAD = {
     "shape": (lambda ids: ids[..., 0], "ids is .* wanted integers .rows, tokens, 1 layers, top_k"),
-    "layers": (lambda ids: torch.cat([ids, ids], 2), "1 layers, top_k"),
+    "layers": (lambda ids: torch.cat([ids] * 3, 2), "1 layers, top_k"),
     "floats": (lambda ids: ids.float(), "of float32, wanted integers"),
     "rows": (lambda ids: ids[:2], "ids is of 2 rows of 8 tokens"),
     "tokens": (lambda ids: torch.cat([ids, ids], 1), "ids is of 3 rows of 16 tokens"),

@@ -77,7 +77,8 @@ def replay_routing(model: nn.Module, ids: Tensor | Sequence[Any]) -> Iterator[No
     ids : Tensor, shape (rows, tokens, layers, top_k), integers; or a sequence
         Experts of each token, -1 where the router chooses itself; tokens at the end that are not
         there are such, too. A sequence has an array (tokens, layers, top_k) of each row, of any
-        number of tokens, as vLLM's `routed_experts` of requests.
+        number of tokens, as vLLM's `routed_experts` of requests. Layers are those with experts,
+        or, as vLLM has them, all.
 
     Raises
     ------
@@ -95,6 +96,10 @@ def replay_routing(model: nn.Module, ids: Tensor | Sequence[Any]) -> Iterator[No
     if not isinstance(ids, Tensor):
         each = [torch.as_tensor(row).long() for row in ids]
         ids = nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=-1)
+    every = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    if ids.dim() == 4 and ids.size(2) == every:
+        numbers = [[int(p) for p in name.split(".") if p.isdigit()] for name, *_ in blocks]
+        ids = ids[:, :, [number[0] for number in numbers]]
     if ids.dim() != 4 or ids.size(2) != len(blocks) or ids.is_floating_point():
         raise ValueError(
             f"ids is {tuple(ids.shape)} of {str(ids.dtype)[6:]}, wanted integers (rows, tokens, "
