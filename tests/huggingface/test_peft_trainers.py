@@ -31,7 +31,10 @@ def losses(trained):
     return torch.tensor([v for e in logs for k, v in e.items() if k in ("loss", "eval_loss")])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW = [pytest.param("compiled", marks=pytest.mark.slow)]  # in CI: test_peft_training.py
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "compiled"] + SLOW)
 def test_trainer_learns_as_with_peft_alone(tmp_path, name):
     options, found = OPTIONS[name], []
     for ours in (True, False):

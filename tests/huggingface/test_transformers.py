@@ -145,31 +145,6 @@ def test_generated_tokens_are_the_best_of_their_adapter(model, tmp_path):
     assert len({tuple(row) for row in texts.tolist()}) == len(ROWS)
 
 
-@pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
-def test_generate(config, tmp_path):
-    model = make_model(config)
-    folders = save_adapters(model, tmp_path)
-    ids = tokens(length=4)
-    options = {"max_new_tokens": 6, "do_sample": False}
-    wanted = model.generate(ids, **options)
-    beams = model.generate(ids, num_beams=3, num_return_sequences=2, **options)
-    for name, folder in folders.items():
-        chosen = [i for i, row in enumerate(ROWS) if row == name]
-        other = with_peft(model, folder)
-        wanted[chosen] = other.generate(ids[chosen], **options)
-        pairs = [2 * i + n for i in chosen for n in range(2)]
-        beams[pairs] = other.generate(ids[chosen], num_beams=3, num_return_sequences=2, **options)
-    moelora_hf.load_adapters(model, folders)
-    with moelora_hf.use_adapters(model, ROWS):
-        assert torch.equal(model.generate(ids, **options), wanted)
-        with pytest.raises(ValueError, match="names 5 rows, the model was called with 15"):
-            model.generate(ids, num_beams=3, **options)
-    with moelora_hf.use_adapters(model, ROWS, expand=3):
-        got = model.generate(ids, num_beams=3, num_return_sequences=2, **options)
-    assert torch.equal(got, beams)
-    assert len({tuple(row) for row in wanted.tolist()}) == len(ROWS)
-
-
 @pytest.mark.parametrize("config", [mixtral, qwen3, gpt_oss], ids=lambda c: c.__name__)
 def test_per_expert_and_shared_checkpoints(config, tmp_path):
     """Forms that PEFT itself cannot make for these models, against weights with s B A added."""

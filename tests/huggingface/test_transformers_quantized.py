@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from checks import largest_allocation
+from covering import extent
 from folder_cases import (
     TENSORS,
     assert_mixed_batch,
@@ -151,6 +152,9 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
 
 
 def test_the_example(capsys, monkeypatch):
+    """In CI of its first format; the others' batches: test_adapters_in_a_mixed_batch."""
+    formats = quantized.CHECKPOINTS
+    monkeypatch.setattr(quantized, "CHECKPOINTS", extent(nightly=formats, ci=formats[:1]))
     assert quantized.main() == 0
     assert capsys.readouterr().out.endswith("as dequantized weights and PEFT: True\n")
     load = moelora_hf.load_adapters
@@ -160,7 +164,7 @@ def test_the_example(capsys, monkeypatch):
         return load(model, {"law": code, "code": law, "poems": poems})
 
     monkeypatch.setattr(moelora_hf, "load_adapters", load_swapped)
-    monkeypatch.setattr(quantized, "CHECKPOINTS", quantized.CHECKPOINTS[:1])
+    monkeypatch.setattr(quantized, "CHECKPOINTS", formats[:1])
     assert quantized.main() == 1
 
 

@@ -237,23 +237,6 @@ def test_rows_of_grad_out_in_any_strides(device):
 
 
 @EACH_DEVICE
-def test_what_is_refused(device):
-    p = Spec(tokens=6, bias=True, dtype=torch.bfloat16).build().to(device)
-    arguments = p.gemm_kwargs("w13")
-    for name, value in (("w", p.w13), ("lora_scalings", p.lora_scalings)):
-        given = arguments | {name: value.detach().requires_grad_()}
-        with pytest.raises(RuntimeError, match=rf"{name} requires a gradient, and"):
-            moelora.fused_moe_lora_gemm(**given)
-    x = p.hidden_states.detach().requires_grad_()
-    out = x.new_empty(*p.topk_ids.shape, p.w13.size(1))
-    with pytest.raises(RuntimeError, match="no backward of a call with out="):
-        moelora.fused_moe_lora_gemm(**arguments | {"x": x}, out=out)
-    result = moelora.fused_moe_lora_gemm(**arguments | {"x": x}).square().sum()
-    with pytest.raises(RuntimeError, match="a backward has none of its own"):
-        torch.autograd.grad(result, x, create_graph=True)
-
-
-@EACH_DEVICE
 def test_nothing_is_saved_but_arguments(device):
     """Nor those, where autograd records nothing."""
     for given, call in calls(device):
