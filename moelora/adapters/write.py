@@ -47,7 +47,10 @@ COMMON: dict[str, Any] = {  # options of PEFT that are the same for every adapte
 }
 
 # Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
-Rows = Iterator[tuple[str, str, int, float, dict[str, Tensor]]]
+Row = tuple[str, str, int, float, dict[str, Tensor]]
+Rows = Iterator[Row]
+# `write_per_expert` refuses more bytes than this if it makes them of a MOST_PADDING-th by padding.
+LARGE, MOST_PADDING = 1 << 30, 16
 
 
 def write(
@@ -144,7 +147,8 @@ def write_per_expert(
     Raises
     ------
     ValueError
-        The dtype of a B cannot represent it times its scaling; the message names the module.
+        The dtype of a B cannot represent it times its scaling; the message names the module. Or
+        most of more than a GiB would be zeros.
     """
     made = per_expert_tensors(adapter, layers, linears, names=names, base_model=base_model)
     _save(folder, *made)
@@ -161,6 +165,7 @@ def per_expert_tensors(
     """The configuration and the tensors that `write_per_expert` saves, as of `write`."""
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
+    _check_padding(pairs, rank)
     scalings = Counter(scaling for *_, scaling, _ in pairs if scaling)
     common = scalings.most_common(1)[0][0] if scalings else 1.0
     alpha = float(rank * common)
@@ -185,6 +190,20 @@ def per_expert_tensors(
         "target_parameters": None,
     }
     return COMMON | config, state
+
+
+def _check_padding(pairs: Sequence[Row], rank: int) -> None:
+    """ValueError if one rank for all pairs makes much of little."""
+    stored = padded = 0
+    for *_, own, _, tensors in pairs:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        stored, padded = stored + nbytes, padded + nbytes // max(own, 1) * rank
+    if padded > max(LARGE, MOST_PADDING * stored):
+        largest = next(name for _, name, own, _, _ in pairs if own == rank)
+        raise ValueError(
+            f"{largest} has rank {rank}, which all pairs get: {padded >> 20} MiB of {stored >> 20} "
+            "MiB; train with ranks that differ less, or serve the adapter with moelora"
+        )
 
 
 def _scaled(name: str, b: Tensor, factor: float) -> Tensor:

@@ -3,6 +3,7 @@
 import functools
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from vllm_names import VLLM
 import moelora
 import moelora.integrations.transformers as moelora_hf
 from moelora.__main__ import main
-from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters import AdapterPool, LinearLayer, MoELayer
 from moelora.adapters.engine_names import names_of
+from moelora.adapters.layers import Adapter, LinearPair, Pair
+from moelora.adapters.write import per_expert_tensors
 from moelora.commands import adapters as command
 from moelora.integrations.transformers.empty import empty_model
 from moelora.integrations.transformers.linears import linear_layers
@@ -250,6 +253,20 @@ def test_a_scaling_that_overflows_is_refused(tmp_path, capsys):
     assert "lora_B of model.layers.0.self_attn.q_proj times 100" in text
     assert "overflows torch.float16" in text
     assert not list((tmp_path / "out").glob("*"))
+
+
+def test_ranks_that_would_be_mostly_padding_are_refused():
+    """Experts of rank 1 beside attention of rank 512: a hundred times the adapter."""
+    layer, linear = MoELayer("mlp.experts", 64, 2048, 768), LinearLayer("q_proj", 2048, 2048)
+    one = torch.zeros(1)
+    pair = Pair(one.expand(64, 1, 768), one.expand(64, 2048, 1), [1.0])
+    wide = LinearPair(one.expand(512, 2048), one.expand(2048, 512), 1.0)
+    adapter = Adapter({layer.name: {"down": pair}}, {linear.name: wide})
+    args = {layer.name: layer}, {linear.name: linear}
+    with pytest.raises(ValueError, match="q_proj has rank 512, which all pairs get: 1064 MiB"):
+        per_expert_tensors(adapter, *args)
+    adapter.linears[linear.name] = replace(wide, a=wide.a[:2], b=wide.b[:, :2])
+    assert per_expert_tensors(adapter, *args)[0]["r"] == 2
 
 
 def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
