@@ -17,28 +17,24 @@
 
 /* Returns None, or raises what the core refused. */
 static PyObject *none_if(moelora_status status) {
-  if (status != MOELORA_OK) {
+  if (status != MOELORA_OK)
     return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
-  }
   Py_RETURN_NONE;
 }
 
 /* Appends a new item, which may be NULL, and clears the list after a failure. */
 static void append(PyObject **list, PyObject *item) {
-  if (!item || PyList_Append(*list, item) < 0) {
+  if (!item || PyList_Append(*list, item) < 0)
     Py_CLEAR(*list);
-  }
   Py_XDECREF(item);
 }
 
 static PyObject *variant_list(bool usable_only) {
   PyObject *list = PyList_New(0);
   const char *name;
-  for (int32_t i = 0; list && (name = moelora_variant_name(i)); i++) {
-    if (!usable_only || moelora_variant_usable(i)) {
+  for (int32_t i = 0; list && (name = moelora_variant_name(i)); i++)
+    if (!usable_only || moelora_variant_usable(i))
       append(&list, PyUnicode_FromString(name));
-    }
-  }
   return list;
 }
 
@@ -61,18 +57,16 @@ GETTER(clear_tuned_plans, (moelora_clear_tuned_plans(), none_if(MOELORA_OK)))
 static PyObject *py_force_variant(PyObject *self, PyObject *name) {
   (void)self;
   const char *text = NULL;
-  if (name != Py_None && !(text = PyUnicode_AsUTF8AndSize(name, NULL))) {
+  if (name != Py_None && !(text = PyUnicode_AsUTF8AndSize(name, NULL)))
     return NULL;
-  }
   return none_if(moelora_force_variant(text));
 }
 
 static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
   (void)self;
   int compute_capability;
-  if (!PyArg_ParseTuple(args, "i", &compute_capability)) {
+  if (!PyArg_ParseTuple(args, "i", &compute_capability))
     return NULL;
-  }
   return none_if(moelora_limit_capability(compute_capability));
 }
 
@@ -84,9 +78,8 @@ static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   moelora_tuned_plan plan;
   if (!PyArg_ParseTuple(args, "iiiiiiLLLs", &device, &plan.compute_capability, &plan.num_units,
                         &dtype, &plan.num_experts, &plan.top_k, &hidden, &intermediate, &tokens,
-                        &plan.variant)) {
+                        &plan.variant))
     return NULL;
-  }
   plan.device = (moelora_device)device;
   plan.dtype = (moelora_dtype)dtype;
   plan.hidden = hidden, plan.intermediate = intermediate, plan.tokens = tokens;
@@ -146,9 +139,8 @@ static PyObject *operator_list(void) {
 #include "glue/ops.inc"
   };
   PyObject *list = PyList_New(0);
-  for (size_t i = 0; list && i < sizeof rows / sizeof *rows; i++) {
+  for (size_t i = 0; list && i < sizeof rows / sizeof *rows; i++)
     append(&list, Py_BuildValue("sss", rows[i].kind, rows[i].name, rows[i].shape));
-  }
   return list;
 }
 

@@ -14,9 +14,8 @@ const op_error *op_last_error(void) {
 }
 
 void op_fail(moelora_op_context *ctx, moelora_status status, const char *format, ...) {
-  if (ctx->status != MOELORA_OK) {
+  if (ctx->status != MOELORA_OK)
     return;
-  }
   ctx->status = last_error.status = status;
   last_error.number++;
   int used = snprintf(last_error.text, sizeof last_error.text, "%s: ", ctx->op);
@@ -27,9 +26,8 @@ void op_fail(moelora_op_context *ctx, moelora_status status, const char *format,
 }
 
 bool op_check(moelora_op_context *ctx, moelora_status status) {
-  if (status != MOELORA_OK) {
+  if (status != MOELORA_OK)
     op_fail(ctx, status, "%s", moelora_error_message());
-  }
   return ctx->status == MOELORA_OK;
 }
 
@@ -53,16 +51,12 @@ static int32_t dtype_to_torch(moelora_dtype dtype) {
 }
 
 static moelora_dtype dtype_from_torch(int32_t code) {
-  for (int32_t i = MOELORA_F32; i <= MOELORA_U8; i++) {
-    if (known_dtypes[i]() == code) {
+  for (int32_t i = MOELORA_F32; i <= MOELORA_U8; i++)
+    if (known_dtypes[i]() == code)
       return (moelora_dtype)i;
-    }
-  }
   size_t place = 0;
-  while (place < sizeof foreign_dtypes / sizeof *foreign_dtypes &&
-         foreign_dtypes[place]() != code) {
+  while (place < sizeof foreign_dtypes / sizeof *foreign_dtypes && foreign_dtypes[place]() != code)
     place++;
-  }
   return (moelora_dtype)(MOELORA_FOREIGN + place);
 }
 
@@ -99,21 +93,19 @@ static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHa
   aoti_torch_get_storage_size(handle, &bytes);
   aoti_torch_get_storage_offset(handle, &offset);
   const int64_t element = (int64_t)moelora_dtype_bytes(arg.tensor->dtype);
-  if (!has_data || bytes < span || offset > (bytes - span) / element) {
+  if (!has_data || bytes < span || offset > (bytes - span) / element)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "%s has elements up to byte %" PRId64 " of a storage of %" PRId64
             " bytes: it was freed or shrunk, as by FSDP or offloading; expected a tensor whose "
             "storage holds its elements: gather or load it before the call",
             moelora_label_of(arg).text, offset * element + span, bytes);
-  }
 }
 
 static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHandle handle) {
   int32_t type = -1, index = -1;
   aoti_torch_get_device_type(handle, &type);
-  if (type == aoti_torch_device_type_cuda()) {
+  if (type == aoti_torch_device_type_cuda())
     aoti_torch_get_device_index(handle, &index);
-  }
   if (ctx->device_type < 0) {
     ctx->device_type = type;
     ctx->exec.device = type == aoti_torch_device_type_cuda() ? MOELORA_CUDA : MOELORA_CPU;
@@ -142,16 +134,14 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
   bool defined = false;
   aoti_torch_is_defined(handle, &defined);
   if (!defined) { /* None, as torch passes it */
-    if (!optional) {
+    if (!optional)
       op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s is None, expected a tensor", name);
-    }
     return tensor;
   }
   aoti_torch_get_dim(handle, &ndim);
   aoti_torch_get_sizes(handle, &sizes);
-  if (optional && ndim == 1 && sizes && sizes[0] == 0) {
+  if (optional && ndim == 1 && sizes && sizes[0] == 0)
     return tensor;
-  }
   check_device(ctx, name, handle);
   aoti_torch_get_dtype(handle, &code);
   tensor.dtype = dtype_from_torch(code);
@@ -160,9 +150,8 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
             name, ndim, MOELORA_MAX_DIMS);
     return tensor;
   }
-  if (op_is_meta(ctx)) {
+  if (op_is_meta(ctx))
     tensor.data = meta_address(ctx);
-  }
   if (aoti_torch_get_strides(handle, &strides) ||
       (!tensor.data && aoti_torch_get_data_ptr(handle, &tensor.data))) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s is not a plain strided tensor", name);
@@ -174,9 +163,8 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
   if (!op_is_meta(ctx)) {
     check_storage(ctx, (moelora_arg){name, index, &tensor}, handle, tensor.data != NULL);
   }
-  if (!tensor.data) {
+  if (!tensor.data)
     tensor.data = no_elements;
-  }
   return tensor;
 }
 
@@ -194,18 +182,16 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
   size_t size = 0;
   torch_list_size(list, &size);
   out[0].name = name; /* also for an empty list */
-  if (size > MOELORA_MAX_SLICES) {
+  if (size > MOELORA_MAX_SLICES)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", name, size,
             MOELORA_MAX_SLICES);
-  }
   for (size_t i = 0; i < size; i++) {
     StableIValue item = 0;
     torch_list_get_item(list, i, &item);
-    if (i < MOELORA_MAX_SLICES) {
+    if (i < MOELORA_MAX_SLICES)
       out[i] = view(ctx, name, (int32_t)i, item, false);
-    } else {
+    else
       aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)item);
-    }
   }
   torch_delete_list(list);
   return (int32_t)size;
@@ -217,10 +203,9 @@ moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a
   const int32_t num_a = op_tensors(ctx, name_a, a, lora.a);
   const int32_t num_b = op_tensors(ctx, name_b, b, lora.b);
   lora.num_slices = num_a ? num_a : num_b;
-  if (num_a != num_b && !(either && (num_a == 0 || num_b == 0))) {
+  if (num_a != num_b && !(either && (num_a == 0 || num_b == 0)))
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, num_a, name_b,
             num_b);
-  }
   return lora;
 }
 
@@ -259,9 +244,8 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
     const moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
     aoti_torch_get_data_ptr(handle, &data);
     check_storage(ctx, (moelora_arg){name, -1, &one}, handle, data != NULL);
-    if (ctx->status == MOELORA_OK) {
+    if (ctx->status == MOELORA_OK)
       wide = is_64 ? *(const int64_t *)data : *(const int32_t *)data;
-    }
   }
   aoti_torch_delete_tensor_object(handle);
   return op_int(ctx, name, (StableIValue)wide);
@@ -271,12 +255,11 @@ void op_need_mapping(moelora_op_context *ctx, const moelora_tensor *topk_ids,
                      const moelora_tensor *token_lora_mapping, const moelora_lora *lora,
                      const char *name_a) {
   const bool any_token = topk_ids->ndim > 0 && topk_ids->size[0] > 0;
-  if (any_token && lora->num_slices > 0 && !token_lora_mapping->data) {
+  if (any_token && lora->num_slices > 0 && !token_lora_mapping->data)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "token_lora_mapping is None, but %s is not: expected the adapter slot of each of "
             "%" PRId64 " tokens, -1 for those without an adapter",
             name_a, topk_ids->size[0]);
-  }
 }
 
 struct range_call {
@@ -302,17 +285,15 @@ static void ready_cuda(moelora_op_context *ctx) {
   }
   int32_t current = -1, index = ctx->exec.device_index;
   aoti_torch_get_current_device_index(&current);
-  if (current != index && aoti_torch_create_cuda_guard(index, &ctx->guard)) {
+  if (current != index && aoti_torch_create_cuda_guard(index, &ctx->guard))
     op_fail(ctx, MOELORA_DEVICE_ERROR, "cannot switch to cuda:%d", index);
-  } else if (aoti_torch_get_current_cuda_stream(index, &ctx->exec.stream)) {
+  else if (aoti_torch_get_current_cuda_stream(index, &ctx->exec.stream))
     op_fail(ctx, MOELORA_DEVICE_ERROR, "cannot get the current stream of cuda:%d", index);
-  }
 }
 
 bool op_ready(moelora_op_context *ctx) {
-  if (ctx->status != MOELORA_OK) {
+  if (ctx->status != MOELORA_OK)
     return false;
-  }
   if (ctx->exec.device == MOELORA_CUDA) {
     ready_cuda(ctx);
   } else {
@@ -354,32 +335,27 @@ moelora_tensor op_output(moelora_op_context *ctx, moelora_dtype dtype, int32_t n
       allocate(ctx, "an output", dtype_to_torch(dtype), ndim, tensor.size, tensor.stride);
   if (handle) {
     ctx->outputs[ctx->num_outputs++] = handle;
-    if (op_is_meta(ctx)) {
+    if (op_is_meta(ctx))
       tensor.data = meta_address(ctx);
-    } else {
+    else
       aoti_torch_get_data_ptr(handle, &tensor.data);
-    }
-    if (!tensor.data) {
+    if (!tensor.data)
       tensor.data = no_elements;
-    }
   }
   return tensor;
 }
 
 bool op_workspace(moelora_op_context *ctx, size_t bytes) {
-  if (op_is_meta(ctx)) {
+  if (op_is_meta(ctx))
     return false;
-  }
-  if (ctx->status != MOELORA_OK || bytes == 0) {
+  if (ctx->status != MOELORA_OK || bytes == 0)
     return ctx->status == MOELORA_OK;
-  }
   /* torch aligns CPU memory to 64 bytes only. */
   int64_t size = (int64_t)bytes + 255, stride = 1;
   AtenTensorHandle handle =
       allocate(ctx, "a workspace", aoti_torch_dtype_uint8(), 1, &size, &stride);
-  if (!handle) {
+  if (!handle)
     return false;
-  }
   ctx->handles[ctx->num_handles++] = handle;
   void *data = NULL;
   aoti_torch_get_data_ptr(handle, &data);
@@ -389,26 +365,21 @@ bool op_workspace(moelora_op_context *ctx, size_t bytes) {
 }
 
 void op_run(moelora_op_context *ctx, const moelora_call *call) {
-  if (op_workspace(ctx, call->workspace_bytes)) {
+  if (op_workspace(ctx, call->workspace_bytes))
     op_check(ctx, moelora_run(call, &ctx->exec));
-  }
 }
 
 void op_close(moelora_op_context *ctx, StableIValue *stack) {
-  for (int32_t i = 0; i < ctx->num_handles; i++) {
+  for (int32_t i = 0; i < ctx->num_handles; i++)
     aoti_torch_delete_tensor_object(ctx->handles[i]);
-  }
-  if (ctx->guard) {
+  if (ctx->guard)
     aoti_torch_delete_cuda_guard(ctx->guard);
-  }
   for (int32_t i = 0; i < ctx->num_outputs; i++) {
-    if (ctx->status == MOELORA_OK) {
+    if (ctx->status == MOELORA_OK)
       stack[i] = (StableIValue)(uintptr_t)ctx->outputs[i];
-    } else {
+    else
       aoti_torch_delete_tensor_object(ctx->outputs[i]);
-    }
   }
-  if (ctx->status != MOELORA_OK) {
+  if (ctx->status != MOELORA_OK)
     aoti_torch_check(false, ctx->op, "moelora", 0, last_error.text);
-  }
 }

@@ -46,14 +46,12 @@ void op_run_align(moelora_op_context *ctx, moelora_align_args *args) {
     return;
   }
   args->sorted_token_ids = op_output(ctx, MOELORA_I32, 1, &rows);
-  if (args->mode == MOELORA_ALIGN_SORTING) {
+  if (args->mode == MOELORA_ALIGN_SORTING)
     args->sorted_weights = op_output(ctx, MOELORA_F32, 1, &rows);
-  }
   args->expert_ids = op_output(ctx, MOELORA_I32, 1, &blocks);
-  if (args->mode == MOELORA_ALIGN_UNIFORM || args->mode == MOELORA_ALIGN_SEGMENTED) {
+  if (args->mode == MOELORA_ALIGN_UNIFORM || args->mode == MOELORA_ALIGN_SEGMENTED)
     args->lora_ids =
         op_output(ctx, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
-  }
   args->num_tokens_post_padded = op_output(ctx, MOELORA_I32, 1, &one);
   op_call_align(ctx, args);
 }
@@ -101,10 +99,9 @@ void op_run_prepack(moelora_op_context *ctx, moelora_pack_weights_args *args) {
 
 /* Returns the dtype of a code: 0 is bfloat16, 1 float16. */
 static moelora_dtype compute_dtype(moelora_op_context *ctx, int32_t code) {
-  if (code != 0 && code != 1) {
+  if (code != 0 && code != 1)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "dtype is %d, must be 0 (bfloat16) or 1 (float16)",
             code);
-  }
   return code == 1 ? MOELORA_F16 : MOELORA_BF16;
 }
 
@@ -112,9 +109,8 @@ void op_run_pack(moelora_op_context *ctx, moelora_pack_quantized_args *args) {
   const moelora_tensor *values = &args->w.values;
   moelora_layout *layout = &args->layout;
   args->dtype = compute_dtype(ctx, args->dtype);
-  if (ctx->status != MOELORA_OK) {
+  if (ctx->status != MOELORA_OK)
     return;
-  }
   layout->rows = op_size(values, 1);
   const int64_t depth = op_size(values, 2); /* 4-bit values: half of K */
   const int64_t side =
@@ -137,14 +133,12 @@ void op_run_unpack(moelora_op_context *ctx, op_unpack_args *op) {
             "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, rows,
             most[0]);
   }
-  if (op->columns < 1 || op->columns > most[1]) {
+  if (op->columns < 1 || op->columns > most[1])
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "columns is %d, expected 1 to tiles.size(2) * %d, which is %" PRId64, op->columns, side,
             most[1]);
-  }
-  if (ctx->status != MOELORA_OK) {
+  if (ctx->status != MOELORA_OK)
     return;
-  }
   const int64_t sizes[3] = {op_size(tiles, 0), rows, op->columns};
   args->out = op_output(ctx, dtype, 3, sizes);
   op_call_unpack_quantized(ctx, args);

@@ -16,9 +16,8 @@ void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
 void op_run_routed(moelora_op_context *ctx, moelora_delta_args *args) {
   moelora_call call;
   if (!op_check(ctx, moelora_prepare_delta(args, &ctx->exec, &call)) ||
-      !op_workspace(ctx, call.workspace_bytes)) {
+      !op_workspace(ctx, call.workspace_bytes))
     return;
-  }
   if (!args->add_inputs && aoti_torch_zero_(ctx->handles[0])) {
     op_fail(ctx, MOELORA_DEVICE_ERROR, "cannot zero %s", args->out.name);
     return;

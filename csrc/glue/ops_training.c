@@ -12,9 +12,8 @@ static moelora_tensor nothing(moelora_op_context *ctx, moelora_dtype dtype) {
 static moelora_tensor shrink_output(moelora_op_context *ctx, const moelora_experts_args *args,
                                     const moelora_lora *lora, int32_t ndim) {
   const moelora_dtype dtype = args->hidden_states.dtype;
-  if (lora->num_slices == 0) {
+  if (lora->num_slices == 0)
     return nothing(ctx, dtype);
-  }
   const int64_t rows = op_num_rows(&args->routing.topk_ids), rank = op_size(&lora->a[0], 2);
   const int64_t sizes[3] = {rows, ndim == 3 ? lora->num_slices : rank, rank};
   return op_output(ctx, dtype, ndim, sizes);

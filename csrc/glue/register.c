@@ -50,9 +50,8 @@ static void write_schema(int op, char *to, size_t bytes) {
   const int outputs = returned[op];
   int used =
       snprintf(to, bytes, "%s(%s) -> %s", names[op], arguments[op] + 2, outputs == 1 ? "" : "(");
-  for (int i = 0; i < outputs; i++) {
+  for (int i = 0; i < outputs; i++)
     used += snprintf(to + used, bytes - used, "%sTensor", i ? ", " : "");
-  }
   snprintf(to + used, bytes - used, "%s", outputs == 1 ? "" : ")");
 }
 
@@ -120,26 +119,23 @@ const char *moelora_register_ops(const char *name) {
   static TorchLibraryHandle meta_definitions, meta;
   static char schema[2048];
   char name_meta[MOELORA_NAMESPACE_BYTES + sizeof "_meta"];
-  if (definitions) {
+  if (definitions)
     return NULL;
-  }
   snprintf(name_meta, sizeof name_meta, "%s_meta", name);
   if (aoti_torch_library_init_def(name, __FILE__, __LINE__, &definitions) ||
       aoti_torch_library_init_impl(name, "CPU", __FILE__, __LINE__, &cpu) ||
       aoti_torch_library_init_impl(name, "CUDA", __FILE__, __LINE__, &cuda) ||
       aoti_torch_library_init_def(name_meta, __FILE__, __LINE__, &meta_definitions) ||
-      aoti_torch_library_init_impl(name_meta, "Meta", __FILE__, __LINE__, &meta)) {
+      aoti_torch_library_init_impl(name_meta, "Meta", __FILE__, __LINE__, &meta))
     return "cannot create torch's operator library";
-  }
   for (int op = 0; op < NUM_OPS; op++) {
     write_schema(op, schema, sizeof schema);
     if (aoti_torch_library_def(definitions, schema) ||
         torch_library_impl(cpu, names[op], functions[op], MOELORA_TORCH_ABI_VERSION) ||
         torch_library_impl(cuda, names[op], functions[op], MOELORA_TORCH_ABI_VERSION) ||
         aoti_torch_library_def(meta_definitions, schema) ||
-        torch_library_impl(meta, names[op], functions[op], MOELORA_TORCH_ABI_VERSION)) {
+        torch_library_impl(meta, names[op], functions[op], MOELORA_TORCH_ABI_VERSION))
       return schema;
-    }
   }
   return NULL;
 }
