@@ -177,12 +177,3 @@ void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t 
     strides[i] = i < tensor->ndim ? moelora_stride(tensor, i) : 0;
   return tensor->data;
 }
-
-bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b) {
-  if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim)
-    return false;
-  for (int32_t i = 0; i < a->ndim; i++)
-    if (a->size[i] != b->size[i] || (a->size[i] > 1 && a->stride[i] != b->stride[i]))
-      return false;
-  return true;
-}

@@ -138,8 +138,6 @@ int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
 /* Returns the memory of a tensor and fills in its first `count` strides; 0 where it has no such
  * dimension. */
 void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t count);
-/* Whether both views have the same memory and layout. */
-bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 
 /* ---- rows of operators.inc: arguments.c ---- */
 
@@ -242,13 +240,13 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
 moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 
-/* validate_routing.c: fill the routes, after the views are checked. The first names M, top_k and
- * M * top_k, the third max_loras. */
+/* validate_routing.c: fill the routes, after the views are checked. The first two name M, top_k
+ * and M * top_k, the third max_loras. */
 moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routing *routing,
                                     bool need_weights, moelora_routes *routes);
-moelora_status moelora_take_topk_weights(const moelora_arguments *all,
-                                         const moelora_routing *routing, bool needed,
-                                         moelora_routes *routes);
+moelora_status moelora_take_rows(moelora_arguments *all, moelora_extent tokens,
+                                 moelora_extent top_k, const moelora_routing *routing,
+                                 bool need_weights, moelora_routes *routes);
 void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
                            moelora_routes *routes);
 /* If no row has an adapter, adapter tables are not read. */
@@ -257,6 +255,7 @@ void moelora_drop_unused_tables(moelora_routes *routes);
  * padded to whole blocks. */
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
                                          const moelora_routes *routes, bool by_adapter);
-moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_blocks *blocks);
+moelora_status moelora_take_lists(const moelora_arguments *all, const moelora_lists *lists,
+                                  moelora_list_blocks *blocks);
 
 #endif

@@ -30,6 +30,12 @@ static void name_variant(const char *what, const moelora_variant *variant) {
     name(what, variant->name);
 }
 
+/* Begins a plan, with its first kernel. */
+static void begin(const char *what, const char *kernel) {
+  last.count = 0;
+  name(what, kernel);
+}
+
 static void name_sorts(const moelora_align_plan *plan) {
   name_variant("sort_tokens", plan->tokens.variant);
   name_variant("sort", plan->rows.variant);
@@ -196,8 +202,7 @@ void moelora_note_align_lists(const moelora_align_lists_problem *problem,
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
                        const moelora_gemm_plan *plan) {
-  last.count = 0;
-  name_variant("w", plan->variant);
+  begin("w", plan->variant->name);
   name_variant("shrink", plan->shrink.variant);
   name_sorts(&plan->align);
   if (!log_plan("gemm", "N=%lld K=%lld", problem->w.n, problem->w.k,
@@ -213,8 +218,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan) {
-  last.count = 0;
-  name_variant("w13", plan->variant);
+  begin("w13", plan->variant->name);
   name_variant("w2", plan->staged ? plan->variant : plan->w2);
   if (plan->variant->role == MOELORA_ROLE_GEMM) {
     name_variant("shrink13", plan->shrink[0].variant);
@@ -256,8 +260,7 @@ static void log_back_product(const char *what, const moelora_back_product_plan *
 void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
                                 const moelora_device_info *device,
                                 const moelora_gemm_backward_plan *plan) {
-  last.count = 0;
-  name_variant("backward", plan->variant);
+  begin("backward", plan->variant->name);
   if (device->device == MOELORA_CUDA) {
     name_variant("shrink", plan->shrink.variant);
     name_sorts(&plan->align);
@@ -280,8 +283,7 @@ void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
                                    const moelora_device_info *device,
                                    const moelora_backward_plan *plan) {
-  last.count = 0;
-  name_variant("backward", plan->variant);
+  begin("backward", plan->variant->name);
   if (device->device == MOELORA_CUDA) {
     name_sorts(&plan->align);
     name_variant("sum", plan->sum);
@@ -305,8 +307,7 @@ static void note_delta(const char *operator, const moelora_delta_problem *proble
   const char *kernels = plan->variant                  ? plan->variant->name
                         : plan->family == MOELORA_SM90 ? "adapters_sm90"
                                                        : "adapters_sm80";
-  last.count = 0;
-  name("delta", kernels);
+  begin("delta", kernels);
   for (int32_t i = 0; i < 2; i++) {
     name_variant(shrinks[i], plan->shrink[i].variant);
     name_variant(expands[i], plan->expand[i].variant);

@@ -173,34 +173,34 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
 
 /* ---- packing: checked and run in one call, without a workspace ---- */
 
-static moelora_status check_given(const void *pointer, const char *name) {
-  moelora_clear_error();
-  MOELORA_REQUIRE(pointer, "%s is NULL", name);
-  return MOELORA_OK;
-}
+#define CHECK_GIVEN(POINTER)                                                                       \
+  do {                                                                                             \
+    moelora_clear_error();                                                                         \
+    MOELORA_REQUIRE(POINTER, "%s is NULL", #POINTER);                                              \
+  } while (0)
 
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
-  MOELORA_TRY(check_given(w, "w"));
-  MOELORA_TRY(check_given(out, "out"));
+  CHECK_GIVEN(w);
+  CHECK_GIVEN(out);
   return moelora_run_pack_weights(&(moelora_pack_weights_args){*w, *out}, exec);
 }
 
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec) {
-  MOELORA_TRY(check_given(w, "w"));
-  MOELORA_TRY(check_given(layout, "layout"));
-  MOELORA_TRY(check_given(tiles, "tiles"));
+  CHECK_GIVEN(w);
+  CHECK_GIVEN(layout);
+  CHECK_GIVEN(tiles);
   return moelora_run_pack_quantized(&(moelora_pack_quantized_args){*w, *layout, dtype, *tiles},
                                     exec);
 }
 
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
                                         const moelora_tensor *out, const moelora_exec *exec) {
-  MOELORA_TRY(check_given(tiles, "tiles"));
-  MOELORA_TRY(check_given(layout, "layout"));
-  MOELORA_TRY(check_given(out, "out"));
+  CHECK_GIVEN(tiles);
+  CHECK_GIVEN(layout);
+  CHECK_GIVEN(out);
   return moelora_run_unpack_quantized(&(moelora_unpack_quantized_args){*tiles, *layout, *out},
                                       exec);
 }

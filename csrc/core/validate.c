@@ -23,12 +23,9 @@ static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg, c
 /* A row has an adapter only if there are both a mapping and factors. */
 static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
                                  moelora_factors *second) {
-  bool any = first->num_slices || (second && second->num_slices);
-  if (any && routes->token_lora_mapping.data)
+  if ((first->num_slices || second->num_slices) && routes->token_lora_mapping.data)
     return;
-  first->num_slices = 0;
-  if (second)
-    second->num_slices = 0;
+  first->num_slices = second->num_slices = 0;
   routes->max_loras = 0;
   routes->token_lora_mapping.data = NULL;
   routes->w13_one_a = NULL;
@@ -65,7 +62,7 @@ moelora_status moelora_check_projection(moelora_arguments *all, const moelora_ge
   moelora_take_adapters(all, &args->adapters, routes);
   if (has_w) {
     MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, false));
-    drop_unused_adapters(routes, &problem->lora, NULL);
+    drop_unused_adapters(routes, &problem->lora, &problem->lora);
   } else {
     weights->n = problem->lora.num_slices * problem->lora.slice_n;
     weights->k = args->x.size[1];
@@ -263,13 +260,23 @@ moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts
                      saved->shrink_stride[1]);
 }
 
+/* Whether both views have the same memory and layout. */
+static bool is_same_view(const moelora_tensor *a, const moelora_tensor *b) {
+  if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim)
+    return false;
+  for (int32_t i = 0; i < a->ndim; i++)
+    if (a->size[i] != b->size[i] || (a->size[i] > 1 && a->stride[i] != b->stride[i]))
+      return false;
+  return true;
+}
+
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem) {
   const moelora_saved *saved = &args->saved;
   const bool saving = !moelora_is_absent(&saved->gate_up);
   moelora_arguments all;
   MOELORA_TRY(moelora_begin_experts(args, &all));
-  if (!saving && moelora_same_view(&args->out, &args->hidden_states))
+  if (!saving && is_same_view(&args->out, &args->hidden_states))
     all.aliased = &args->hidden_states;
   MOELORA_TRY(moelora_check_layer(&all, args, problem));
   for (int32_t i = 0; i < 2 && !saving; i++)

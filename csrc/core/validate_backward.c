@@ -3,7 +3,7 @@
 
 /* ---- gradients ---- */
 
-/* Holds what gradients of factors and biases must agree with. */
+/* The arguments that gradients of factors and biases must agree with. */
 typedef struct gradients {
   moelora_arguments rows;
   moelora_dtype dtype;

@@ -17,13 +17,9 @@ static moelora_status take_extents(moelora_arguments *all, const moelora_delta_a
                   "num_tokens is %lld and top_k is %d, expected top_k of at least 1 and at most "
                   "2147483647 rows",
                   (long long)args->num_tokens, args->top_k);
-  routes->num_tokens = args->num_tokens;
-  routes->top_k = args->top_k;
-  routes->num_rows = args->num_tokens * args->top_k;
-  moelora_name_size(all, "M", moelora_words(routes->num_tokens, "the number of tokens"));
-  moelora_name_size(all, "top_k", moelora_words(routes->top_k, "top_k"));
-  moelora_name_size(all, "M * top_k", moelora_words(routes->num_rows, "M * top_k"));
-  return moelora_take_topk_weights(all, &args->routing, args->mul_routed_weight, routes);
+  return moelora_take_rows(all, moelora_words(args->num_tokens, "the number of tokens"),
+                           moelora_words(args->top_k, "top_k"), &args->routing,
+                           args->mul_routed_weight, routes);
 }
 
 static moelora_status check_columns(const moelora_delta_args *args,
@@ -54,15 +50,6 @@ static moelora_status check_columns(const moelora_delta_args *args,
         (char *)args->out.data + (size_t)args->out_offset * moelora_dtype_bytes(problem->dtype);
   moelora_take_view(&args->out, problem->out_stride, summed ? 1 : 2);
   return MOELORA_OK;
-}
-
-/* Takes lists, whose tensors are optional: calls with routing have none. */
-static moelora_status take_lists(const moelora_arguments *all, const moelora_lists *lists,
-                                 moelora_list_blocks *blocks) {
-  MOELORA_TRY(moelora_check_present(all, &lists->expert_ids));
-  MOELORA_TRY(moelora_check_present(all, &lists->num_tokens_post_padded));
-  MOELORA_TRY(moelora_check_present(all, &lists->lora_ids));
-  return moelora_take_lists(lists, blocks);
 }
 
 /* Returns the arguments without those that the mode of the call ignores, which may be invalid. */
@@ -118,7 +105,7 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
                     moelora_words(problem->lora.num_slices, "the number of slices"));
   moelora_name_size(&all, "R", moelora_words(problem->lora.max_rank, "the rank of the factors"));
   if (is_listed) {
-    MOELORA_TRY(take_lists(&all, &args->lists, &problem->lists));
+    MOELORA_TRY(moelora_take_lists(&all, &args->lists, &problem->lists));
   } else {
     moelora_drop_unused_tables(routes);
     MOELORA_TRY(moelora_check_padded_rows(&args->routing, routes, true));

@@ -2,17 +2,22 @@
 #include "core/check.h"
 
 static moelora_ids ids_of(const moelora_tensor *tensor) {
-  return (moelora_ids){
-      .data = tensor->data,
-      .stride = {moelora_stride(tensor, 0), tensor->ndim > 1 ? moelora_stride(tensor, 1) : 0},
-      .is_64 = tensor->dtype == MOELORA_I64,
-  };
+  moelora_ids ids = {.is_64 = tensor->dtype == MOELORA_I64};
+  ids.data = moelora_take_view(tensor, ids.stride, 2);
+  return ids;
 }
 
-moelora_status moelora_take_topk_weights(const moelora_arguments *all,
-                                         const moelora_routing *routing, bool needed,
-                                         moelora_routes *routes) {
-  if (!needed)
+moelora_status moelora_take_rows(moelora_arguments *all, moelora_extent tokens,
+                                 moelora_extent top_k, const moelora_routing *routing,
+                                 bool need_weights, moelora_routes *routes) {
+  routes->num_tokens = tokens.value;
+  routes->top_k = (int32_t)top_k.value;
+  routes->num_rows = tokens.value * top_k.value;
+  moelora_name_size(all, "M", tokens);
+  moelora_name_size(all, "top_k", top_k);
+  moelora_name_size(all, "M * top_k",
+                    moelora_words(routes->num_rows, "the number of routed rows, M * top_k,"));
+  if (!need_weights)
     return MOELORA_OK;
   routes->topk_weights = moelora_take_view(&routing->topk_weights, routes->topk_weights_stride, 2);
   return moelora_check_present(all, &routing->topk_weights);
@@ -22,18 +27,13 @@ moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routin
                                     bool need_weights, moelora_routes *routes) {
   const moelora_tensor *ids = &routing->topk_ids, *map = &routing->expert_map;
   const moelora_arg topk_ids = MOELORA_ARG("topk_ids", ids);
-  const int64_t num_tokens = ids->size[0], top_k = ids->size[1], rows = num_tokens * top_k;
-  MOELORA_REQUIRE_DIM(top_k >= 1, topk_ids, size, 1, "expected top_k of at least 1");
+  const int64_t rows = ids->size[0] * ids->size[1];
+  MOELORA_REQUIRE_DIM(ids->size[1] >= 1, topk_ids, size, 1, "expected top_k of at least 1");
   MOELORA_REQUIRE(rows <= INT32_MAX, "%s has %lld rows (M * top_k), expected at most 2147483647",
                   topk_ids.name, (long long)rows);
-  routes->num_tokens = num_tokens;
-  routes->top_k = (int32_t)top_k;
-  routes->num_rows = rows;
   routes->topk_ids = ids_of(ids);
-  moelora_name_size(all, "M", moelora_size_of(topk_ids, 0));
-  moelora_name_size(all, "top_k", moelora_size_of(topk_ids, 1));
-  moelora_name_size(all, "M * top_k", moelora_words(rows, "the number of routed rows, M * top_k,"));
-  MOELORA_TRY(moelora_take_topk_weights(all, routing, need_weights, routes));
+  MOELORA_TRY(moelora_take_rows(all, moelora_size_of(topk_ids, 0), moelora_size_of(topk_ids, 1),
+                                routing, need_weights, routes));
   if (!moelora_is_absent(map)) {
     MOELORA_TRY(moelora_check_at_least_one(MOELORA_ARG("expert_map", map)));
     routes->expert_map = map->data;
@@ -107,15 +107,15 @@ static moelora_status check_mode(const moelora_align_args *args, bool with_adapt
   const moelora_arg outputs[] = {MOELORA_ARG("lora_ids", &args->lora_ids),
                                  MOELORA_ARG("sorted_weights", &args->sorted_weights),
                                  MOELORA_ARG("out_to_zero", &args->out_to_zero)};
+  const bool sorting = args->mode == MOELORA_ALIGN_SORTING;
   for (int i = 0; i < 3; i++)
-    if (i == 0 ? !with_adapters : args->mode != MOELORA_ALIGN_SORTING)
-      MOELORA_REQUIRE(moelora_is_absent(outputs[i].tensor), "%s is given, but only %s writes it",
-                      outputs[i].name, i == 0 ? "a mode with adapters" : "moe_sorting");
+    MOELORA_REQUIRE((i == 0 ? with_adapters : sorting) || moelora_is_absent(outputs[i].tensor),
+                    "%s is given, but only %s writes it", outputs[i].name,
+                    i == 0 ? "a mode with adapters" : "moe_sorting");
   if (with_adapters)
     return moelora_check_view(outputs[0],
                               args->mode == MOELORA_ALIGN_UNIFORM ? "[blocks]" : "[rows]");
-  return args->mode == MOELORA_ALIGN_SORTING ? moelora_check_view(outputs[1], "[rows]")
-                                             : MOELORA_OK;
+  return sorting ? moelora_check_view(outputs[1], "[rows]") : MOELORA_OK;
 }
 
 static moelora_status check_align_outputs(const moelora_align_args *args, moelora_arguments *all,
@@ -182,7 +182,11 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
 
 /* ---- vLLM's lists ---- */
 
-moelora_status moelora_take_lists(const moelora_lists *lists, moelora_list_blocks *blocks) {
+moelora_status moelora_take_lists(const moelora_arguments *all, const moelora_lists *lists,
+                                  moelora_list_blocks *blocks) {
+  MOELORA_TRY(moelora_check_present(all, &lists->expert_ids));
+  MOELORA_TRY(moelora_check_present(all, &lists->num_tokens_post_padded));
+  MOELORA_TRY(moelora_check_present(all, &lists->lora_ids));
   const moelora_arg rows = MOELORA_ARG("sorted_token_ids", &lists->sorted_token_ids);
   const moelora_arg experts = MOELORA_ARG("expert_ids", &lists->expert_ids);
   MOELORA_REQUIRE(lists->num_active >= 0 && lists->num_active <= lists->lora_ids.size[0],
@@ -220,7 +224,7 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
   MOELORA_TRY(moelora_take_routing(&all, &args->routing, false, routes));
   name_experts(&all, args->num_experts, routes);
   MOELORA_TRY(take_slots(&all, &args->adapters, args->max_loras, routes));
-  MOELORA_TRY(moelora_take_lists(lists, &problem->lists));
+  MOELORA_TRY(moelora_take_lists(&all, lists, &problem->lists));
   const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, routes->num_rows,
                                                   args->num_experts, 0, lists->block_size);
   MOELORA_REQUIRE_DIM(problem->lists.blocks >= blocks, experts, size, 1,

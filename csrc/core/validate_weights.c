@@ -40,7 +40,11 @@ static moelora_status check_native(moelora_arg arg, moelora_weights *weights) {
 
 /* ---- quantized ---- */
 
-static moelora_status check_x_format(const moelora_layout *layout, const char *name) {
+static moelora_status check_layout(const moelora_layout *layout, const char *name) {
+  MOELORA_REQUIRE(moelora_is_format(layout->format), "%s.format is %d, expected a moelora_format",
+                  name, (int)layout->format);
+  MOELORA_REQUIRE(layout->order >= MOELORA_ROWS_PLAIN && layout->order <= MOELORA_ROWS_INTERLEAVED,
+                  "%s.order is %d, expected a moelora_row_order", name, (int)layout->order);
   MOELORA_REQUIRE(layout->x >= MOELORA_X_NATIVE && layout->x <= MOELORA_X_STATIC,
                   "%s.x is %d, expected a moelora_x_format", name, (int)layout->x);
   MOELORA_REQUIRE(layout->x == MOELORA_X_NATIVE || moelora_takes_e4m3(layout->format),
@@ -53,15 +57,6 @@ static moelora_status check_x_format(const moelora_layout *layout, const char *n
   else
     MOELORA_REQUIRE(layout->x_scale == 0, "%s.x_scale is %g, expected 0, as x is not STATIC", name,
                     (double)layout->x_scale);
-  return MOELORA_OK;
-}
-
-static moelora_status check_layout(const moelora_layout *layout, const char *name) {
-  MOELORA_REQUIRE(moelora_is_format(layout->format), "%s.format is %d, expected a moelora_format",
-                  name, (int)layout->format);
-  MOELORA_REQUIRE(layout->order >= MOELORA_ROWS_PLAIN && layout->order <= MOELORA_ROWS_INTERLEAVED,
-                  "%s.order is %d, expected a moelora_row_order", name, (int)layout->order);
-  MOELORA_TRY(check_x_format(layout, name));
   if (!moelora_is_quantized(layout->format)) {
     MOELORA_REQUIRE(layout->order == MOELORA_ROWS_PLAIN && layout->rows == 0,
                     "%s has order %s and %lld rows, expected zeros, as its format is native", name,
