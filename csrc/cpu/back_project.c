@@ -91,15 +91,9 @@ static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice
 /* Returns the factor of sorted row `at` as an n by k matrix. */
 static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
                                  int64_t at, int64_t n, int64_t k) {
-  const int64_t l = p->call->sorted.adapter[at], e = p->call->sorted.expert[at];
-  const int64_t first = l * factor->stride_l + e * factor->stride_e;
-  return (moelora_weights){
-      .data =
-          (const char *)factor->data + (size_t)first * moelora_dtype_bytes(p->call->variant->dtype),
-      .n = n,
-      .k = k,
-      .stride_n = factor->stride_i,
-  };
+  const moelora_sorted *sorted = &p->call->sorted;
+  return moelora_factor_matrix(p->call->variant, factor, sorted->adapter[at], sorted->expert[at], n,
+                               k);
 }
 
 static int32_t rank_at(const moelora_back_projection *p, int64_t at) {

@@ -351,11 +351,11 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
   back_through_w13(&b);
   finish_inputs(&b);
   if (b.want.xa13)
-    moelora_cpu_load_shrink(plan->variant, &b.call.sorted, &forward->w13_lora, &forward->saved, 0,
-                            NULL, b.xa13, exec);
-  if (b.want.xa2)
-    moelora_cpu_load_shrink(plan->variant, &b.call.sorted, &forward->w2_lora, &forward->saved, 1,
-                            b.call.weight, b.xa2, exec);
+    moelora_cpu_load_shrink(&b.call, &forward->w13_lora, &forward->saved, 0, b.xa13);
+  if (b.want.xa2) {
+    moelora_cpu_load_shrink(&b.call, &forward->w2_lora, &forward->saved, 1, b.xa2);
+    moelora_cpu_weigh_ranks(&b.call, &forward->w2_lora, b.xa2);
+  }
   finish_factors(&b);
   finish_biases(&b);
   return MOELORA_OK;

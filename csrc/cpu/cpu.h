@@ -50,6 +50,19 @@ static inline const char *moelora_row_at(const moelora_weights *w, moelora_dtype
   return (const char *)w->data + (size_t)at * moelora_dtype_bytes(dtype);
 }
 
+/* Returns the factor of an adapter and an expert as an n by k matrix. */
+static inline moelora_weights moelora_factor_matrix(const moelora_variant *variant,
+                                                    const moelora_factor *factor, int64_t adapter,
+                                                    int64_t expert, int64_t n, int64_t k) {
+  const int64_t at = adapter * factor->stride_l + expert * factor->stride_e;
+  return (moelora_weights){
+      .data = (const char *)factor->data + (size_t)at * moelora_dtype_bytes(variant->dtype),
+      .n = n,
+      .k = k,
+      .stride_n = factor->stride_i,
+  };
+}
+
 /* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin,
  * end). `w` is a matrix that is not quantized, a factor for instance; the rows of x are scratch->x.
  * `next`: the first of MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next

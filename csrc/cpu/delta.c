@@ -196,8 +196,7 @@ static delta_layout lay_out(const moelora_delta_problem *p, int32_t count,
     layout.act =
         moelora_take(&arena, moelora_operands_bytes(plan->variant, routes->num_rows, last->k));
   if (last->sum_top_k)
-    layout.z = moelora_take_array(
-        &arena, moelora_times((size_t)routes->num_rows, (size_t)last->columns), sizeof(float));
+    layout.z = moelora_take_floats(&arena, routes->num_rows, last->columns);
   layout.bytes = arena.used;
   return layout;
 }

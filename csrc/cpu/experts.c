@@ -49,8 +49,7 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   layout.x_e4m3 = moelora_quantized_rows_take(variant, &problem->w13, routes->num_tokens, &arena);
   layout.h_e4m3 = moelora_quantized_rows_take(variant, &problem->w2, routes->num_rows, &arena);
   layout.window = window_of(problem);
-  layout.z = moelora_take_array(
-      &arena, moelora_times((size_t)routes->num_rows, (size_t)layout.window), sizeof(float));
+  layout.z = moelora_take_floats(&arena, routes->num_rows, layout.window);
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
     layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)

@@ -9,11 +9,6 @@ static inline int64_t moelora_row_width(int64_t columns) {
   return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
 
-/* [rows, columns] float32 */
-static inline float *moelora_take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
-  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
-}
-
 /* Rounds float32 values to the dtype of a call. */
 static inline void moelora_round_floats(const moelora_variant *variant, float *values, int64_t n) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);

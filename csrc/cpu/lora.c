@@ -16,20 +16,6 @@ size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *ro
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* Returns the factor of one (adapter, expert) as a weight matrix. */
-static moelora_weights factor_matrix(const moelora_variant *variant, const moelora_factor *factor,
-                                     int32_t adapter, int32_t expert, int64_t n, int64_t k) {
-  int64_t at = adapter * factor->stride_l + expert * factor->stride_e;
-  return (moelora_weights){
-      .data = (const char *)factor->data + (size_t)at * moelora_dtype_bytes(variant->dtype),
-      .n = n,
-      .k = k,
-      .stride_nt = MOELORA_PACK * factor->stride_i,
-      .stride_n = factor->stride_i,
-      .stride_kt = MOELORA_PACK,
-  };
-}
-
 static char *xa_row(const moelora_projection *p, int64_t at, int32_t slice) {
   const moelora_factors *lora = p->lora;
   return (char *)p->xa + (size_t)((at * lora->num_slices + slice) * lora->max_rank) *
@@ -39,7 +25,7 @@ static char *xa_row(const moelora_projection *p, int64_t at, int32_t slice) {
 static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
   const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
   const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, p->lora->max_rank);
-  return factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
+  return moelora_factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
 }
 
 /* Whether the adapter's A of slice 0 is that of both slices. */
@@ -121,7 +107,7 @@ static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t s
   const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, lora->max_rank);
   const int64_t base = slice * lora->slice_n;
   return (factor_b_part){
-      .b = factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank),
+      .b = moelora_factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank),
       .from = moelora_max(begin, base) - base,
       .to = moelora_min(end, base + lora->slice_n) - base,
   };

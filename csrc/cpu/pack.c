@@ -20,10 +20,9 @@ static void pack_rows(void *context, int64_t index, int32_t worker) {
 
 moelora_status moelora_cpu_pack_weights(const moelora_pack_problem *problem,
                                         const moelora_exec *exec) {
-  moelora_pack_problem copy = *problem;
   int64_t row_tiles = problem->w.n / MOELORA_PACK;
   moelora_cpu_parallel(exec, problem->num_experts * row_tiles,
                        (double)problem->num_experts * (double)problem->w.n * (double)problem->w.k,
-                       pack_rows, &copy);
+                       pack_rows, (void *)problem);
   return MOELORA_OK;
 }

@@ -153,8 +153,7 @@ static void for_rows(const moelora_quantized_problem *problem, const moelora_exe
 
 moelora_status moelora_cpu_pack_quantized(const moelora_quantized_problem *problem,
                                           const moelora_exec *exec) {
-  moelora_quantized_problem copy = *problem;
-  for_rows(problem, exec, pack_rows, &copy);
+  for_rows(problem, exec, pack_rows, (void *)problem);
   return MOELORA_OK;
 }
 

@@ -23,8 +23,7 @@ moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *varian
   const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
   return (moelora_quantized_rows){
       .values = moelora_take(arena, moelora_operands_bytes(variant, rows, w->k)),
-      .scales =
-          moelora_take_array(arena, moelora_times((size_t)rows, (size_t)groups), sizeof(float)),
+      .scales = moelora_take_floats(arena, rows, groups),
       .groups = groups,
   };
 }

@@ -2,7 +2,6 @@
  */
 #include <string.h>
 
-#include "cpu/f32_rows.h"
 #include "cpu/saved.h"
 
 /* ---- shrink outputs ---- */
@@ -13,7 +12,6 @@ typedef struct shrink_rows {
   const moelora_factors *lora;
   char *saved;
   int64_t stride[2];
-  const float *weight;
   void *xa; /* [P, slices, R] by sorted position: operands, or float32 */
 } shrink_rows;
 
@@ -52,20 +50,14 @@ static void save_row(void *context, int64_t at, int32_t worker) {
 static void load_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const shrink_rows *rows = context;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(rows->variant);
   const int32_t adapter = rows->sorted->adapter[at];
   if (adapter < 0)
     return;
-  const int64_t row = rows->sorted->row[at];
   const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
-  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
-    float *to = (float *)sorted_row(rows, at, slice, sizeof *to);
-    kernels->load(saved_row(rows, row, slice), to, rank);
-    for (int64_t i = 0; i < rank && rows->weight; i++)
-      to[i] *= rows->weight[row];
-    if (rows->weight)
-      moelora_round_floats(rows->variant, to, rank);
-  }
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++)
+    moelora_cpu_kernels_of(rows->variant)
+        ->load(saved_row(rows, rows->sorted->row[at], slice),
+               (float *)sorted_row(rows, at, slice, sizeof(float)), rank);
 }
 
 static double elements_of(const shrink_rows *rows, int64_t count) {
@@ -90,21 +82,18 @@ void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora
     moelora_cpu_parallel(exec, rows.sorted->num_rows, elements_of(&rows, count), save_row, &rows);
 }
 
-void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
-                             const moelora_factors *lora, const moelora_saved_rows *saved,
-                             int32_t which, const float *weight, float *xa,
-                             const moelora_exec *exec) {
+void moelora_cpu_load_shrink(const moelora_back_call *call, const moelora_factors *lora,
+                             const moelora_saved_rows *saved, int32_t which, float *xa) {
   shrink_rows rows = {
-      .variant = variant,
-      .sorted = sorted,
+      .variant = call->variant,
+      .sorted = &call->sorted,
       .lora = lora,
       .saved = saved->shrink[which],
       .stride = {saved->shrink_stride[which][0], saved->shrink_stride[which][1]},
-      .weight = weight,
       .xa = xa,
   };
-  moelora_cpu_parallel(exec, sorted->num_rows, elements_of(&rows, sorted->num_rows), load_row,
-                       &rows);
+  const int64_t count = call->sorted.num_rows;
+  moelora_cpu_parallel(call->exec, count, elements_of(&rows, count), load_row, &rows);
 }
 
 void moelora_cpu_save_skipped(const moelora_experts_problem *problem,

@@ -44,4 +44,9 @@ static inline int32_t moelora_rank_of(const moelora_tables *tables, int32_t adap
   return rank < 0 ? 0 : rank < max_rank ? rank : max_rank;
 }
 
+/* [rows, columns] float32 */
+static inline float *moelora_take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
+  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
+}
+
 #endif
