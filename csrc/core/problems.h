@@ -107,7 +107,7 @@ typedef struct moelora_gemm_problem {
   int64_t out_stride[2];
 } moelora_gemm_problem;
 
-/* Holds what kernels read of moelora_saved; gate_up == NULL: nothing is saved. */
+/* The tensors of moelora_saved, as kernels write and read them; gate_up == NULL: none. */
 typedef struct moelora_saved_rows {
   void *gate_up;   /* [P, rows of w13] */
   void *shrink[2]; /* of w13 [P, slices, R], of w2 [P, 1, R]; NULL: no adapters */
@@ -178,7 +178,7 @@ typedef struct moelora_gemm_backward_problem {
   bool accumulate;
 } moelora_gemm_backward_problem;
 
-/* Holds what kernels read of moelora_lists. */
+/* vLLM's lists, as kernels read them. */
 typedef struct moelora_list_blocks {
   int32_t *sorted_token_ids; /* [max_loras, rows]; NULL: rows come from moelora_routes */
   int64_t rows, sorted_stride;

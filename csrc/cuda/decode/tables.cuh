@@ -58,7 +58,7 @@ struct Tables {
   uint32_t segment_tokens[kRows];                                             // bit mask of tokens
   int32_t shrinks_end[2][kRows]; // cumulative number of shrink items per segment, of w13 and of w2
   // only while the tables are built
-  uint32_t first_mask[kRows * kTokens / 32]; // bit mask of the rows or cells that come first
+  uint32_t first_mask[kRows * kTokens / 32]; // bit mask: the first row of its kind, or cell
 };
 
 /* Returns the true rank, limited to that of the stack. */

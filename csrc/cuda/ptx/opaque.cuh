@@ -1,5 +1,5 @@
-/* opaque(value): the value, of which the optimizer knows nothing. It stays in a register, and what
- * depends on it is computed where it is used, not before a loop, where it would take registers. */
+/* opaque(value): the value, hidden from the optimizer. It stays in a register, and what depends on
+ * it is computed where it is used, not before a loop, where it would take registers. */
 #ifndef MOELORA_CUDA_PTX_OPAQUE_CUH
 #define MOELORA_CUDA_PTX_OPAQUE_CUH
 

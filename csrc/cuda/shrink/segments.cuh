@@ -20,11 +20,11 @@ constexpr int kAnotherPart = 32;  // cost in rows of another pass over K for ano
 constexpr int kManySegments = 6;  // per CTA: then CTAs may differ by a segment
 constexpr int kShortSegment = 64; // rows: half of them take nearly as long
 
-/* Some rows of a segment by columns of A from `first` on, of `columns`. The first is row `row`
- * after the start of block `block`, a position; each block has `share` of them. */
+/* A part of a segment: `tokens` rows by the columns [first, columns) of A. It begins `row` rows
+ * after the start of a block, whose position is `block`; each block has `share` of its rows. */
 struct SegmentItem {
   int expert, packed, block, row, share;
-  uint32_t magic; // of `share` as a divisor
+  uint32_t magic; // multiplier that divides by `share`
   int tokens;
   uint16_t first, columns;
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
   return before + inclusive - value;
 }
 
-/* Returns the length of a segment: the rows that it reads or, if `ctas` is not 0, CTAs. */
+/* Length of a segment: the rows that it reads or, if `ctas` is not 0, CTAs. */
 template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
@@ -187,7 +187,7 @@ template <class L> __device__ __forceinline__ void order_items(L &list, int coun
   static_assert(kListedItems == 64, "two items per lane");
   const int lane = threadIdx.x & 31;
   SegmentItem item[2];
-  int before[2] = {0, 0}; // items that come first
+  int before[2] = {0, 0}; // items of the segments before it
 #pragma unroll
   for (int i = 0; i < 2; i++)
     item[i] = list.items[min(i * 32 + lane, count - 1)];
