@@ -215,7 +215,7 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
     MOELORA_TRY(multiply(&g, &plan->product[1], exec));
   if (!b->dx)
     return MOELORA_OK;
-  const moelora_sum_launch s = sum_of_rows(&l->alignment, l->dz, p->hidden,
+  const moelora_sum_launch s = sum_of_rows(&l->alignment, l->dz, true, p->hidden,
                                            p->apply_router_weight_on_input, b->dx, b->dx_stride);
   return moelora_cuda_sum(&s, plan->sum, exec);
 }

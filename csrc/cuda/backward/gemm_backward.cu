@@ -155,7 +155,7 @@ moelora_status finish_inputs(const moelora_gemm_backward_problem *b,
   const int64_t top_k = routes->top_k;
   if (plan->sum) {
     const moelora_sum_launch s =
-        sum_of_rows(&l->alignment, l->dz, p->w.k, p->mul_routed_weight, b->dx, b->dx_stride);
+        sum_of_rows(&l->alignment, l->dz, true, p->w.k, p->mul_routed_weight, b->dx, b->dx_stride);
     MOELORA_TRY(moelora_cuda_sum(&s, plan->sum, exec));
   } else if (writes_dx(b)) {
     const int64_t stride[2] = {top_k * b->dx_stride, b->dx_stride};

@@ -109,27 +109,6 @@ inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_
   return launch ? launch(g, plan, exec) : moelora_no_kernel(plan->variant->name, "is not built");
 }
 
-/* Computes dx [M, columns] = sum over top_k of rows of dz [P, columns]. */
-inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *dz, int64_t columns,
-                                      bool weighted, void *dx, int64_t dx_stride) {
-  const moelora_routes *routes = &a->routes;
-  moelora_sum_launch s = {};
-  s.routes = *routes;
-  s.z = dz;
-  s.z_stride = columns;
-  s.columns = (int32_t)columns;
-  s.positions = a->blocks.positions;
-  s.by_row = true;
-  if (weighted) {
-    s.weights = routes->topk_weights;
-    s.weights_stride[0] = routes->topk_weights_stride[0];
-    s.weights_stride[1] = routes->topk_weights_stride[1];
-  }
-  s.out = dx;
-  s.out_stride = dx_stride;
-  return s;
-}
-
 /* Computes dt, the sum of the terms that the caller has added. */
 inline moelora_weight_gradients gradients_of_weights(const Alignment *a, float *out,
                                                      const int64_t out_stride[2]) {

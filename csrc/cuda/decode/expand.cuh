@@ -3,7 +3,7 @@
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
 #include "cuda/decode/product.cuh"
-#include "cuda/launch/factors.cuh"
+#include "cuda/launch/routes.cuh"
 #include "cuda/launch/launch.h"
 
 namespace decode {

@@ -5,7 +5,7 @@
 
 #include "cuda/decode/tables.cuh"
 #include "cuda/launch/divisor.h"
-#include "cuda/launch/factors.cuh"
+#include "cuda/launch/routes.cuh"
 
 namespace decode {
 

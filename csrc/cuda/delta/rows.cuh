@@ -11,7 +11,6 @@
 
 #include "cuda/align/align.cuh"
 #include "cuda/delta/delta.h"
-#include "cuda/launch/factors.cuh"
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/opaque.cuh"

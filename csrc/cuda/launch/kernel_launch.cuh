@@ -7,11 +7,32 @@
 /* Shared memory per CTA that all GPUs from sm_80 on support. */
 constexpr size_t kPortableShared = 99 * 1024;
 
+/* CTAs of 256 threads per SM for kernels that need little more than 32 registers: by itself, ptxas
+ * for sm_100 limits them to 32 and spills. 0: ptxas chooses. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int kLightResident = 6;
+#else
+constexpr int kLightResident = 0;
+#endif
+
 inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {blocks, 1, 1};
   return attribute;
+}
+
+inline cudaLaunchConfig_t config_of(int64_t blocks, int threads, size_t shared_bytes,
+                                    const moelora_exec *exec, cudaLaunchAttribute *attributes,
+                                    unsigned num_attributes) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)blocks);
+  config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = (cudaStream_t)exec->stream;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
+  return config;
 }
 
 /* Allows KERNEL the maximum dynamic shared memory of a CTA. Set once per device and independent of
@@ -49,12 +70,8 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
     int count = 0;
     if (error == cudaSuccess && CLUSTER > 1) {
       cudaLaunchAttribute cluster = cluster_of(CLUSTER);
-      cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(CLUSTER);
-      config.blockDim = dim3((unsigned)threads);
-      config.dynamicSmemBytes = shared_bytes;
-      config.attrs = &cluster;
-      config.numAttrs = 1;
+      const cudaLaunchConfig_t config =
+          config_of(CLUSTER, threads, shared_bytes, exec, &cluster, 1);
       error = cudaOccupancyMaxActiveClusters(&count, KERNEL, &config);
     } else if (error == cudaSuccess) {
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, KERNEL, threads, shared_bytes);
@@ -82,13 +99,8 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   }
   if (CLUSTER > 1)
     attributes[count++] = cluster_of(CLUSTER);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)blocks);
-  config.blockDim = dim3((unsigned)threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = (cudaStream_t)exec->stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
+  const cudaLaunchConfig_t config =
+      config_of(blocks, threads, shared_bytes, exec, attributes, count);
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
@@ -174,13 +186,8 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, s
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(work < resident ? work : resident));
-  config.blockDim = dim3((unsigned)threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = (cudaStream_t)exec->stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const cudaLaunchConfig_t config =
+      config_of(work < resident ? work : resident, threads, shared_bytes, exec, &attribute, 1);
   error = cudaLaunchKernelEx(&config, KERNEL, args...);
   *fits = error != cudaErrorCooperativeLaunchTooLarge;
   if (!*fits) {

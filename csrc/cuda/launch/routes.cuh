@@ -1,6 +1,6 @@
-/* Device helpers for moelora_routes: maps ids to local experts and enabled adapters. Functions of
- * N ids keep their loads in flight together; an id out of range reads entry 0 and discards the
- * result. */
+/* Device helpers for moelora_routes, which map ids to local experts and enabled adapters, and for
+ * LoRA factors. Functions of N ids keep their loads in flight together; an id out of range reads
+ * entry 0 and discards the result. */
 #ifndef MOELORA_CUDA_ROUTES_CUH
 #define MOELORA_CUDA_ROUTES_CUH
 
@@ -79,6 +79,13 @@ __device__ __forceinline__ RoutedRow routed_row(const moelora_routes &routes, ui
   found.expert = ((const int32_t *)routes.topk_ids.data)[row];
   found.adapter = ((const int32_t *)routes.token_lora_mapping.data)[token];
   return found;
+}
+
+/* Returns the address of row i of a factor. */
+template <class T>
+__device__ __forceinline__ const T *factor_row(const moelora_factor &f, int64_t adapter,
+                                               int64_t expert, int64_t i) {
+  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + i * f.stride_i;
 }
 
 #endif

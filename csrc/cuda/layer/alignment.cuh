@@ -98,6 +98,29 @@ void describe_product(const Alignment *a, const moelora_routes *routes, const mo
   }
 }
 
+/* Describes out [M, columns] = sum over top_k of rows of z, `columns` values each: by flat row, or
+ * by position. */
+inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *z, bool by_row,
+                                      int64_t columns, bool weighted, void *out,
+                                      int64_t out_stride) {
+  const moelora_routes *routes = &a->routes;
+  moelora_sum_launch s = {};
+  s.routes = *routes;
+  s.z = z;
+  s.z_stride = columns;
+  s.columns = (int32_t)columns;
+  s.positions = a->blocks.positions;
+  s.by_row = by_row;
+  if (weighted) {
+    s.weights = routes->topk_weights;
+    s.weights_stride[0] = routes->topk_weights_stride[0];
+    s.weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  s.out = out;
+  s.out_stride = out_stride;
+  return s;
+}
+
 } // namespace
 
 #endif

@@ -288,20 +288,8 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   if (saves_alone)
     return MOELORA_OK;
 
-  moelora_sum_launch s = {};
-  s.routes = *routes;
-  s.z = l.z;
-  s.z_stride = p->hidden;
-  s.columns = (int32_t)p->hidden;
-  s.positions = l.alignment.blocks.positions;
-  s.by_row = plan->z_by_row;
-  if (!p->apply_router_weight_on_input) {
-    s.weights = routes->topk_weights;
-    s.weights_stride[0] = routes->topk_weights_stride[0];
-    s.weights_stride[1] = routes->topk_weights_stride[1];
-  }
-  s.out = p->out;
-  s.out_stride = p->out_stride;
+  const moelora_sum_launch s = sum_of_rows(&l.alignment, l.z, plan->z_by_row, p->hidden,
+                                           !p->apply_router_weight_on_input, p->out, p->out_stride);
   return moelora_cuda_sum(&s, plan->sum, exec);
 }
 

@@ -4,7 +4,6 @@
  * out. Threads copy vectors in the tile's memory order, so that stores are contiguous and loads
  * cover whole rows. 16-byte vectors if w is aligned, otherwise elements. */
 #include "cuda/backend.h"
-#include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 constexpr int THREADS = 256;

@@ -4,7 +4,6 @@
  *
  * z [, z_stride] has the dtype of out. A thread sums WIDTH neighboring columns.
  * Layers and deltas differ in which rows of a token exist and where they are. */
-#include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"

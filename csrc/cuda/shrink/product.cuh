@@ -12,7 +12,7 @@
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
-#include "cuda/launch/factors.cuh"
+#include "cuda/launch/routes.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/warp.cuh"
 #include "cuda/ptx/mma.cuh"

@@ -24,7 +24,7 @@
 #define MOELORA_CUDA_TILE_CUH
 
 #include "cuda/gemm/common/format.cuh"
-#include "cuda/launch/factors.cuh"
+#include "cuda/launch/routes.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
 
