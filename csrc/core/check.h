@@ -100,7 +100,7 @@ int64_t moelora_span_bytes(const moelora_tensor *tensor);
 
 /* ---- checks of one tensor ---- */
 
-/* The DTYPE of a row. */
+/* Dtypes that an argument may have: DTYPE in operators.inc. */
 typedef enum moelora_class {
   MOELORA_CLASS_compute,
   MOELORA_CLASS_half,
@@ -214,7 +214,7 @@ typedef struct moelora_factors_arg {
   moelora_arg like;          /* defines the dtype, unless the factors are wide */
   bool may_be_wide;          /* float32 beside a 16-bit dtype, to which they are rounded first */
   int32_t least, most;       /* slices */
-  const char *slices;        /* appended to the message of their number */
+  const char *slices;        /* end of the message that refuses a number of slices */
   moelora_extent experts, k; /* k.value 0: a[] is not read */
   moelora_extent n; /* all columns; MOELORA_ANY_SIZE: those of the first slice, for each slice */
   bool skips_b;

@@ -22,7 +22,7 @@ typedef struct moelora_access {
 /* A row of the table as a candidate for a problem. */
 typedef struct moelora_tile {
   const moelora_variant *variant;
-  const char *why_not; /* it is not selected; NULL: it is */
+  const char *why_not; /* reason to pass over the variant; NULL: none */
   double ns;           /* moelora_model_ns if the selection depends on it; otherwise 0 */
 } moelora_tile;
 

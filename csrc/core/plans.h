@@ -212,7 +212,7 @@ typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
   bool vectors;           /* x, w and out allow 16-byte accesses */
-  bool a_vectors;         /* the factors A allow 16-byte accesses, too */
+  bool a_vectors;         /* the factors A allow 16-byte accesses */
   bool b_vectors;         /* the factors B, which extend K of w, allow them */
   bool b_boxes;           /* each slice of B is covered by a tensor map */
   bool quantizes_x;       /* a launch before it quantizes x to e4m3 */
@@ -256,7 +256,7 @@ typedef struct moelora_experts_plan {
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
   bool vectors;         /* y, w and the outputs allow 16-byte accesses */
-  bool a_vectors;       /* the factors A, which extend K of w, allow them, too */
+  bool a_vectors;       /* the factors A allow 16-byte accesses */
   bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
   int64_t num_counters; /* of the tile scheduler */
   int32_t l2_elements;

@@ -11,7 +11,7 @@
 
 extern "C" {
 
-/* Outputs of one partial sum of dt = sum(v h), which a warp computes and writes. */
+/* Number of outputs that a partial sum of dt = sum(v h) covers; a warp computes and writes it. */
 #define MOELORA_DT_OUTPUTS 16
 
 /* Epilogue that applies the gradient of the activation (dAct), to each row of v:

@@ -28,7 +28,7 @@ struct SlabProducer {
   WorkIterator work; // ahead of the current product
   const char *from;  // this lane's 16 bytes of the values of the next slab
   int64_t step;      // bytes to the next slab
-  int scales;        // from there to this lane's 16 bytes of scales or zeros; 0: none
+  int scales;        // offset from `from` to this lane's 16 bytes of scales or zeros; 0: none
   int left;          // remaining slabs of the product
 };
 

@@ -75,8 +75,8 @@ private:
 /* What remains to be done for a tile after its adapter stages. */
 enum class PendingCheck {
   NOTHING,
-  CHECK_ACCUMULATORS, // B has not been checked
-  FIX_UP,             // elements of B were cleared
+  CHECK_ACCUMULATORS, // B may contain NaN or infinity
+  FIX_UP,             // NaN and infinity in B were replaced by 0
 };
 
 template <class S, class T> struct NonFinite {
