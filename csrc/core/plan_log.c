@@ -59,11 +59,11 @@ const char *moelora_last_plan(void) {
 }
 
 /* Logs the first line of a call, and returns whether a GPU's launches follow. `shape` formats the
- * sizes a and b. variant: its block size is that of the alignment; NULL: none. first: number of
- * kernels that the text `kernels` already names. */
+ * sizes a and b. variant: its block size is that of the alignment; NULL: none. named: number of
+ * kernels that the name of the first one stands for. */
 static bool log_plan(const char *operator, const char *shape, int64_t a, int64_t b,
                      const char *dtype, const moelora_routes *routes,
-                     const moelora_device_info *device, const char *kernels, int32_t first,
+                     const moelora_device_info *device, int32_t named,
                      const moelora_variant *variant, const moelora_variant *tuned) {
   if (moelora_log() < MOELORA_LOG_PLAN)
     return false;
@@ -82,7 +82,8 @@ static bool log_plan(const char *operator, const char *shape, int64_t a, int64_t
   const char *why = moelora_is_forced(variant)    ? "; forced"
                     : variant && variant == tuned ? "; tuned"
                                                   : "";
-  list_kernels(more, sizeof more, first);
+  const char *kernels = named ? last.kernels[0].kernel : "";
+  list_kernels(more, sizeof more, named);
   fprintf(stderr,
           "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s)\n",
           operator, *dtype ? " " : "", dtype, (long long)routes->num_tokens, routes->top_k,
@@ -183,8 +184,7 @@ static void note_align(const moelora_routes *routes, const moelora_device_info *
     return;
   last.count = 0;
   name_sorts(plan);
-  if (!log_plan("align", "max_loras=%lld", routes->max_loras, 0, "", routes, device, "", 0, NULL,
-                NULL))
+  if (!log_plan("align", "max_loras=%lld", routes->max_loras, 0, "", routes, device, 0, NULL, NULL))
     return;
   log_resolve(plan->resolves, routes);
   log_align(plan);
@@ -206,8 +206,8 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
   name_variant("shrink", plan->shrink.variant);
   name_sorts(&plan->align);
   if (!log_plan("gemm", "N=%lld K=%lld", problem->w.n, problem->w.k,
-                moelora_dtype_name(problem->dtype), &problem->routes, device, plan->variant->name,
-                1, plan->variant, NULL))
+                moelora_dtype_name(problem->dtype), &problem->routes, device, 1, plan->variant,
+                NULL))
     return;
   log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
@@ -229,7 +229,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   const moelora_device_info seen = moelora_limited(device);
   const bool is_logged = moelora_log() >= MOELORA_LOG_PLAN;
   if (!log_plan("experts", "K=%lld I=%lld", problem->hidden, problem->intermediate,
-                moelora_dtype_name(problem->dtype), &problem->routes, device, plan->variant->name,
+                moelora_dtype_name(problem->dtype), &problem->routes, device,
                 plan->staged || plan->w2 == plan->variant ? 2 : 1, plan->variant,
                 is_logged ? moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM) : NULL))
     return;
@@ -268,8 +268,8 @@ void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
   }
   const moelora_gemm_problem *forward = &problem->forward;
   if (!log_plan("gemm_backward", "N=%lld K=%lld", forward->w.n, forward->w.k,
-                moelora_dtype_name(forward->dtype), &forward->routes, device, plan->variant->name,
-                1, plan->variant, NULL))
+                moelora_dtype_name(forward->dtype), &forward->routes, device, 1, plan->variant,
+                NULL))
     return;
   log_align(&plan->align);
   if (plan->copies_dout)
@@ -290,8 +290,8 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
   }
   const moelora_experts_problem *forward = &problem->forward;
   if (!log_plan("experts_backward", "K=%lld I=%lld", forward->hidden, forward->intermediate,
-                moelora_dtype_name(forward->dtype), &forward->routes, device, plan->variant->name,
-                1, plan->variant, NULL))
+                moelora_dtype_name(forward->dtype), &forward->routes, device, 1, plan->variant,
+                NULL))
     return;
   log_align(&plan->align);
   log_back_product("w2", &plan->product[0]);
@@ -315,8 +315,7 @@ static void note_delta(const char *operator, const moelora_delta_problem *proble
   name_sorts(&plan->align);
   name_variant("sum", plan->sum);
   if (!log_plan(operator, "max_loras=%lld", routes->max_loras, 0,
-                moelora_dtype_name(problem->dtype), routes, device, kernels, 1, plan->variant,
-                NULL))
+                moelora_dtype_name(problem->dtype), routes, device, 1, plan->variant, NULL))
     return;
   static const char *const orders[] = {[MOELORA_BY_ROUTE] = "by_route",
                                        [MOELORA_GROUPED] = "grouped",

@@ -83,17 +83,15 @@ static const char *device_name(int32_t type) {
 
 /* Checks that a view lies within its storage, whose owner may have freed or shrunk it: torch then
  * returns NULL or a stale address. */
-static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle,
-                          bool has_data) {
+static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle) {
   const int64_t span = moelora_span_bytes(arg.tensor);
   int64_t bytes = 0, offset = 0;
-  if (span <= 0) { /* no elements, or invalid, which the core reports */
+  if (span <= 0) /* no elements, or invalid, which the core reports */
     return;
-  }
   aoti_torch_get_storage_size(handle, &bytes);
   aoti_torch_get_storage_offset(handle, &offset);
   const int64_t element = (int64_t)moelora_dtype_bytes(arg.tensor->dtype);
-  if (!has_data || bytes < span || offset > (bytes - span) / element)
+  if (!arg.tensor->data || bytes < span || offset > (bytes - span) / element)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "%s has elements up to byte %" PRId64 " of a storage of %" PRId64
             " bytes: it was freed or shrunk, as by FSDP or offloading; expected a tensor whose "
@@ -160,9 +158,8 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
   tensor.ndim = (int32_t)ndim;
   memcpy(tensor.size, sizes, (size_t)ndim * sizeof *sizes);
   memcpy(tensor.stride, strides, (size_t)ndim * sizeof *strides);
-  if (!op_is_meta(ctx)) {
-    check_storage(ctx, (moelora_arg){name, index, &tensor}, handle, tensor.data != NULL);
-  }
+  if (!op_is_meta(ctx))
+    check_storage(ctx, (moelora_arg){name, index, &tensor}, handle);
   if (!tensor.data)
     tensor.data = no_elements;
   return tensor;
@@ -228,7 +225,6 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
   int64_t numel = 0, wide = 0;
   int32_t type = -1, code = -1;
-  void *data = NULL;
   aoti_torch_get_numel(handle, &numel);
   aoti_torch_get_device_type(handle, &type);
   aoti_torch_get_dtype(handle, &code);
@@ -241,11 +237,11 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
   } else if (numel && !is_64 && code != aoti_torch_dtype_int32()) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has another dtype than int32 or int64", name);
   } else if (numel && !is_meta) {
-    const moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
-    aoti_torch_get_data_ptr(handle, &data);
-    check_storage(ctx, (moelora_arg){name, -1, &one}, handle, data != NULL);
+    moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
+    aoti_torch_get_data_ptr(handle, &one.data);
+    check_storage(ctx, (moelora_arg){name, -1, &one}, handle);
     if (ctx->status == MOELORA_OK)
-      wide = is_64 ? *(const int64_t *)data : *(const int32_t *)data;
+      wide = is_64 ? *(const int64_t *)one.data : *(const int32_t *)one.data;
   }
   aoti_torch_delete_tensor_object(handle);
   return op_int(ctx, name, (StableIValue)wide);

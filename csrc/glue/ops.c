@@ -8,30 +8,27 @@
 #define OPERATOR(NAME, ...)                                                                        \
   void op_call_##NAME(moelora_op_context *ctx, moelora_##NAME##_args *args) {                      \
     moelora_call call;                                                                             \
-    if (op_check(ctx, moelora_prepare_##NAME(args, &ctx->exec, &call))) {                          \
+    if (op_check(ctx, moelora_prepare_##NAME(args, &ctx->exec, &call)))                            \
       op_run(ctx, &call);                                                                          \
-    }                                                                                              \
   }
 #define CONVERSION(NAME, PROBLEM)                                                                  \
   static void op_call_##NAME(moelora_op_context *ctx, const moelora_##NAME##_args *args) {         \
     moelora_##PROBLEM problem;                                                                     \
-    if (op_check(ctx, moelora_check_##NAME(args, &problem)) && op_workspace(ctx, 0)) {             \
+    if (op_check(ctx, moelora_check_##NAME(args, &problem)) && op_workspace(ctx, 0))               \
       op_check(ctx, moelora_run_##NAME(args, &ctx->exec));                                         \
-    }                                                                                              \
   }
 #include "core/operators.inc"
 
 /* A layout may claim more rows than its tiles have room for; the core refuses that later. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
-  const int64_t rows = op_size(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
+  const int64_t rows = w->size[1] * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
   return tiles && layout->rows < rows ? layout->rows > 0 ? layout->rows : 0 : rows;
 }
 
 static int64_t num_blocks(const moelora_align_args *args) {
-  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0) {
+  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0)
     return 0; /* reported by the core */
-  }
   return moelora_align_max_blocks(args->mode, op_num_rows(&args->routing.topk_ids),
                                   args->num_experts, args->max_loras, args->block_size);
 }
@@ -73,7 +70,7 @@ void op_run_sorting(moelora_op_context *ctx, moelora_align_args *args) {
 void op_run_gemm(moelora_op_context *ctx, moelora_gemm_args *args) {
   if (!args->out.data) {
     const moelora_tensor *ids = &args->routing.topk_ids;
-    const int64_t sizes[3] = {op_size(ids, 0), op_size(ids, 1),
+    const int64_t sizes[3] = {ids->size[0], ids->size[1],
                               op_weight_rows(&args->w, &args->w_layout)};
     args->out = op_output(ctx, args->x.dtype, 3, sizes);
   }
@@ -81,18 +78,16 @@ void op_run_gemm(moelora_op_context *ctx, moelora_gemm_args *args) {
 }
 
 void op_run_experts(moelora_op_context *ctx, moelora_experts_args *args) {
-  if (!args->out.data) {
-    const moelora_tensor *x = &args->hidden_states;
-    const int64_t sizes[2] = {op_size(x, 0), op_size(x, 1)};
-    args->out = op_output(ctx, x->dtype, 2, sizes);
-  }
+  const moelora_tensor *x = &args->hidden_states;
+  if (!args->out.data)
+    args->out = op_output(ctx, x->dtype, 2, x->size);
   op_call_experts(ctx, args);
 }
 
 void op_run_prepack(moelora_op_context *ctx, moelora_pack_weights_args *args) {
   const moelora_tensor *w = &args->w;
-  const int64_t sizes[5] = {op_size(w, 0), op_size(w, 1) / MOELORA_PACK,
-                            op_size(w, 2) / MOELORA_PACK, MOELORA_PACK, MOELORA_PACK};
+  const int64_t sizes[5] = {w->size[0], w->size[1] / MOELORA_PACK, w->size[2] / MOELORA_PACK,
+                            MOELORA_PACK, MOELORA_PACK};
   args->out = op_output(ctx, w->dtype, 5, sizes);
   op_call_pack_weights(ctx, args);
 }
@@ -111,11 +106,11 @@ void op_run_pack(moelora_op_context *ctx, moelora_pack_quantized_args *args) {
   args->dtype = compute_dtype(ctx, args->dtype);
   if (ctx->status != MOELORA_OK)
     return;
-  layout->rows = op_size(values, 1);
-  const int64_t depth = op_size(values, 2); /* 4-bit values: half of K */
+  layout->rows = values->size[1];
+  const int64_t depth = values->size[2]; /* 4-bit values: half of K */
   const int64_t side =
       moelora_tile_depth(layout->format) / (moelora_is_fp8(layout->format) ? 1 : 2);
-  const int64_t sizes[4] = {op_size(values, 0), moelora_row_tiles(layout->order, layout->rows),
+  const int64_t sizes[4] = {values->size[0], moelora_row_tiles(layout->order, layout->rows),
                             depth / side + (depth % side != 0), moelora_tile_bytes(layout->format)};
   args->tiles = op_output(ctx, MOELORA_U8, 4, sizes);
   op_call_pack_quantized(ctx, args);
@@ -127,19 +122,18 @@ void op_run_unpack(moelora_op_context *ctx, op_unpack_args *op) {
   const int64_t rows = args->layout.rows;
   const moelora_dtype dtype = compute_dtype(ctx, op->dtype);
   const int32_t side = moelora_tile_depth(args->layout.format);
-  const int64_t most[] = {op_size(tiles, 1) * MOELORA_PACK, op_size(tiles, 2) * side};
-  if (rows < 1 || rows > most[0]) { /* before they are allocated */
+  const int64_t most[] = {tiles->size[1] * MOELORA_PACK, tiles->size[2] * side};
+  if (rows < 1 || rows > most[0]) /* before they are allocated */
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, rows,
             most[0]);
-  }
   if (op->columns < 1 || op->columns > most[1])
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "columns is %d, expected 1 to tiles.size(2) * %d, which is %" PRId64, op->columns, side,
             most[1]);
   if (ctx->status != MOELORA_OK)
     return;
-  const int64_t sizes[3] = {op_size(tiles, 0), rows, op->columns};
+  const int64_t sizes[3] = {tiles->size[0], rows, op->columns};
   args->out = op_output(ctx, dtype, 3, sizes);
   op_call_unpack_quantized(ctx, args);
 }

@@ -36,14 +36,10 @@ typedef struct op_gemm_backward_args {
 #define OP(NAME, ARGS, RUN) void RUN(moelora_op_context *ctx, ARGS *args);
 #include "glue/ops.inc"
 
-static inline int64_t op_size(const moelora_tensor *tensor, int32_t dim) {
-  return dim < tensor->ndim ? tensor->size[dim] : 0;
-}
-
 /* Returns the number of routed rows, or 0 if the core refuses it later. */
 static inline int64_t op_num_rows(const moelora_tensor *topk_ids) {
   int64_t rows;
-  const bool overflows = __builtin_mul_overflow(op_size(topk_ids, 0), op_size(topk_ids, 1), &rows);
+  const bool overflows = __builtin_mul_overflow(topk_ids->size[0], topk_ids->size[1], &rows);
   return overflows || rows > INT32_MAX ? 0 : rows;
 }
 

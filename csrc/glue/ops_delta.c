@@ -8,7 +8,7 @@ void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
     args->routing.topk_ids = args->lists.expert_ids;
     args->lists.expert_ids = (moelora_tensor){0};
   }
-  args->num_tokens = op_size(&args->routing.topk_weights, 0);
+  args->num_tokens = args->routing.topk_weights.size[0];
   op_call_delta(ctx, args);
 }
 

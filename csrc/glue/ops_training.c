@@ -14,17 +14,16 @@ static moelora_tensor shrink_output(moelora_op_context *ctx, const moelora_exper
   const moelora_dtype dtype = args->hidden_states.dtype;
   if (lora->num_slices == 0)
     return nothing(ctx, dtype);
-  const int64_t rows = op_num_rows(&args->routing.topk_ids), rank = op_size(&lora->a[0], 2);
+  const int64_t rows = op_num_rows(&args->routing.topk_ids), rank = lora->a[0].size[2];
   const int64_t sizes[3] = {rows, ndim == 3 ? lora->num_slices : rank, rank};
   return op_output(ctx, dtype, ndim, sizes);
 }
 
 void op_run_saving(moelora_op_context *ctx, moelora_experts_args *args) {
   const moelora_dtype dtype = args->hidden_states.dtype;
-  const int64_t out[2] = {op_size(&args->hidden_states, 0), op_size(&args->hidden_states, 1)};
   const int64_t gate_up[2] = {op_num_rows(&args->routing.topk_ids),
                               op_weight_rows(&args->w13, &args->w13_layout)};
-  args->out = op_output(ctx, dtype, 2, out);
+  args->out = op_output(ctx, dtype, 2, args->hidden_states.size);
   args->saved.gate_up = op_output(ctx, dtype, 2, gate_up);
   args->saved.w13_shrink = shrink_output(ctx, args, &args->w13_lora, 3);
   args->saved.w2_shrink = shrink_output(ctx, args, &args->w2_lora, 2);
