@@ -526,13 +526,10 @@ moelora_status launch_any(GradientLaunch &s, int32_t most, const moelora_exec *e
     MOELORA_TRY((most <= 16   ? launch_few<T, 16>(s, exec)
                  : most <= 32 ? launch_few<T, 32>(s, exec)
                               : launch_few<T, 64>(s, exec)));
-  if (most <= 16)
-    return launch<T, 16>(s, exec);
-  if (most <= 32)
-    return launch<T, 32>(s, exec);
-  if (most <= 64)
-    return launch<T, 64>(s, exec);
-  return launch<T, 128>(s, exec);
+  return most <= 16   ? launch<T, 16>(s, exec)
+         : most <= 32 ? launch<T, 32>(s, exec)
+         : most <= 64 ? launch<T, 64>(s, exec)
+                      : launch<T, 128>(s, exec);
 }
 
 } // namespace

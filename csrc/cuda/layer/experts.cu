@@ -59,24 +59,24 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
 
 /* Buffers for the quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
-  void *values; // NULL: not quantized
-  float *scales;
-  int64_t rows, stride;
-  bool early; // x is an argument of the call
+  moelora_quantized_rows to; // values NULL: not quantized
+  bool early;                // x is an argument of the call
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
                              const moelora_weights *w, size_t rows) {
   if (!moelora_is_e4m3_kernel(variant->format))
     return {};
-  QuantizedRows q = {};
-  q.rows = (int64_t)rows;
+  moelora_quantized_rows q = {};
+  q.rule = w->x;
+  q.scale = w->x_scale;
+  q.scales_stride = (int64_t)rows;
   q.stride = moelora_depth_tiles(w->format, w->k) * moelora_tile_depth(w->format);
   q.values = moelora_take_array(arena, moelora_times(rows, (size_t)q.stride),
                                 variant->needs == MOELORA_SM90 ? 1 : 2);
   const size_t groups = (size_t)(q.stride / moelora_x_group(w->format));
   q.scales = (float *)moelora_take_array(arena, moelora_times(rows, groups), sizeof(float));
-  return q;
+  return {q, false};
 }
 
 /* Quantizes a projection's tokens. */
@@ -86,7 +86,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
-  launch.rows = q->rows;
+  launch.rows = q->to.scales_stride;
   if (g->tokens.divisor.value == 0) {
     launch.num_post = g->schedule.blocks.num_post;
     launch.counts = g->schedule.blocks.counts;
@@ -100,9 +100,9 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
-  launch.values = q->values;
-  launch.values_stride = q->stride;
-  launch.scales = q->scales;
+  launch.values = q->to.values;
+  launch.values_stride = q->to.stride;
+  launch.scales = q->to.scales;
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
@@ -111,17 +111,12 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
-  tokens.x = q->values;
-  tokens.stride = q->stride;
-  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zero-padded up to there
-  tokens.scales = q->scales;
-  tokens.scales_stride = q->rows;
+  tokens.x = q->to.values;
+  tokens.stride = q->to.stride;
+  tokens.k = bytes ? (int32_t)q->to.stride : from->k; // bytes are zero-padded up to there
+  tokens.scales = q->to.scales;
+  tokens.scales_stride = q->to.scales_stride;
   return tokens;
-}
-
-/* Describes the e4m3 outputs of the projection that precedes the one with `w`. */
-moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
-  return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
 /* Describes the shrink before a projection. */
@@ -143,7 +138,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
     MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
-  if (quantized->values)
+  if (quantized->to.values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
   if (g->schedule.blocks.packed_ranks) {
     MOELORA_TRY(shrink(g, variant, shrink_plan, routes, xa, exec));
@@ -263,7 +258,7 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
   if (plan->projection[0].stores_e4m3)
-    g.epilogue.e4m3 = stored_rows(&l.h_fp8, &p->w2);
+    g.epilogue.e4m3 = l.h_fp8.to;
   g.epilogue.out_unread = !plan->projection[0].stores_out;
   g.before = {p->saved.gate_up, p->saved.gate_up_stride};
   MOELORA_TRY(project(&g, plan->variant, &plan->projection[0], &plan->shrink[0], routes, l.xa13,
