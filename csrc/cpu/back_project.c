@@ -88,18 +88,6 @@ static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice
   return p->yb + (at * p->lora->num_slices + slice) * p->lora->max_rank;
 }
 
-/* Returns the factor of sorted row `at` as an n by k matrix. */
-static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
-                                 int64_t at, int64_t n, int64_t k) {
-  const moelora_sorted *sorted = &p->call->sorted;
-  return moelora_factor_matrix(p->call->variant, factor, sorted->adapter[at], sorted->expert[at], n,
-                               k);
-}
-
-static int32_t rank_at(const moelora_back_projection *p, int64_t at) {
-  return moelora_rank_of(&p->call->sorted.tables, p->call->sorted.adapter[at], p->lora->max_rank);
-}
-
 /* ---- yb = s y B ---- */
 
 static void back_shrink_part(void *context, int64_t index, int32_t worker) {
@@ -109,8 +97,9 @@ static void back_shrink_part(void *context, int64_t index, int32_t worker) {
   moelora_back_scratch *scratch = &p->call->scratch[worker];
   const float *scalings = p->call->sorted.tables.scaling;
   const float scaling = scalings ? scalings[p->call->sorted.adapter[part[0]]] : 1.0f;
-  const int64_t rank = rank_at(p, part[0]);
-  const moelora_weights b = factor_at(p, &p->lora->b[slice], part[0], p->lora->slice_n, rank);
+  const int64_t rank = moelora_rank_at(&p->call->sorted, part[0], p->lora->max_rank);
+  const moelora_weights b = moelora_factor_matrix(
+      p->call->variant, &p->lora->b[slice], &p->call->sorted, part[0], p->lora->slice_n, rank);
   for (int64_t i = 0; i < rank; i += MOELORA_BACK_COLUMNS) {
     const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, rank - i);
     const int64_t width = moelora_row_width(count);
@@ -152,7 +141,9 @@ static void add_adapters(const moelora_back_projection *p, int64_t first, int64_
     next = moelora_segment_end(&p->call->sorted, at, first + m);
     for (int32_t slice = 0; p->call->sorted.adapter[at] >= 0 && slice < p->lora->num_slices;
          slice++) {
-      const moelora_weights a = factor_at(p, &p->lora->a[slice], at, rank_at(p, at), p->w->k);
+      const int32_t rank = moelora_rank_at(&p->call->sorted, at, p->lora->max_rank);
+      const moelora_weights a = moelora_factor_matrix(p->call->variant, &p->lora->a[slice],
+                                                      &p->call->sorted, at, rank, p->w->k);
       fill_panel(p->call->variant, &a, begin, count, &scratch->factor);
       for (int64_t i = at; i < next; i++)
         scratch->x[i - at] = yb_row(p, i, slice);

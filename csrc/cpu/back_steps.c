@@ -89,9 +89,7 @@ static void weigh_row(void *context, int64_t at, int32_t worker) {
   const weigh_tasks *tasks = context;
   const moelora_sorted *sorted = &tasks->call->sorted;
   const moelora_factors *lora = tasks->lora;
-  if (sorted->adapter[at] < 0)
-    return;
-  const int32_t rank = moelora_rank_of(&sorted->tables, sorted->adapter[at], lora->max_rank);
+  const int32_t rank = moelora_rank_at(sorted, at, lora->max_rank);
   for (int32_t slice = 0; slice < lora->num_slices; slice++) {
     float *row = tasks->rows + (at * lora->num_slices + slice) * lora->max_rank;
     for (int32_t i = 0; i < rank; i++)

@@ -30,10 +30,6 @@ void moelora_cpu_emit_out(const moelora_projection *p, int64_t at, int64_t begin
   kernels->store(line, out, count);
 }
 
-static bool counts(const moelora_combine *combine, int64_t p) {
-  return combine->active ? combine->active[p] : combine->tables->expert[p] >= 0;
-}
-
 static void combine_token(void *context, int64_t m, int32_t worker) {
   (void)worker;
   const moelora_combine *combine = context;
@@ -51,7 +47,7 @@ static void combine_token(void *context, int64_t m, int32_t worker) {
     const int64_t count = moelora_min(256, combine->columns - k);
     float sum[256] = {0};
     for (int64_t p = first; p < end; p++) {
-      if (!counts(combine, p))
+      if (combine->active ? !combine->active[p] : combine->tables->expert[p] < 0)
         continue;
       const float weight = combine->weighted ? combine->tables->weight[p] : 1.0f;
       const float *z = combine->z + p * combine->columns + k;

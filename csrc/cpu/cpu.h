@@ -50,13 +50,15 @@ static inline const char *moelora_row_at(const moelora_weights *w, moelora_dtype
   return (const char *)w->data + (size_t)at * moelora_dtype_bytes(dtype);
 }
 
-/* Returns the factor of an adapter and an expert as an n by k matrix. */
+/* Returns the factor of sorted row `at` as an n by k matrix. */
 static inline moelora_weights moelora_factor_matrix(const moelora_variant *variant,
-                                                    const moelora_factor *factor, int64_t adapter,
-                                                    int64_t expert, int64_t n, int64_t k) {
-  const int64_t at = adapter * factor->stride_l + expert * factor->stride_e;
+                                                    const moelora_factor *factor,
+                                                    const moelora_sorted *sorted, int64_t at,
+                                                    int64_t n, int64_t k) {
+  const int64_t from =
+      sorted->adapter[at] * factor->stride_l + sorted->expert[at] * factor->stride_e;
   return (moelora_weights){
-      .data = (const char *)factor->data + (size_t)at * moelora_dtype_bytes(variant->dtype),
+      .data = (const char *)factor->data + (size_t)from * moelora_dtype_bytes(variant->dtype),
       .n = n,
       .k = k,
       .stride_n = factor->stride_i,
@@ -120,10 +122,6 @@ typedef struct moelora_quantized_rows {
 moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
                                                    const moelora_weights *w, int64_t rows,
                                                    moelora_arena *arena);
-/* Quantizes operand rows; does nothing if `values` is NULL. */
-void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
-                          const moelora_exec *exec);
 
 /* gemm.c: one grouped projection over sorted rows. */
 typedef enum moelora_row_index {
@@ -218,6 +216,10 @@ typedef struct moelora_combine {
 } moelora_combine;
 
 void moelora_cpu_combine(const moelora_combine *combine, const moelora_exec *exec);
+
+/* quantize.c: quantizes the operand rows of x; does nothing if x_e4m3.values is NULL. */
+void moelora_cpu_quantize(const moelora_projection *projection, int64_t rows,
+                          const moelora_exec *exec);
 
 /* lora.c */
 size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,

@@ -144,7 +144,7 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const size_t bytes = moelora_dtype_bytes(problem->dtype);
   const int32_t max_rank = p->lora->max_rank;
-  const int64_t rank = moelora_rank_of(&p->sorted->tables, p->sorted->adapter[at], max_rank);
+  const int64_t rank = moelora_rank_at(p->sorted, at, max_rank);
   const int64_t row = p->sorted->row[at], top_k = p->routes->top_k;
   for (int32_t slice = 0; slice < p->lora->num_slices; slice++) {
     char *operands = (char *)p->xa + (size_t)((at * p->lora->num_slices + slice) * max_rank) *
@@ -256,10 +256,11 @@ static void project(const moelora_delta_problem *problem, const delta_layout *la
 }
 
 static moelora_status run(const moelora_delta_problem *p, int32_t count,
-                          const moelora_delta_plan *plan, const moelora_exec *exec) {
+                          const moelora_delta_plan *plan, const moelora_exec *exec, size_t *bytes) {
   const moelora_delta_problem *last = &p[count - 1];
   const int32_t max_rank = p->lora.max_rank; /* a row whose true rank is 0 has no adapter */
   delta_layout layout = lay_out(p, count, plan, exec);
+  MOELORA_MEASURE(bytes, layout.bytes);
   if (last->lists.sorted_token_ids)
     rows_of_lists(&last->routes, &last->lists, max_rank, &layout.rows);
   else
@@ -288,13 +289,11 @@ static moelora_status run(const moelora_delta_problem *p, int32_t count,
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
                                  const moelora_delta_plan *plan, const moelora_exec *exec,
                                  size_t *bytes) {
-  MOELORA_MEASURE(bytes, lay_out(problem, 1, plan, exec).bytes);
-  return run(problem, 1, plan, exec);
+  return run(problem, 1, plan, exec, bytes);
 }
 
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec,
                                      size_t *bytes) {
-  MOELORA_MEASURE(bytes, lay_out(problem->of, 2, plan, exec).bytes);
-  return run(problem->of, 2, plan, exec);
+  return run(problem->of, 2, plan, exec, bytes);
 }

@@ -114,13 +114,11 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   moelora_cpu_operands(&w13, routes->num_tokens,
                        problem->apply_router_weight_on_input ? layout.sorted.tables.weight : NULL,
                        layout.x, exec);
-  moelora_cpu_quantize(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
-                       exec);
+  moelora_cpu_quantize(&w13, routes->num_tokens, exec);
   if (w13.xa)
     moelora_cpu_shrink(&w13, exec);
   moelora_cpu_project(&w13, exec);
-  moelora_cpu_quantize(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
-                       exec);
+  moelora_cpu_quantize(&w2, layout.sorted.num_rows, exec);
   if (w2.xa)
     moelora_cpu_shrink(&w2, exec);
 

@@ -66,11 +66,10 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   const int64_t up = p->w->n / 2 + begin;
   moelora_columns_of ranges[2] = {{begin, begin + count, 0}};
   int num_ranges = 1;
-  if (p->interleaved) {
+  if (p->interleaved)
     ranges[0] = (moelora_columns_of){2 * begin, 2 * (begin + count), 0};
-  } else if (p->gated) {
+  else if (p->gated)
     ranges[num_ranges++] = (moelora_columns_of){up, up + count, ldc / 2};
-  }
   const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
 
   for (int i = 0; i < num_ranges && p->xa; i++)
@@ -247,8 +246,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
   };
   const int64_t rows = moelora_rows_of_x(routes, problem->x_per_row);
   moelora_cpu_operands(&projection, rows, NULL, layout.x, exec);
-  moelora_cpu_quantize(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
-                       &layout.x_e4m3, exec);
+  moelora_cpu_quantize(&projection, rows, exec);
   if (projection.xa)
     moelora_cpu_shrink(&projection, exec);
   moelora_cpu_project(&projection, exec);

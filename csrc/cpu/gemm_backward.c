@@ -88,10 +88,7 @@ static void load_xa_row(void *context, int64_t at, int32_t worker) {
   const gemm_backward *b = context;
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->call.variant);
   const moelora_factors *lora = &b->forward.lora;
-  const int32_t adapter = b->call.sorted.adapter[at];
-  if (adapter < 0)
-    return;
-  const int32_t rank = moelora_rank_of(&b->call.sorted.tables, adapter, lora->max_rank);
+  const int32_t rank = moelora_rank_at(&b->call.sorted, at, lora->max_rank);
   for (int32_t slice = 0; slice < lora->num_slices; slice++) {
     const int64_t first = (at * lora->num_slices + slice) * lora->max_rank;
     const char *from = (const char *)b->shrunk + (size_t)first * kernels->operand_bytes;

@@ -23,9 +23,8 @@ static char *xa_row(const moelora_projection *p, int64_t at, int32_t slice) {
 }
 
 static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
-  const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
-  const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, p->lora->max_rank);
-  return moelora_factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
+  const int32_t rank = moelora_rank_at(p->sorted, at, p->lora->max_rank);
+  return moelora_factor_matrix(p->variant, &p->lora->a[slice], p->sorted, at, rank, p->w->k);
 }
 
 /* Whether the adapter's A of slice 0 is that of both slices. */
@@ -103,11 +102,10 @@ typedef struct factor_b_part {
 static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t slice, int64_t begin,
                               int64_t end) {
   const moelora_factors *lora = p->lora;
-  const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
-  const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, lora->max_rank);
+  const int32_t rank = moelora_rank_at(p->sorted, at, lora->max_rank);
   const int64_t base = slice * lora->slice_n;
   return (factor_b_part){
-      .b = moelora_factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank),
+      .b = moelora_factor_matrix(p->variant, &lora->b[slice], p->sorted, at, lora->slice_n, rank),
       .from = moelora_max(begin, base) - base,
       .to = moelora_min(end, base + lora->slice_n) - base,
   };

@@ -28,14 +28,6 @@ moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *varian
   };
 }
 
-typedef struct quantize_tasks {
-  const moelora_cpu_kernels *kernels;
-  const moelora_weights *w;
-  const char *x;
-  int64_t x_stride;
-  const moelora_quantized_rows *out;
-} quantize_tasks;
-
 /* Returns the maximum of `least` and all magnitudes, without NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
@@ -51,12 +43,12 @@ static float largest(const float *line, int64_t count, float least) {
   return most[0];
 }
 
-static float token_scale(const quantize_tasks *tasks, const char *row) {
+static float token_scale(const moelora_projection *p, const char *row) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   float line[GROUP], most = 0;
-  for (int64_t k = 0; k < tasks->w->k; k += GROUP) {
-    const int64_t count = moelora_min(GROUP, tasks->w->k - k);
-    moelora_operands_to_f32(tasks->kernels, row + (size_t)k * tasks->kernels->operand_bytes, line,
-                            count);
+  for (int64_t k = 0; k < p->w->k; k += GROUP) {
+    const int64_t count = moelora_min(GROUP, p->w->k - k);
+    moelora_operands_to_f32(kernels, row + (size_t)k * kernels->operand_bytes, line, count);
     most = largest(line, count, most);
   }
   const float scale = most / MOELORA_E4M3_MAX, least = 1.0f / (MOELORA_E4M3_MAX * 512.0f);
@@ -65,14 +57,14 @@ static float token_scale(const quantize_tasks *tasks, const char *row) {
 
 static void quantize_row(void *context, int64_t index, int32_t worker) {
   (void)worker;
-  const quantize_tasks *tasks = context;
-  const moelora_weights *w = tasks->w;
-  const moelora_cpu_kernels *kernels = tasks->kernels;
+  const moelora_projection *p = context;
+  const moelora_weights *w = p->w;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const int64_t group = moelora_x_group(w->format);
-  const char *row = tasks->x + (size_t)(index * tasks->x_stride) * kernels->operand_bytes;
-  char *to = (char *)tasks->out->values + (size_t)(index * w->k) * kernels->operand_bytes;
-  float *scales = tasks->out->scales + index * tasks->out->groups;
-  float line[GROUP], scale = w->x == MOELORA_X_TOKEN ? token_scale(tasks, row) : w->x_scale;
+  const char *row = (const char *)p->x + (size_t)(index * p->x_stride) * kernels->operand_bytes;
+  char *to = (char *)p->x_e4m3.values + (size_t)(index * w->k) * kernels->operand_bytes;
+  float *scales = p->x_e4m3.scales + index * p->x_e4m3.groups;
+  float line[GROUP], scale = w->x == MOELORA_X_TOKEN ? token_scale(p, row) : w->x_scale;
   for (int64_t k = 0; k < w->k; k += group) {
     const int64_t count = moelora_min(group, w->k - k);
     moelora_operands_to_f32(kernels, row + (size_t)k * kernels->operand_bytes, line, count);
@@ -87,10 +79,7 @@ static void quantize_row(void *context, int64_t index, int32_t worker) {
   }
 }
 
-void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
-                          const moelora_exec *exec) {
-  quantize_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
-  if (out->values)
-    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantize_row, &tasks);
+void moelora_cpu_quantize(const moelora_projection *p, int64_t rows, const moelora_exec *exec) {
+  if (p->x_e4m3.values)
+    moelora_cpu_parallel(exec, rows, (double)rows * (double)p->w->k, quantize_row, (void *)p);
 }

@@ -15,6 +15,13 @@ typedef struct shrink_rows {
   void *xa; /* [P, slices, R] by sorted position: operands, or float32 */
 } shrink_rows;
 
+static shrink_rows rows_of(const moelora_variant *variant, const moelora_sorted *sorted,
+                           const moelora_factors *lora, const moelora_saved_rows *saved,
+                           int32_t which, void *xa) {
+  const int64_t *stride = saved->shrink_stride[which];
+  return (shrink_rows){variant, sorted, lora, saved->shrink[which], {stride[0], stride[1]}, xa};
+}
+
 static char *saved_row(const shrink_rows *rows, int64_t row, int32_t slice) {
   return rows->saved + (size_t)(row * rows->stride[0] + slice * rows->stride[1]) *
                            moelora_dtype_bytes(rows->variant->dtype);
@@ -37,23 +44,16 @@ static void save_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const shrink_rows *rows = context;
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(rows->variant);
-  const int32_t adapter = rows->sorted->adapter[at];
-  if (adapter < 0)
-    return;
-  const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
-  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
+  const int32_t rank = moelora_rank_at(rows->sorted, at, rows->lora->max_rank);
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++)
     moelora_store_operands(kernels, sorted_row(rows, at, slice, kernels->operand_bytes),
                            saved_row(rows, rows->sorted->row[at], slice), rank);
-  }
 }
 
 static void load_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const shrink_rows *rows = context;
-  const int32_t adapter = rows->sorted->adapter[at];
-  if (adapter < 0)
-    return;
-  const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
+  const int32_t rank = moelora_rank_at(rows->sorted, at, rows->lora->max_rank);
   for (int32_t slice = 0; slice < rows->lora->num_slices; slice++)
     moelora_cpu_kernels_of(rows->variant)
         ->load(saved_row(rows, rows->sorted->row[at], slice),
@@ -66,14 +66,8 @@ static double elements_of(const shrink_rows *rows, int64_t count) {
 
 void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora_saved_rows *saved,
                              int32_t which, const moelora_exec *exec) {
-  shrink_rows rows = {
-      .variant = projection->variant,
-      .sorted = projection->sorted,
-      .lora = projection->lora,
-      .saved = saved->shrink[which],
-      .stride = {saved->shrink_stride[which][0], saved->shrink_stride[which][1]},
-      .xa = projection->xa,
-  };
+  shrink_rows rows = rows_of(projection->variant, projection->sorted, projection->lora, saved,
+                             which, projection->xa);
   const int64_t count = projection->routes->num_rows;
   if (!rows.saved)
     return;
@@ -84,14 +78,7 @@ void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora
 
 void moelora_cpu_load_shrink(const moelora_back_call *call, const moelora_factors *lora,
                              const moelora_saved_rows *saved, int32_t which, float *xa) {
-  shrink_rows rows = {
-      .variant = call->variant,
-      .sorted = &call->sorted,
-      .lora = lora,
-      .saved = saved->shrink[which],
-      .stride = {saved->shrink_stride[which][0], saved->shrink_stride[which][1]},
-      .xa = xa,
-  };
+  shrink_rows rows = rows_of(call->variant, &call->sorted, lora, saved, which, xa);
   const int64_t count = call->sorted.num_rows;
   moelora_cpu_parallel(call->exec, count, elements_of(&rows, count), load_row, &rows);
 }

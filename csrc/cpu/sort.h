@@ -30,4 +30,10 @@ static inline int64_t moelora_segment_end(const moelora_sorted *sorted, int64_t 
   return next;
 }
 
+/* Rank of sorted row `at`; 0 without an adapter. */
+static inline int32_t moelora_rank_at(const moelora_sorted *sorted, int64_t at, int32_t max_rank) {
+  const int32_t adapter = sorted->adapter[at];
+  return adapter < 0 ? 0 : moelora_rank_of(&sorted->tables, adapter, max_rank);
+}
+
 #endif
