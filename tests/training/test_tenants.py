@@ -385,8 +385,12 @@ def test_saved_folders_are_pefts(tmp_path):
         served.pool.add(name, tmp_path / name)
     found, wanted = (h.losses(["law", "code"], 9) for h in (served, house))
     assert found == wanted
-    with pytest.raises(FileNotFoundError, match=r"training.json: it was saved without optimizer"):
-        served.add("other", tmp_path / "law", resume=True)
+    for folder, why in (
+        ("law", "no training.json: it was saved without"),
+        ("none", "not a folder"),
+    ):
+        with pytest.raises(FileNotFoundError, match=f"tenant 'other': .*{folder} .*{why}"):
+            served.add("other", tmp_path / folder, resume=True)
     assert "other" not in served.pool
 
 

@@ -48,7 +48,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises
     ------
     FileNotFoundError
-        A file is missing.
+        The folder or a file is missing.
     ValueError
         A file is damaged, is a link out of the folder, or has a tensor of which the other file does
         not tell.
@@ -56,6 +56,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
     state, tensors = (file_in(folder, name) for name in STATE_FILES)
     for path in (state, tensors):
         if not path.is_file():

@@ -29,6 +29,8 @@ def of_tenant(name: str) -> Iterator[None]:
     """Errors say whose state they are about."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"tenant {name!r}: {error}") from None
     except ValueError as error:
         raise ValueError(f"tenant {name!r}: {error}") from error.__cause__
 
