@@ -96,19 +96,6 @@ static inline moelora_align_args valid_align(sizes s, moelora_align_mode mode) {
   return a;
 }
 
-static inline moelora_lists valid_lists(sizes s) {
-  const int64_t blocks = s.tokens * s.top_k;
-  return (moelora_lists){
-      .sorted_token_ids =
-          random_ids(MOELORA_I32, 0, s.tokens, SIZES(s.slots, blocks * VALID_BLOCK)),
-      .expert_ids = random_ids(MOELORA_I32, -1, -1, SIZES(s.slots, blocks)),
-      .num_tokens_post_padded = random_ids(MOELORA_I32, 0, 0, SIZES(s.slots)),
-      .lora_ids = random_ids(MOELORA_I32, 0, s.slots - 1, SIZES(s.slots)),
-      .num_active = (int32_t)s.slots,
-      .block_size = VALID_BLOCK,
-  };
-}
-
 /* By routing; in two slices. */
 static inline moelora_delta_args valid_delta(sizes s) {
   return (moelora_delta_args){
