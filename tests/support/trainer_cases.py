@@ -228,7 +228,6 @@ def run(folder: Path, case: str) -> None:
     if kind != "GRPOTrainer":
         for name, factor in torch.load(folder / f"{kind} {base.get('experts')}").items():
             off = ((saved[name] - factor).norm() / factor.norm()).item()
-            print(name, off)
             assert off < (1e-2 if "experts" in base else 1e-3), (name, off)  # of bfloat16
     if not sharded:
         again = trainer(True, out / "again", kind, base, **options)
