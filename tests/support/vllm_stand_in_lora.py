@@ -135,6 +135,9 @@ class LoRAModelManager:
         for lora in lora_model.loras.values():
             lora.optimize()
 
+    def _get_lora_layer_weights(self, lora_model, module_name):
+        return lora_model.loras.get(module_name)
+
     def add_adapter(self, adapter):
         if adapter.id in self._registered_adapters:
             self._registered_adapters.move_to_end(adapter.id)

@@ -136,6 +136,7 @@ UPDATES = Interface(
         "vllm.lora.model_manager": {
             "LoRAModelManager.add_adapter": "self adapter",
             "LoRAModelManager.activate_adapter": "self lora_id",
+            "LoRAModelManager._get_lora_layer_weights": "self lora_model module_name",
         },
         "vllm.v1.worker.gpu_worker": {"Worker.add_lora": "self lora_request"},
     },

@@ -7,8 +7,8 @@
 
 A version is a LoRA of its own for vLLM: `law@7`, with an id and a path that no other has. So caches
 of prefixes know it apart, running requests go on with theirs, and new ones start on what
-`update_adapters` returns. Workers keep each version merged and scaled in host memory: what vLLM's
-cache has evicted comes back from there.
+`update_adapters` returns. Workers keep each version merged and scaled: what vLLM's cache has
+evicted comes back from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -64,7 +65,8 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
         With `enable_lora`. For an `AsyncLLM`: `update_adapters_async`.
     adapters : mapping
         Name -> (config, tensors): the content of adapter_config.json or PEFT's `LoraConfig`, and
-        the tensors of adapter_model.safetensors by name, on any device, which are copied.
+        the tensors of adapter_model.safetensors by name, which are copied. Versions stay on the
+        device that they are on, GPU or CPU, for as long as they are served.
 
     Returns
     -------
@@ -95,7 +97,8 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
             method, args = update.send(replies)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return] # of _update
-        replies = _replies(lambda: engine.collective_rpc(method, args=args))  # noqa: B023
+        with _explained(method):
+            replies = engine.collective_rpc(method, args=args)
 
 
 async def update_adapters_async(engine: Any, adapters: Adapters) -> dict[str, Any]:
@@ -106,19 +109,22 @@ async def update_adapters_async(engine: Any, adapters: Adapters) -> dict[str, An
             method, args = update.send(replies)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return] # of _update
-        found = await engine.collective_rpc(method, args=args)
-        replies = _replies(lambda: found)  # noqa: B023
+        with _explained(method):
+            replies = await engine.collective_rpc(method, args=args)
 
 
-def _replies(call: Callable[[], Any]) -> list[str | None]:
+@contextmanager
+def _explained(method: str) -> Iterator[None]:
+    """Say what to do where a worker has no such method."""
     try:
-        replies: list[str | None] = call()
-    except AttributeError as error:
+        yield
+    except Exception as error:
+        if method not in str(error):
+            raise
         raise RuntimeError(
             f"a worker does not know moelora ({shown(error)}): install it in vLLM's environment, "
             f"and leave {SWITCH} unset"
-        ) from None
-    return replies
+        ) from error
 
 
 def _update(engine: Any, adapters: Adapters) -> Generator[Call, Any, dict[str, Any]]:
@@ -189,7 +195,8 @@ def _checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor
             raise ValueError(f"adapter {name!r}: {key!r:.200} is not a tensor by name")
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise ValueError(f"adapter {name!r}: its config has no {missing[0]}")
-    return json.loads(json.dumps(dict(config), default=sorted)), tensors
+    plain = json.dumps(dict(config), default=lambda v: sorted(v) if isinstance(v, set) else str(v))
+    return json.loads(plain), tensors
 
 
 def _shares_memory(engine: Any) -> bool:
@@ -300,14 +307,14 @@ def _manager(worker: Any) -> Any:
 def _check(inner: Any, model: Any) -> None:
     """ValueError unless merged factors are whole, finite, and fit the stacks of their modules:
     vLLM copies a smaller one into a part of a slot."""
-    unknown = [name for name in model.loras if name not in inner.modules]
-    if unknown and "PPMissingLayer" not in {type(m).__name__ for m in inner.model.modules()}:
-        raise ValueError(f"it has factors of {unknown[0]}, which no layer with LoRA is called")
     if not model.loras:
         raise ValueError("it has no factors")
-    limit = inner.lora_config.max_lora_rank
-    for name, lora in model.loras.items():
-        module = inner.modules.get(name)
+    limit, used = inner.lora_config.max_lora_rank, set()
+    for name, module in inner.modules.items():
+        lora = inner._get_lora_layer_weights(model, name)
+        if lora is None:
+            continue
+        used.add(id(lora))
         a, b = _parts(module, lora.lora_a, lora.lora_b)
         for p, q, shape in zip(a, b, _shapes(module, len(a)), strict=True):
             if (p is None) != (q is None):
@@ -330,6 +337,9 @@ def _check(inner: Any, model: Any) -> None:
                     f"columns of lora_A and {rows} rows of lora_B, of {max(experts, default=1)} "
                     "experts"
                 )
+    unknown = [name for name, lora in model.loras.items() if id(lora) not in used]
+    if unknown and "PPMissingLayer" not in {type(m).__name__ for m in inner.model.modules()}:
+        raise ValueError(f"it has factors of {unknown[0]}, which no layer with LoRA is called")
 
 
 def _parts(module: Any, a: Any, b: Any) -> tuple[list[Any], list[Any]]:
@@ -392,6 +402,9 @@ def _tensors_of(
         return from_local_checkpoint(path, *args, **named)
     # Copies: vLLM multiplies scalings into B in place, and trainers write their tensors.
     tensors = {key: t.detach().clone() for key, t in _reading[path][1].items()}
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) == 1:  # on a GPU they stay there, so that slots are written at its rate
+        named["device"] = str(devices.pop())
     taken = inspect.signature(LoRAModel.from_lora_tensors).parameters
     return LoRAModel.from_lora_tensors(
         tensors=tensors, **{name: value for name, value in named.items() if name in taken}
