@@ -184,8 +184,8 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
   } while (blocks > 0);
 }
 
-/* Accumulates the K span in d, for factors without 16-byte alignment. `next` points kChunk blocks ahead,
- * at the rows to prefetch. */
+/* Accumulates the K span in d, for factors without 16-byte alignment. `next` points kChunk blocks
+ * ahead, at the rows to prefetch. */
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
                                                   const OperandRows<1> &x, float (&d)[4]) {
