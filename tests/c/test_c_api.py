@@ -129,13 +129,14 @@ def test_operators_have_a_row_for_each_tensor():
     header = re.sub(r"/\*.*?\*/", "", headers, flags=re.S)
     found = re.findall(r"typedef struct (\w+) \{(.*?)\} \w+;", header, re.S)
     structs = {name: body for name, body in found if name != "moelora_tensor"}
-    rows = "".join(
-        f"#define {row}(NAME, {more}) @{field}\n"
+    rows = "#define ARG(KIND, ...) ARG_##KIND(__VA_ARGS__)\n" + "".join(
+        f"#define {row}(NAME, {more}) {field}\n"
         for row, more, field in (
-            *((row, "S, D, FIELD", "FIELD") for row in ("INPUT", "OPTIONAL")),
-            *((row, "S, D, FIELD", "FIELD") for row in ("OUTPUT", "OPTIONAL_OUTPUT")),
-            *((row, "B, FIELD", "FIELD") for row in ("FACTORS", "FACTOR_GRADIENTS")),
-            *((row, "...", "@NAME") for row in ("OPERATOR", "CONVERSION")),
+            *((f"ARG_{row}", "S, D, FIELD", "@FIELD") for row in ("INPUT", "OPTIONAL")),
+            *((f"ARG_{row}", "S, D, FIELD", "@FIELD") for row in ("OUTPUT", "OPTIONAL_OUTPUT")),
+            *((f"ARG_{row}", "B, FIELD", "@FIELD") for row in ("FACTORS", "FACTOR_GRADIENTS")),
+            ("ARG_AT_LEAST", "...", ""),
+            *((row, "...", "@@NAME") for row in ("OPERATOR", "CONVERSION")),
         )
     )
     command = ["cc", "-E", "-P", "-x", "c", "-I", str(ROOT / "csrc"), "-"]

@@ -83,7 +83,8 @@ def serve(folder: Path, mode: str) -> None:
         close(model(ids, adapter_names=rows).logits, expected["updated"])
         got = model.generate(ids, adapter_names=rows, max_new_tokens=3, do_sample=False)
         assert torch.equal(got, expected["generated"])
-        generate_batch(model, ids, rows, got)
+        if not hasattr(model.config, "kv_lora_rank"):  # a batch of requests is refused there
+            generate_batch(model, ids, rows, got)
     held = pool.describe()
     experts = [text for name, text in held.items() if name.endswith("experts")]
     axis = "intermediate" if mode == "tp" else "experts"
