@@ -112,8 +112,8 @@ static bool trains_on_hopper(const moelora_access *access) {
            moelora_is_e4m3_kernel(access->second));
 }
 
-/* Hopper kernels address gathered x with 32-bit offsets of 16 bytes, portable kernels hold the row
- * stride in 32 bits. */
+/* Hopper kernels address rows of gathered x by 32-bit offsets in units of 16 bytes; portable
+ * kernels store the row stride in an int32. */
 static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;

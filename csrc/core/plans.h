@@ -122,7 +122,7 @@ static inline bool moelora_reads_weights_again(const moelora_variant *v, int64_t
   return rows_per_expert > (int64_t)v->block_m * v->cluster;
 }
 
-/* K columns, of 128 bytes, that adapter kernels never split. */
+/* Spans of K are multiples of this, as of a cache line of 16-bit values. */
 #define MOELORA_LINE 64
 
 /* Number of K spans that every shrink sums separately and adds in order, and the length of each
@@ -148,8 +148,8 @@ static inline int32_t moelora_shrink_span(int64_t depth, bool vectors) {
  * word: a packed rank is adapter * MOELORA_RANKS + rank. */
 #define MOELORA_RANKS 4096
 
-/* Limits of windows that are sorted as they are loaded, and of kernels for both halves: routed
- * rows, and pairs for which the smallest window has bins, plus one. */
+/* Limits of windows that are sorted as they are loaded, and of kernels that run A and B of an
+ * adapter: routed rows, and pairs (expert, adapter), each with a bin in the smallest window. */
 #define MOELORA_WINDOW_ROWS 512
 #define MOELORA_WINDOW_PAIRS (6 * 256 - 1)
 
@@ -178,11 +178,11 @@ typedef struct moelora_shrink_plan {
   int32_t shares;                 /* work units per block, or CTAs that share a window */
   int32_t group;                  /* blocks that concurrent CTAs work on */
   bool listed;                    /* segments listed by the sort are distributed evenly over CTAs */
-  bool few;                       /* over blocks: a single pass of all CTAs finds all items */
-  bool by_adapter;                /* listed segments are taken adapter by adapter */
-  int32_t window;                 /* rows */
-  int32_t span;                   /* over whole segments: K extent of each partial sum */
-  int64_t work;                   /* upper bound of useful CTAs */
+  bool few;        /* so few blocks that one pass of all CTAs over them finds all items */
+  bool by_adapter; /* listed segments are taken adapter by adapter */
+  int32_t window;  /* rows */
+  int32_t span;    /* over whole segments: K extent of each partial sum */
+  int64_t work;    /* upper bound of useful CTAs */
 } moelora_shrink_plan;
 
 typedef struct moelora_expand_plan {
@@ -197,8 +197,9 @@ typedef struct moelora_expand_plan {
 /* Epilogue of a projection's kernel. */
 typedef enum moelora_epilogue_plan {
   MOELORA_EPILOGUE_GENERAL, /* any */
-  MOELORA_EPILOGUE_PLAIN,   /* bias, relu2 or no activation; Hopper, by flat row: routing weights */
-  MOELORA_EPILOGUE_GATED,   /* bias and a gated activation */
+  /* bias; relu2 or no activation; on Hopper also routing weights, of rows stored as flat rows */
+  MOELORA_EPILOGUE_PLAIN,
+  MOELORA_EPILOGUE_GATED, /* bias and a gated activation */
 } moelora_epilogue_plan;
 
 /* Launch mode for grids with fewer CTAs than the GPU holds at once. */
@@ -297,7 +298,7 @@ typedef struct moelora_gemm_backward_needs {
 /* The backward of a projection, or of a delta, which has no weights. */
 typedef struct moelora_gemm_backward_plan {
   moelora_gemm_backward_needs needs;
-  const moelora_variant *variant; /* CPU: selects the kernels; CUDA: of the product */
+  const moelora_variant *variant; /* that of the kernels; CUDA: that of the product */
   /* CUDA */
   moelora_back_product_plan product;
   moelora_align_plan align;

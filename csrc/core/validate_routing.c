@@ -165,7 +165,7 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   *problem = (moelora_align_problem){.mode = mode, .block_size = args->block_size};
   MOELORA_REQUIRE(mode >= MOELORA_ALIGN_BASE && mode <= MOELORA_ALIGN_SORTING,
                   "mode is %d, expected a moelora_align_mode", (int)mode);
-  moelora_align_args read = *args; /* without what the mode does not look at */
+  moelora_align_args read = *args; /* a mode without adapters ignores theirs */
   if (!with_adapters)
     read.adapters = (moelora_adapters){0};
   moelora_arguments all;

@@ -37,7 +37,7 @@ static void add_row(int32_t max_rank, int32_t row, int32_t expert, int32_t adapt
   sorted->adapter[sorted->num_rows++] = adapter;
 }
 
-/* Keeps the rows of routes that have an adapter, in place. */
+/* Sorts the routed rows, then leaves those whose adapter has a rank. */
 static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta_rows *rows) {
   moelora_sort_rows(routes, &rows->sorted);
   memset(rows->active, 0, (size_t)routes->num_rows);

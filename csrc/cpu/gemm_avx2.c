@@ -91,7 +91,7 @@ static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_
   }
 }
 
-/* Looks up the table by the low four bits of each lane. */
+/* Looks up entries of the table by the low four bits of each lane. */
 static inline __m256 entries(const table *t, __m256i place) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* bit 3 as the sign */
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t->first, place),

@@ -69,7 +69,7 @@ typedef struct moelora_gradient_rows {
   int32_t *sparse;                 /* [max_loras * E] a copy; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* What the gradients of a call need of a list. */
+/* Which parts of moelora_gradient_rows a call fills. */
 typedef struct moelora_gradient_uses {
   bool shared;          /* some factor has one gradient for all experts */
   bool weighted;        /* some product has weights */

@@ -8,8 +8,9 @@
 
 namespace decode {
 
-/* Two consecutive k16 slabs of a segment, whose slabs are listed over all slices; two lanes of a
- * quad hold 16 ranks. */
+/* Two consecutive k16 slabs of a segment. Slabs are numbered across slices, so that the two may be
+ * of different slices. Of a quad, lanes 0 and 1 hold the first slab, 8 ranks each, 2 and 3 the
+ * other. */
 struct DoubleSlab {
   int segment, rank, slabs; // per slice
   int first;                // first of the two

@@ -35,7 +35,7 @@ __device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int 
     mask_elements(v, rank - first - (int)(threadIdx.x % 4) * 2 * WORDS);
 }
 
-/* A load of 8 or 16 bytes. */
+/* Loads 8 or 16 bytes by one instruction. */
 template <int WORDS>
 __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *from) {
   static_assert(WORDS == 2 || WORDS == 4, "one access");
@@ -77,8 +77,8 @@ template <int ROWS> struct RowAddresses {
   float weight[ROWS];
 };
 
-/* An expand after a shrink starts once the inputs of the shrink are complete: only xa is
- * unfinished, so it may call this after its first loads. */
+/* Waits for the kernel before, then lets the next one start. Behind a shrink only xa may be
+ * incomplete until then: an expand may load B and out first. */
 __device__ __forceinline__ void begin() {
   wait_for_previous_kernel();
   start_next_kernel();

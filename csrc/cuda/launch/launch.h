@@ -34,7 +34,7 @@ typedef struct moelora_segment {
 /* Routed rows in blocks of one expert each, sorted by adapter within an expert. Block b holds
  * counts[b] rows from position b * rows on; the rest up to (b + 1) * rows is padding. The rows of
  * an expert are distributed evenly over the smallest sufficient number of blocks, in multiples of
- * n8 tiles. The blocks of a `cluster` belong to one expert; the last of them may be empty. */
+ * `grain`. The blocks of a `cluster` belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
   int32_t rows; /* 1, with a cluster of 1: rows are not padded */
   int16_t cluster;

@@ -100,7 +100,7 @@ template <class S> struct StageLayout {
   }
 };
 
-/* Returns the number of columns of A of an item. */
+/* Returns the number of ranks of an item: rows of A, N of the wgmma. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
   return min(item.columns - item.first, S::RANKS);

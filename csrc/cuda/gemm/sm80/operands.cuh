@@ -31,8 +31,8 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
     }
   }
 
-  /* Returns this thread's chunk of row 0 at k step `step`. */
   using Source = const T *;
+  /* Returns this thread's chunk of row 0 at k step `step`. */
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
   }

@@ -1,4 +1,4 @@
-/* Transposed weights in the portable GEMM: y W of a backward, without transposing W in memory.
+/* Transposed weights in the portable GEMM: dY W of a backward, without transposing W in memory.
  * Rows of W are K, its columns outputs:
  *
  *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7),

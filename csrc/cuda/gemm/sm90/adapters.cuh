@@ -373,8 +373,9 @@ template <class S, class T> struct WeightMajorAdapters {
     return stage.nonfinite;
   }
 
-  /* Checks the tile's first two tokens: whether each row has a finite accumulator for at least one
-   * of them. Only lanes that hold column 0 take part, because these tokens are never padding. */
+  /* Returns whether each row has a finite accumulator for the tile's first or second token. Only
+   * the lanes that hold these check. Neither is padding: stages are shared by two tokens or more.
+   */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
     float most = 0.f;
 #pragma unroll

@@ -1,4 +1,4 @@
-/* Grouped GEMM for Hopper with quantized weights, up to 16 tokens of 16 bits: bulk copies,
+/* Grouped GEMM for Hopper, quantized weights, 16-bit x, up to 16 tokens a tile: bulk copies,
  * dequantization in registers, mma.sync.
  *
  *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i

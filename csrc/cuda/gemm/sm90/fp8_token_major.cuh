@@ -310,7 +310,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
     if (ThreadPlace(consumer).token != 0)
       return true;
-    float most[4] = {}; // chains of comparisons
+    float most[4] = {}; // four maxima, none of which waits for another
 #pragma unroll
     for (int i = 0; i < 64; i++) {
       const float *two = &rAcc[i / 32][i / 2 % 16 * 4 + i % 2];

@@ -121,7 +121,7 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
       }
       wgmma_commit();
 
-      // By now TMA has stored the outputs of the previous tile.
+      // By now TMA has read the outputs of the previous tile, so that this wait is short.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 

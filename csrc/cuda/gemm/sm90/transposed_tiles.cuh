@@ -133,7 +133,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
       if (g.tokens.divisor.value)
         fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
-      // By now TMA has stored the outputs of the previous tile.
+      // By now TMA has read the outputs of the previous tile, so that this wait is short.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
