@@ -18,14 +18,14 @@
  *
  * Expert and adapter ids out of range are never used as an address: a row whose expert is out of
  * range (or on another rank) is skipped, and a row whose adapter is out of range or disabled is a
- * base row. Every call is batch invariant: the bits of a row do not depend on the other rows, their
- * number or their adapters.
+ * base row, without adapter. Every call is batch invariant: the bits of a row do not depend on the
+ * other rows, their number or their adapters.
  *
- * Routing, adapters and lists may be written while a call reads them. For the whole call, each
- * element then has either its old or its new value. On CUDA this holds for ids, maps, enable
- * flags, ranks, scalings and lora_ids. Routing weights and the rows of lists are read by every
- * kernel that needs them, so a concurrent write may mix old and new values in the rows concerned,
- * and in no others. No value that may change is used as an address. */
+ * Routing, adapters and lists may be written while a call reads them. The call then uses either the
+ * old or the new value of each element throughout. On CUDA this holds for ids, maps, enable flags,
+ * ranks, scalings and lora_ids. Every kernel that needs routing weights or the rows of lists reads
+ * them again, so a concurrent write may mix old and new values in the rows that it changes, but in
+ * no others. No value that may change is used as an address. */
 #ifndef MOELORA_H
 #define MOELORA_H
 
@@ -33,7 +33,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Declarations between these have the linkage of C in C++, too. */
+/* Declarations between these macros have C linkage in C++, too. */
 #ifdef __cplusplus
 #define MOELORA_BEGIN_C extern "C" {
 #define MOELORA_END_C }
@@ -87,15 +87,15 @@ typedef struct moelora_tensor {
 
 typedef void (*moelora_task)(void *context, int64_t begin, int64_t end);
 
-/* Where to run an operator, and its resources. */
+/* Where an operator runs, and the resources that it uses. */
 typedef struct moelora_exec {
   moelora_device device;
   int32_t device_index; /* CUDA ordinal, not necessarily the current device; unused on the CPU */
   void *stream;         /* cudaStream_t of that device; NULL: its default stream */
   void *workspace;      /* 256-byte aligned, at least moelora_call.workspace_bytes, on `device` */
   size_t workspace_bytes;
-  /* CPU only: runs `task` over [0, count), split arbitrarily over threads, and returns when all of
-   * it is done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
+  /* CPU only: runs `task` over [0, count), split arbitrarily over threads, and returns when all
+   * parts are done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* number of threads that parallel_for uses; 0 counts as 1 */
 } moelora_exec;
@@ -150,12 +150,12 @@ typedef struct moelora_routing {
 typedef enum moelora_align_mode {
   MOELORA_ALIGN_BASE = 0,  /* by expert; a block holds one expert */
   MOELORA_ALIGN_UNIFORM,   /* by (expert, adapter); a block holds one pair */
-  MOELORA_ALIGN_SEGMENTED, /* by expert, then adapter within an expert; padding per expert only */
+  MOELORA_ALIGN_SEGMENTED, /* by expert, then adapter; only experts are padded to blocks */
   MOELORA_ALIGN_SORTING, /* CK-tile's moe_sorting: token ids, weights, empty experts get a block */
 } moelora_align_mode;
 
-/* Order: local expert, then adapter (-1 first), then flat row index. Sizes: `blocks` is at least
- * moelora_align_max_blocks(), rows = blocks * block_size. */
+/* Rows are sorted by local expert, then adapter (-1 first), then flat row index. The caller chooses
+ * `blocks`, at least moelora_align_max_blocks(); rows = blocks * block_size. */
 typedef struct moelora_align_args {
   moelora_align_mode mode;
   int32_t num_experts; /* with expert_map: the number of global experts, expert_map.size(0) */
@@ -169,10 +169,10 @@ typedef struct moelora_align_args {
   moelora_tensor lora_ids; /* UNIFORM: [blocks]; SEGMENTED: [rows]; int32, -1 = base or padding */
   moelora_tensor num_tokens_post_padded; /* [1] int32 */
   moelora_tensor sorted_weights;         /* SORTING: [rows] float32, 0 in padding */
-  moelora_tensor out_to_zero; /* SORTING: any contiguous float tensor, zeroed; may be absent */
+  moelora_tensor out_to_zero; /* SORTING: contiguous float tensor to zero; may be absent */
 } moelora_align_args;
 
-/* Upper bound of the number of blocks, which the outputs must hold. */
+/* Returns an upper bound of the number of blocks; the outputs must have room for it. */
 int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
                                  int32_t max_loras, int32_t block_size);
 moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
@@ -180,24 +180,24 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
 
 /* ---- quantized weights ---- */
 
-/* Storage format of a weight: MOELORA_NATIVE, which is 0, MOELORA_MXFP4, MOELORA_INT4 and so on;
- * one row of formats.inc each. */
+/* Storage format of a weight: MOELORA_NATIVE (0), MOELORA_MXFP4, MOELORA_INT4 and so on, one for
+ * each row of formats.inc. */
 typedef enum moelora_format {
 #define MOELORA_FORMAT_OF(KERNEL, NAME, ...) MOELORA_##NAME,
 #include "formats.inc"
 } moelora_format;
 
-/* Format of x, and h, in the base product with FP8 weights. Adapters always use the unquantized
+/* Format of x or h in the base product with FP8 weights. Adapters always use the unquantized
  * values. */
 typedef enum moelora_x_format {
   /* 16-bit x (W8A16): weights are dequantized, rounding once. The only choice for other weight
    * formats. */
   MOELORA_X_NATIVE = 0,
-  /* W8A8: q = e4m3(x (1/s)) or e4m3(x / s), as stated below, for float32 s and 1/s; rounds to
-   * nearest even and saturates at 448; a NaN stays NaN and is ignored by maxima. Each 128 elements
-   * of K (64 for FP8_G64) are accumulated separately and multiplied by both scales. h is rounded
-   * to its dtype first. */
-  MOELORA_X_GROUP,  /* s per token and 128 (64) elements of K: max(|x|, 1e-10) / 448; q = x (1/s) */
+  /* W8A8: q = e4m3(x (1/s)) or e4m3(x / s), as stated below, with s and 1/s in float32. e4m3()
+   * rounds to nearest even and saturates at 448. A NaN stays NaN, and maxima ignore it. Each 128
+   * elements of K (64 for FP8_G64) are accumulated separately and multiplied by both scales. h is
+   * rounded to its dtype first. */
+  MOELORA_X_GROUP,  /* s per token and K group: max(|x|, 1e-10) / 448; q = x (1/s) */
   MOELORA_X_TOKEN,  /* s per token: max|x| / 448, at least 1 / (448 * 512); q = x / s */
   MOELORA_X_STATIC, /* s is x_scale of the layout; q = x (1/s) */
 } moelora_x_format;
@@ -209,9 +209,9 @@ typedef enum moelora_row_order {
   MOELORA_ROWS_INTERLEAVED, /* gate and up rows alternate; tiles are those of GATE_UP */
 } moelora_row_order;
 
-/* Quantized weights are stored in tiles, [E, row tiles, K tiles, bytes per tile] uint8. Padding
- * rows and columns are zero. 4-bit tiles have 64 rows by 64 columns, in the operand A layout of
- * mma.m16n8k16 and wgmma:
+/* Quantized weights are stored in tiles, [E, row tiles, K tiles, bytes per tile] uint8. Rows and
+ * columns past the end of the weight are zero. 4-bit tiles have 64 rows by 64 columns, in the
+ * operand A layout of mma.m16n8k16 and wgmma:
  *
  *   values [4 warps][32 lanes][4 slabs of k16] uint32
  *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4, NVFP4), 16 bits (INT4) or float32
@@ -220,18 +220,18 @@ typedef enum moelora_row_order {
  *   scale  [4] float32                          of the tile, 0, 0, 0 (NVFP4)
  *
  * Lane t of warp w holds rows r = 16 w + t / 4 and r + 8. In its word of slab s, values i of the
- * low and the high half are register a_i of the instruction: columns c and c + 1 = 16 s + 2 (t %
- * 4) of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3).
- * For INT4, value i is nibble i of its half; for NF4 and BNB_FP4, nibble 2 i (low half) or 2 i + 1
- * (high half) of the word, and the index of a number in formats.inc; for e2m1, its sign, exponent
- * and mantissa are bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3).
- * Scales of r and r + 8 are at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32, else 1. The
- * representation of a scale depends on the dtype of the activations: an MXFP4 scale 2^(s - 127) is
- * stored as the byte s + 126 for bf16 and s - 98 for fp16, or 0 if s is smaller; an INT4 scale is
- * rounded to that dtype. An NVFP4 scale has a five-bit exponent with bias 22 and a three-bit
- * mantissa for both; the values of a group whose scale is 0 are 0.
+ * low and the high half are register a_i of the instruction: columns c and c + 1 = 16 s + 2 (t % 4)
+ * of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3). For
+ * INT4, value i is nibble i of its half. For NF4 and BNB_FP4, it is nibble 2 i (low half) or 2 i +
+ * 1 (high half) of the word, an index into the numbers in formats.inc. For e2m1, its sign, exponent
+ * and mantissa are bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3 (i = 1); 9, 2, 1, 0 (i = 2); 13, 11, 10,
+ * 14 (i = 3). Scales of r and r + 8 are at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32,
+ * else 1. The representation of a scale depends on the dtype of the activations: an MXFP4 scale
+ * 2^(s - 127) is stored as the byte s + 126 for bf16 and s - 98 for fp16, or 0 if s is smaller; an
+ * INT4 scale is rounded to that dtype. An NVFP4 scale has a five-bit exponent with bias 22 and a
+ * three-bit mantissa for both; the values of a group whose scale is 0 are 0.
  *
- * FP8 tiles have 64 rows by 128 columns, as rows of 128 bytes in TMA's 128-byte swizzle:
+ * FP8 tiles have 64 rows by 128 columns, stored as rows of 128 bytes in TMA's 128-byte swizzle:
  *
  *   values [64 rows][8] 16 bytes   chunk c, columns 16 c to 16 c + 15, of row r at c ^ (r & 7)
  *   scales [4] float32             of columns 0 to 63, of columns 64 to 127, 0, 0;
@@ -257,10 +257,10 @@ int32_t moelora_tile_bytes(moelora_format format);
  * float32, or [E, 2] for gate and up. A group is 16 (NVFP4), 32 (MXFP4 and G32), a multiple of 64,
  * or K.
  *
- * FP8: values [E, N, K] uint8 of e4m3; scales [E, N/block_rows, K/block_columns] float32, both
- * rounded up; the scale of element (n, k) is [n / block_rows, k / block_columns]. block_columns is
- * a multiple of 128 (64 for G64), or at least K. Except for ROWS, the rows of a tile must be in
- * one block; if block_rows is 1, their scales must be equal, and the first one is used. */
+ * FP8: values [E, N, K], e4m3 as uint8; scales [E, N/block_rows, K/block_columns] float32, both
+ * sizes rounded up; element (n, k) has scale [n / block_rows, k / block_columns]. block_columns is
+ * a multiple of 128 (64 for G64), or at least K. Except for ROWS, all rows of a tile must be in one
+ * block; if block_rows is 1, their scales must be equal, and that of the first row is used. */
 typedef struct moelora_quantized {
   moelora_tensor values, scales, zeros, tensor_scales;
   int64_t block_rows, block_columns; /* FP8; otherwise 0 */
@@ -275,8 +275,7 @@ moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec);
 /* Dequantizes tiles to out [E, N, K] of the dtype they were packed for, rounding each value once.
- * FP8 scales are rounded to that dtype (fp16: 256 times the scale), as in products with 16-bit x.
- */
+ * FP8 scales are rounded to it first (fp16: 256 times the scale), as in products with 16-bit x. */
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
                                         const moelora_tensor *out, const moelora_exec *exec);
 
@@ -289,7 +288,7 @@ typedef struct moelora_gemm_args {
   moelora_tensor bias;     /* [E, N]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
-  moelora_lora lora; /* in the dtype of x, or in float32, which is then rounded to it */
+  moelora_lora lora; /* in the dtype of x, or in float32 and rounded to that dtype */
   bool mul_routed_weight;
   moelora_tensor out; /* [M, top_k, N]; rows of skipped experts are zeroed */
 } moelora_gemm_args;
@@ -301,11 +300,11 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
 typedef struct moelora_gemm_grads {
   moelora_tensor x;            /* in its shape and dtype */
   moelora_tensor topk_weights; /* [M, top_k] float32 */
-  /* In the shapes of the factors and the bias, each in the dtype of x or in float32. num_slices is
-   * 0 or that of the factors. */
+  /* Gradients have the shapes of the factors and the bias, and the dtype of x or float32.
+   * num_slices is 0, or that of the factors. */
   moelora_lora lora;
   moelora_tensor bias;  /* [E, N] */
-  moelora_tensor pairs; /* present: gradients of factors are sparse, as in moelora_experts_grads */
+  moelora_tensor pairs; /* present: factor gradients are sparse, see moelora_experts_grads */
 } moelora_gemm_grads;
 
 /* For row p with expert e and adapter l, and t its routing weight with mul_routed_weight, else 1:
@@ -316,9 +315,8 @@ typedef struct moelora_gemm_grads {
  *   dB[l,e]  += dout[p]^T (t s x A^T)            dA[l,e] += (t s dout[p] B)^T x
  *   dbias[e] += t dout[p]
  *
- * Without w, for a delta, W and the bias count as zero. Rounding, the order of sums, and
- * the isolation of adapters are those of moelora_experts_backward_args. Nothing is saved: s x A^T
- * is recomputed. */
+ * Without w (for a delta), W and the bias count as zero. Rounding, the order of sums, and the
+ * isolation of adapters are those of moelora_experts_backward_args. s x A^T is recomputed. */
 typedef struct moelora_gemm_backward_args {
   moelora_gemm_args forward; /* as in the forward; w may be absent; `out` is not read */
   int32_t num_experts;       /* without w: experts on this rank */
@@ -342,8 +340,8 @@ typedef enum moelora_activation {
   MOELORA_SWIGLUSTEP,             /* min(silu(g), limit) * u, clamped */
 } moelora_activation;
 
-/* What the forward of a layer saves for its backward, in addition to its arguments. Rows are flat
- * rows p; all tensors have the dtype of hidden_states. */
+/* Tensors that the forward of a layer saves for its backward, which also needs the arguments of the
+ * forward. Rows are flat rows p; all tensors have the dtype of hidden_states. */
 typedef struct moelora_saved {
   /* [P, 2I] ([P, I] if not gated): x w13^T + adapter + bias before the activation, columns in the
    * row order of w13; 0 in skipped rows. Absent: nothing is saved. */
@@ -357,7 +355,7 @@ typedef struct moelora_experts_args {
   moelora_tensor hidden_states; /* [M, K] */
   moelora_tensor w13;           /* [E, 2I, K] ([E, I, K] if not gated), packed, or quantized */
   moelora_tensor w2;            /* [E, K, I], packed, or quantized */
-  /* All zeros, or the layouts of w13, in the row order of the activation, and of w2, in PLAIN
+  /* Zeros for native weights; otherwise w13 is in the row order of the activation, and w2 in PLAIN
    * order. Tiles of a gated w13 in PLAIN order are accepted if I is a multiple of 64 and gate rows
    * come first. */
   moelora_layout w13_layout, w2_layout;
@@ -365,22 +363,21 @@ typedef struct moelora_experts_args {
   moelora_tensor w2_bias;  /* [E, K]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
-  /* In the dtype of hidden_states, or per projection in float32, which is then rounded to it. */
+  /* In the dtype of hidden_states, or per projection in float32 and rounded to that dtype. */
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
   moelora_lora w2_lora;  /* 1 slice of K columns */
-  /* [max_loras] int32; nonzero: the two A of w13 of this adapter are equal, true ranks, and the
-   * second need not be read. Not checked. Without an effect if w13_lora has one slice. Absent: none
-   * are. */
+  /* [max_loras] int32; nonzero: both A of w13 of this adapter are equal up to its true rank, so the
+   * second is not read. Not checked. Ignored if w13_lora has one slice. Absent: none are equal. */
   moelora_tensor w13_one_a;
   moelora_activation activation;
   /* Positive normal float32 values; 0 selects the activation's default. swigluoai takes an alpha,
    * 1.702 by default, and situ, 1 by default. silu, swigluoai and swiglustep take a limit, by
-   * default none, 7 and 7: g (of swiglustep silu(g)) is clamped to min(g, limit) and u to
-   * min(max(u, -limit), limit) first. situ takes a limit, by default none: u is not transformed. */
+   * default none, 7 and 7: g (for swiglustep, silu(g)) is clamped to min(g, limit), and u to
+   * min(max(u, -limit), limit). situ takes the cap of u as limit, by default none. */
   double activation_alpha, activation_limit;
   bool apply_router_weight_on_input; /* requires top_k == 1 */
-  moelora_tensor out;                /* [M, K]; may alias hidden_states, unless saving */
-  moelora_saved saved;               /* outputs; `out` has the same bits with and without them */
+  moelora_tensor out;  /* [M, K]; may alias hidden_states, unless `saved` is present */
+  moelora_saved saved; /* outputs; `out` has the same bits with and without them */
 } moelora_experts_args;
 
 moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
@@ -392,15 +389,15 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
 typedef struct moelora_experts_grads {
   moelora_tensor hidden_states; /* [M, K], in its dtype */
   moelora_tensor topk_weights;  /* [M, top_k] float32 */
-  /* In the shapes of the factors and biases, each in the dtype of hidden_states or in float32.
+  /* Gradients have the shapes of the factors and biases, and the dtype of hidden_states or float32.
    * num_slices is 0, or that of the factors. */
   moelora_lora w13_lora, w2_lora;
   moelora_tensor w13_bias, w2_bias; /* [E, 2I] and [E, K] */
-  /* Present: gradients of factors are sparse. Those of one factor of all pairs are [1, S, *, *],
-   * with the same S for all factors, and pairs [max_loras, E] int32 has the index of each pair of
-   * adapter and (local) expert, at most one pair for an index. Pairs with another value than 0 to
-   * S - 1 have no gradient, and indices without a pair are not written. Factors that experts share
-   * keep their shape. */
+  /* Present: gradients of factors are sparse. The gradient of a factor is [1, S, *, *], with the
+   * same S for all factors; pairs [max_loras, E] int32 maps (adapter, local expert) to an index
+   * below S. No two may map to the same index. An entry outside 0 to S - 1 means that no gradient
+   * is computed, and indices that no entry has are not written. Gradients of factors that experts
+   * share keep the shape of the factor. */
   moelora_tensor pairs;
 } moelora_experts_grads;
 
@@ -414,10 +411,10 @@ typedef struct moelora_experts_grads {
  *   dB13[l,e]  += dgu^T (s x A13^T)                dA13[l,e] += s (dgu B13)^T x
  *   dw13_bias[e] += dgu                            dw2_bias[e] += t dout[m]
  *
- * With apply_router_weight_on_input, x is replaced by t x, t by 1 in all of the above, and dt =
- * <dgu W13eff, x>. Factors of products are rounded to the dtype of hidden_states once, and all
- * sums are float32: over the rows of an (expert, adapter) in the order of p, and for a factor
- * shared by experts, over these sums in the order of experts. Gradients are therefore
+ * With apply_router_weight_on_input, x is replaced by t x, then t by 1 in all of the above, and dt
+ * = <dgu (W13[e] + s B13 A13), x>. Operands of products are rounded to the dtype of hidden_states
+ * once. Sums are float32, over the rows of an (expert, adapter) in the order of p; for a factor
+ * that experts share, these sums are added in the order of experts. Gradients are therefore
  * deterministic, and those of an adapter do not depend on which other adapters have rows in the
  * call. dx of base rows is bit-identical to dx without adapters. Values of an adapter's rows and
  * factors, NaN included, never reach other rows or other adapters' gradients, except for biases,
@@ -430,9 +427,10 @@ typedef struct moelora_experts_backward_args {
   moelora_tensor dout;          /* [M, K], in the dtype of hidden_states */
   moelora_experts_grads grads;  /* outputs */
   /* Accumulate into the gradients of factors and biases, which must be initialized. Otherwise they
-   * are overwritten, with zeros where nothing contributes. The other two are always overwritten. */
+   * are overwritten, with zeros where nothing contributes. Gradients of hidden_states and
+   * topk_weights are always overwritten. */
   bool accumulate;
-  /* saved.gate_up may be overwritten and need not be kept: a GPU takes less memory. */
+  /* May overwrite saved.gate_up, so that a GPU needs less workspace. */
   bool overwrites_gate_up;
 } moelora_experts_backward_args;
 
@@ -441,10 +439,10 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
 
 /* ---- deltas: LoRA for a base product that an engine computes ---- */
 
-/* vLLM's alignment: a list of blocks per adapter slot. Block b of list l holds rows [b *
- * block_size, (b + 1) * block_size) of sorted_token_ids[l], all of expert expert_ids[l, b]. Only
- * the lists in lora_ids[0 .. num_active) are used, each of them once; ids that are negative, not
- * below max_loras, or disabled are skipped. */
+/* vLLM's alignment: a list of blocks per adapter slot. Block b of list l holds entries [b *
+ * block_size, (b + 1) * block_size) of sorted_token_ids[l], all rows of expert expert_ids[l, b].
+ * Only the lists in lora_ids[0 .. num_active) are used, each of them once; ids out of range and
+ * disabled ones are skipped. */
 typedef struct moelora_lists {
   moelora_tensor
       sorted_token_ids;      /* [max_loras, rows] int32: flat row p; other values are padding */
@@ -455,9 +453,9 @@ typedef struct moelora_lists {
   int32_t block_size;
 } moelora_lists;
 
-/* Fills the lists of the adapters in `lists.lora_ids`: rows ordered by local expert, each expert
- * padded to whole blocks with M * top_k, expert_ids -1 past the end. Other lists are left
- * unchanged. A list must have room for an adapter that all tokens carry:
+/* Fills the lists of the adapters in `lists.lora_ids`. Rows are ordered by local expert, and each
+ * expert is padded to whole blocks with M * top_k; expert_ids is -1 past the last block. Other
+ * lists are left unchanged. A list must have room for an adapter that all tokens carry:
  * moelora_align_max_blocks(MOELORA_ALIGN_BASE, ...) blocks and their rows. */
 typedef struct moelora_align_lists_args {
   int32_t num_experts; /* with expert_map: the number of global experts */
@@ -475,14 +473,14 @@ moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
  *   h[slice, p] = s[l] x A[slice][l,e]^T      rounded to the dtype of x; 0 beyond the true rank
  *   z           = h[slice, p] B[slice][l,e]^T   in columns slice * N to (slice + 1) * N
  *
- * x and h present: shrink only. h and out: expand only, without scaling. x and out: both, and h is
- * not returned. Rows without an adapter (none, disabled, of rank 0) or with a skipped expert are
- * left unchanged in h and out, whatever the flags.
+ * With x and h, the call only shrinks; with h and out, it only expands, without scaling; with x and
+ * out, it does both, and h is not returned. Rows without an adapter (none, disabled, of rank 0) or
+ * with a skipped expert are left unchanged in h and out, whatever the flags.
  *
  * With `silu_and_mul` the first half of the columns of z is gate, the second up, and z is replaced
  * by silu(gate) * up (excludes add_inputs and mul_routed_weight, requires out_offset 0). With
  * mul_routed_weight, z is multiplied by topk_weights. A 3-D out receives z of each row; a 2-D out
- * receives the float32 sum over the rows of a token. The result is rounded once. */
+ * receives the sum over the rows of a token, in float32. Results are rounded once. */
 typedef struct moelora_delta_args {
   int32_t num_experts;     /* E on this rank */
   moelora_routing routing; /* topk_ids absent: `lists` define the rows */
@@ -490,8 +488,8 @@ typedef struct moelora_delta_args {
   int64_t num_tokens;      /* M and top_k of lists; otherwise taken from topk_ids */
   int32_t top_k;
   moelora_adapters adapters;
-  /* a is absent in an expand, b in a shrink. In the dtype of x or h; with x, out and topk_ids also
-   * in float32, which is then rounded to it. */
+  /* a is absent in an expand, b in a shrink. Factors have the dtype of x or h; with x, out and
+   * topk_ids they may also be float32, and are rounded to it. */
   moelora_lora lora;
   moelora_tensor x; /* [M, K] or [P, K] */
   moelora_tensor h; /* [slices, M, top_k, R] */
@@ -525,7 +523,7 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
 
 /* ---- packed weights ---- */
 
-/* Copies w [E, N, K] to out [E, N/64, K/64, 64, 64]: each tile of 64 rows by 64 columns is
+/* Copies w [E, N, K] to out [E, N/64, K/64, 64, 64], in which each tile of 64 rows by 64 columns is
  * contiguous. N and K must be multiples of 64. */
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec);
@@ -540,10 +538,11 @@ const char *moelora_cpu_features(void);
 const char *moelora_variant_name(int32_t index);
 /* Whether the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
-/* Forces variants: from now on every plan uses them where it can. `names` is a comma-separated
- * list with at most one variant per role (projection, whole layer, sort, shrink, expand, sum,
- * product of the backward); NULL clears it. The environment variable MOELORA_FORCE_VARIANT sets
- * the initial list; if it names an unknown variant, or two of one role, every operator fails. */
+/* Forces variants: from now on, every plan uses them wherever they support the problem. `names` is
+ * a comma-separated list with at most one variant per role (projection, whole layer, sort, shrink,
+ * expand, sum, product of the backward); NULL clears it. The environment variable
+ * MOELORA_FORCE_VARIANT sets the initial list; if it names an unknown variant, or two of one role,
+ * every operator fails. */
 moelora_status moelora_force_variant(const char *names);
 /* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that also
  * run on GPUs of this one; 0 removes the limit. The environment variable MOELORA_MAX_CC sets the

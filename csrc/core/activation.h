@@ -1,7 +1,7 @@
-/* Activations of w13, h = act(gate, up), for host and device: which there are, what each takes, its
- * coefficients, forward and derivative. An activation that has one of the forms below is a row of
- * MOELORA_ACTIVATIONS and its coefficients in MOELORA_SET_GATE_TERMS. A new form also adds a
- * forward and a gradient to the end of this file, which every backend calls.
+/* Activations of w13, h = act(gate, up), for host and device: parameters, coefficients, forward and
+ * derivative of each. To add an activation of one of the forms below, add a row to
+ * MOELORA_ACTIVATIONS and its coefficients to MOELORA_SET_GATE_TERMS. A new form also needs a
+ * forward and a gradient at the end of this file, which every backend calls.
  *
  *   form         forward
  *   SILU         g sigmoid(g) u                               GATED without limits
@@ -10,8 +10,8 @@
  *   SOFT_CAPPED  T(g) sigmoid(g) T(u)                         T(x) = cap tanh(x / cap)
  *   SQUARED      max(g, 0)^2
  *
- * gelu is gelu_tanh: 1 + tanh(t) = 2 sigmoid(2t). swiglustep, min(silu(g), limit) u, is silu with a
- * limit of g at which silu is the limit. NaN propagates. */
+ * gelu is gelu_tanh: 1 + tanh(t) = 2 sigmoid(2t). swiglustep, min(silu(g), limit) u, is silu with
+ * the gate_limit at which silu(g) = limit. NaN propagates. */
 #ifndef MOELORA_CORE_ACTIVATION_H
 #define MOELORA_CORE_ACTIVATION_H
 
@@ -69,7 +69,7 @@ typedef struct moelora_activation_problem {
   float inverse_alpha, inverse_limit; /* SOFT_CAPPED: reciprocals of the caps */
 } moelora_activation_problem;
 
-/* True for activations whose row satisfies CONDITION; the other rows generate no code. */
+/* `kind` is NAME, if CONDITION holds for its row; other rows generate no code. */
 #define MOELORA_ACTIVATION_WHERE(CONDITION, NAME) || ((CONDITION) && kind == MOELORA_##NAME)
 
 /* Whether w13 has up rows. */
@@ -97,8 +97,8 @@ static MOELORA_CONSTEXPR bool moelora_has_form(moelora_activation kind,
 #undef MOELORA_ROW
 }
 
-/* Sets a, b and c of the GATED form of problem P; a and b are multiplied by FACTOR. A macro, since
- * nvcc orders the instructions of a function's result differently in the epilogues. */
+/* Sets a, b and c of the GATED form for problem P; a and b are multiplied by FACTOR. This is a
+ * macro because nvcc schedules the epilogues differently if a function returns the terms. */
 #define MOELORA_SET_GATE_TERMS(P, FACTOR, A, B, C)                                                 \
   do {                                                                                             \
     A = (FACTOR) * (P).alpha, B = 0.f, C = 0.f;                                                    \
@@ -108,7 +108,7 @@ static MOELORA_CONSTEXPR bool moelora_has_form(moelora_activation kind,
       C = 1.f;                                                                                     \
   } while (0)
 
-/* What the functions below take: an activation's form and its coefficients. */
+/* Parameters of the functions below: an activation's form and its coefficients. */
 typedef struct moelora_activation_terms {
   float a, b, c, gate_limit, limit; /* SOFT_CAPPED: a is the cap of g, `limit` that of u */
   float saturated;                  /* |g'| from which on the sigmoid is 0 or 1 in float32 */
@@ -155,8 +155,8 @@ static inline moelora_activation_problem moelora_silu_problem(void) {
 
 #endif
 
-/* Forward and gradient of each form, in float32. A file gets them if it includes this header after
- * it has defined MOELORA_ACTIVATION_MATH and, for its processor,
+/* Forward and gradient of each form, in float32, for files that define MOELORA_ACTIVATION_MATH and
+ * the following functions, for their processor, before they include this header:
  *
  *   moelora_min_nan(x, y), moelora_max_nan(x, y)   NaN if x is
  *   moelora_multiply_add(x, y, z)                  x y + z
@@ -171,8 +171,8 @@ static inline moelora_activation_problem moelora_silu_problem(void) {
  *   SOFT_CAPPED  dgate = q (T'(g) + T(g) (1 - q)) T(u) dh       dup = T(g) q T'(u) dh
  *   SQUARED      dgate = 2 max(g, 0) dh
  *
- * The gradient passes a clamp for all values that it does not change, including its bounds. There
- * are no branches: compilers vectorize these functions, or overlap the latencies of several. */
+ * The derivative of a clamp is 1 for values that the clamp does not change, including its bounds.
+ * The functions have no branches, so that compilers can vectorize or interleave them. */
 #if defined(MOELORA_ACTIVATION_MATH) && !defined(MOELORA_CORE_ACTIVATION_MATH)
 #define MOELORA_CORE_ACTIVATION_MATH
 

@@ -1,4 +1,4 @@
-/* Interface of a backend. For a call, validate*.c turn the public arguments into a problem
+/* Interface of a backend. validate*.c turn the public arguments of a call into a problem
  * (problems.h), plan_*.c turn (problem, device) into a plan (plans.h), and the backend executes
  * (problem, plan, exec). */
 #ifndef MOELORA_CORE_BACKEND_H
@@ -12,7 +12,7 @@ MOELORA_BEGIN_C
 /* Maximum number of devices of one kind. */
 #define MOELORA_MAX_DEVICES 64
 
-/* Plans and launches may depend on these properties of a device, which are queried once. */
+/* Properties of a device that plans and launches may depend on; they are queried once. */
 typedef struct moelora_device_info {
   moelora_device device;
   int32_t compute_capability;  /* CUDA: 80, 89, 90, ... */
@@ -25,11 +25,11 @@ typedef struct moelora_device_info {
   bool overlaps;               /* CUDA: the loaded code supports programmatic dependent launch */
 } moelora_device_info;
 
-/* Types of a backend's functions, moelora_<backend>_<NAME>, for each operator and conversion.
+/* Types of a backend's functions, moelora_<backend>_<NAME>, one for each operator and conversion.
  *
- * An operator lays out its workspace by a function of (problem, plan, exec). If `bytes` is not
- * NULL, exec has no workspace: the operator only sets the size that it needs. moelora_run passes
- * the same device and number of workers, for which the layout is the same. */
+ * The layout of an operator's workspace is a function of (problem, plan, exec). If `bytes` is not
+ * NULL, exec has no workspace, and the operator only sets *bytes to the size that it needs.
+ * moelora_run passes the same device and at most as many workers, so that this size suffices. */
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
   typedef moelora_status moelora_##NAME##_function(const moelora_##PROBLEM *problem,               \
                                                    const moelora_##PLAN *plan,                     \
@@ -39,12 +39,12 @@ typedef struct moelora_device_info {
                                                    const moelora_exec *exec);
 #include "core/operators.inc"
 
-/* A backend executes plans. It has all operators. */
+/* A backend executes plans. Every backend implements all operators. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
-  /* Makes a device current for the calling thread, saving the previous one in `outer`, and
-   * restores it. All functions below run in between. */
+  /* `enter` makes a device current for the calling thread and saves the previous one in `outer`;
+   * `leave` restores it. All functions below are called in between. */
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
@@ -92,16 +92,16 @@ typedef struct moelora_unpack_quantized_args {
   moelora_status moelora_run_##NAME(const moelora_##NAME##_args *args, const moelora_exec *exec);
 #include "core/operators.inc"
 
-/* plan_sort.c: maximum number of blocks of `rows` rows in an alignment, if clusters of `cluster`
- * blocks belong to one expert. */
+/* plan_sort.c: returns the maximum number of blocks of `rows` rows in an alignment in which all
+ * blocks of a cluster (`cluster` of them) belong to one expert. */
 int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
-/* Returns how many adapters an alignment distinguishes, counting "none"; 1: it ignores adapters. */
+/* plan_sort.c: returns how many adapters an alignment distinguishes, counting "none" as one; 1 if
+ * it ignores adapters. */
 int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
 
-/* device.c: returns how many threads a CPU call may use, each of which has scratch memory; 1 for a
- * GPU. */
+/* device.c: returns the number of threads that a CPU call may use; 1 for a GPU. */
 int32_t moelora_workers(const moelora_exec *exec);
-/* device.c: returns the properties of the current call's device, never NULL. */
+/* device.c: returns the cached properties of a device that moelora_find_device has found. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
 /* status.c: clears this thread's message. */
@@ -121,7 +121,7 @@ moelora_status moelora_no_kernel(const char *variant, const char *why);
       return status_;                                                                              \
   } while (0)
 
-/* Ends an operator that only measures its workspace. */
+/* Sets *BYTES and returns from an operator, if it is called only for the size of its workspace. */
 #define MOELORA_MEASURE(BYTES, SIZE)                                                               \
   do {                                                                                             \
     if (BYTES) {                                                                                   \
@@ -130,7 +130,7 @@ moelora_status moelora_no_kernel(const char *variant, const char *why);
     }                                                                                              \
   } while (0)
 
-/* Returns a * b, saturating at SIZE_MAX. All sizes of workspaces are computed with it. */
+/* Returns a * b, saturating at SIZE_MAX; for the sizes of workspaces. */
 static inline size_t moelora_times(size_t a, size_t b) {
   size_t product;
   return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;

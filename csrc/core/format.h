@@ -1,6 +1,6 @@
 /* Properties of weight formats, derived from formats.inc, and the layout of their tiles (see
- * moelora.h). Code elsewhere does not compare formats: it uses these functions, or FormatTraits in
- * cuda/gemm/common/format.cuh. */
+ * moelora.h). Other files use these functions, or FormatTraits in cuda/gemm/common/format.cuh,
+ * instead of comparing formats. */
 #ifndef MOELORA_CORE_FORMAT_H
 #define MOELORA_CORE_FORMAT_H
 
@@ -36,8 +36,8 @@ typedef enum moelora_scale {
   MOELORA_SCALE_F32,     /* four bytes */
 } moelora_scale;
 
-/* Weight format of CUDA kernels: one moelora_format, or several that differ only in the layout of
- * their scales, and whether x is 16-bit or e4m3. */
+/* Weight format of CUDA kernels: one moelora_format, or several that differ in the layout of their
+ * scales or in the numbers of looked-up codes; and whether x is 16-bit or e4m3. */
 typedef enum moelora_kernel_format {
   MOELORA_KERNEL_NONE = -1,
 #define MOELORA_KERNEL(NAME, TEXT, FORMAT) MOELORA_KERNEL_##NAME,
@@ -59,14 +59,14 @@ static MOELORA_CONSTEXPR moelora_values moelora_values_of(moelora_format format)
       MOELORA_VALUES_NATIVE;
 }
 
-/* True for formats in rows for which CONDITION holds; the other rows generate no code. */
+/* `format` is NAME, if CONDITION holds for its row; other rows generate no code. */
 #define MOELORA_WHERE(CONDITION, NAME) || ((CONDITION) && format == MOELORA_##NAME)
 
 static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {
   return moelora_values_of(format) == MOELORA_VALUES_U4;
 }
 
-/* Whether CUDA kernels look up the numbers of 4-bit codes, which can be any. */
+/* Whether CUDA kernels look up the numbers of 4-bit codes in a table. */
 static MOELORA_CONSTEXPR bool moelora_is_looked_up(moelora_values values) {
   return values > MOELORA_VALUES_U4;
 }
@@ -116,7 +116,7 @@ static MOELORA_CONSTEXPR bool moelora_has_zeros(moelora_format format) {
       ;
 }
 
-/* 4-bit formats: whether 32 (or 16) columns share a scale. */
+/* Whether 32 columns share a scale. */
 static MOELORA_CONSTEXPR bool moelora_has_groups_of_32(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, ...)                          \
@@ -142,7 +142,7 @@ static MOELORA_CONSTEXPR bool moelora_has_row_scales(moelora_format format) {
       ;
 }
 
-/* Whether kernels support it with e4m3 x. */
+/* Whether there are kernels that multiply the format by e4m3 x. */
 static MOELORA_CONSTEXPR bool moelora_takes_e4m3(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
@@ -161,7 +161,7 @@ static MOELORA_CONSTEXPR bool moelora_is_quantized(moelora_format format) {
 
 /* ---- kernel formats ---- */
 
-/* Kernel format for a weight format and a format of x. */
+/* Returns the kernel format for a weight format and a format of x. */
 static MOELORA_CONSTEXPR moelora_kernel_format moelora_kernel_format_of(moelora_format format,
                                                                         moelora_x_format x) {
   return
@@ -173,7 +173,7 @@ static MOELORA_CONSTEXPR moelora_kernel_format moelora_kernel_format_of(moelora_
       MOELORA_KERNEL_NONE;
 }
 
-/* One format of a kernel format; they all have the same values. */
+/* Returns the first weight format of a kernel format; all of them have values of the same width. */
 static MOELORA_CONSTEXPR moelora_format moelora_format_of_kernel(moelora_kernel_format kernel) {
   return
 #define MOELORA_KERNEL(NAME, TEXT, FORMAT) kernel == MOELORA_KERNEL_##NAME ? MOELORA_##FORMAT:
@@ -209,7 +209,7 @@ static MOELORA_CONSTEXPR bool moelora_is_e4m3_kernel(moelora_kernel_format kerne
          kernel != moelora_kernel_format_of(moelora_format_of_kernel(kernel), MOELORA_X_NATIVE);
 }
 
-/* Whether weights are dequantized to the dtype of x. */
+/* Whether kernels dequantize the weights to the dtype of x. */
 static MOELORA_CONSTEXPR bool moelora_is_dequantized_kernel(moelora_kernel_format kernel) {
   return moelora_is_quantized(moelora_format_of_kernel(kernel)) && !moelora_is_e4m3_kernel(kernel);
 }
@@ -231,7 +231,7 @@ static MOELORA_CONSTEXPR int64_t moelora_depth_tiles(moelora_format format, int6
   return (k + moelora_tile_depth(format) - 1) / moelora_tile_depth(format);
 }
 
-/* Columns per scale of e4m3 activations; the scales of weights cover at least as many. */
+/* Columns per scale of e4m3 activations; a scale of the weights covers at least as many. */
 static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, ...)                          \
@@ -241,13 +241,13 @@ static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
              : 128;
 }
 
-/* Power of two by which CUDA kernels scale accumulators down until the epilogue: for bf16, the
- * scales of INT4 nibbles and of tabulated codes would otherwise overflow. */
+/* Exponent d: CUDA kernels keep accumulators scaled by 2^-d until the epilogue. For bf16, the
+ * scales of INT4 nibbles and of looked-up codes would otherwise overflow. */
 static MOELORA_CONSTEXPR int32_t moelora_deferred_exponent(moelora_format format, bool is_bf16) {
   return is_bf16 && moelora_values_of(format) >= MOELORA_VALUES_U4 ? 24 : 0;
 }
 
-/* Power of two, in addition to the tile's scale, by which CUDA kernels scale accumulators up. */
+/* Exponent d: CUDA kernels scale accumulators by 2^d, in addition to the tile's scale. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_scale_exponent(bool is_bf16) {
   return is_bf16 ? 8 : 7;
 }
@@ -269,14 +269,14 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
                                                                            : 2;
 }
 
-/* Offset of a 4-bit tile's own scale, if it has one: the bytes of values, scales and zeros. */
+/* Offset of the scale of a whole 4-bit tile, if it has one: it follows values, scales and zeros. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format) {
   return MOELORA_TILE_VALUES +
          64 * moelora_tile_groups(format) *
              (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
-/* FP8: four scales, the first two for the halves of K, or one scale per row. */
+/* Returns the bytes of an FP8 tile, with four scales (two used: halves of K) or one per row. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
   return MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4;
 }
@@ -305,7 +305,7 @@ static MOELORA_CONSTEXPR int32_t moelora_max_tile_bytes(moelora_kernel_format ke
   return most;
 }
 
-/* Bytes of a tile in a stage of the portable kernels, which covers 64 of K with all scales. */
+/* Bytes of a tile in a stage of the portable kernels: 64 columns of values, and all scales. */
 static MOELORA_CONSTEXPR int32_t moelora_step_bytes(moelora_kernel_format kernel) {
   const int32_t most = moelora_max_tile_bytes(kernel);
   return moelora_is_fp8(moelora_format_of_kernel(kernel)) ? most - MOELORA_FP8_TILE_VALUES / 2
@@ -341,7 +341,7 @@ static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
    ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \
    ((word) << 3 & 0x60006000u) | ((word) >> 2 & 0x10001000u))
 
-/* Spreads codes that kernels look up: nibbles of both halves alternate. */
+/* Reorders codes that kernels look up: the nibbles of both halves of a word alternate. */
 static MOELORA_CONSTEXPR uint32_t moelora_spread_codes(uint32_t nibbles) {
   return (nibbles & 0xf000000fu) | (nibbles << 4 & 0x00000f00u) | (nibbles << 8 & 0x000f0000u) |
          (nibbles << 12 & 0x0f000000u) | (nibbles >> 12 & 0x000000f0u) |
@@ -352,7 +352,7 @@ static MOELORA_CONSTEXPR uint32_t moelora_spread_codes(uint32_t nibbles) {
    ((word) >> 12 & 0x0000f000u) | ((word) << 12 & 0x000f0000u) | ((word) << 8 & 0x00f00000u) |     \
    ((word) << 4 & 0x0f000000u))
 
-/* Reorders the four nibbles in each half of a word to the bit order of tiles, and back. */
+/* Reorders four nibbles in each half of a word to the order of tiles; inverse: MOELORA_GATHER. */
 static MOELORA_CONSTEXPR uint32_t moelora_spread(moelora_values values, uint32_t nibbles) {
   return values == MOELORA_VALUES_E2M1  ? moelora_spread_e2m1(nibbles)
          : moelora_is_looked_up(values) ? moelora_spread_codes(nibbles)
@@ -363,18 +363,18 @@ static MOELORA_CONSTEXPR uint32_t moelora_spread(moelora_values values, uint32_t
    : moelora_is_looked_up(moelora_values_of(format)) ? MOELORA_GATHER_CODES(word)                  \
                                                      : (word))
 
-/* Row tiles of gate, which precede as many of up; 0 for PLAIN order. */
+/* Returns the number of tiles of gate rows, which precede as many of up rows; 0 for PLAIN. */
 static MOELORA_CONSTEXPR int64_t moelora_half_tiles(moelora_row_order order, int64_t rows) {
   return order == MOELORA_ROWS_PLAIN ? 0 : (rows / 2 + MOELORA_PACK - 1) / MOELORA_PACK;
 }
 
-/* Row tiles for `rows` rows; an even number except for PLAIN order. */
+/* Returns the number of row tiles for `rows` rows; even except for PLAIN order. */
 static MOELORA_CONSTEXPR int64_t moelora_row_tiles(moelora_row_order order, int64_t rows) {
   return order == MOELORA_ROWS_PLAIN ? (rows + MOELORA_PACK - 1) / MOELORA_PACK
                                      : 2 * moelora_half_tiles(order, rows);
 }
 
-/* Row of the weight that is at row `at` of the tiles; -1: padding. */
+/* Returns the row of the weight that row `at` of the tiles holds; -1: padding. */
 static MOELORA_CONSTEXPR int64_t moelora_row_of_tile(moelora_row_order order, int64_t rows,
                                                      int64_t at) {
   const int64_t half_rows = moelora_half_tiles(order, rows) * MOELORA_PACK;
@@ -386,7 +386,7 @@ static MOELORA_CONSTEXPR int64_t moelora_row_of_tile(moelora_row_order order, in
   return order == MOELORA_ROWS_INTERLEAVED ? 2 * i + up : up * (rows / 2) + i;
 }
 
-/* The inverse: row of the tiles that holds row n of the weight. */
+/* Returns the row of the tiles that holds row n of the weight; the inverse of the above. */
 static MOELORA_CONSTEXPR int64_t moelora_tile_row_of(moelora_row_order order, int64_t rows,
                                                      int64_t n) {
   const int64_t half_rows = moelora_half_tiles(order, rows) * MOELORA_PACK;
