@@ -1,12 +1,12 @@
-/* Checks of arguments, shared by the validation of all operators. Each returns MOELORA_OK or
- * records a message with the argument's name, the actual and the expected value. */
+/* Checks of arguments, shared by the validation of all operators. Each check returns MOELORA_OK, or
+ * records a message with the argument's name and its actual and expected values. */
 #ifndef MOELORA_CORE_CHECK_H
 #define MOELORA_CORE_CHECK_H
 
 #include "core/backend.h"
 
-/* A tensor argument, with the name that the caller gave it or its field's name; `index` >= 0:
- * entry of a list, as in lora_a[index]. */
+/* A tensor argument. Its name is the one that the caller gave it, or that of its field. `index` >=
+ * 0 marks an entry of an array, as in lora_a[index]. */
 typedef struct moelora_arg {
   const char *name;
   int32_t index;
@@ -20,12 +20,12 @@ static inline moelora_arg moelora_entry(const char *field, int32_t index,
 
 #define MOELORA_ARG(FIELD, TENSOR) moelora_entry((FIELD), -1, (TENSOR))
 
-/* A size that others must have, and for messages its origin: a dimension of an argument, or words.
- * Only a check that fails formats it. */
+/* A size that other dimensions must equal, and its origin for messages: a dimension of an argument,
+ * or a phrase. Only a check that fails formats it. */
 typedef struct moelora_extent {
-  int64_t value;      /* MOELORA_ANY_SIZE: not known, and not compared */
-  const char *name;   /* of an argument, or the words */
-  int32_t index, dim; /* dim < 0: words */
+  int64_t value;      /* MOELORA_ANY_SIZE: unknown, and not compared */
+  const char *name;   /* of the argument, or the phrase */
+  int32_t index, dim; /* dim < 0: `name` is a phrase */
   const char *scale;  /* appended to the dimension, e.g. " * 64"; NULL: nothing */
   int32_t slices;     /* above 1: the number of slices that the size was divided by */
 } moelora_extent;
@@ -44,7 +44,7 @@ typedef struct moelora_label {
   char text[96];
 } moelora_label;
 
-/* Format the text for messages: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
+/* Return text for messages: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
 moelora_label moelora_label_of(moelora_arg arg);
 moelora_label moelora_label_extent(moelora_extent extent);
 
@@ -54,7 +54,7 @@ moelora_label moelora_label_extent(moelora_extent extent);
       return moelora_fail(MOELORA_INVALID_ARGUMENT, __VA_ARGS__);                                  \
   } while (0)
 
-/* FIELD: size or stride. The message is "x.size(1) is 15, " and the text that follows. */
+/* FIELD is size or stride. The message is "x.size(1) is 15, ", followed by the formatted text. */
 #define MOELORA_REQUIRE_DIM(CONDITION, ARG, FIELD, DIM, ...)                                       \
   do {                                                                                             \
     if (!(CONDITION))                                                                              \
@@ -63,13 +63,13 @@ moelora_label moelora_label_extent(moelora_extent extent);
 moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim, int64_t value,
                                 const char *format, ...) __attribute__((format(printf, 5, 6)));
 
-/* No machine addresses as much, and small multiples stay below 2^63. */
+/* Larger than any address space in use; small multiples of it stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
 /* Names of a moelora_dtype, in the order of the enumerators. */
 #define MOELORA_DTYPES(X) X(float32) X(bfloat16) X(float16) X(int32) X(int64) X(bool) X(uint8)
-/* Dtypes of torch that no argument may have. A dtype of MOELORA_FOREIGN plus an index into this
- * list, or plus its length for any other dtype, lets the check of an argument name what it got. */
+/* Dtypes of torch that no argument may have. They are passed as MOELORA_FOREIGN plus an index into
+ * this list, or plus its length for any other dtype, so that checks can name them. */
 #define MOELORA_FOREIGN_DTYPES(X)                                                                  \
   X(float64)                                                                                       \
   X(int8)                                                                                          \
@@ -94,8 +94,8 @@ const char *moelora_kernel_name(moelora_kernel_format kernel);
 const char *moelora_order_name(moelora_row_order order);
 
 bool moelora_is_absent(const moelora_tensor *tensor);
-/* Returns the bytes from the first element to the end of the last one, or -1 beyond
- * MOELORA_MAX_BYTES. Strides must not be negative. */
+/* Returns the number of bytes from the first element to the end of the last one, or -1 if it
+ * exceeds MOELORA_MAX_BYTES. Strides must not be negative. */
 int64_t moelora_span_bytes(const moelora_tensor *tensor);
 
 /* ---- checks of one tensor ---- */
@@ -111,32 +111,31 @@ typedef enum moelora_class {
   MOELORA_CLASS_flags,
   MOELORA_CLASS_ids,
   MOELORA_CLASS_weights,
-  MOELORA_CLASS_special, /* this class and the next are not views that rows check */
+  MOELORA_CLASS_special, /* arguments.c checks no views of this class and the next */
   MOELORA_CLASS_number,
 } moelora_class;
 
-/* Checks strides that are not negative and keep every element addressable, and a data pointer
- * aligned to elements. `layout` describes the expected dimensions. */
+/* Requires `ndim` dimensions, sizes and strides that are not negative and keep every element
+ * addressable, and data aligned to elements. Messages quote `layout` as the expected shape. */
 moelora_status moelora_check_memory(moelora_arg arg, int32_t ndim, const char *layout);
-/* Checks the memory, and sizes up to INT32_MAX. `layout` is a SHAPE of operators.inc. */
+/* The same for a `layout` that is a SHAPE of operators.inc; also requires sizes up to INT32_MAX. */
 moelora_status moelora_check_view(moelora_arg arg, const char *layout);
 moelora_status moelora_check_size(moelora_arg arg, int32_t dim, moelora_extent want);
 moelora_status moelora_check_class(moelora_arg arg, moelora_class dtypes);
-/* Requires the dtype of another argument. */
+/* Requires that `arg` has the dtype of `like`. */
 moelora_status moelora_check_dtype(moelora_arg arg, moelora_arg like);
 /* Requires that every dimension has elements. */
 moelora_status moelora_check_at_least_one(moelora_arg arg);
-/* Requires a number of the arguments that is not below `least`. */
+/* Requires that a number among the arguments is at least `least`. */
 moelora_status moelora_check_at_least(const char *name, int64_t value, int64_t least);
 /* Requires stride 1 in the last dimension. */
 moelora_status moelora_check_rows(moelora_arg arg);
 /* Requires contiguous elements in memory order. */
 moelora_status moelora_check_contiguous(moelora_arg arg);
-/* Returns the stride of a dimension; the contiguous one if its size is 1, since callers may leave
- * any value there. */
+/* Returns the stride of a dimension. If its size is 1, callers may leave any stride there; the
+ * function then returns the one that a contiguous tensor would have. */
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
-/* Returns the memory of a tensor and fills in its first `count` strides; 0 where it has no such
- * dimension. */
+/* Returns the data of a tensor and stores its first `count` strides, 0 for missing dimensions. */
 void *moelora_take_view(const moelora_tensor *tensor, int64_t *strides, int32_t count);
 
 /* ---- rows of operators.inc: arguments.c ---- */
@@ -149,25 +148,25 @@ typedef enum moelora_use {
 } moelora_use;
 
 typedef struct moelora_row {
-  const char *name, *name_b; /* name_b: of the second factors of a moelora_lora; NULL: a tensor */
+  const char *name, *name_b; /* name_b: of the factors B of a moelora_lora; NULL: a tensor */
   const char *shape;
   size_t at; /* offset in the arguments */
   moelora_class dtype;
   moelora_use use;
-  int32_t least; /* of a number */
+  int32_t least; /* minimum of a number */
 } moelora_row;
 
 enum { MOELORA_MAX_NAMED = 24 };
 
-/* The arguments of a call, and what is known of them so far. */
+/* The arguments of a call, and the dtype and sizes that checks have found so far. */
 typedef struct moelora_arguments {
   const void *args;
   const moelora_row *rows;
   int32_t count;
-  moelora_arg compute;           /* defines the dtype of its class; tensor NULL: not known */
-  const moelora_tensor *written; /* an input that is overwritten; NULL: none */
+  moelora_arg compute; /* first of its class, whose dtype others must have; tensor NULL: none yet */
+  const moelora_tensor *written; /* an input that is checked as an output; NULL: none */
   const moelora_tensor *aliased; /* an input that shares the memory of an output; NULL: none */
-  moelora_extent slots;          /* max_loras; the first factor defines it if it is not known */
+  moelora_extent slots;          /* max_loras; if unknown, the first factor defines it */
   int32_t num_sizes;
   struct {
     const char *name; /* ends at a comma or a bracket */
@@ -184,35 +183,35 @@ typedef struct moelora_arguments {
 
 /* Returns the row of a field of the arguments. */
 const moelora_row *moelora_row_of(const moelora_arguments *all, const void *field);
-/* Requires an optional tensor. */
+/* Requires that an optional tensor is present, and checks its view. */
 moelora_status moelora_check_present(const moelora_arguments *all, const moelora_tensor *field);
-/* Defines the size that shapes call `name` before moelora_check_fit() does, for instance one that
- * weights have. */
+/* Defines the size that shapes call `name`, before moelora_check_fit() compares shapes with it. */
 void moelora_name_size(moelora_arguments *all, const char *name, moelora_extent extent);
-/* Compares sizes of the same name; the first row that has a name defines its size. Then requires
- * that no output shares memory with itself or with any other tensor. */
+/* Requires that dimensions with the same name have the same size; the first row with a name defines
+ * its size, unless moelora_name_size did. Then requires that elements of an output share no memory
+ * with each other or with another tensor. */
 moelora_status moelora_check_fit(moelora_arguments *all);
 
 /* ---- weights, factors, layers, routing ---- */
 
-/* Expert weights as an argument for activations `x`. Quantized weights are tiles: N is given by the
- * layout, K by the caller. */
+/* Expert weights that multiply activations `x`. The tiles of quantized weights do not define N and
+ * K: the layout defines N, and the caller K. */
 typedef struct moelora_weights_arg {
   moelora_arg tensor, x;
   const moelora_layout *layout;
   const char *layout_name; /* "w_layout" */
   moelora_row_order order; /* required order of quantized rows */
-  moelora_extent n, k;     /* for native weights the check fills in both */
+  moelora_extent n, k;     /* the check fills in both for native weights, n for others */
 } moelora_weights_arg;
 
 /* validate_weights.c: checks row-major, packed or quantized weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
                                      int32_t *num_experts);
 
-/* What the factors of a projection must fit. */
+/* Requirements on the factors of a projection. */
 typedef struct moelora_factors_arg {
   moelora_arg like;          /* defines the dtype, unless the factors are wide */
-  bool may_be_wide;          /* float32 beside a 16-bit dtype, to which they are rounded first */
+  bool may_be_wide;          /* may be float32 if `like` is 16-bit, to which they are rounded */
   int32_t least, most;       /* slices */
   const char *slices;        /* end of the message that refuses a number of slices */
   moelora_extent experts, k; /* k.value 0: a[] is not read */

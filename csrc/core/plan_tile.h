@@ -1,17 +1,17 @@
-/* Selection of the kernel of a projection or a layer: what it depends on, and its candidates. */
+/* Selection of the kernel of a projection or a layer: its inputs and its candidates. */
 #ifndef MOELORA_CORE_PLAN_TILE_H
 #define MOELORA_CORE_PLAN_TILE_H
 
 #include "core/plan.h"
 
-/* What a problem permits, by shapes, strides and pointers of everything but adapters: 16-byte
- * accesses, TMA boxes of 64 weight rows, the whole layer in one launch. */
+/* What the shapes, strides and pointers of a problem, except for those of adapters, permit: 16-byte
+ * accesses (vectors), TMA boxes of 64 weight rows (tma), a single launch of a layer (decode). */
 typedef struct moelora_access {
   bool vectors, tma, decode;
   bool few;       /* few enough tokens and rows that a single launch is faster */
-  bool saves;     /* a layer that also stores what its backward needs */
-  bool layer;     /* a whole layer, whose results have the layout of its kernels */
-  int64_t x_rows; /* maximum offset of rows of x; FP8 x is in the workspace */
+  bool saves;     /* the layer also stores values for its backward */
+  bool layer;     /* a whole layer, whose kernels choose the layout of h and z */
+  int64_t x_rows; /* number of rows of x, which kernels index */
   int64_t x_stride, k;
   moelora_kernel_format format;
   moelora_kernel_format second; /* format of w2 in a layer */
@@ -29,35 +29,35 @@ typedef struct moelora_tile {
 /* variants.c asserts that the table has no more rows. */
 enum { MOELORA_MAX_TILES = 384 };
 
-/* plan_tile.c: fills `tiles` with all rows of `dtype` for projections and layers, for `rows` rows
- * per expert on average, and returns how many there are. At most one of them is selected. */
+/* plan_tile.c: fills `tiles` with all variants of `dtype` for projections and layers, and returns
+ * their number. At most one has no why_not: the best for `rows` rows per expert on average. */
 int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                            const moelora_device_info *device,
                            moelora_tile tiles[MOELORA_MAX_TILES]);
-/* The tile that is selected; NULL: none supports the problem. */
+/* Returns the variant that is selected; NULL: none supports the problem. */
 const moelora_variant *moelora_choose_tile(int64_t rows, moelora_dtype dtype,
                                            const moelora_access *access,
                                            const moelora_device_info *device);
-/* Estimated nanoseconds of a row per 1000 weights, with `rows` rows per expert on average; for a
- * layer the mean of both projections. 0: not modeled. */
+/* Returns the estimated nanoseconds of `variant` per 1000 weights, with `rows` rows per expert on
+ * average; for a layer, the mean of both projections. 0: not modeled. */
 double moelora_model_ns(const moelora_variant *variant, int64_t rows, const moelora_access *access,
                         const moelora_device_info *device);
-/* Why a row does not support a problem; NULL: it does. */
+/* Returns why a variant does not support a problem; NULL: it does. */
 const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_access *access,
                                 const moelora_device_info *device);
-/* The row that differs from `variant` in the weight format only, and runs on the device; NULL:
- * there is none. */
+/* Returns the variant that differs from `variant` only in the weight format (and name), and runs on
+ * the device; NULL: there is none. */
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
 
-/* cost.c: the measured tables apply to this GPU. */
+/* cost.c: whether the measured tables apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
-/* cost.c: modelled time of one projection. */
+/* cost.c: returns the modeled time of one projection per 1000 weights. */
 double moelora_tile_ns(const moelora_variant *variant, double rows,
                        const moelora_device_info *device);
 
-/* family.c: shared memory of the stages of a projection's kernel. */
+/* family.c: returns the shared memory of all stages of a projection's kernel. */
 int32_t moelora_pipeline_bytes(const moelora_variant *variant);
 
 #endif

@@ -9,7 +9,7 @@
 
 MOELORA_BEGIN_C
 
-/* Integer ids of 4 or 8 bytes. */
+/* Integer ids, 32-bit or 64-bit. */
 typedef struct moelora_ids {
   const void *data;
   int64_t stride[2];
@@ -27,7 +27,7 @@ typedef struct moelora_routes {
   int64_t topk_weights_stride[2];
   const int32_t *expert_map; /* [num_global]; NULL: ids are local */
   int32_t num_global;
-  /* adapters; token_lora_mapping.data == NULL: every row is a base row */
+  /* adapters; if token_lora_mapping.data is NULL, every row is a base row */
   int32_t max_loras;
   moelora_ids token_lora_mapping; /* [M] */
   const int32_t *lora_ranks;      /* [max_loras]; NULL: the stack's R */
@@ -41,7 +41,7 @@ typedef struct moelora_routes {
  *   e*stride_e + (n/64)*stride_nt + (n%64)*stride_n + (k/64)*stride_kt + k%64,
  * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. For formats other than
  * MOELORA_NATIVE, tile (e, i, j) is at e*stride_e + i*stride_nt + j*stride_kt bytes, in the row
- * order of moelora_layout; `half_tiles` row tiles precede those of up rows. */
+ * order of moelora_layout; the first `half_tiles` row tiles hold gate rows. */
 typedef struct moelora_weights {
   const void *data; /* [E, n, k] */
   int64_t n, k;
@@ -67,12 +67,12 @@ typedef struct moelora_factors {
   int32_t num_slices; /* 0: no adapters */
   int32_t max_rank;   /* R */
   int64_t slice_n;    /* output columns of one slice */
-  bool wide;          /* float32 with a 16-bit compute dtype, to which they are rounded first */
+  bool wide;          /* float32, to be rounded to the 16-bit compute dtype first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
 
-/* Returns how many columns a row of the shrink output has, and rows A: all slices, each padded to
+/* Returns the number of columns of the shrink output: the ranks of all slices, each padded to
  * 16. */
 static inline int64_t moelora_padded_columns(const moelora_factors *factors) {
   return factors->num_slices * (((int64_t)factors->max_rank + 15) / 16 * 16);
@@ -93,7 +93,7 @@ typedef struct moelora_align_problem {
 } moelora_align_problem;
 
 /* out[p] = act(x[row(p)] w[e]^T + LoRA + bias) * weight, for every routed row p. The public
- * operator has no activation; within a layer, w13 has one and w2 has none. */
+ * operator has no activation; within a layer, only w13 has one. */
 typedef struct moelora_gemm_problem {
   moelora_routes routes;
   moelora_dtype dtype;
@@ -132,8 +132,8 @@ typedef struct moelora_experts_problem {
 } moelora_experts_problem;
 
 /* Gradient of a factor [max_loras, experts, rows, columns], or of a bias [1, E, 1, N], with
- * contiguous columns. `experts` is 1 if all experts share the factor. If sparse, [1, experts, rows,
- * columns] of the pairs that a table has. */
+ * contiguous columns. `experts` is 1 if all experts share the factor. A sparse gradient is [1, S,
+ * rows, columns]; moelora_gradient_pairs maps (adapter, expert) to an index below S. */
 typedef struct moelora_gradient {
   void *data; /* NULL: not requested */
   moelora_dtype dtype;
@@ -143,18 +143,18 @@ typedef struct moelora_gradient {
   bool sparse;
 } moelora_gradient;
 
-/* Maps a pair of adapter and expert to its sparse gradient. */
+/* Maps (adapter, expert) to a matrix of sparse gradients. */
 typedef struct moelora_gradient_pairs {
   const int32_t *index; /* [max_loras, E] indices in sparse gradients; NULL: none are sparse */
-  int64_t count;        /* of the factors, also if no token has an adapter */
-  int32_t num_sparse;   /* sparse gradients of a factor; other indices: not wanted */
+  int64_t count;        /* entries of `index`, also if no token has an adapter */
+  int32_t num_sparse;   /* S; an index outside 0 to S - 1: no gradient */
 } moelora_gradient_pairs;
 
 typedef struct moelora_experts_backward_problem {
   moelora_experts_problem forward;
   const void *dout; /* [M, K] */
   int64_t dout_stride;
-  void *dx; /* [M, K]; NULL: not requested, as for all that follow */
+  void *dx; /* [M, K]; NULL: not requested, as for all gradients below */
   int64_t dx_stride;
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
@@ -169,7 +169,7 @@ typedef struct moelora_gemm_backward_problem {
   moelora_gemm_problem forward; /* w.data NULL: a delta; `out` is not used */
   const void *dout;             /* [M, top_k, N] */
   int64_t dout_stride[2];
-  void *dx; /* same rows as x; NULL: not requested, likewise for all below */
+  void *dx; /* same rows as x; NULL: not requested, as for all gradients below */
   int64_t dx_stride;
   float *dtopk_weights; /* [M, top_k] */
   int64_t dtopk_weights_stride[2];
@@ -195,8 +195,8 @@ typedef struct moelora_align_lists_problem {
   moelora_list_blocks lists;
 } moelora_align_lists_problem;
 
-/* LoRA without a base product: x -> x A^T -> out, or one half of it. With lists, routes.topk_ids
- * and routes.token_lora_mapping are NULL; all other members of routes are valid. */
+/* LoRA without a base product: x -> x A^T -> out, or one of the two steps. With lists,
+ * routes.topk_ids and routes.token_lora_mapping are NULL; all other members of routes are valid. */
 typedef struct moelora_delta_problem {
   moelora_routes routes;
   moelora_list_blocks lists;
@@ -225,8 +225,8 @@ static inline bool moelora_is_idle_delta(const moelora_delta_problem *problem) {
   return !any || problem->routes.num_rows == 0;
 }
 
-/* An adapter MLP: gate and up write their activations to the workspace, where down reads them. Down
- * applies the scalings, and its routes are those of the call. */
+/* An adapter MLP: of[0], gate and up, writes silu(gate) * up to the workspace, where of[1], down,
+ * reads it. Only of[1] has the scalings. */
 typedef struct moelora_mlp_delta_problem {
   moelora_delta_problem of[2]; /* gate and up: out is NULL; down: x is NULL */
 } moelora_mlp_delta_problem;
@@ -248,7 +248,7 @@ typedef struct moelora_quantized_problem {
   const void *scales;    /* [E, n, k / group] of scale_dtype, rows contiguous */
   const uint8_t *zeros;  /* as scales; NULL: none */
   const float
-      *tensor_scales; /* [E, 2]: of tiles before w.half_tiles, of the other tiles; NULL: none */
+      *tensor_scales; /* [E, 2]: of the first half_tiles row tiles, of the others; NULL: none */
   int64_t values_stride[2], scales_stride[2], zeros_stride[2], tensor_scales_stride[2];
   moelora_dtype scale_dtype;
   int64_t group;
@@ -260,7 +260,7 @@ typedef struct moelora_quantized_problem {
   int64_t out_stride[2];
 } moelora_quantized_problem;
 
-/* ---- what kernels require of alignment and strides ---- */
+/* ---- alignment and strides that kernels require ---- */
 
 static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
   return dtype == MOELORA_I64                            ? 8
@@ -269,7 +269,7 @@ static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
                                                          : 1;
 }
 
-/* Whether rows of 16-bit elements, `stride` apart, allow 16-byte accesses throughout. */
+/* Whether rows of `length` 16-bit elements, `stride` apart, can be accessed in 16-byte vectors. */
 static inline bool moelora_is_vector_row(const void *data, int64_t stride, int64_t length) {
   return (uintptr_t)data % 16 == 0 && stride % 8 == 0 && length % 8 == 0;
 }
@@ -284,8 +284,8 @@ static inline bool moelora_is_map_stride(int64_t stride) {
   return stride < (int64_t)1 << 39;
 }
 
-/* Whether tensor maps can describe the factors, given that they allow 16-byte accesses: boxes must
- * lie within `rows` rows. */
+/* Whether tensor maps can describe the factors, if these allow 16-byte accesses. A box must lie
+ * within `rows` rows. */
 static inline bool moelora_are_map_factors(const moelora_factor *factors, int32_t count,
                                            int64_t rows) {
   bool all = true;
