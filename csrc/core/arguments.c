@@ -60,8 +60,8 @@ static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) 
   return MOELORA_ARG(row->name, (const moelora_tensor *)field_of(all, row));
 }
 
-/* Returns whether views and sizes of a row are checked here: not those of weights, factors and
- * gradients, and not of absent optional tensors. */
+/* Returns whether this file checks the view and the sizes of a row: not for weights, factors,
+ * gradients and absent optional tensors. */
 static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
   const bool optional = row->use == MOELORA_MAY_READ || row->use == MOELORA_MAY_WRITE;
   return row->dtype < MOELORA_CLASS_special &&
@@ -88,7 +88,7 @@ static const char *next_shape(const char *shape) {
   return at ? at + 3 : NULL;
 }
 
-/* Returns the first alternative with `ndim` dimensions; the first of all if none has them. */
+/* Returns the first alternative with `ndim` dimensions, or the first one if there is none. */
 static const char *shape_with(const char *shape, int32_t ndim) {
   const char *at = shape;
   while (at && count_dims(at) != ndim)
@@ -145,7 +145,7 @@ static moelora_status check_views(moelora_arguments *all) {
 
 /* ---- sizes ---- */
 
-/* Returns the size of a name, or NULL. */
+/* Returns the size with this name, or NULL if it is not defined yet. */
 static const moelora_extent *find_size(const moelora_arguments *all, const char *name) {
   const size_t length = name_length(name);
   for (int32_t i = 0; i < all->num_sizes; i++)
@@ -161,7 +161,7 @@ void moelora_name_size(moelora_arguments *all, const char *name, moelora_extent 
   all->sizes[all->num_sizes++].extent = extent;
 }
 
-/* Compares a dimension with the size of its name, which it defines if nothing else did. */
+/* Compares a dimension with the size of its name; defines that size if it is not defined yet. */
 static moelora_status check_named(moelora_arguments *all, const char *shape, moelora_arg arg,
                                   int32_t dim) {
   const int64_t size = arg.tensor->size[dim];
@@ -196,7 +196,7 @@ static moelora_status check_distinct(moelora_arg arg) {
   const moelora_tensor *t = arg.tensor;
   if (moelora_span_bytes(t) == 0)
     return MOELORA_OK;
-  /* From the smallest stride on, each must exceed the extent of all smaller ones. */
+  /* In increasing order, each stride must exceed the last offset that smaller ones reach. */
   int64_t reach = 0;
   bool done[MOELORA_MAX_DIMS] = {false};
   for (int32_t step = 0; step < t->ndim; step++) {
@@ -215,7 +215,7 @@ static moelora_status check_distinct(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* Returns whether two matrices with the same row stride are disjoint columns of one buffer. */
+/* Returns whether two matrices are disjoint columns of one buffer, with equal row strides. */
 static bool side_by_side(const moelora_tensor *a, const moelora_tensor *b) {
   if (a->ndim != 2 || b->ndim != 2 || a->size[0] < 1 || b->size[0] < 1)
     return false;

@@ -1,12 +1,12 @@
-/* The costs that plans compare, in nanoseconds on the device.
+/* Costs that plans compare, in nanoseconds on the device.
  *
- * Where two plans differ in bytes moved and in launches, a launch takes about the same time on any
- * GPU, and bytes take the time of its memory. On measured GPUs the bandwidth is the one that their
- * tables were measured with, whatever the driver reports.
+ * Where plans trade launches for bytes, a launch costs about the same on any GPU, and bytes cost
+ * the time of its memory. Measured GPUs have the bandwidth of the measurement.
  *
  * The time of a projection's tile follows from five resources: memory, L2, tensor cores, shared
- * memory, and the ALUs that dequantize. The slowest hides most of the others, more of them where
- * several CTAs share an SM. The times rank tiles; they do not predict the time of a kernel. */
+ * memory, and the ALUs that dequantize. The slowest resource hides most of the time of the others,
+ * more of it if several CTAs share an SM. The result ranks tiles; it does not predict the time of a
+ * kernel. */
 #include <math.h>
 
 #include "core/format.h"
@@ -16,8 +16,8 @@
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* H200, and H200 with MOELORA_MAX_CC=80, on which the portable kernels were measured. H100 and
- * GH200 have the same chip, and its tables until they are measured. */
+/* H200, and H200 with MOELORA_MAX_CC=80, for the portable kernels. H100 and GH200 have the same
+ * chip and match the same row; they have not been measured. */
 static const struct {
   int32_t compute_capability, num_units;
   double bytes_per_ns;
@@ -52,10 +52,10 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
 #define L2_BYTES 20.7
 #define SHARED_BYTES 116.  /* the peak is 128 */
 #define DEQUANTIZED 25.    /* weights */
-#define TENSOR_SHARE 0.81  /* of the peak, wgmma; mma.sync on GPUs that have nothing newer */
-#define MMA_SYNC_SHARE 0.5 /* mma.sync elsewhere */
-#define FP8_RATE 1.6       /* relative to 16 bits, with promotion of partial sums */
-#define UNHIDDEN 0.5       /* share of the faster resources that one resident CTA does not hide */
+#define TENSOR_SHARE 0.81  /* of the peak: wgmma, or mma.sync where nothing newer exists */
+#define MMA_SYNC_SHARE 0.5 /* of the peak, mma.sync on newer GPUs */
+#define FP8_RATE 1.6       /* relative to 16-bit, with promotion of partial sums */
+#define UNHIDDEN 0.5       /* share of the faster resources' time that one resident CTA exposes */
 #define USUAL_MHZ 1830.
 
 static double tensor_flops(const moelora_variant *v, const moelora_device_info *device) {
@@ -66,16 +66,16 @@ static double tensor_flops(const moelora_variant *v, const moelora_device_info *
   return TENSOR_SHARE * (capability == 80 ? 2048 : 1024);
 }
 
-/* CTAs per SM that hide each other's latency. Hopper kernels: two with 128 weight rows, if shared
- * memory holds both, with 2 KiB each besides their stages. Portable kernels count as two: their
- * eight warps are in one CTA or in two. */
+/* Returns the number of CTAs per SM that hide each other's latency. Hopper kernels with 128 weight
+ * rows have two, if shared memory holds the stages of both and 2 KiB each. Portable kernels count
+ * as two: eight warps, in one CTA or in two. */
 static double resident(const moelora_variant *v, const moelora_device_info *device) {
   const bool fit = 2 * (moelora_pipeline_bytes(v) + 2048) <= device->shared_bytes + 1024;
   return v->needs != MOELORA_SM90 || (moelora_shares_sm(v->block_n) && fit) ? 2 : 1;
 }
 
-/* Expected blocks of an expert with `rows` rows on average, Poisson distributed: the sum over j of
- * the probability of more than j * block rows. */
+/* Returns the expected number of blocks of an expert whose number of rows is Poisson distributed
+ * with mean `rows`: the sum over j of the probability of more than j * block rows. */
 static double expected_blocks(double rows, double block) {
   const double deviation = sqrt(rows);
   double blocks = 1;
@@ -86,8 +86,8 @@ static double expected_blocks(double rows, double block) {
   return blocks;
 }
 
-/* Rows that a block multiplies: kernels use the narrowest width for its rows, from half of block_m
- * in steps of 16, or of 64 if token-major. */
+/* Returns how many rows a block multiplies. Kernels use the narrowest width that holds its rows:
+ * from half of block_m on in steps of 16; if token-major, in steps of 64. */
 static double expected_width(const moelora_variant *v, double rows_of_block) {
   const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
   const double step = first ? 64 : 16;
@@ -110,7 +110,7 @@ double moelora_tile_ns(const moelora_variant *v, double rows, const moelora_devi
       moelora_memory_ns(device, weight),
       (blocks * weight / v->cluster + products * x / v->block_n) / (L2_BYTES * clocks),
       2 * products / (tensor_flops(v, device) * clocks),
-      /* an instruction reads 64 weight rows for its tokens, and these for the weight rows */
+      /* shared memory: weights once per block, tokens once per 64 weight rows */
       ((native || fp8_x ? blocks * weight : 0) + products * x / 64) / (SHARED_BYTES * clocks),
       native || fp8_x ? 0 : blocks / (DEQUANTIZED * clocks),
   };

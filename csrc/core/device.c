@@ -6,8 +6,7 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* A query takes microseconds (a driver, or a CPU under a hypervisor), so it runs once per device.
- */
+/* Caches a query, which takes microseconds (in a driver, or on a CPU under a hypervisor). */
 typedef struct cached_info {
   atomic_bool known;
   moelora_device_info info;
@@ -86,7 +85,7 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   return MOELORA_OK;
 }
 
-/* Device 0 represents all devices of its kind. */
+/* Finds device 0, which represents all devices of its kind. */
 static bool first_device(moelora_device device, moelora_device_info *info) {
   const moelora_exec exec = {.device = device};
   const moelora_backend *backend;
@@ -127,7 +126,7 @@ bool moelora_is_built(const moelora_variant *variant) {
   return backend && (!backend->is_built || backend->is_built(variant));
 }
 
-/* Finds the variant with this index among the built ones. */
+/* Returns the variant with this index among those in this build, or NULL. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)

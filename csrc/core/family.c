@@ -1,5 +1,5 @@
-/* Which kernels run on which device: GPU families, CPU instruction sets, and the limit on the
- * compute capability that plans assume. */
+/* Decides which kernels run on a device: GPU families, CPU instruction sets, and the limit on the
+ * compute capability. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -43,8 +43,8 @@ moelora_status moelora_check_limit(void) {
   return MOELORA_OK;
 }
 
-/* Maximum shared memory per CTA of a GPU with this compute capability: larger on data-center GPUs
- * and the embedded ones derived from them. */
+/* Returns the maximum shared memory per CTA for a compute capability. Data-center GPUs and the
+ * embedded ones derived from them have more. */
 static int32_t shared_bytes_of(int32_t compute_capability) {
   bool large = compute_capability == 80 || compute_capability == 87;
   bool largest = compute_capability >= 90 && compute_capability < 120;
@@ -87,7 +87,7 @@ static bool has_family(const moelora_variant *variant, const moelora_device_info
   if (variant->needs != MOELORA_SM80)
     return variant->needs == (int32_t)family_of(device->compute_capability);
   if (variant->role != MOELORA_ROLE_GEMM)
-    return true; /* all other kernels fit every GPU */
+    return true; /* other kernels fit the shared memory of every GPU */
   return moelora_pipeline_bytes(variant) <= device->shared_bytes;
 }
 

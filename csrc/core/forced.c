@@ -1,4 +1,4 @@
-/* Forces variants, by API or by environment variable. */
+/* Variants that the API or the environment forces. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -9,11 +9,11 @@
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
-static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_VARIANT */
+static _Atomic(const char *) forced_wrong; /* error in MOELORA_FORCE_VARIANT, or NULL */
 
 static const char unknown[] = "no such variant";
 
-/* Parses a list of variant names into one variant per role. Returns NULL, or what is wrong. */
+/* Parses a list of variant names into at most one variant per role. Returns NULL, or an error. */
 static const char *parse_names(const char *names,
                                const moelora_variant *(*variants)[MOELORA_ROLES]) {
   memset(*variants, 0, sizeof *variants);

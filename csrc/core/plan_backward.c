@@ -1,12 +1,12 @@
-/* Plans the backward of a layer and of a projection: which intermediate results are needed, and the
- * kernels that compute them. */
+/* Plans the backward of a layer and of a projection: the intermediate results that are needed, and
+ * the kernels that compute them. */
 #include <stdio.h>
 
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-/* ---- what is needed ---- */
+/* ---- needed results ---- */
 
 static bool any(const moelora_gradient *gradients, int32_t count) {
   for (int32_t i = 0; i < count; i++)
@@ -43,22 +43,22 @@ static moelora_gemm_backward_needs find_gemm_needs(const moelora_gemm_backward_p
 
 /* ---- CUDA ---- */
 
-/* Rows per block, from the average number of rows per expert. As in the forward, blocks are larger
- * than the average, so that nearly every expert fits in one. Above, a k step of a cluster takes
- * 512 + 5 n cycles for n rows in either CTA, by the bytes that pass through shared memory, so fewer
- * blocks with more rows are faster; with many blocks their padding is more. */
+/* Returns the rows per block for an average number of rows per expert. As in the forward, blocks
+ * exceed the average, so that nearly every expert fits in one. For larger experts, a k step of a
+ * cluster takes 512 + 5 n cycles for n rows in either CTA (bytes through shared memory), so fewer,
+ * larger blocks are faster; if an expert has many blocks, larger ones only add padding. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : rows <= 192 || rows > 640 ? 128 : 144;
 }
 
-/* If most experts have more rows than a block, the two CTAs of a cluster share weights by
- * multicast. */
+/* Returns the CTAs per cluster: two, which multicast weights, if most experts fill several
+ * blocks. */
 static int32_t cluster_of(int64_t rows) {
   return rows <= 116 ? 1 : 2;
 }
 
-/* Whether `v` suits the rows better than `best`, of the same family: by block size, the smallest
- * sufficient one or else the largest; then by cluster size. */
+/* Whether `v` suits the rows better than `best` of the same family: by block size (the smallest
+ * sufficient one, else the largest), then by cluster size. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int64_t rows) {
   const int32_t wanted = rows_of_block(rows), cluster = cluster_of(rows);
   if (v->block_m == best->block_m)
@@ -67,14 +67,14 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int
                               : best->block_m < wanted && v->block_m > best->block_m;
 }
 
-/* What decides the plan of one backward product y w. y NULL: it lies in the workspace. */
+/* Inputs to the plan of one backward product y w. y NULL: it is in the workspace. */
 typedef struct back_load {
   const moelora_weights *w;
   moelora_factors lora; /* in the dtype of the call */
   const void *y;
   int64_t y_stride;
-  int64_t y_rows;        /* maximum offset of a row of y */
-  bool rows_are_vectors; /* rows that the epilogue reads and writes allow 16-byte accesses */
+  int64_t y_rows;        /* number of rows of y, which kernels index */
+  bool rows_are_vectors; /* the epilogue's rows allow 16-byte accesses */
 } back_load;
 
 static bool is_vector_product(const back_load *load) {
@@ -85,17 +85,17 @@ static bool is_vector_product(const back_load *load) {
 /* Access modes that all products of a call allow. */
 typedef struct back_access {
   bool vectors, tma;
-  moelora_kernel_format format; /* of the weights of the last product, whose kernel is chosen */
-  moelora_kernel_format first_format; /* of those of the first product, over the same blocks */
+  moelora_kernel_format format;       /* weights of the last product, whose kernel is chosen */
+  moelora_kernel_format first_format; /* weights of the first product, over the same blocks */
 } back_access;
 
-/* Hopper kernels read tiles of gate and up rows as consecutive rows of K. */
+/* Hopper kernels read tiles of gate and up rows as consecutive rows of K, without padding. */
 static bool has_consecutive_tiles(const moelora_weights *w) {
   return w->order != MOELORA_ROWS_GATE_UP || w->n / 2 % MOELORA_PACK == 0;
 }
 
-/* Hopper kernels index the 16-byte chunks of gathered rows of y with 32 bits, and need weights,
- * which deltas do not have. */
+/* Finds the access modes of a call. Hopper kernels address rows of y by 32-bit offsets in units of
+ * 16 bytes, and need weights, which deltas lack. */
 static back_access find_access(const moelora_routes *routes, const back_load *loads,
                                int32_t count) {
   back_access access = {
@@ -148,7 +148,7 @@ static moelora_status choose(const moelora_routes *routes, moelora_dtype dtype,
   return moelora_no_kernel_for(dtype, weights, device);
 }
 
-/* Counters of the tile scheduler: one, and with dynamic scheduling the successor of each tile. */
+/* Returns the number of scheduler counters: one, and on Hopper one per tile, for its successor. */
 static int64_t num_counters(const moelora_routes *routes, const moelora_weights *w,
                             const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)
@@ -175,7 +175,7 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
   };
 }
 
-/* The shrink keeps the distance of two rows of B in 32 bits. */
+/* Rejects factors B whose row stride exceeds 32 bits, which the shrink cannot address. */
 static moelora_status check_factors(const char *name, const moelora_factors *lora) {
   for (int32_t i = 0; i < lora->num_slices; i++)
     MOELORA_TRY(moelora_check_row_stride(name, lora->b[i].stride_i));
@@ -230,7 +230,7 @@ moelora_status moelora_plan_experts_backward(const moelora_experts_backward_prob
   return moelora_plan_cpu(problem->forward.dtype, device, &plan->variant);
 }
 
-/* Distance of flat rows of dout [M, top_k, N], or -1: they are not equally spaced. */
+/* Returns the stride of flat rows of dout [M, top_k, N], or -1 if they are not equally spaced. */
 static int64_t flat_stride(const moelora_gemm_backward_problem *problem) {
   const moelora_routes *routes = &problem->forward.routes;
   const int64_t *stride = problem->dout_stride;
@@ -251,7 +251,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   MOELORA_TRY(moelora_check_row_stride("dout", stride));
   plan->copies_dout = stride < 0;
   plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
-  /* Otherwise the product writes to the workspace. */
+  /* otherwise the product writes dz to the workspace */
   const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
   const moelora_factors lora = moelora_rounded_layout(&p->lora, p->w.k, routes->num_experts);
   MOELORA_TRY(check_factors("lora_b", &lora));

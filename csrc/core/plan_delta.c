@@ -6,18 +6,18 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* Measured on an H200, except for those that follow from a kernel. Nanoseconds are compared with
- * the memory time of cost.c. */
+/* Thresholds measured on an H200, except for those that follow from a kernel. Nanoseconds are
+ * compared with the memory time of cost.c. */
 #define SORT_NS 5000.      /* a launch that sorts */
-#define GROUP_NS 500.      /* windows sorted by each CTA, if the batch has one or two */
+#define GROUP_NS 500.      /* sorting windows in each CTA, if the batch has one or two */
 #define WARP_BYTES 131072. /* bytes that a warp of an expand moves per wave */
 
 enum {
-  LIKELY_ADAPTERS = 8, /* slots may be idle, and more adapters in one batch are rare */
-  THIN_ROWS = 8,       /* per pair: from here on an expand mostly moves outputs */
+  LIKELY_ADAPTERS = 8, /* in one batch: many slots may be idle */
+  THIN_ROWS = 8,       /* per (expert, adapter): from here on, an expand mostly moves outputs */
   THIN_RANKS = 64,
-  LONG_ROWS = 256,  /* per expert: segments are listed, for eight adapters with 32 rows each */
-  EXPAND_ITEMS = 8, /* per warp: B is seldom reread, and no warp is idle */
+  LONG_ROWS = 256,  /* per expert, from which segments are listed: 32 of each of 8 adapters */
+  EXPAND_ITEMS = 8, /* per warp: rereads B seldom, and leaves no warp idle */
   MIN_PART = 32,    /* rows per item of an expand */
   MAX_WAVES = 6,
 };
@@ -28,20 +28,20 @@ static int32_t likely_adapters(const moelora_routes *routes) {
   return routes->max_loras < LIKELY_ADAPTERS ? routes->max_loras : LIKELY_ADAPTERS;
 }
 
-/* Expected number of (expert, adapter) pairs with rows, if every row carries one of the likely
- * adapters with the same probability. */
+/* Returns the expected number of (expert, adapter) pairs with rows, if every row carries each of
+ * the likely adapters with the same probability. */
 static double expected_pairs(const moelora_routes *routes) {
   const double pool = (double)routes->num_experts * likely_adapters(routes);
   return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
 
-/* Bytes of all factors of one (expert, adapter) pair. */
+/* Returns the bytes of all factors of one (expert, adapter) pair. */
 static double pair_bytes(const moelora_factors *lora, int64_t k, bool expands) {
   return 2.0 * lora->num_slices * lora->max_rank *
          ((double)k + (expands ? (double)lora->slice_n : 0.0));
 }
 
-/* If pairs rarely repeat, rereading the factors of one costs less than sorting the rows. */
+/* Chooses the order of rows: if few rows share factors, rereading these costs less than sorting. */
 static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair,
                                      const moelora_device_info *device) {
   const double repeated = (double)routes->num_rows - expected_pairs(routes);
@@ -64,7 +64,7 @@ typedef struct expand_load {
   bool vectors; /* xa, B and the output allow 16-byte accesses */
 } expand_load;
 
-/* Ranks of the narrowest kernel that covers them in one step, or of the widest. */
+/* Returns block_k of the narrowest kernel that covers max_rank in one step, or of the widest. */
 static int32_t step_ranks(int32_t max_rank) {
   return max_rank <= 16 ? 16 : max_rank <= 32 ? 32 : 64;
 }
@@ -73,9 +73,9 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-/* Whether the variant accumulates ranks in the order of this problem. There are two: a product
- * takes 16 consecutive ranks, or four of every eight in 32 (delta/expand.cuh). The order depends
- * on the tensors only. */
+/* Whether the variant accumulates ranks in the order of this problem, which must depend on the
+ * tensors only. A product takes 16 consecutive ranks, or four of every eight in 32
+ * (delta/expand.cuh). */
 static bool has_rank_order(const moelora_variant *v, const expand_load *load) {
   const bool neighbors = !load->vectors || step_ranks(load->lora->max_rank) == 16;
   return neighbors == (v->block_k == 16);
@@ -109,8 +109,8 @@ static const moelora_variant *choose_expand(const expand_load *load,
                          .gated = load->gated});
 }
 
-/* Number of waves of CTAs. SMs differ in memory throughput: a large expand is distributed
- * dynamically, one megabyte per CTA of eight warps. */
+/* Returns the number of waves of CTAs. SMs differ in memory throughput, so a large expand is
+ * launched in several waves, with one megabyte per CTA of eight warps. */
 static int32_t waves_of(const expand_load *load, double pairs, int64_t warps) {
   const moelora_factors *lora = load->lora;
   const double columns = (double)lora->num_slices * (double)lora->slice_n;
@@ -176,7 +176,7 @@ static moelora_status begin(moelora_dtype dtype, const moelora_device_info *devi
   return MOELORA_OK;
 }
 
-/* The order of the rows and how they are sorted. */
+/* Plans the order of the rows, and their sort. */
 static void plan_order(const moelora_routes *routes, double bytes_of_pair,
                        const moelora_device_info *device, moelora_delta_plan *plan) {
   plan->order = order_for(routes, bytes_of_pair, device);
@@ -203,7 +203,7 @@ static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dt
   return load;
 }
 
-/* Plans projection i of a call, whose rows have an order. */
+/* Plans projection i of a call, after the order of its rows. */
 static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
                                       const moelora_device_info *device, moelora_delta_plan *plan) {
   if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
@@ -230,8 +230,8 @@ static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
     load.boxes = moelora_are_boxes(&lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
                                    p->x_stride);
     load.lists = &p->lists;
-    /* Whole-segment kernels do not clear ranks beyond the padded rank, and need rows at a constant
-     * stride. */
+    /* Whole-segment kernels do not clear ranks beyond the padded rank, and need rows of xa at a
+     * constant stride. */
     const bool exact = p->xa && (routes->lora_ranks || lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!plan->xa_vectors || !one_stride || exact)

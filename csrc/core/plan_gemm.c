@@ -1,19 +1,19 @@
-/* The plan of a projection or a layer: its GEMM kernels, forced, tuned or chosen by plan_tile.c,
- * and the launches around them. */
+/* Plans a projection or a layer: its GEMM kernels, which are forced, tuned or chosen by
+ * plan_tile.c, and the launches around them. */
 #include <stdio.h>
 
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-/* A single launch is faster for one token, but not faster than Hopper's kernels. */
+/* Whether one launch for the layer is faster: for one token, unless Hopper kernels can run. */
 static bool is_few(const moelora_routes *routes, const moelora_access *access,
                    const moelora_device_info *device) {
   return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
 }
 
-/* Whether one tensor map covers the weights of all experts: strided rows, or contiguous tiles.
- * With quantized weights one copy loads adjacent K tiles. */
+/* Whether one tensor map covers the weights of all experts: strided rows, or contiguous tiles. For
+ * quantized weights, one bulk copy loads adjacent K tiles. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (moelora_is_quantized(w->format))
@@ -26,7 +26,7 @@ bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
          moelora_is_map_stride(w->stride_n * w->n);
 }
 
-/* Whether a variant that was requested by name supports the problem; a mismatch is logged. */
+/* Returns whether a forced or tuned variant supports the problem; logs why not. */
 static bool serves_request(const moelora_variant *v, const moelora_access *access,
                            const moelora_device_info *device) {
   const char *why = moelora_tile_misfit(v, access, device);
@@ -35,7 +35,7 @@ static bool serves_request(const moelora_variant *v, const moelora_access *acces
   return !why;
 }
 
-/* The forced layer or projection variant, if it supports the problem. */
+/* Returns the forced layer or projection variant that supports the problem, or NULL. */
 static const moelora_variant *forced_for(moelora_dtype dtype, const moelora_access *access,
                                          const moelora_device_info *device) {
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
@@ -68,8 +68,8 @@ static moelora_status refuse(moelora_dtype dtype, const moelora_access *access,
   return moelora_no_kernel_for(dtype, weights, device);
 }
 
-/* Whether `v` computes the bits of the usual variant: mma.sync and wgmma accumulate FP8 products
- * differently, so a problem must always use the same instruction. */
+/* Whether `v` returns the same bits as `usual`: mma.sync and wgmma accumulate FP8 products
+ * differently, so a problem must always run on the same instruction. */
 static bool keeps_bits(const moelora_variant *v, const moelora_variant *usual,
                        const moelora_access *access, const moelora_device_info *device) {
   const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
@@ -82,7 +82,7 @@ static bool quantizes_by_64(const moelora_weights *w) {
          moelora_x_group(w->format) == 64;
 }
 
-/* The forced variant if it supports the problem, otherwise the best of the table. */
+/* Picks the forced variant if it supports the problem, otherwise the best variant. */
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
@@ -173,7 +173,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   return MOELORA_OK;
 }
 
-/* The tuned variant of one role of the layer, if this device supports it, otherwise NULL. */
+/* Returns the tuned variant of one role of the layer if the device supports it, or NULL. */
 static const moelora_variant *tuned_for(moelora_role role, const moelora_experts_problem *p,
                                         const moelora_device_info *device,
                                         const moelora_device_info *seen) {
@@ -181,7 +181,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
   return tuned && moelora_variant_runs_on(tuned, device) ? tuned : NULL;
 }
 
-/* A tuned variant takes precedence over the table, but not over a forced variant. */
+/* Prefers a tuned variant to the picked one, unless that is forced. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked,
                                            const moelora_access *access,
@@ -203,7 +203,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts);
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
   const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
-  /* Scaled hidden states, h, and both outputs are in the workspace. */
+  /* Hidden states times routing weights, h, and z are in the workspace. */
   plan->scales_x = p->apply_router_weight_on_input;
   const moelora_projection_load first = {
       .routes = routes,
@@ -234,7 +234,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
   plan->shrink[1] =
       moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
-  /* In training, z takes as little memory as possible. */
+  /* In training, z is not padded to blocks, to save memory. */
   plan->z_by_row =
       p->saved.gate_up && (plan->w2->needs != MOELORA_SM90 || moelora_stores_by_row(plan->w2));
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
@@ -277,7 +277,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden) &&
                    (!saves || moelora_is_vector_row(problem->saved.gate_up,
                                                     problem->saved.gate_up_stride, problem->w13.n));
-  /* A TMA box of packed rows is one tile, which must contain only gate rows or only up rows. */
+  /* A TMA box of packed rows is one tile, which must not mix gate and up rows. */
   access.tma = access.vectors && moelora_are_map_weights(&problem->w13, experts) &&
                moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&

@@ -14,7 +14,7 @@ typedef struct named {
 
 enum { MAX_KERNELS = 12 };
 
-/* Keeps the kernels of this thread's last plan, which only a request formats. */
+/* The kernels of this thread's last plan. Only moelora_last_plan and the log format them. */
 static _Thread_local struct last {
   named kernels[MAX_KERNELS];
   int32_t count;
@@ -30,7 +30,7 @@ static void name_variant(const char *what, const moelora_variant *variant) {
     name(what, variant->name);
 }
 
-/* Begins a plan, with its first kernel. */
+/* Clears the last plan and records the first kernel of a new one. */
 static void begin(const char *what, const char *kernel) {
   last.count = 0;
   name(what, kernel);
@@ -58,9 +58,9 @@ const char *moelora_last_plan(void) {
   return list_kernels(text, sizeof text, 0);
 }
 
-/* Logs the first line of a call, and returns whether a GPU's launches follow. `shape` formats the
- * sizes a and b. variant: its block size is that of the alignment; NULL: none. named: number of
- * kernels that the name of the first one stands for. */
+/* Logs the first line of a call, and returns whether the launches on a GPU follow. `shape` formats
+ * the sizes a and b. variant: the kernel whose block size the alignment has; NULL: none. named:
+ * number of recorded kernels that are printed as one name, that of the first. */
 static bool log_plan(const char *operator, const char *shape, int64_t a, int64_t b,
                      const char *dtype, const moelora_routes *routes,
                      const moelora_device_info *device, int32_t named,

@@ -1,4 +1,4 @@
-/* Launch parameters of a projection, given its kernel, and of the shrink before it. */
+/* Plans the launch of a projection, given its kernel, and of the shrink before it. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
@@ -16,7 +16,7 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 
-/* After the previous projection, but not after a shrink or a sort, CTAs wait for it to finish. */
+/* A projection right after another one cannot start early: its CTAs are spread over all SMs. */
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
   return v->needs == MOELORA_SM90 && !has_adapters(load) && load->x_rows_each == 0 &&
                  moelora_shares_sm(v->block_n)
@@ -24,7 +24,7 @@ static moelora_grid_plan grid_of(const moelora_projection_load *load, const moel
              : MOELORA_GRID_OVERLAPPED;
 }
 
-/* Quantized x (e4m3) is in the workspace, padded to whole K tiles for Hopper's kernels. */
+/* e4m3 x is in the workspace; for Hopper kernels, its rows are padded to whole K tiles. */
 static bool is_vector_x(const moelora_projection_load *load, const moelora_variant *v) {
   if (moelora_is_e4m3_kernel(v->format))
     return v->needs == MOELORA_SM90 || load->w->k % 8 == 0;
@@ -37,15 +37,15 @@ static bool is_vector_out(const moelora_projection_load *load) {
                    : load->n_out % 8 == 0;
 }
 
-/* Gate and up rows of one m64 tile alternate between two slices with an odd number of rows: such a
- * tile starts in the middle of both. */
+/* Whether boxes cannot cover B: gate and up rows alternate, and two slices with an odd number of
+ * rows split one such pair between them. */
 static bool cuts_boxes(const moelora_projection_load *load) {
   return load->gated && load->interleaved && load->lora->num_slices == 2 &&
          load->lora->slice_n % 2 != 0;
 }
 
-/* Counters of a tile scheduler: one, and with dynamic scheduling the successor of each tile.
- * SIZE_MAX exceeds any workspace. */
+/* Returns the number of counters of a tile scheduler: one, and with dynamic scheduling one per
+ * tile, for its successor. SIZE_MAX exceeds any workspace. */
 static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
     return 1;
@@ -55,13 +55,13 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
-/* Columns that a block's tiles of few k steps are scheduled in at a time: longer runs share their
- * look-ups among more tiles, and read the weights of a column again later. */
+/* Maximum number of column tiles of a block in a run. Longer runs look up rows less often, but
+ * reread the weights of a column later. */
 enum { MAX_RUN_COLUMNS = 8 };
 
-/* Tiles of a run of the dynamic tile scheduler. Producers of a tile that fills the pipeline twice
- * have time to find the next one. Tiles of a run share their adapters, so that all need the same
- * slices. */
+/* Returns the number of tiles in a run of the dynamic tile scheduler: 1 if a tile has enough k
+ * steps to hide the search for the next one. Tiles of a run share their adapters, so there must be
+ * one slice. */
 static int32_t run_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n) ||
       epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN || load->lora->num_slices > 1 ||
@@ -71,7 +71,7 @@ static int32_t run_of(const moelora_projection_load *load, const moelora_variant
   return (int32_t)moelora_divide_up(columns, moelora_divide_up(columns, MAX_RUN_COLUMNS));
 }
 
-/* A quarter of L2, in elements of x as the kernel reads it. */
+/* Returns a quarter of L2, in elements of x as the kernel reads it. */
 static int32_t l2_elements_of(const moelora_variant *v, const moelora_device_info *device) {
   const bool bytes = moelora_is_e4m3_kernel(v->format) && v->needs == MOELORA_SM90;
   return device->l2_bytes / 4 / (bytes ? 1 : 2);

@@ -1,40 +1,40 @@
-/* Chooses the kernel of a shrink and its launch parameters.
+/* Plans a shrink: its kernel and its launch parameters.
  *
- * How rows are split into work items does not affect results. How K is split between warps does,
- * so it depends on K only. */
+ * The split of rows into work items does not affect results. The split of K between warps does, so
+ * it depends only on K, and on 16-byte alignment. */
 #include "core/plan.h"
 
 /* Measured on an H200, except for those that follow from a kernel. */
 enum {
-  RESIDENT_WARPS = 16, /* per SM: leaves 128 registers per thread */
-  THIN_SEGMENT = 4,    /* tokens; below, only the loads of A count */
-  FAT_SEGMENT = 64,    /* tokens; from here on, the loads of A and x count */
-  FEW_TOKENS = 32,     /* per item, where larger items would leave CTAs idle */
-  MANY_TOKENS = 48,    /* per item: A is read once for so many tokens */
-  NARROW = 32,         /* rows of A up to which one warp computes all of them */
-  STAGED_RANKS = 64,   /* of segments.cu: more would exceed its registers */
-  HALF_ROWS = 16,      /* more rows of x are bound by memory: the next GEMM can use the registers */
-  BLOCK_SHARES = 8,    /* of a block, for each tile of ranks */
-  SHARE_ITEMS = 32,    /* of a block that a work unit holds: items.cuh */
-  THIN_SHARES = 2,     /* of a block with a row or two: more would delay the next GEMM */
-  LISTED_KEYS = 4096,  /* that CTAs search for their share of the items */
-  NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments count as long */
-  LONG_WINDOW_ROWS = 8,   /* per SM, in windows */
+  RESIDENT_WARPS = 16, /* per SM, which leaves 128 registers per thread */
+  THIN_SEGMENT = 4,    /* tokens; with fewer, the loads of A dominate */
+  FAT_SEGMENT = 64,    /* tokens; from here on, loads of A and of x matter */
+  FEW_TOKENS = 32,     /* per item, if larger items would leave CTAs idle */
+  MANY_TOKENS = 48,    /* per item, for which A is read once */
+  NARROW = 32,         /* up to so many rows of A, one warp computes all */
+  STAGED_RANKS = 64,   /* maximum of segments.cu: more would exceed its registers */
+  HALF_ROWS = 16, /* with more rows of x, memory is the bound: leaves registers to the next GEMM */
+  BLOCK_SHARES = 8,   /* work units per block and tile of ranks */
+  SHARE_ITEMS = 32,   /* maximum items of a work unit: items.cuh */
+  THIN_SHARES = 2,    /* work units per block with a row or two: more would delay the next GEMM */
+  LISTED_KEYS = 4096, /* maximum of listed segments that every CTA searches for its items */
+  NARROW_LONG_ROWS = 320, /* windows: rows per expert from which narrow segments count as long */
+  LONG_WINDOW_ROWS = 8,   /* windows: minimum rows per SM for whole segments */
   MANY_SEGMENTS = 6,      /* per SM */
 };
 
-/* Minimum tokens per segment, and rows per SM, from which whole segments are distributed over the
- * CTAs: below, few operands would be read twice. Segments of an x by position are listed while the
- * kernel that writes it drains; where x is gathered, both minima are `gathered` times as high. */
+/* Minimum tokens per segment, and rows per SM, for whole-segment kernels: below, other kernels
+ * reread few operands. If x is in alignment order, the segments are listed while the kernel that
+ * writes x drains; if x is gathered, both minima are multiplied by `gathered`. */
 typedef struct long_segment {
   int32_t tokens, rows_of_unit, gathered;
 } long_segment;
 
-static const long_segment long_portable = {40, 128, 1}, /* for K below MOELORA_LONG_DEPTH */
+static const long_segment long_portable = {40, 128, 1}, /* K below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7, 2},                           /* sm_90, up to NARROW rows of A */
-    long_many = {16, 7, 1},  /* sm_90, up to NARROW rows of A, several segments a CTA */
-    long_wide = {8, 7, 2},   /* sm_90, up to 64 */
-    long_widest = {2, 7, 1}; /* sm_90, more */
+    long_many = {16, 7, 1},  /* sm_90, up to NARROW rows of A, many segments */
+    long_wide = {8, 7, 2},   /* sm_90, up to 64 rows of A */
+    long_widest = {2, 7, 1}; /* sm_90, more rows of A */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
@@ -53,12 +53,12 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .elements = !load->vectors});
 }
 
-/* The family whose whole-segment kernels are used. */
+/* Returns the family whose whole-segment kernels are used. */
 static moelora_family segments_family(const moelora_shrink_load *load) {
   return load->family == MOELORA_SM90 && load->boxes ? MOELORA_SM90 : MOELORA_SM80;
 }
 
-/* A whole-segment kernel, of the smallest rank count that covers the adapters, or of the
+/* Returns the whole-segment kernel with the smallest block_n that covers all columns, or the
  * largest. */
 static const moelora_variant *find_segments(const moelora_shrink_load *load) {
   const moelora_family family = segments_family(load);
@@ -81,7 +81,7 @@ static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
   return v->method == method && v->spans == moelora_shrink_spans(load->depth, load->vectors);
 }
 
-/* The forced variant, the tuned one, or the usual one. */
+/* Returns the forced, the tuned or the usual variant: the first that supports the problem. */
 static const moelora_variant *prefer(const moelora_variant *usual, const moelora_shrink_load *load,
                                      moelora_method method, const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SHRINK, load->dtype, device);
@@ -90,8 +90,8 @@ static const moelora_variant *prefer(const moelora_variant *usual, const moelora
                                              : usual;
 }
 
-/* Each expert of a token rereads its row of x. Shrinking the tokens of one adapter at a time keeps
- * these rows in L2; the order is not used if all of x fits L2 anyway. */
+/* Whether segments are processed adapter by adapter. Each expert of a token rereads its row of x,
+ * which this order keeps in L2; it is not used if all of x fits half of L2 anyway. */
 static bool orders_by_adapter(const moelora_shrink_load *load, const moelora_device_info *device) {
   return !load->by_position && 2 * load->depth * load->x_rows > device->l2_bytes / 2;
 }
@@ -123,9 +123,9 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
          load->rows >= factor * from.rows_of_unit * device->num_units;
 }
 
-/* Work units that the items of a block are distributed to. One unit per warp, unless a block would
- * then have less than a quarter of the usual number: in a second turn warps search blocks again,
- * for at most one item each, while the next GEMM waits for the SM. */
+/* Returns the number of work units that the items of a block are distributed to. One unit per warp,
+ * if that is at least a quarter of the usual number: with a second unit, warps search blocks again,
+ * for at most one item, while the next GEMM waits for the SM. */
 static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
                          const moelora_device_info *device) {
   const int64_t chunks = moelora_divide_up(load->columns, v->block_n);
@@ -139,17 +139,17 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
   const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
-  /* A large K with a narrow A is bound by memory anyway: half of an SM's registers are left to the
-   * next GEMM, whose weight loads then overlap with the shrink. */
+  /* A large K with a narrow A is bound by memory: using half of an SM's registers leaves the others
+   * to the next GEMM, whose weight loads then overlap with the shrink. */
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
   const int64_t resident = half ? RESIDENT_WARPS / 2 : RESIDENT_WARPS;
   const int64_t ctas = device->num_units * (resident / spans);
   const bool thin = rows < (columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2) * segments;
-  /* Items large enough to reread little, and enough of them for all CTAs. */
+  /* Large items reread A less; there must still be enough of them for all CTAs. */
   int64_t part = segments + rows / MANY_TOKENS < ctas ? FEW_TOKENS : MANY_TOKENS;
   const bool many_ranks =
       load->vectors && columns > 16 && segments + rows / FEW_TOKENS >= ctas && !thin;
-  /* Two warps per K span share a wide A with few rows of x, if that leaves no CTA idle. */
+  /* Two warps per K span split a wide A, if that leaves no CTA idle. */
   const bool two_warps = load->vectors && spans == 4 && columns > NARROW &&
                          segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
   const int32_t ranks = many_ranks ? (columns <= NARROW ? 32 : 64) : two_warps ? 32 : 16;
@@ -169,7 +169,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                              : shares_of(load, v, device);
   const int64_t items = segments + rows / part;
   const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && !thin;
-  /* As many blocks as all CTAs together process at a time. */
+  /* The number of blocks that all CTAs process at a time. */
   const int64_t group = (int64_t)device->num_units * v->ctas * blocks / items;
   const bool fat = rows >= FAT_SEGMENT * segments;
   return (moelora_shrink_plan){.variant = v,
@@ -185,7 +185,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
 /* ---- windows ---- */
 
-/* Launch parameters of a kernel for a batch. In an unsorted batch every row may be a segment. */
+/* Items of a batch for a kernel. In an unsorted batch, every row may be a segment. */
 typedef struct fit {
   int64_t part, items, ctas; /* CTAs resident on the GPU */
 } fit;

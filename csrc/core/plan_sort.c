@@ -7,16 +7,16 @@
 #include "core/plan.h"
 
 enum {
-  /* single launch, in which each CTA counts all items */
+  /* one launch, in which each CTA counts all items */
   FILL_ROWS = 4096, /* output rows that one CTA fills while placing its items */
   MAX_SMALL_CHUNKS = 128,
-  MIN_SMALL_CHUNKS = 16, /* minimum number of CTAs, which write the rest of the output */
+  MIN_SMALL_CHUNKS = 16, /* minimum number of CTAs, which also write padding */
   /* two launches, with a table of counts between them */
   MAX_LARGE_CHUNKS = 128,                      /* about one CTA per SM of large GPUs */
   MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
-  ROUND_WORDS = 1000, /* words of the table that are read in the time a CTA counts
+  ROUND_WORDS = 1000, /* words of the table that a CTA reads in the time in which it counts
                          MOELORA_SORT_THREADS items */
-  TINY_ITEMS = 64,    /* pairwise comparison; no empty blocks, no memory to zero */
+  TINY_ITEMS = 64,    /* of the variant by pairwise comparison, for compact outputs */
   /* lists: each CTA computes the layout redundantly, which pays off for this many rows */
   PART_ROWS = 4096,
   MAX_PARTS = 32,
@@ -48,7 +48,7 @@ static const moelora_variant *choose(int64_t items, bool compact, const moelora_
   return NULL;
 }
 
-/* compact: no empty blocks and no memory to zero. */
+/* Plans one sort. compact: there are no empty blocks and no memory to zero. */
 static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows, bool compact,
                                    const moelora_device_info *device,
                                    const moelora_variant *tuned) {
@@ -66,8 +66,8 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
       at_most(moelora_divide_up(moelora_divide_up(items, MAX_LARGE_CHUNKS), threads) * threads,
               MAX_CHUNK_ITEMS);
   const int64_t chunks = moelora_divide_up(items, size), words = (keys + 1) / 2;
-  /* With q chunks per row, a CTA counts the items of q chunks (ROUND_WORDS words' time per
-   * `threads` items) and reads chunks * words / q words: minimal if both take equal time. */
+  /* With q chunks per table row, a CTA counts the items of q chunks (`threads` items in the time of
+   * ROUND_WORDS words) and reads chunks * words / q words: best if both take equal time. */
   int64_t q = 1;
   while ((q + 1) * (q + 1) * (size / threads) * ROUND_WORDS <= chunks * words &&
          (q + 1) * size <= MAX_CHUNK_ITEMS)
@@ -80,7 +80,7 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
   return plan;
 }
 
-/* What there is to sort. */
+/* Inputs to the plan of an alignment. */
 typedef struct alignment {
   moelora_align_mode mode;
   const moelora_routes *routes;
@@ -117,7 +117,7 @@ static void plan_alignment(const alignment *a, const moelora_device_info *device
       plan->segments = experts * adapters;
     return;
   }
-  /* UNIFORM blocks are padded by a later launch. */
+  /* In UNIFORM mode, a later launch pads the blocks. */
   const int64_t out_rows = a->mode == MOELORA_ALIGN_UNIFORM ? routes->num_rows : a->out_rows;
   plan->tokens = plan_sort(routes->num_tokens, adapters, routes->num_tokens, true, device, tuned);
   plan->rows = plan_sort(routes->num_rows, experts, out_rows, compact, device, tuned);
@@ -146,7 +146,7 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));
   moelora_plan_blocks(&problem->routes, 1, 1, device, NULL, plan);
-  plan->segments = 0; /* lists are built from rows */
+  plan->segments = 0; /* lists are built from sorted rows */
   const moelora_list_blocks *lists = &problem->lists;
   const int64_t parts = lists->rows / PART_ROWS;
   const int64_t most = lists->num_active <= INT32_MAX / MAX_PARTS ? MAX_PARTS : 1;
@@ -163,7 +163,7 @@ int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int3
     int64_t blocks;
     return __builtin_add_overflow(num_rows / block_size, num_experts, &blocks) ? INT64_MAX : blocks;
   }
-  /* Each group adds at most one partial block. */
+  /* Each expert, or (expert, adapter), adds at most one partial block. */
   int64_t groups = num_experts;
   if (mode == MOELORA_ALIGN_UNIFORM)
     groups *= (int64_t)max_loras + 1;
@@ -184,8 +184,8 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
       rows == 1 ? routes->num_rows : moelora_max_blocks(routes, rows, cluster);
   const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
   plan_alignment(&a, device, tuned, plan);
-  /* The sort by pairwise comparison resolves the tables itself in a single CTA, unless other
-   * kernels need the resolved tables before the blocks. */
+  /* The single CTA of the sort by pairwise comparison also resolves the tables, unless the rows are
+   * not padded to blocks: other kernels then need the resolved tables. */
   const moelora_sort_plan *first = plan->tokens.variant ? &plan->tokens : &plan->rows;
   plan->resolves = rows == 1 || first->variant->block_m > TINY_ITEMS;
 }

@@ -1,5 +1,5 @@
-/* Selects the kernel of a projection or a layer. Every row of the table is a candidate; each one
- * that is not selected has a reason:
+/* Selects the kernel of a projection or a layer. Every variant is a candidate; each one that is not
+ * selected gets a reason:
  *
  *   it does not support the problem or the device                  moelora_tile_misfit
  *   one launch for the whole layer is faster, or several are       keep_layer
@@ -7,7 +7,7 @@
  *   measured GPU: another tile was fastest                         keep_measured
  *   other GPUs: another tile is faster by the model (cost.c)       keep_fastest
  *
- * Nothing here depends on adapters: a base row runs the same kernel whatever the batch carries. */
+ * Nothing here depends on adapters: a base row runs the same kernel in any batch. */
 #include "core/plan_tile.h"
 
 #include <math.h>
@@ -18,33 +18,33 @@
 
 /* ---- measured on an H200; used for GPUs with the same chip ---- */
 
-/* Tile of a CUDA kernel. */
+/* Tokens per block of a CUDA kernel, and blocks per cluster. */
 typedef struct shape {
   int32_t block, cluster;
 } shape;
 
-/* The tile for at most `rows` rows per expert on average. */
+/* Shape for at most `rows` rows per expert on average. */
 typedef struct shape_bound {
   int64_t rows;
   shape shape;
 } shape_bound;
 
-/* By the average rows per expert. Routing is uneven: a block, or a cluster of blocks, needs room
- * above the average to hold nearly every expert, so that its weights are read once. The bounds are
- * where the times of two neighbors cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite;
- * `python -m moelora tune` measures another GPU). */
+/* Routing is uneven: a block, or a cluster of blocks, must be larger than the average to hold
+ * nearly every expert, whose weights are then read once. At a bound, the times of two adjacent
+ * shapes are equal on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite; `python -m moelora
+ * tune` measures another GPU). */
 static const shape_bound native_shapes[] = {
     {8, {16, 1}},          /* bound by reading the weights */
-    {26, {32, 1}},         /* reading a few experts twice costs less than wider instructions */
-    {44, {64, 1}},         /* Hopper uses 96, which is faster than two CTAs of 64 tokens per SM */
+    {26, {32, 1}},         /* rereading a few experts costs less than wider instructions */
+    {44, {64, 1}},         /* Hopper: 96, which is faster than two CTAs with 64 tokens per SM */
     {80, {96, 1}},         /* the largest tile with two CTAs per SM */
-    {116, {128, 1}},       /* products begin to matter: x is read once for 256 weight rows */
-    {INT64_MAX, {144, 2}}, /* bound by products: multicast shares the weights */
+    {116, {128, 1}},       /* tensor cores begin to limit: x is read once per 256 weight rows */
+    {INT64_MAX, {144, 2}}, /* bound by tensor cores: multicast shares the weights */
 };
 
-/* Quantized weights are dequantized again for each block: that is the cost of an expert in two
- * blocks, and it exceeds that of wider instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B).
- * With 144 tokens nearly every expert fits one block at 128 rows on average, two at 256. */
+/* Each block dequantizes its weights again: for an expert in two blocks, this costs more than wider
+ * instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens nearly every expert fits
+ * one block at 128 rows on average, two at 256. */
 static const shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
@@ -52,9 +52,9 @@ static const shape_bound quantized_shapes[] = {
 
 /* FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): weight-major tiles have registers for at most 96
  * tokens, because of the second accumulator and the scales. Token-major tiles of 128 are faster,
- * but take tokens 64 at a time and have a longer epilogue: they pay where one tile holds most
- * experts, or where two tiles of 96 no longer hold nearly every expert. Two tiles of 96 in a
- * cluster share the weights that they read. */
+ * but process tokens 64 at a time and have a longer epilogue: they pay off if one tile holds most
+ * experts, or if two tiles of 96 no longer hold nearly every expert. In a cluster, two tiles of 96
+ * multicast weights. */
 static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
@@ -71,7 +71,7 @@ static shape measured_shape(int64_t rows, const moelora_access *access) {
   return bound->shape;
 }
 
-/* Nearest to the wanted block size, larger before smaller; among equals the wanted cluster. */
+/* Whether `v` is nearer to `want` than `best`: block size (larger before smaller), then cluster. */
 static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
   const int32_t candidate = v->block_m, known = best->block_m;
   if (candidate == known)
@@ -97,16 +97,16 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Whether the epilogue stores rows of outputs one after the other, as a single projection returns
- * them; within a layer the kernels choose their layout. Hopper's quantized tiles of 128 weight rows
- * do so by their GENERAL epilogue. */
+/* Whether an epilogue of the kernel stores outputs by flat row, as a single projection returns
+ * them; within a layer, kernels choose the layout. For quantized tiles of 128 weight rows, it is
+ * GENERAL. */
 static bool stores_flat_rows(const moelora_variant *v) {
   return moelora_stores_by_row(v) || (v->cluster == 1 && v->block_n == 128);
 }
 
-/* A forward has the same bits with and without values for a backward, but mma.sync and wgmma add up
- * FP8 products differently. If w13 is dequantized and x of w2 is FP8, no two Hopper rows go
- * together that store these values: portable rows serve such a layer in either case. */
+/* A forward must return the same bits whether or not it saves values for a backward, but mma.sync
+ * and wgmma accumulate FP8 products differently. If w13 is dequantized and x of w2 is FP8, no
+ * Hopper kernels save these values: such a layer always runs portable kernels. */
 static bool trains_on_hopper(const moelora_access *access) {
   return !(access->layer && moelora_is_dequantized_kernel(access->format) &&
            moelora_is_e4m3_kernel(access->second));
@@ -158,7 +158,7 @@ typedef struct tile_list {
   int32_t count;
 } tile_list;
 
-/* Rejects all tiles but `best`. */
+/* Rejects all tiles but `best`, if there is one. */
 static void keep(tile_list list, const moelora_tile *best, const char *why_not) {
   for (moelora_tile *t = list.tiles; best && t < list.tiles + list.count; t++)
     if (!t->why_not && t != best)
@@ -179,7 +179,7 @@ static void keep_layer(tile_list list, bool few) {
   keep(list, layer, "one launch for the whole layer is faster");
 }
 
-/* Keeps the newest instruction set of a CPU, or the GPU's own family. */
+/* Keeps the tiles of the newest instruction set or GPU family. */
 static void keep_newest(tile_list list) {
   int32_t newest = -1;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
@@ -199,8 +199,8 @@ static void keep_measured(tile_list list, shape want) {
   keep(list, best, "another tile was measured faster");
 }
 
-/* The model does not separate times within this factor. Among such tiles the smallest one that
- * holds an average expert has the least padding; if none holds it, the largest one reads least. */
+/* The model cannot rank times within this factor. Among such tiles, keeps the smallest that holds
+ * an average expert, since it has the least padding, or else the largest, since it reads least. */
 #define TIE_FACTOR 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {

@@ -1,4 +1,4 @@
-/* Windows of routed rows that the kernels of deltas iterate over. */
+/* Splits routed rows into windows, which the kernels of deltas iterate over. */
 #include "core/plan.h"
 
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,

@@ -4,19 +4,19 @@
 
 #include <stdio.h>
 
-/* State of a prepared call. Uninitialized memory is unlikely to hold the last two values. */
+/* State of a prepared call. Uninitialized memory is unlikely to hold EMPTY or READY. */
 typedef enum call_state {
   CALL_REFUSED = 0,
   CALL_EMPTY = 0x6d6f6501, /* nothing to do */
   CALL_READY = 0x6d6f6502,
 } call_state;
 
-/* Describes a call that is checked and planned; a moelora_call holds it. */
+/* The state that a moelora_call holds: a checked and planned call. */
 typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
-  moelora_exec sized_for; /* its workspace is NULL: returns the required size */
+  moelora_exec sized_for; /* exec of moelora_prepare_*, without its workspace */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
@@ -59,7 +59,7 @@ static moelora_status check_built(const moelora_variant *variant) {
                       variant->name);
 }
 
-/* Names a size that determines the workspace as moelora.h does; 0: not used. */
+/* A size that determines the workspace, with its name in moelora.h; 0: it does not. */
 typedef struct named_size {
   const char *name;
   int64_t value;
@@ -67,8 +67,8 @@ typedef struct named_size {
 
 enum { MAX_SIZES = 8 };
 
-/* Completes a prepared call. Refuses a workspace that exceeds any memory, instead of returning a
- * meaningless size. */
+/* Completes a prepared call, unless the workspace would exceed any memory: its size may then have
+ * overflowed. */
 static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
                              moelora_status (*launch)(const prepared *, const moelora_exec *),
                              const named_size *sizes, size_t count) {
@@ -140,7 +140,7 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
 
 /* ---- running ---- */
 
-/* The size of a workspace depends on the device and the number of threads. */
+/* Checks device, threads and workspace. The workspace size depends on device and threads. */
 static moelora_status check_exec(const prepared *p, size_t want, const moelora_exec *exec) {
   const moelora_exec *sized = &p->sized_for;
   MOELORA_REQUIRE(exec->device == sized->device && exec->device_index == sized->device_index,

@@ -1,7 +1,7 @@
-/* Measured choices of kernel variants, which take precedence over those of plan_tile.c.
+/* Tuned plans: measured variants, which take precedence over the choice of plan_tile.c.
  *
- * Rows are appended under a lock and read without one: readers see the rows that were complete
- * when they read the count. */
+ * Rows are appended under a lock and read without one: readers only use rows below the count, which
+ * is increased after a row is complete. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -67,8 +67,8 @@ void moelora_clear_tuned_plans(void) {
   num_rows = 0;
 }
 
-/* Prefers the plan with the fewest sufficient tokens, else with most tokens; among equals the
- * newest. */
+/* Whether `candidate` is better for `tokens` tokens than an older plan: fewest sufficient tokens,
+ * or else most tokens; among equals, the newer plan. */
 static bool is_better(const row *candidate, const row *best, int64_t tokens) {
   if (!best)
     return true;

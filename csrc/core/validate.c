@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdio.h>
 
-/* Describes the weights NAME of `args` for activations x. */
+/* Describes weights NAME of `args`, which multiply activations x. */
 #define WEIGHTS_ARG(NAME, ...)                                                                     \
   ((moelora_weights_arg){.tensor = MOELORA_ARG(#NAME, &args->NAME),                                \
                          .x = x,                                                                   \
@@ -13,14 +13,14 @@
                          .layout_name = #NAME "_layout",                                           \
                          __VA_ARGS__})
 
-/* Names E, K, and, as `n`, the number of rows of weights. */
+/* Defines the sizes E, K, and the one called `n`, the rows of the weights. */
 static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg, const char *n) {
   moelora_name_size(all, "E", moelora_size_of(arg->tensor, 0));
   moelora_name_size(all, "K", moelora_size_of(arg->x, 1));
   moelora_name_size(all, n, arg->n);
 }
 
-/* A row has an adapter only if there are both a mapping and factors. */
+/* Without a mapping or without factors, no row has an adapter: drops what is left of them. */
 static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
                                  moelora_factors *second) {
   if ((first->num_slices || second->num_slices) && routes->token_lora_mapping.data)
@@ -90,7 +90,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 enum { ALPHA, LIMIT };
 
-/* Defaults of an activation's parameters; 0: it takes none. */
+/* Defaults of the activations' parameters; 0: the activation has no such parameter. */
 static const struct {
   const char *name;
   float defaults[2];
@@ -100,7 +100,7 @@ static const struct {
 #undef MOELORA_ROW
 };
 
-/* Resolves an activation's parameter, or its default. */
+/* Checks a parameter of an activation; 0 selects the default. */
 static moelora_status check_number(const char *name, double value, moelora_activation kind,
                                    int32_t which, float *number) {
   char names[256] = "";
@@ -120,10 +120,10 @@ static moelora_status check_number(const char *name, double value, moelora_activ
   return MOELORA_OK;
 }
 
-/* Returns the g at which silu(g) is `limit`. silu increases for positive g, so that
- * min(silu(g), limit) = silu(min(g, this)). */
+/* Returns the g at which silu(g) = `limit`. silu increases for positive g, so min(silu(x), limit) =
+ * silu(min(x, g)). */
 static float inverse_silu(float limit) {
-  double g = fmin(2.0 * limit, limit + 0.2785); /* not below: g - silu(g) <= min(g / 2, 0.2785) */
+  double g = fmin(2.0 * limit, limit + 0.2785); /* above g: g - silu(g) <= min(g / 2, 0.2785) */
   for (int step = 0; step < 8; step++) {        /* Newton's method */
     const double q = 1 / (1 + exp(-g));
     g -= (g * q - limit) / (q * (1 + g * (1 - q)));
@@ -147,7 +147,8 @@ static moelora_status check_activation(const moelora_experts_args *args,
     problem->limit = INFINITY;
   problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* keeps alpha * log2(e) finite in kernels */
   problem->gate_limit = kind == MOELORA_SWIGLUSTEP ? inverse_silu(problem->limit) : problem->limit;
-  if (moelora_has_form(kind, MOELORA_FORM_SOFT_CAPPED)) { /* caps with normal reciprocals */
+  if (moelora_has_form(kind,
+                       MOELORA_FORM_SOFT_CAPPED)) { /* the reciprocals of caps must be normal */
     problem->alpha = fminf(problem->alpha, 1 / FLT_MIN);
     problem->limit = fminf(problem->limit, 1 / FLT_MIN);
     problem->inverse_alpha = 1 / problem->alpha;
@@ -157,7 +158,7 @@ static moelora_status check_activation(const moelora_experts_args *args,
   return MOELORA_OK;
 }
 
-/* Checks the weights of a layer, and that they belong together. */
+/* Checks the weights of a layer, and that their sizes fit together. */
 static moelora_status check_layer_weights(const moelora_experts_args *args,
                                           moelora_weights_arg *w13, moelora_weights_arg *w2,
                                           moelora_experts_problem *problem) {
@@ -223,8 +224,8 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
 
 /* ---- saved tensors ---- */
 
-/* Takes the saved shrink output of a projection: [P, slices, R] or [P, R]; absent, or a placeholder
- * without elements, if the projection has no adapters. */
+/* Takes the saved shrink output of a projection, [P, slices, R] or [P, R]. Without adapters, it
+ * must be absent or a placeholder without elements. */
 static moelora_status take_shrink(moelora_arg arg, int32_t ndim, const moelora_factors *lora,
                                   void **data, int64_t stride[2]) {
   if (lora->num_slices == 0) {
@@ -245,7 +246,7 @@ moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts
   const moelora_saved *from = &args->saved;
   const moelora_factors *lora13 = &problem->w13_lora, *lora2 = &problem->w2_lora;
   moelora_saved_rows *saved = &problem->saved;
-  /* Factors are dropped if no row has an adapter: an empty batch has tensors of any width. */
+  /* If no row has an adapter, the factors were dropped, and empty tensors may have any width. */
   const bool has13 = lora13->num_slices > 0, has2 = lora2->num_slices > 0;
   moelora_name_size(all, "slices",
                     moelora_words(has13 ? lora13->num_slices : MOELORA_ANY_SIZE,

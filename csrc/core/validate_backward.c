@@ -1,9 +1,9 @@
-/* Validates a backward: its gradients, and the arguments of its forward. */
+/* Validates backwards: their gradients, and the arguments of their forwards. */
 #include "core/check.h"
 
 /* ---- gradients ---- */
 
-/* The arguments that gradients of factors and biases must agree with. */
+/* State of the checks of factor and bias gradients. */
 typedef struct gradients {
   moelora_arguments rows;
   moelora_dtype dtype;
@@ -11,7 +11,7 @@ typedef struct gradients {
   int64_t num_sparse; /* -1: not known yet */
 } gradients;
 
-/* Checks the gradient of `like`, which has the same shape. */
+/* Checks the gradient of `like`, which has the same shape unless it is sparse. */
 static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_arg like,
                                      const char *layout, moelora_gradient *gradient) {
   const moelora_tensor *t = arg.tensor;
@@ -62,8 +62,8 @@ static void begin_gradients(const moelora_tensor *x, const moelora_tensor *pairs
   all->pairs = moelora_is_absent(pairs) ? (moelora_arg){0} : MOELORA_ARG("grads.pairs", pairs);
 }
 
-/* Checks that all arguments fit, and fills in the table of sparse gradients, which is empty if none
- * is sparse. */
+/* Checks the sizes and the memory of all arguments, and fills the table of sparse gradients, if
+ * any. */
 static moelora_status finish_gradients(gradients *all, moelora_gradient_pairs *table) {
   const moelora_tensor *pairs = all->pairs.tensor;
   if (all->num_sparse >= 0)
@@ -136,7 +136,7 @@ moelora_status moelora_check_gemm_backward(const moelora_gemm_backward_args *arg
   *problem = (moelora_gemm_backward_problem){.accumulate = args->accumulate};
   gradients all;
   MOELORA_TRY(moelora_begin_gemm_backward(args, &all.rows));
-  all.rows.written = &args->dout; /* rows of dout do not overlap, as those of `out` */
+  all.rows.written = &args->dout; /* rows of dout must not overlap, like those of `out` */
   MOELORA_TRY(moelora_check_projection(&all.rows, forward, &args->num_experts, &problem->forward));
   problem->dout = moelora_take_view(&args->dout, problem->dout_stride, 2);
   problem->dx = moelora_take_view(&grads->x, &problem->dx_stride, 1);

@@ -1,10 +1,10 @@
-/* Validates deltas, LoRA without a base product: vLLM's lists, one or both halves of an adapter,
- * SGLang's MLP. */
+/* Validates deltas, LoRA without a base product: by routing or by vLLM's lists, shrink, expand or
+ * both; and SGLang's MLP. */
 #include "core/check.h"
 
 /* ---- one adapter ---- */
 
-/* Takes the rows from routing, or from lists, which do without it. */
+/* Takes the number of rows from topk_ids; or, for lists, from num_tokens and top_k. */
 static moelora_status take_extents(moelora_arguments *all, const moelora_delta_args *args,
                                    moelora_routes *routes) {
   routes->num_experts = args->num_experts;

@@ -67,7 +67,7 @@ void moelora_drop_unused_tables(moelora_routes *routes) {
   routes->adapter_enabled = NULL;
 }
 
-/* A block of an alignment has at most this many rows. */
+/* Maximum rows per block of an internal alignment. */
 enum { MAX_BLOCK_ROWS = 256 };
 
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
@@ -102,7 +102,7 @@ static moelora_status check_out_to_zero(const moelora_tensor *out, moelora_align
   return MOELORA_OK;
 }
 
-/* Requires that outputs of other modes are absent: they would silently not be written. */
+/* Requires that outputs of other modes are absent, since the call would not write them. */
 static moelora_status check_mode(const moelora_align_args *args, bool with_adapters) {
   const moelora_arg outputs[] = {MOELORA_ARG("lora_ids", &args->lora_ids),
                                  MOELORA_ARG("sorted_weights", &args->sorted_weights),
@@ -143,13 +143,13 @@ static moelora_status check_align_outputs(const moelora_align_args *args, moelor
   return check_out_to_zero(&args->out_to_zero, problem);
 }
 
-/* num_experts counts global experts if there is an expert_map. */
+/* With an expert_map, num_experts is the number of global experts. */
 static void name_experts(moelora_arguments *all, int32_t num_experts, moelora_routes *routes) {
   routes->num_experts = num_experts;
   moelora_name_size(all, "num_global_experts", moelora_words(num_experts, "num_experts"));
 }
 
-/* Takes the adapters of a call without factors, whose number is an argument. */
+/* Takes the adapters of a call without factors, in which max_loras is an argument. */
 static moelora_status take_slots(moelora_arguments *all, const moelora_adapters *adapters,
                                  int32_t max_loras, moelora_routes *routes) {
   MOELORA_REQUIRE(max_loras < INT32_MAX, "max_loras is %d, expected fewer", max_loras);
@@ -165,7 +165,7 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   *problem = (moelora_align_problem){.mode = mode, .block_size = args->block_size};
   MOELORA_REQUIRE(mode >= MOELORA_ALIGN_BASE && mode <= MOELORA_ALIGN_SORTING,
                   "mode is %d, expected a moelora_align_mode", (int)mode);
-  moelora_align_args read = *args; /* a mode without adapters ignores theirs */
+  moelora_align_args read = *args; /* a mode without adapters ignores these arguments */
   if (!with_adapters)
     read.adapters = (moelora_adapters){0};
   moelora_arguments all;

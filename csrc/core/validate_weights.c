@@ -71,7 +71,7 @@ static moelora_status check_layout(const moelora_layout *layout, const char *nam
   return MOELORA_OK;
 }
 
-/* Checks the tiles of a quantized weight. `rows` and `k` are the origins of its sizes. */
+/* Checks the tiles of a quantized weight. `rows` and `k`: its sizes, and their origins. */
 static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
                                   moelora_extent rows, moelora_extent k, moelora_weights *weights) {
   const moelora_tensor *t = arg.tensor;
@@ -111,7 +111,7 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
   return MOELORA_OK;
 }
 
-/* PLAIN order is equivalent to GATE_UP if both halves fill whole tiles. */
+/* Checks the row order. PLAIN is equivalent to GATE_UP if both halves fill whole tiles. */
 static moelora_status check_order(const moelora_weights_arg *arg, moelora_weights *weights) {
   const moelora_layout *layout = arg->layout;
   if (layout->order == MOELORA_ROWS_PLAIN && arg->order == MOELORA_ROWS_GATE_UP &&
@@ -196,7 +196,7 @@ static moelora_status check_quantized_layout(const moelora_layout *layout) {
   return check_layout(layout, "layout");
 }
 
-/* Checks contiguous tiles with K = k. */
+/* Checks the tiles to pack or unpack, which must be contiguous. */
 static moelora_status check_packed(moelora_arguments *all, const moelora_tensor *tensor,
                                    const moelora_layout *layout, moelora_extent k,
                                    moelora_quantized_problem *problem) {
@@ -208,7 +208,7 @@ static moelora_status check_packed(moelora_arguments *all, const moelora_tensor 
   return moelora_check_contiguous(tiles);
 }
 
-/* Returns the group size for `groups` scales and k columns; 0: invalid. */
+/* Returns the columns per scale, if a row of k columns has `groups` scales; 0: invalid. */
 static int64_t group_of(moelora_format format, int64_t k, int64_t groups) {
   const int64_t columns = MOELORA_PACK / moelora_tile_groups(format), group = k / groups;
   const bool whole = group == k || group % MOELORA_PACK == 0;
@@ -238,7 +238,7 @@ static moelora_status check_groups(moelora_arguments *all, const moelora_quantiz
   return MOELORA_OK;
 }
 
-/* Within each tile, the first and the last row must be in the same block of scales. */
+/* Requires that the first and the last row of each tile are in the same block of scales. */
 static moelora_status check_tile_rows(const moelora_layout *layout, int64_t block_rows) {
   const int64_t tiles = moelora_row_tiles(layout->order, layout->rows);
   for (int64_t tile = 0; tile < tiles; tile++) {

@@ -25,7 +25,7 @@ enum {
   ROW(NAME##_bf16_##STEM, BF16, FAMILY, ROLE, __VA_ARGS__),                                        \
       ROW(NAME##_f16_##STEM, F16, FAMILY, ROLE, __VA_ARGS__)
 
-/* CPU builds contain the CUDA rows too, so that plans can be tested without a GPU. */
+/* CPU builds also contain the CUDA rows, so that plans can be tested without a GPU. */
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
   {.name = #NAME,                                                                                  \
@@ -87,7 +87,7 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length) {
   return NULL;
 }
 
-/* Says by CUDA id which rows of quantized weights also have a saving kernel. */
+/* By CUDA id: whether a row for quantized weights also has a kernel that saves gate_up. */
 static const bool saving_rows[MOELORA_CUDA_ROWS] = {
 #define MOELORA_CUDA_SAVING_BF16(STEM) [CUDA_gemm_bf16_##STEM] = true,
 #define MOELORA_CUDA_SAVING(STEM) MOELORA_CUDA_SAVING_BF16(STEM)[CUDA_gemm_f16_##STEM] = true,
