@@ -147,8 +147,7 @@ static moelora_status check_activation(const moelora_experts_args *args,
     problem->limit = INFINITY;
   problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* keeps alpha * log2(e) finite in kernels */
   problem->gate_limit = kind == MOELORA_SWIGLUSTEP ? inverse_silu(problem->limit) : problem->limit;
-  if (moelora_has_form(kind,
-                       MOELORA_FORM_SOFT_CAPPED)) { /* the reciprocals of caps must be normal */
+  if (moelora_has_form(kind, MOELORA_FORM_SOFT_CAPPED)) { /* keeps the reciprocals normal */
     problem->alpha = fminf(problem->alpha, 1 / FLT_MIN);
     problem->limit = fminf(problem->limit, 1 / FLT_MIN);
     problem->inverse_alpha = 1 / problem->alpha;

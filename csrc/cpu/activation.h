@@ -8,8 +8,8 @@
 
 #include "core/backend.h"
 
-/* exp to 2 ulp on [-87.3, 88.7], clamped outside; NaN stays NaN. x = n ln2 + r, |r| <= ln2 / 2, and
- * a degree 6 polynomial for exp(r). */
+/* Returns exp(x) to 2 ulp on [-87.3, 88.3], to which x is clamped; NaN stays NaN. x = n ln2 + r
+ * with |r| <= ln2 / 2, and a polynomial of degree 6 for exp(r). */
 static inline float moelora_exp(float x) {
   x = x < -87.3f ? -87.3f : x;
   x = x > 88.3f ? 88.3f : x;
@@ -50,17 +50,19 @@ static inline float moelora_multiply_add(float x, float y, float z) {
   return x * y + z;
 }
 
-/* 1 - tanh(x)^2, without cancellation */
+/* Returns 1 - tanh(x)^2, without cancellation. */
 static inline float moelora_tanh_slope(float x) {
   const float r = 1.0f / (1.0f + moelora_exp(2.0f * fabsf(x)));
   return 4.0f * r * (1.0f - r);
 }
 
-/* Argument from which tanh is computed by exp; below, by a series, where that would cancel. */
+/* From this argument on, tanh is computed by exp; below, where that would cancel, by a
+ * polynomial. */
 #define MOELORA_TANH_SPLIT 0.625f
 
-/* cap tanh(x / cap) to 3 ulp and its derivative, for a normal `inverse` = 1 / cap. The polynomial
- * is Cephes' tanhf; its linear term is x itself, so that a cap beyond every x changes nothing. */
+/* Returns cap tanh(x / cap) to 3 ulp, and its derivative; `inverse` = 1 / cap must be normal. The
+ * polynomial is that of Cephes' tanhf; its linear term is x itself, so that a huge cap changes no
+ * x. */
 static inline float moelora_soft_cap(float x, float cap, float inverse, float *slope) {
   const float z = x * inverse, a = fabsf(z), square = z * z;
   float poly = -5.70498872745e-3f;

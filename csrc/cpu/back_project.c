@@ -1,15 +1,15 @@
-/* Products y W of the backward, without transposing the weights (the forward computes x W^T).
+/* Products y W of the backward (the forward computes x W^T), without transposed weights.
  *
- * A task is (expert, block of columns, part of the expert's rows). Its columns of W are a float32
- * panel that all rows of the part share:
+ * A task is (expert, block of columns, part of the expert's rows). It copies its columns of W to a
+ * float32 panel, which all rows of the part share:
  *
  *   panel [n, 64 columns]
  *   c [48, 64] = y panel                in passes over n of BACK_DEPTH
  *   c += yb A                           segment by segment, with a panel of A
  *   emit(row)
  *
- * Weights of every layout and format are converted row by row to the values that the forward
- * multiplies. The sums of a row add in the order of n, independent of the rest of its block. */
+ * Weights of any layout and format are converted row by row to the values that the forward
+ * multiplies. A row is summed in the order of n, whatever other rows its block has. */
 #include <string.h>
 
 #include "core/format.h"
@@ -18,7 +18,7 @@
 
 /* ---- panels ---- */
 
-/* Columns [k, k + count) of row n, all in one tile. */
+/* Loads columns [k, k + count) of row n, all in one tile. */
 static void load_row(const moelora_variant *variant, const moelora_weights *w, int64_t n, int64_t k,
                      int64_t count, float *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -47,8 +47,8 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
   moelora_operands_to_f32(kernels, from, to, count);
 }
 
-/* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, the width
- * of a tile. Copied panels are padded with zeros. */
+/* Fills a panel with columns [begin, begin + count) of all rows of w; begin is a multiple of
+ * BACK_COLUMNS, so that they are in one tile. Copies are padded with zeros. */
 static void fill_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                        int64_t count, const moelora_panel *panel) {
   const int64_t width = moelora_row_width(count);
@@ -65,7 +65,7 @@ static void fill_panel(const moelora_variant *variant, const moelora_weights *w,
   }
 }
 
-/* c [m, width] += x panel, over `depth`; advances x. */
+/* Computes c [m, width] += x panel over `depth`, and advances x. */
 static void multiply(const moelora_variant *variant, int64_t m, int64_t width, int64_t depth,
                      const moelora_panel *panel, const float **x, float *c) {
   for (int64_t k = 0; k < depth; k += MOELORA_BACK_DEPTH) {
@@ -78,7 +78,7 @@ static void multiply(const moelora_variant *variant, int64_t m, int64_t width, i
 
 /* ---- rows and factors ---- */
 
-/* Returns the row of y of sorted row `at`, from `column` on. */
+/* Returns y of sorted row `at`, from `column` on. */
 static const float *y_row(const moelora_back_projection *p, int64_t at, int64_t column) {
   const int64_t row = p->y_by_token ? p->call->sorted.row[at] / p->call->routes->top_k : at;
   return p->y + row * p->y_stride + column;
@@ -133,7 +133,7 @@ typedef struct back_tasks {
   int64_t column_blocks, row_chunks;
 } back_tasks;
 
-/* c += yb A for sorted rows [first, first + m) of one expert. */
+/* Computes c += yb A for sorted rows [first, first + m) of one expert. */
 static void add_adapters(const moelora_back_projection *p, int64_t first, int64_t m, int64_t begin,
                          int64_t count, moelora_back_scratch *scratch) {
   const int64_t width = moelora_row_width(count);

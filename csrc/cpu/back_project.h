@@ -1,4 +1,4 @@
-/* back_project.c: products of the backward with weights as they lie, y W instead of x W^T. */
+/* back_project.c: products y W of the backward, with the weights as the forward stores them. */
 #ifndef MOELORA_CPU_BACK_PROJECT_H
 #define MOELORA_CPU_BACK_PROJECT_H
 
@@ -9,18 +9,18 @@ struct moelora_back_projection {
   const moelora_back_call *call;
   const float *y; /* rows of w->n values, the gradient of x w^T */
   int64_t y_stride;
-  bool y_by_token;          /* y is indexed by p / top_k; otherwise by sorted position */
+  bool y_by_token;          /* y has a row per token; otherwise by sorted position */
   const moelora_weights *w; /* data NULL: only factors */
   const moelora_factors *lora;
   float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
-  float *dz; /* [P, w->k] by flat row: y W + yb A; NULL: `emit` takes them */
+  float *dz; /* [P, w->k] by flat row: y W + yb A; NULL: `emit` receives it */
   /* Receives the finished columns [begin, begin + count) of sorted row `at`. */
   void (*emit)(const moelora_back_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);
   void *context;
 };
 
-/* projection->yb = rounded(s y B) for every row with an adapter */
+/* Computes projection->yb = rounded(s y B) for every row with an adapter. */
 void moelora_cpu_back_shrink(const moelora_back_projection *projection);
 void moelora_cpu_back_project(const moelora_back_projection *projection);
 

@@ -1,15 +1,15 @@
-/* back_steps.c: what the steps of a backward share, that of a layer or of a projection. Rows are
- * float32, rounded to the dtype of the call, in sorted order as in the forward. */
+/* back_steps.c: steps that the backwards of a layer and of a projection share. Rows are float32,
+ * rounded to the dtype of the call, in the sorted order of the forward. */
 #ifndef MOELORA_CPU_BACK_STEPS_H
 #define MOELORA_CPU_BACK_STEPS_H
 
 #include "cpu/segments.h"
 
-/* Columns of a block, rows of a pass over depth. */
+/* Columns of a block, rows that are multiplied at once, and depth of a pass. */
 enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
 
-/* Columns of rows as add_rows takes them: in place, or in `copy` if they are not float32 or if
- * memory past their end may not be readable. */
+/* Columns of rows, as add_rows reads them: in place, or from `copy` if they are not float32 or must
+ * be padded to ROW_STEP columns. */
 typedef struct moelora_panel {
   const float **rows;
   float *copy; /* [rows, BACK_COLUMNS] */
@@ -17,11 +17,11 @@ typedef struct moelora_panel {
 
 /* The private memory of one worker. */
 typedef struct moelora_back_scratch {
-  const float **x;      /* [BACK_COLUMNS] rows that multiply */
+  const float **x;      /* [BACK_COLUMNS] rows of the left operand */
   float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] accumulators */
   moelora_panel panel;  /* [depth, BACK_COLUMNS] columns of weights, or of rows */
   moelora_panel factor; /* [rank, BACK_COLUMNS] columns of a factor A */
-  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
+  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] transposed columns of rank rows */
 } moelora_back_scratch;
 
 typedef struct moelora_back_call {
@@ -36,21 +36,20 @@ typedef struct moelora_back_call {
   const float *weight; /* [P] routing weights t of the outputs; NULL: 1 */
 } moelora_back_call;
 
-/* Allocates the arrays, for sums over up to `depth` rows or columns of weights, and `rank` of
- * factors A. */
+/* Allocates the arrays. `depth`: maximum number of rows of the weights in a panel; `rank`: of A. */
 void moelora_back_call_take(moelora_back_call *call, const moelora_gradient_pairs *pairs,
                             int64_t depth, int64_t rank, moelora_arena *arena);
 /* Sorts the rows, finds their segments, and copies the table of sparse gradients, which other
- * threads may change; indices that no gradient has become -1. weighted: sets `weight`. */
+ * threads may change; indices out of range become -1. weighted: sets `weight`, else it is NULL. */
 void moelora_cpu_back_begin(moelora_back_call *call, const moelora_gradient_pairs *pairs,
                             bool weighted);
 
-/* Rows of the dtype to load: flat row p is at (p / top_k) * stride[0] + (p % top_k) * stride[1]. */
+/* Rows to load. Flat row p is at (p / top_k) * stride[0] + (p % top_k) * stride[1]. */
 typedef struct moelora_loaded_rows {
   const void *from;
   int64_t stride[2], columns;
-  bool by_token;       /* to [M, columns], the first row of each token; otherwise in sorted order */
-  const float *weight; /* [M], with which rows by token are multiplied, and rounded; NULL: 1 */
+  bool by_token;       /* the first row of each token; otherwise all rows, sorted */
+  const float *weight; /* [M]: multiplies rows by token, which are then rounded; NULL: 1 */
 } moelora_loaded_rows;
 
 void moelora_cpu_load_rows(const moelora_back_call *call, const moelora_loaded_rows *rows,

@@ -16,16 +16,15 @@ static inline int64_t moelora_ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-/* Maximum BLOCK_N of variants.inc. */
+/* No BLOCK_N of variants.inc exceeds this. */
 #define MOELORA_CPU_MAX_BLOCK_N 256
 
-/* isa.c: bits of moelora_isa that this machine supports. */
+/* isa.c: returns the bits of moelora_isa that this machine supports. */
 uint32_t moelora_cpu_isa(void);
 
 /* parallel.c: runs task(context, i, worker) for every i in [0, count), scheduled dynamically.
  * `worker` is in [0, moelora_workers(exec)) and identifies the scratch memory of the task.
- * `elements`, roughly the total amount that tasks read, limits the number of threads that are
- * woken. */
+ * `elements`, roughly the number of elements that all tasks read, limits the number of threads. */
 typedef void (*moelora_cpu_task)(void *context, int64_t index, int32_t worker);
 void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,
                           moelora_cpu_task task, void *context);
@@ -33,12 +32,12 @@ void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elemen
 /* tile.c: scratch memory of one worker. */
 typedef struct moelora_scratch {
   const void **x;         /* [block_m] operand rows of a tile */
-  const void **x_pass;    /* [block_m] the same, advanced to the current pass over K */
+  const void **x_pass;    /* [block_m] the same rows, from the current pass over K on */
   const float **x_scales; /* [block_m] scales of e4m3 rows, per K group */
   float *c;               /* [block_m, block_n] accumulators */
   float *line;            /* [block_n] one output row */
   char *w;                /* [MOELORA_DOT_N or MOELORA_MATRIX_ROWS, block_k] weight operands */
-  char *panels;           /* [block_m, block_k] x of a pass as panels; NULL: no matrix registers */
+  char *panels;           /* [block_m, block_k] panels of x of a pass; NULL: no matrix registers */
 } moelora_scratch;
 
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
@@ -65,10 +64,9 @@ static inline moelora_weights moelora_factor_matrix(const moelora_variant *varia
   };
 }
 
-/* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin,
- * end). `w` is a matrix that is not quantized, a factor for instance; the rows of x are scratch->x.
- * `next`: the first of MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next
- * tile, or NULL. */
+/* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin, end).
+ * `w` is not quantized, for instance a factor; the rows of x are scratch->x. `next`: the first of
+ * MOELORA_DOT_N rows, laid out as in w, to prefetch for this worker's next tile, or NULL. */
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
@@ -78,22 +76,22 @@ typedef struct moelora_columns_of {
   int64_t begin, end, at;
 } moelora_columns_of;
 
-/* tile.c: the product with rows of one expert's weights, not quantized, in one or two ranges. Runs
- * on matrix registers if the kernels have any: between their enter() and leave(). */
+/* tile.c: multiplies x by one or two ranges of rows of one expert's weights, which are not
+ * quantized. With matrix registers, the caller must be between enter() and leave(). */
 void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
                               const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,
                               int64_t ldc, moelora_scratch *scratch);
-/* tile.c: the beginning of a pass over K, `depth` elements from k on: fills scratch->x_pass, and
+/* tile.c: begins a pass over `depth` elements of K from k on: fills scratch->x_pass, and
  * scratch->panels if there are matrix registers. */
 void moelora_cpu_begin_pass(const moelora_variant *variant, int64_t k, int64_t depth, int64_t m,
                             moelora_scratch *scratch);
-/* Bytes of a panel of `depth` elements of K. */
+/* Returns the bytes of a panel of `depth` elements of K. */
 static inline int64_t moelora_panel_bytes(int64_t depth) {
   return moelora_ceil_div(depth, MOELORA_MATRIX_STEP) * MOELORA_PANEL_STEP;
 }
 
-/* quantized.c: moelora_cpu_weights_tile() for quantized weights. For e4m3 x, scratch->x are e4m3
- * rows with scales in scratch->x_scales. */
+/* quantized.c: does the same as moelora_cpu_weights_tile() for quantized weights. If x is e4m3,
+ * scratch->x has its rows, and scratch->x_scales their scales. */
 void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 const moelora_columns_of *ranges, int num_ranges, int64_t m,
                                 float *c, int64_t ldc, moelora_scratch *scratch);
@@ -103,7 +101,7 @@ void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_we
 void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                          moelora_dtype dtype, const char *tile, int64_t r, void *to);
 
-/* Matrix of one expert. */
+/* Returns the weights of one expert. */
 static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
                                                      int64_t expert) {
   moelora_weights one = *w;
@@ -112,7 +110,7 @@ static inline moelora_weights moelora_expert_weights(const moelora_weights *w, m
   return one;
 }
 
-/* quantize.c: e4m3 rows of x, as the weights' moelora_x_format defines them. */
+/* quantize.c: rows of x, quantized to e4m3 as the moelora_x_format of the weights defines. */
 typedef struct moelora_quantized_rows {
   void *values;   /* [rows, K] operands; NULL: x is not quantized */
   float *scales;  /* [rows, groups] */
@@ -140,12 +138,12 @@ struct moelora_projection {
   int64_t x_stride;
   moelora_row_index x_index;
   const moelora_weights *w;
-  moelora_quantized_rows x_e4m3; /* quantized x for w */
+  moelora_quantized_rows x_e4m3; /* x quantized for w; values NULL: not quantized */
   const moelora_factors *lora;
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
-  /* Output columns: gated projections pair column c of gate with column c of up. */
+  /* gated: an output column is computed from a column of gate and one of up. */
   bool gated, interleaved, activated;
-  int64_t first_column, columns; /* those to compute; columns == 0: all */
+  int64_t first_column, columns; /* output columns to compute; columns == 0: all */
   moelora_activation_problem activation;
   void *before; /* [P, w->n] by flat row in the dtype, before the activation; NULL: not saved */
   int64_t before_stride;
@@ -159,11 +157,12 @@ struct moelora_projection {
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
 
-/* tile.c: operand rows of x for sorted rows [first, first + m), as adapters read them */
+/* tile.c: stores pointers to the rows of x that adapters read, for sorted rows [first, first +
+ * m). */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
-/* Operand rows of x as w reads them, to scratch->x; if x is e4m3, also its scales, to
- * scratch->x_scales. */
+/* tile.c: the same for the rows of x that w reads, to scratch->x; if x is e4m3, also stores
+ * pointers to their scales to scratch->x_scales. */
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 
@@ -177,12 +176,12 @@ static inline size_t moelora_operands_bytes(const moelora_variant *variant, int6
                        moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
-/* gemm.c: converts `rows` rows of p->x to operands in `out`, which becomes p->x, each times
- * weight[row] unless weight is NULL, rounded once. Does nothing if `out` is NULL. */
+/* gemm.c: converts `rows` rows of p->x to operands in `out`, which becomes p->x. Unless weight is
+ * NULL, row i is multiplied by weight[i] first. Does nothing if `out` is NULL. */
 void moelora_cpu_operands(moelora_projection *p, int64_t rows, const float *weight, void *out,
                           const moelora_exec *exec);
 
-/* Output row of routed row `row`, from `column` on. */
+/* Returns the output of routed row `row`, from `column` on. */
 static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, int64_t column) {
   const int32_t top_k = p->routes->top_k;
   int64_t at = row / top_k * p->out_stride[0] + row % top_k * p->out_stride[1] + column;
@@ -192,7 +191,7 @@ static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, in
 /* combine.c: implementations of `emit`. They write
  *   operands by sorted position,
  *   float32 by flat row, from first_column on,
- *   the caller's output: out = (or +=) values, times the routing weight with mul_routed_weight. */
+ *   the caller's output: out = (or +=) values, times routing weights with mul_routed_weight. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);
 void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,
@@ -207,8 +206,8 @@ typedef struct moelora_combine {
   const moelora_tables *tables;
   const float *z; /* [P, columns] */
   int64_t columns;
-  /* [P] rows to sum; tokens without any are left unchanged. NULL: rows with an expert, and every
-   * token is written */
+  /* [P] whether a row is summed; tokens without such rows are left unchanged. NULL: rows with an
+   * expert are summed, and every token is written */
   const uint8_t *active;
   bool weighted, add;
   void *out; /* [M, columns] */
@@ -224,26 +223,26 @@ void moelora_cpu_quantize(const moelora_projection *projection, int64_t rows,
 /* lora.c */
 size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,
                         const moelora_factors *lora);
-/* projection->xa = rounded(s * x A^T) for every row with an adapter */
+/* Computes projection->xa = rounded(s * x A^T) for every row with an adapter. */
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
-/* Prefetches the rows of B that moelora_cpu_expand will read into L2. */
+/* Prefetches into L2 the rows of B that moelora_cpu_expand will read. */
 void moelora_cpu_expand_ahead(const moelora_projection *projection, int64_t first, int64_t m,
                               int64_t begin, int64_t end);
-/* c += xa B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
+/* Computes c += xa B^T for sorted rows [first, first + m) of one expert, columns [begin, end). */
 void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int64_t m,
                         int64_t begin, int64_t end, float *c, int64_t ldc,
                         moelora_scratch *scratch);
 
-/* round_factors.c: float32 factors, rounded to the dtype of a call */
+/* round_factors.c: copies of float32 factors, rounded to the dtype of a call */
 typedef struct moelora_rounded {
   void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
 } moelora_rounded;
 
-/* Allocates those of a projection, unless they already have the dtype. */
+/* Allocates the copies for a projection, unless its factors already have the dtype. */
 void moelora_rounded_take(const moelora_routes *routes, moelora_dtype dtype,
                           const moelora_factors *lora, int64_t depth, moelora_arena *arena,
                           moelora_rounded *rounded);
-/* Fills them, and redirects `lora` to the rounded factors. */
+/* Fills the copies, and makes `lora` refer to them. */
 void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_routes *routes,
                                int64_t depth, const moelora_rounded *rounded, moelora_factors *lora,
                                const moelora_exec *exec);

@@ -14,14 +14,14 @@
 
 typedef struct delta_rows {
   moelora_sorted sorted;
-  uint8_t *active; /* [P] rows in `sorted` */
+  uint8_t *active; /* [P] whether a row is in `sorted` */
 } delta_rows;
 
 static void rows_take(const moelora_routes *routes, bool listed, moelora_arena *arena,
                       delta_rows *rows) {
   moelora_routes few = *routes;
   if (listed)
-    few.num_experts = 0; /* lists are sorted: nothing is counted per expert */
+    few.num_experts = 0; /* lists are sorted: needs no counts per expert */
   moelora_sorted_take(&few, arena, &rows->sorted);
   rows->active = moelora_take_array(arena, (size_t)routes->num_rows, 1);
 }
@@ -37,7 +37,7 @@ static void add_row(int32_t max_rank, int32_t row, int32_t expert, int32_t adapt
   sorted->adapter[sorted->num_rows++] = adapter;
 }
 
-/* Sorts the routed rows, then leaves those whose adapter has a rank. */
+/* Sorts the routed rows, and keeps those whose adapter has a rank above 0. */
 static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta_rows *rows) {
   moelora_sort_rows(routes, &rows->sorted);
   memset(rows->active, 0, (size_t)routes->num_rows);
@@ -48,8 +48,7 @@ static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta
       add_row(max_rank, rows->sorted.row[i], rows->sorted.expert[i], rows->sorted.adapter[i], rows);
 }
 
-/* A row that lists name twice counts once, so that the lists' contents cannot overflow any array.
- */
+/* Collects the rows of lists, each once, so that the contents of lists cannot overflow arrays. */
 static void rows_of_lists(const moelora_routes *routes, const moelora_list_blocks *lists,
                           int32_t max_rank, delta_rows *rows) {
   moelora_tables_read(routes, &rows->sorted.tables);
@@ -81,7 +80,7 @@ static void rows_of_lists(const moelora_routes *routes, const moelora_list_block
 typedef struct expand_tasks {
   const moelora_projection *projection;
   int64_t row_chunk;
-  int64_t columns;       /* per block: block_n, or half of it if gated */
+  int64_t columns;       /* output columns per block: block_n, or half of it if gated */
   int64_t total_columns; /* output columns of the projection */
   int64_t column_blocks;
 } expand_tasks;
@@ -119,8 +118,7 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
       .total_columns = p->gated ? columns / 2 : columns,
   };
   tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
-  /* Rows are split only if columns give too few tasks, since each chunk reads its part of B again.
-   */
+  /* Splits rows only if columns give too few tasks, since each chunk rereads its part of B. */
   const int64_t wanted = moelora_ceil_div(4 * workers, tasks.column_blocks);
   tasks.row_chunk =
       moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));
@@ -135,7 +133,7 @@ typedef struct h_tasks {
   const moelora_projection *projection;
 } h_tasks;
 
-/* Copies one sorted row, all slices, between `xa` and the caller's h. */
+/* Copies all slices of a sorted row from xa to the caller's h (shrink), or back (expand). */
 static void copy_h(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const h_tasks *tasks = context;
@@ -164,13 +162,13 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
 
 /* ---- the operators ---- */
 
-/* Memory of up to two projections. */
+/* Workspace of up to two projections. */
 typedef struct delta_layout {
   delta_rows rows;
   moelora_scratch *scratch;
   void *x;     /* [rows of x, K] operands; NULL if x is used directly, or absent */
   void *xa[2]; /* [P, slices, R] operands of each projection */
-  void *act;   /* [P, I] operands by sorted position, which the first writes for the second */
+  void *act;   /* [P, I] operands by sorted position: output of the first, x of the second */
   float *z;    /* [P, columns] by flat row; NULL unless rows are summed */
   moelora_rounded rounded[2];
   size_t bytes;

@@ -1,10 +1,9 @@
-/* `dequantize` and `dequantize_fp8` of kernels.h for one instruction set.
+/* Implements `dequantize` and `dequantize_fp8` of kernels.h for one instruction set.
  *
- * 4-bit values are dequantized with a 16-entry table per row and group, whose entries are (value -
- * zero) scale, rounded to the dtype; for every format, a nibble indexes the table. FP8 values are
- * computed.
+ * 4-bit formats: nibbles index a table of 16 entries per row and group, (value - zero) scale,
+ * rounded to the dtype. FP8 values are computed.
  *
- * The including file first defines, for both dtypes by the constant `bf16`,
+ * The including file first defines, where the constant `bf16` selects the dtype:
  *   operand                element type of operand rows
  *   table                  16 operands
  *   make_table(bf16, values, zero, scale, tile_scale, exact)
@@ -25,7 +24,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Numbers of a 4-bit type's codes. */
+/* The numbers of the codes of each 4-bit type. */
 static const float code_values[][16] = {
 #define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
 #include "formats.inc"
@@ -33,7 +32,7 @@ static const float code_values[][16] = {
 
 /* Returns the scale of a group as float32. */
 INLINE float scale_of(const bool bf16, const moelora_format format, const uint8_t *scale) {
-  if (moelora_has_e8m0_scales(format)) /* as the exponent of a float32, in these units */
+  if (moelora_has_e8m0_scales(format)) /* exponent of a float32, times a power of two */
     return moelora_float((uint32_t)*scale << 23) * (bf16 ? 0x1p-126f : 0x1p98f);
   if (moelora_has_tile_scale(format)) /* e5m3 */
     return *scale ? moelora_float(((uint32_t)*scale + (127 - 22) * 8) << 20) : 0;
@@ -59,7 +58,7 @@ INLINE table group_table(const bool bf16, const moelora_format format, const uin
                     scale_of(bf16, format, scale), tile_scale, exact);
 }
 
-/* Rows r and r + 8; `bf16` and `format` are compile-time constants. */
+/* Dequantizes rows r and r + 8; `bf16` and `format` are compile-time constants. */
 INLINE void dequantize_format(const bool bf16, const moelora_format format, const uint8_t *tile,
                               int64_t stride, int64_t tiles, int32_t r, int64_t ahead, operand *low,
                               operand *high) {

@@ -1,6 +1,5 @@
-/* The backward of a projection, or of a delta, in workspace arrays. Operands of products
- * are float32 in memory, rounded to the dtype; rows are by sorted position unless stated
- * otherwise.
+/* The backward of a projection or of a delta, in steps over workspace arrays. Operands of products
+ * are stored as float32, rounded to the dtype; rows are in sorted order unless stated otherwise.
  *
  *   y [P, N]       = dout
  *   x              [M, K] by token, or [P, K]
@@ -26,8 +25,8 @@ typedef struct gemm_backward {
   moelora_rounded rounded;
   moelora_scratch *scratch;
   float *x, *y;
-  float *operands; /* x as the shrink reads it; NULL: x itself */
-  void *shrunk;    /* operands, as the shrink stores them */
+  float *operands; /* x as the shrink reads it; NULL: it reads x itself */
+  void *shrunk;    /* xa as operands, which the shrink stores */
   float *xa, *yb, *dz;
   size_t bytes;
 } gemm_backward;
@@ -76,13 +75,13 @@ static const char *dout_row(const gemm_backward *b, int64_t row) {
          (size_t)(row / top_k * stride[0] + row % top_k * stride[1]) * element_bytes(b);
 }
 
-/* Returns the row of x of flat row p. */
+/* Returns x of flat row p. */
 static const char *x_row(const gemm_backward *b, int64_t p) {
   const int64_t row = b->forward.x_per_row ? p : p / b->forward.routes.top_k;
   return (const char *)b->forward.x + (size_t)(row * b->forward.x_stride) * element_bytes(b);
 }
 
-/* Computes s x A^T as the forward does, in float32. */
+/* Converts a row of s x A^T from operands to float32. */
 static void load_xa_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const gemm_backward *b = context;
@@ -121,7 +120,7 @@ static void shrink(const gemm_backward *b) {
 
 /* ---- gradients of x and of routing weights ---- */
 
-/* dx[p] = round(t dz[p]) */
+/* Stores dx[p] = t dz[p], rounded. */
 static void store_row(void *context, int64_t p, int32_t worker) {
   (void)worker;
   const gemm_backward *b = context;
@@ -250,7 +249,7 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
     moelora_cpu_weigh_ranks(&b.call, &forward->lora, b.yb);
   if (b.needs.xa)
     shrink(&b);
-  /* all slices, including adapters without rows in this call */
+  /* all slices, also of adapters without rows in this call */
   moelora_cpu_zero_gradients(&b.call, problem->a, MOELORA_MAX_SLICES, problem->pairs.count);
   moelora_cpu_zero_gradients(&b.call, problem->b, MOELORA_MAX_SLICES, problem->pairs.count);
   finish_factors(&b);

@@ -4,11 +4,11 @@
 
 #include "cpu/back_steps.h"
 
-/* Says which columns of a layer's rows a product reads. */
+/* Columns of workspace rows that a product reads. */
 typedef struct moelora_columns {
   const float *rows;
   int64_t stride;
-  bool by_token; /* true: row p / top_k; false: row of the sorted position */
+  bool by_token; /* row p belongs to token p / top_k; otherwise to a sorted position */
   int64_t count;
 } moelora_columns;
 
@@ -17,15 +17,15 @@ typedef struct moelora_columns {
 typedef struct moelora_grouped_product {
   const moelora_back_call *call;
   moelora_columns ranks, wide;
-  bool transposed; /* the gradient's columns are ranks: of B */
+  bool transposed; /* gradient of B: its columns are ranks */
   const moelora_gradient *gradient;
 } moelora_grouped_product;
 
-/* Zeros `count` gradients, except for those without data, before rows are summed; does nothing if
- * the call accumulates. num_pairs: those that call->pairs has. */
+/* Zeroes `count` gradients, unless they have no data or the call accumulates. num_pairs: number of
+ * entries of call->pairs. */
 void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gradient *gradients,
                                 int32_t count, int64_t num_pairs);
-/* The gradient must be zeroed, or is accumulated into. */
+/* Computes a product; without accumulation, the gradient must have been zeroed. */
 void moelora_cpu_grouped_product(const moelora_grouped_product *product);
 
 /* gradient[e] (+)= sum over the rows of expert e, times weight[flat row] if given */

@@ -1,8 +1,8 @@
 /* Interface between the CPU operators (any C compiler) and the kernels of one instruction set.
  *
  * An operand row is K contiguous values in the representation that `dot` reads: the compute dtype,
- * or float32 if the instruction set cannot multiply that dtype. Either way, values are rounded to
- * the compute dtype.
+ * or float32 if the instruction set cannot multiply that dtype. Values are rounded to the compute
+ * dtype in both cases.
  *
  * Batch invariance: `dot` sums K in a fixed order that depends only on k, not on the number of
  * rows, a row's position or alignment, and all callers split K into the same passes. The result of
@@ -16,29 +16,29 @@
 
 /* Weight rows of a register tile. */
 #define MOELORA_DOT_N 4
-/* Rows of a matrix register, K elements of a step, and bytes of a step of a panel. */
+/* Rows of a matrix register, elements of K per step, and bytes of a step in a panel. */
 enum { MOELORA_MATRIX_ROWS = 16, MOELORA_MATRIX_STEP = 32, MOELORA_PANEL_STEP = 1024 };
-/* Granularity of the columns of add_rows. */
+/* The number of columns of add_rows is a multiple of this. */
 #define MOELORA_ROW_STEP 16
 
-/* Scales of a product: the sum of row i and weight row j times w[j] x[i][group]. */
+/* Scales of a product: the sum for row i and weight row j is multiplied by w[j] x[i][group]. */
 typedef struct moelora_product_scales {
   const float *w;        /* [n] */
   const float *const *x; /* [m] rows */
   int64_t group;
 } moelora_product_scales;
 
-/* Products on matrix registers, for 16-bit operands. Panels are operand rows of x, rearranged:
- * [ceil(m / 16)] [ceil(k / 32)] steps of [16 pairs of K][16 rows][2], zero past m and k. As with
- * `dot`, the bits of a row depend only on k; they are not those of `dot`. */
+/* Products on matrix registers, for 16-bit operands. Operand rows of x are rearranged to panels:
+ * ceil(m / 16) panels of ceil(k / 32) steps, each [16 pairs of K][16 rows][2], zero past m and k.
+ * As with `dot`, the bits of a row depend only on k, but they differ from those of `dot`. */
 typedef struct moelora_cpu_matrix {
-  /* On each thread, around calls of `multiply`. */
+  /* Each thread calls these before and after calls of `multiply`. */
   void (*enter)(void);
   void (*leave)(void);
   void (*pack)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */, void *panels);
   /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
-   * is at w + j * w_stride bytes, and the panel of rows 16 i at panels + i * panel_bytes. With
-   * scales (NULL: none) the sum over q is scaled before it is added. */
+   * is at w + j * w_stride bytes, and the panel of rows 16 i to 16 i + 15 at panels + i *
+   * panel_bytes. Unless scales is NULL, the sum over q is scaled before it is added. */
   void (*multiply)(int64_t m, int64_t n, int64_t k, const void *panels, int64_t panel_bytes,
                    const void *w /* [n] operand rows */, int64_t w_stride,
                    const moelora_product_scales *scales, float *c /* [m, ldc] */, int64_t ldc);
@@ -46,26 +46,26 @@ typedef struct moelora_cpu_matrix {
 
 typedef struct moelora_cpu_kernels {
   size_t operand_bytes;
-  bool widens; /* operands are float32, and the dtype has 16 bits; otherwise they have the dtype */
-  /* float32 -> rounded to the dtype, as operand (`round`) or as the dtype itself (`store`) */
+  bool widens; /* operands are float32 for a 16-bit dtype; otherwise they have the dtype */
+  /* Round float32 values to the dtype, and write operands (`round`) or the dtype (`store`). */
   void (*round)(const float *src, void *dst, int64_t n);
   void (*store)(const float *src, void *dst, int64_t n);
-  /* dtype -> float32 */
+  /* Converts the dtype to float32. */
   void (*load)(const void *src, float *dst, int64_t n);
-  /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row
-   * w_j is at w + j * w_stride bytes. Prefetches weights MOELORA_DOT_N rows ahead into L2; after
-   * the last rows, those at `next`, unless it is NULL. */
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
+   * is at w + j * w_stride bytes. Prefetches weight rows into L2, MOELORA_DOT_N rows ahead; at the
+   * end, rows at `next`, unless it is NULL. */
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
-  /* Multiplies x by weights instead of `dot`, which multiplies factors; NULL: `dot` does both. */
+  /* Multiplies x by weights; `dot` then only multiplies by factors. NULL: `dot` does both. */
   const moelora_cpu_matrix *matrix;
-  /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q][j], for i < m and j < n, all float32; n is
-   * a multiple of MOELORA_ROW_STEP. Adds in the order of q. */
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q][j], for i < m and j < n, in float32, in the
+   * order of q; n is a multiple of MOELORA_ROW_STEP. */
   void (*add_rows)(int64_t m, int64_t n, int64_t k, const float *const *x /* [m] rows */,
                    const float *const *w /* [k] rows */, float *c /* [m, ldc] */, int64_t ldc);
   /* Dequantizes rows r and r + 8, for even r / 8, of `tiles` 4-bit tiles (moelora.h) that are
-   * `stride` bytes apart: operands to low and high, 64 per tile. Prefetches `ahead` bytes ahead
+   * `stride` bytes apart, to operands in low and high, 64 per tile. Prefetches `ahead` bytes ahead
    * into L2. NULL: the dtype has no quantized weights. */
   void (*dequantize)(moelora_format format, const void *tile, int64_t stride, int64_t tiles,
                      int32_t r, int64_t ahead, void *low, void *high);
@@ -82,7 +82,7 @@ typedef struct moelora_cpu_kernels {
                             const float *dh, float *h, int64_t n);
 } moelora_cpu_kernels;
 
-/* Kernels of a row of variants.inc. */
+/* Returns the kernels of a row of variants.inc. */
 const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant);
 
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \

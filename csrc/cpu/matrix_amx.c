@@ -1,10 +1,10 @@
-/* Products of bf16 rows on AMX tiles, 16 weight rows by 16 token rows by 32 of K:
+/* Products of bf16 rows on AMX tiles of 16 weight rows by 16 token rows by 32 elements of K:
  *
  *   A    [16 weight rows][32 of K]           as the weights lie
  *   B    [16 pairs of K][16 token rows][2]   a step of a panel
  *   C    [16 weight rows][16 token rows]     float32 sums, transposed when they are added to c
  *
- * A block of 2 x 2 tiles of C uses all eight registers, and each operand tile twice. */
+ * A block of 2 x 2 tiles of C uses all eight tile registers, and each operand tile twice. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -23,7 +23,7 @@ static const struct {
     .rows = {16, 16, 16, 16, 16, 16, 16, 16},
 };
 
-/* Keeps accesses to memory on their side. GCC's tile loads do not declare that they read memory. */
+/* Compiler barrier for memory accesses: GCC's tile loads do not declare that they read memory. */
 static inline void order_memory(void) {
   __asm__ volatile("" : : : "memory");
 }
@@ -63,7 +63,7 @@ static inline void transpose(__m512i r[16]) {
   }
 }
 
-/* Returns a mask of the lanes of the `left` elements of K, at most a step. */
+/* Returns a mask of the first `left` lanes, or of a whole step if `left` is larger. */
 static inline __mmask32 lanes_of(int64_t left) {
   return left < STEP ? (1u << left) - 1 : ~0u;
 }
@@ -87,17 +87,17 @@ static void pack(int64_t m, int64_t k, const void *const *x, void *panels) {
 typedef struct weight_rows {
   const char *from;
   int64_t stride, count;
-  char *copy; /* [16, 32] a step of which a tile load would read past the rows or past K */
+  char *copy; /* [16, 32] copy of a step in which a tile load would read past the rows or past K */
 } weight_rows;
 
 static inline bool is_whole(const weight_rows *w, int64_t left) {
   return w->count == ROWS && left >= STEP;
 }
 
-/* Copies a step to `copy`, zero-filled past the rows and past K. */
+/* Copies a step to `copy`, with zeros past the rows and past K. */
 static void copy_step(const weight_rows *w, int64_t byte, int64_t left) {
   const __mmask32 lanes = lanes_of(left);
-  order_memory(); /* after the previous load from `copy` */
+  order_memory(); /* not before the previous load from `copy` */
   for (int64_t i = 0; i < ROWS; i++)
     _mm512_storeu_si512(w->copy + 64 * i, i < w->count ? _mm512_maskz_loadu_epi16(
                                                              lanes, w->from + i * w->stride + byte)
@@ -148,8 +148,8 @@ multiply_block(const bool two_weights, const bool two_tokens, int64_t k, const w
     _tile_stored(3, sums[1][1], 64);
 }
 
-/* c[i * ldc + j] += sums[j][i] times the scales of row `row` + i and of weight row `column` + j,
- * for i < m and j < n, at most 16 each */
+/* Adds sums[j][i], times the scales of row `row` + i and of weight row `column` + j unless scales
+ * is NULL, to c[i * ldc + j], for i < m <= 16 and j < n <= 16. */
 static inline void add_transposed(int64_t m, int64_t n, const float *sums,
                                   const moelora_product_scales *scales, int64_t row, int64_t column,
                                   float *c, int64_t ldc) {
@@ -176,7 +176,8 @@ static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_
                      float *c, int64_t ldc) {
   float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
   char copies[2][TILE_BYTES] __attribute__((aligned(64)));
-  order_memory(); /* after the caller's stores of panels and weights, even if this is inlined */
+  order_memory(); /* not before the caller's stores of panels and weights, even if this is inlined
+                   */
   for (int64_t j = 0; j < n; j += 2 * ROWS) {
     const char *from = (const char *)weights + j * w_stride;
     const bool two_weights = n - j > ROWS;

@@ -1,5 +1,5 @@
-/* Packs quantized weights into tiles and unpacks them (moelora.h describes the layout of a tile).
- * A task writes, or reads, the tiles of 64 rows. */
+/* Packs quantized weights into tiles and unpacks them (moelora.h describes the layout of a tile). A
+ * task packs or unpacks the tiles of 64 rows. */
 #include <string.h>
 
 #include "core/format.h"
@@ -9,7 +9,7 @@
 
 /* ---- packing ---- */
 
-/* Loads the values of rows r and r + 8. Padding is zero, as are groups whose e4m3 scale is 0. */
+/* Loads the values of rows r and r + 8, as zeros in padding and in groups whose e4m3 scale is 0. */
 static void load_rows(const uint8_t *const *from, int64_t bytes, moelora_format format,
                       const uint8_t *tile, int32_t r, uint8_t rows[2][32]) {
   memset(rows, 0, 2 * sizeof *rows);
@@ -22,7 +22,7 @@ static void load_rows(const uint8_t *const *from, int64_t bytes, moelora_format 
   }
 }
 
-/* Packs two rows, 8 apart, into their 64 bytes. */
+/* Packs two rows, 8 apart, into the 64 bytes that they share. */
 static void pack_words(uint8_t rows[2][32], uint8_t *words) {
   for (int q = 0; q < 4; q++)
     for (int s = 0; s < 4; s++, words += 4)
@@ -59,7 +59,7 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
   memcpy(to, &bits, sizeof bits);
 }
 
-/* Packs scales and zeros of row n, which is row r of the tile, at column k. */
+/* Packs the scales and zeros of row n, row r of the tile, from column k on. */
 static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int64_t n, int32_t r,
                         int64_t k, uint8_t *tile) {
   const int32_t groups = moelora_tile_groups(p->tiles.format);
@@ -99,7 +99,7 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
   }
 }
 
-/* Copies the scale of a tile, for formats with one scale per tile. */
+/* Copies the tensor scale to the tile, for formats whose tiles have one. */
 static void pack_tile_scale(const moelora_quantized_problem *p, int64_t expert, int64_t first,
                             uint8_t *tile) {
   const int64_t half = p->tiles.half_tiles && first / MOELORA_PACK >= p->tiles.half_tiles;
@@ -113,7 +113,7 @@ static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t
   const moelora_weights *w = &p->tiles;
   const bool of_rows = moelora_has_row_scales(w->format);
   const float *scales = (const float *)p->scales + expert * p->scales_stride[0];
-  float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* of columns, or of rows */
+  float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* scales of columns, or of rows */
   for (int32_t r = 0; r < MOELORA_PACK; r++) {
     const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
     if (n < 0)
@@ -164,7 +164,7 @@ typedef struct unpack_tasks {
   const moelora_cpu_kernels *kernels;
 } unpack_tasks;
 
-/* Stores a row of operands to the output, if the row exists. */
+/* Stores operands to row `at` of the tiles, unless it is padding. */
 static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int64_t k,
                       int64_t count, const void *operands) {
   const moelora_quantized_problem *p = tasks->problem;
@@ -175,7 +175,7 @@ static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int
   moelora_store_operands(tasks->kernels, operands, to, count);
 }
 
-/* Unpacks tile rows first to first + 63, columns [k, k + count). */
+/* Unpacks a tile: rows first to first + 63, columns [k, k + count). */
 static void unpack_nibbles(const unpack_tasks *tasks, int64_t expert, int64_t first, int64_t k,
                            int64_t count, const char *tile) {
   const moelora_weights *w = &tasks->problem->tiles;
@@ -211,7 +211,7 @@ static void unpack_rows(void *context, int64_t index, int32_t worker) {
                                                               moelora_min(depth, w->k - k), tile);
 }
 
-/* Returns the best kernels of this machine; all of them unpack to the same bits. */
+/* Returns the best kernels of this machine; all kernels unpack to the same bits. */
 static const moelora_cpu_kernels *best_kernels(moelora_dtype dtype) {
   const moelora_device_info *device = moelora_known_device(MOELORA_CPU, 0);
   const moelora_variant *best = NULL, *v;

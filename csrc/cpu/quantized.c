@@ -1,12 +1,12 @@
-/* Products with quantized weights, which are dequantized to operand rows a few at a time.
+/* Products with quantized weights, a few rows of which at a time are dequantized to operand rows.
  *
  * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has two such
- * pairs for `dot`, whose products are non-adjacent columns of c, and all eight pairs of 16 rows on
- * matrix registers. FP8 rows are separate. Sums are formed as in tile.c, with the same passes over
- * K of the same operands: results are bit-identical to products with the unpacked weights.
+ * pairs of rows for `dot`, whose products are not adjacent in c, or eight pairs for matrix
+ * registers. FP8 rows are dequantized one by one. Passes over K and operands are those of tile.c,
+ * so that results are bit-identical to products with the unpacked weights.
  *
- * If x is e4m3, a pass covers a scale group of K. Its sum of unscaled products is multiplied by
- * both scales and added to c, in the order of K, for any number of rows. */
+ * If x is e4m3, a pass covers one scale group of K: the sum of unscaled products is multiplied by
+ * both scales and added to c, in the order of K, whatever the number of rows. */
 #include <string.h>
 
 #include "core/format.h"
@@ -20,7 +20,7 @@ typedef struct tile_rows {
   int64_t begin, end, column, step;
 } tile_rows;
 
-/* Maps rows [begin, end) of the weight to rows of tiles: of gate, and of up. */
+/* Maps rows [begin, end) of the weight to rows of the tiles: those of gate, and those of up. */
 static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile_rows rows[2]) {
   const int64_t half = w->n / 2, up = w->half_tiles * MOELORA_PACK;
   if (w->order == MOELORA_ROWS_INTERLEAVED) {
@@ -37,22 +37,22 @@ static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile
   }
 }
 
-/* Returns the expert's tile that contains row `at` of all tiles, at column k. */
+/* Returns the tile that contains row `at` of the expert's tiles, and column k. */
 static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
   return (const char *)w->data + at / MOELORA_PACK * w->stride_nt +
          k / moelora_tile_depth(w->format) * w->stride_kt;
 }
 
-/* A pass over weight rows in `w`, operands `row_bytes` apart; row j is column columns[j] of c, or
- * none if negative. */
+/* A pass over the operand rows in `w`, `row_bytes` apart. The product of row j is added to column
+ * columns[j] of c, or to none if that is negative. */
 typedef struct pass {
   int64_t depth, row_bytes;
-  int64_t count; /* of rows, at most rows_at_once() */
+  int64_t count; /* number of rows, at most rows_at_once() */
   const char *w;
   int64_t columns[MOELORA_MATRIX_ROWS];
   const char *panels; /* of x, on matrix registers */
   int64_t panel_bytes;
-  /* scales of the weight rows, and the index of x's scale; NULL: unscaled */
+  /* scales of the weight rows (NULL: unscaled), and the K group of x's scales */
   const float *scales;
   int64_t group;
 } pass;
@@ -61,7 +61,8 @@ static int64_t rows_at_once(const moelora_cpu_kernels *kernels) {
   return kernels->matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
 }
 
-/* c[columns[j]] += sums[j] times both scales; adjacent: MOELORA_DOT_N columns. */
+/* Adds sums[j], times both scales, to c[columns[j]]; adjacent: to MOELORA_DOT_N adjacent
+ * columns. */
 static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
                                                            float x_scale, bool adjacent, float *c) {
   for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
@@ -81,7 +82,7 @@ static bool are_adjacent(const pass *p, int64_t width) {
   return adjacent;
 }
 
-/* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
+/* Adds the products of a pass, times both scales, to c[i, columns[j]] for i < m. */
 static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                      int64_t ldc, moelora_scratch *scratch) {
   float part[PART_ROWS * MOELORA_MATRIX_ROWS];
@@ -161,7 +162,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
 
 /* ---- FP8 ---- */
 
-/* Returns how many weight rows from `at` on one pass processes; all of them are in one tile. */
+/* Returns the number of weight rows of the pass that begins at row `at`; all are in one tile. */
 static int64_t rows_of_pass(const moelora_cpu_kernels *kernels, int64_t at, int64_t end) {
   const int64_t left = moelora_min(end - at, MOELORA_PACK - at % MOELORA_PACK);
   return moelora_min(rows_at_once(kernels), left);
@@ -189,7 +190,7 @@ static void fetch_row(const char *row) {
   __builtin_prefetch(row + 64, 0, 2);
 }
 
-/* Prefetches the row that the next pass reads, if this one reads `at`. */
+/* Prefetches the row that the next pass reads in place of row `at`. */
 static void fetch_ahead(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                         const tile_rows *rows, int64_t at, int64_t k) {
   const int64_t next = moelora_min(at + rows_at_once(kernels), rows->end - 1);
@@ -207,8 +208,7 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
   kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
 }
 
-/* Runs one pass over K, `depth` elements from k on; weights are dequantized and rounded to the
- * dtype. */
+/* Runs one pass over K, `depth` elements from k on, with weights rounded to the dtype. */
 static void multiply_fp8(const moelora_variant *variant, const moelora_weights *w,
                          const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                          int64_t ldc, moelora_scratch *scratch) {
@@ -234,7 +234,7 @@ static void multiply_fp8(const moelora_variant *variant, const moelora_weights *
   }
 }
 
-/* Multiplies the tiles at column k by e4m3 x. */
+/* Multiplies e4m3 x by the tiles at column k. */
 static void multiply_e4m3(const moelora_variant *variant, const moelora_weights *w,
                           const tile_rows *rows, int64_t k, int64_t m, float *c, int64_t ldc,
                           moelora_scratch *scratch) {

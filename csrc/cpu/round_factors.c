@@ -1,7 +1,7 @@
 /* Rounds float32 factors to the 16-bit dtype of a call, each to a contiguous copy. */
 #include "cpu/cpu.h"
 
-/* Rows [max_loras, experts, rows] of one factor, `columns` values each. */
+/* The rows [max_loras, experts, rows] of one factor, of `columns` values each. */
 typedef struct round_tasks {
   const moelora_variant *variant;
   const moelora_factor *from;

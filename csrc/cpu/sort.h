@@ -16,12 +16,12 @@ typedef struct moelora_sorted {
   int32_t *count;      /* [max_loras + 1] scratch */
 } moelora_sorted;
 
-/* Allocates the arrays; reads the tables and fills them. */
+/* The first function allocates the arrays; the second reads the tables and sorts the rows. */
 void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_sorted *sorted);
 void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted);
 
-/* End of the segment that starts at sorted row `at`, looking no further than `end`. */
+/* Returns the end of the segment that starts at sorted row `at`, or `end` if that is less. */
 static inline int64_t moelora_segment_end(const moelora_sorted *sorted, int64_t at, int64_t end) {
   int64_t next = at + 1;
   while (next < end && sorted->expert[next] == sorted->expert[at] &&
@@ -30,7 +30,7 @@ static inline int64_t moelora_segment_end(const moelora_sorted *sorted, int64_t 
   return next;
 }
 
-/* Rank of sorted row `at`; 0 without an adapter. */
+/* Returns the rank of sorted row `at`; 0 without an adapter. */
 static inline int32_t moelora_rank_at(const moelora_sorted *sorted, int64_t at, int32_t max_rank) {
   const int32_t adapter = sorted->adapter[at];
   return adapter < 0 ? 0 : moelora_rank_of(&sorted->tables, adapter, max_rank);

@@ -2,9 +2,9 @@
  * rows.
  *
  * Other threads may write to routing and adapters while a call reads them: a pool may enable and
- * disable adapters at any time. Each element is therefore read once, before anything else, and all
- * indices, counts, sizes and factors derive from this copy. A concurrent change may affect some
- * rows and not others, but never falls between counting a row and placing it. */
+ * disable adapters at any time. Each element is therefore copied once, first of all, and all
+ * indices, counts, sizes and scalings derive from the copy. A concurrent change may affect some
+ * rows and not others, but it cannot occur between the steps that count a row and place it. */
 #ifndef MOELORA_CPU_TABLES_H
 #define MOELORA_CPU_TABLES_H
 
@@ -20,31 +20,31 @@ typedef struct moelora_tables {
   int32_t *expert_map; /* [num_global] local expert or -1; NULL: ids are local */
 } moelora_tables;
 
-/* Allocates the arrays; fills them. */
+/* The first function allocates the arrays, the second fills them. */
 void moelora_tables_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_tables *tables);
 void moelora_tables_read(const moelora_routes *routes, moelora_tables *tables);
 
-/* A load that the compiler must not repeat or split. */
+/* Loads a value once: the compiler must not repeat or split the load. */
 static inline int32_t moelora_read_i32(const int32_t *from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 
-/* Slot of an adapter id; -1 if it does not exist or is disabled. */
+/* Returns the slot of an adapter id; -1 if it does not exist or is disabled. */
 static inline int32_t moelora_active_adapter(const moelora_routes *routes,
                                              const moelora_tables *tables, int64_t id) {
   const bool exists = id >= 0 && id < routes->max_loras;
   return exists && (!tables->rank || tables->rank[id] >= 0) ? (int32_t)id : -1;
 }
 
-/* Rows of A and columns of B in use: the true rank, at most the stack's. */
+/* Returns the number of rows of A and columns of B in use: the true rank, at most max_rank. */
 static inline int32_t moelora_rank_of(const moelora_tables *tables, int32_t adapter,
                                       int32_t max_rank) {
   const int32_t rank = tables->rank ? tables->rank[adapter] : max_rank;
   return rank < 0 ? 0 : rank < max_rank ? rank : max_rank;
 }
 
-/* [rows, columns] float32 */
+/* Allocates [rows, columns] float32. */
 static inline float *moelora_take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
   return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
 }

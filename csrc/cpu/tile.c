@@ -1,9 +1,10 @@
-/* Tile of one expert's product: c [m, columns] += x [m, K] w [columns, K]^T.
+/* Tiles of one expert's product: c [m, columns] += x [m, K] w [columns, K]^T.
  *
- * Both operands are contiguous along K, so nothing is transposed. Loops, outermost first: passes
- * over K of block_k, groups of MOELORA_DOT_N weight rows (which stay in L1), and in `dot` all m
- * token rows. Weights that are packed, or not in operand representation, are copied to scratch->w.
- * On matrix registers, a pass first packs x into panels; its groups have 16 or more weight rows. */
+ * Both operands are contiguous along K, so nothing is transposed. The loops, from the outermost,
+ * are over passes of block_k elements of K, over MOELORA_DOT_N weight rows at a time, which stay in
+ * L1, and (in `dot`) over all m token rows. Weights that are packed, or not operands, are copied to
+ * scratch->w. For matrix registers, a pass first packs x into panels, and multiplies 16 or more
+ * weight rows at a time. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -32,8 +33,8 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
   return all;
 }
 
-/* Copies columns [k, k + depth) of weight rows [n, n + count) to `to` as operand rows; prefetches
- * the same columns of the rows `ahead` bytes further into L2, unless it is 0. */
+/* Copies columns [k, k + depth) of weight rows [n, n + count) to `to` as operand rows. Unless
+ * `ahead` is 0, prefetches the same columns of the rows that are `ahead` bytes further into L2. */
 static void copy_operands(const moelora_variant *variant, const moelora_weights *w, int64_t n,
                           int64_t count, int64_t k, int64_t depth, int64_t ahead, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -95,7 +96,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   }
 }
 
-/* A pass over a range of weight rows, on matrix registers. */
+/* Runs a pass over a range of weight rows on matrix registers. */
 static void matrix_pass(const moelora_variant *variant, const moelora_weights *w,
                         const moelora_columns_of *range, int64_t k, int64_t depth, int64_t m,
                         float *c, int64_t ldc, moelora_scratch *scratch) {
@@ -135,7 +136,7 @@ void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weig
   }
 }
 
-/* Row of x for sorted row `at`. */
+/* Returns the row index in x of sorted row `at`. */
 static int64_t row_of_x(const moelora_projection *p, int64_t at) {
   const int64_t row = p->sorted->row[at];
   return p->x_index == MOELORA_BY_SORTED ? at
