@@ -1,8 +1,8 @@
-/* Functions of PyTorch's stable C ABI that moelora uses, available from torch 2.11 on.
+/* The functions of PyTorch's stable C ABI that moelora uses; torch 2.11 and later have them.
  *
- * Declared here because torch's own headers are C++. tests/c/abi_conformance.cpp includes both and
- * fails to compile if a prototype differs. Weak functions exist only in CUDA builds of torch and
- * are NULL in CPU builds. */
+ * They are declared here because torch's own headers are C++. tests/c/abi_conformance.cpp includes
+ * both and fails to compile if a prototype differs. CPU builds of torch lack the weak functions
+ * (NULL). */
 #ifndef MOELORA_GLUE_ABI_H
 #define MOELORA_GLUE_ABI_H
 

@@ -1,4 +1,4 @@
-/* moelora._C: importing it registers the operators; its functions query the core. */
+/* The extension moelora._C. Importing it registers the operators; its functions query the core. */
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 #include <ctype.h>
@@ -15,14 +15,14 @@
     return VALUE;                                                                                  \
   }
 
-/* Returns None, or raises what the core refused. */
+/* Returns None, or raises the error that the core recorded. */
 static PyObject *none_if(moelora_status status) {
   if (status != MOELORA_OK)
     return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
   Py_RETURN_NONE;
 }
 
-/* Appends a new item, which may be NULL, and clears the list after a failure. */
+/* Appends a new item and releases it; clears the list after a failure, or if the item is NULL. */
 static void append(PyObject **list, PyObject *item) {
   if (!item || PyList_Append(*list, item) < 0)
     Py_CLEAR(*list);
@@ -86,7 +86,7 @@ static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   return none_if(moelora_add_tuned_plan(&plan));
 }
 
-/* Returns the numbers that a format's codes stand for; none unless it has four bits. */
+/* Returns the numbers of a 4-bit format's codes; an empty tuple for other formats. */
 static PyObject *codes_of(moelora_format format) {
   static const float codes[][16] = {
 #define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
@@ -178,8 +178,8 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The package's name, that is, the module's without "._C": "moelora", or that of a copy that
- * Hugging Face's `kernels` loads beside it. Other characters than torch takes become '_'. */
+/* Stores the name of the package, that of the module without "._C": "moelora", or that of a copy
+ * that Hugging Face's `kernels` loads. Characters that torch does not allow become '_'. */
 static void name_of_package(PyObject *module, char name[MOELORA_NAMESPACE_BYTES]) {
   const char *full = PyModule_GetName(module);
   const char *end = full ? strrchr(full, '.') : NULL;

@@ -45,7 +45,7 @@ static int32_t (*const known_dtypes[])(void) = {MOELORA_DTYPES(CODE)};
 static int32_t (*const foreign_dtypes[])(void) = {MOELORA_FOREIGN_DTYPES(CODE)};
 #undef CODE
 
-/* Returns uint8 for a foreign dtype: the core refuses it before it looks at an output. */
+/* Returns uint8 for a foreign dtype, which the core refuses before it checks outputs. */
 static int32_t dtype_to_torch(moelora_dtype dtype) {
   return dtype <= MOELORA_U8 ? known_dtypes[dtype]() : aoti_torch_dtype_uint8();
 }
@@ -60,10 +60,10 @@ static moelora_dtype dtype_from_torch(int32_t code) {
   return (moelora_dtype)(MOELORA_FOREIGN + place);
 }
 
-/* Tensors without elements get this address, since NULL means absent. */
+/* Address of tensors without elements, since NULL means absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
-/* Addresses of meta tensors are so far apart that none seem to overlap. */
+/* Distance of the addresses of meta tensors, so large that none overlap. */
 static const uintptr_t meta_spacing = (uintptr_t)1 << 57;
 
 static void *meta_address(const moelora_op_context *ctx) {
@@ -81,12 +81,12 @@ static const char *device_name(int32_t type) {
                                                  : "another device type";
 }
 
-/* Checks that a view lies within its storage, whose owner may have freed or shrunk it: torch then
- * returns NULL or a stale address. */
+/* Checks that a view lies within its storage. If that was freed or shrunk, torch returns NULL or a
+ * stale address. */
 static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle) {
   const int64_t span = moelora_span_bytes(arg.tensor);
   int64_t bytes = 0, offset = 0;
-  if (span <= 0) /* no elements, or invalid, which the core reports */
+  if (span <= 0) /* no elements, or invalid strides, which the core reports */
     return;
   aoti_torch_get_storage_size(handle, &bytes);
   aoti_torch_get_storage_offset(handle, &offset);
@@ -115,7 +115,7 @@ static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHa
   }
 }
 
-/* `index` >= 0: entry of the list `name`. */
+/* Converts a tensor; `index` >= 0: entry of the list `name`. */
 static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t index,
                            StableIValue value, bool optional) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
@@ -131,7 +131,7 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
   int32_t code = -1;
   bool defined = false;
   aoti_torch_is_defined(handle, &defined);
-  if (!defined) { /* None, as torch passes it */
+  if (!defined) { /* torch passes None as an undefined tensor */
     if (!optional)
       op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s is None, expected a tensor", name);
     return tensor;
@@ -178,7 +178,7 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
   StableListHandle list = (StableListHandle)(uintptr_t)value;
   size_t size = 0;
   torch_list_size(list, &size);
-  out[0].name = name; /* also for an empty list */
+  out[0].name = name; /* names an empty list, too */
   if (size > MOELORA_MAX_SLICES)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", name, size,
             MOELORA_MAX_SLICES);

@@ -1,18 +1,18 @@
 /* Converts between torch's boxed calls and moelora's structs. A moelora_op_context lives for one
- * call of one operator. It owns every handle of the call, records the first failure, and releases
- * everything in op_close, the only function that may raise.
+ * call of an operator: it owns every handle of the call and records the first failure. op_close
+ * releases everything, and is the only function that may raise.
  *
- * An absent optional tensor arrives as a 1-D tensor of 0 elements, of any dtype, on any device.
+ * An absent optional tensor is None, or a 1-D tensor without elements of any dtype and device.
  *
- * Tensors on torch's meta device have sizes but no memory. A call on them performs all checks of
- * the same CPU call, computes nothing, and returns meta tensors. */
+ * Tensors on torch's meta device have sizes but no memory. A call on them performs all checks of a
+ * CPU call, computes nothing, and returns meta tensors. */
 #ifndef MOELORA_GLUE_OP_CONTEXT_H
 #define MOELORA_GLUE_OP_CONTEXT_H
 
 #include "glue/abi.h"
 #include "moelora.h"
 
-/* fused_experts_lora_backward_out: 23 tensors, 8 lists, 1 workspace. */
+/* fused_experts_lora_backward_out has 22 tensors, 8 lists and a workspace. */
 #define OP_MAX_HANDLES (24 + 8 * MOELORA_MAX_SLICES)
 #define OP_MAX_OUTPUTS 11
 
@@ -30,10 +30,10 @@ typedef struct moelora_op_context {
 
 void op_open(moelora_op_context *ctx, const char *op);
 
-/* Arguments; each call takes ownership of its handle, also after a failure. */
+/* Convert arguments; each call takes ownership of its handle, also after a failure. */
 moelora_tensor op_tensor(moelora_op_context *ctx, const char *name, StableIValue value);
 moelora_tensor op_optional(moelora_op_context *ctx, const char *name, StableIValue value);
-/* Requires as many tensors of both; either: one list may be empty. */
+/* Requires lists of equal length; either: one of them may be empty. */
 moelora_lora op_lora(moelora_op_context *ctx, const char *name_a, StableIValue a,
                      const char *name_b, StableIValue b, bool either);
 /* Unpacks a list of at most MOELORA_MAX_SLICES tensors and returns its length. */
@@ -50,19 +50,17 @@ void op_need_mapping(moelora_op_context *ctx, const moelora_tensor *topk_ids,
                      const moelora_tensor *token_lora_mapping, const moelora_lora *lora,
                      const char *name_a);
 
-/* Called after the last argument: selects stream and threads. Returns false if anything failed so
- * far. */
+/* Selects stream and threads, after the last argument. Returns false if anything has failed. */
 bool op_ready(moelora_op_context *ctx);
-/* Allocates a contiguous tensor, which the op returns if it succeeds. */
+/* Allocates a contiguous tensor, which the operator returns if it succeeds. */
 moelora_tensor op_output(moelora_op_context *ctx, moelora_dtype dtype, int32_t ndim,
                          const int64_t *sizes);
-/* Allocates a workspace. Returns false if the call must not compute: after a failure, and in a
- * meta call. */
+/* Allocates a workspace. Returns false after a failure and in a meta call: do not compute then. */
 bool op_workspace(moelora_op_context *ctx, size_t bytes);
 /* Allocates the workspace of a prepared call and runs it. */
 void op_run(moelora_op_context *ctx, const moelora_call *call);
 bool op_is_meta(const moelora_op_context *ctx);
-/* Records the first failure; later ones are usually its consequence. */
+/* Records a failure, unless there was one: later failures are usually consequences of the first. */
 void op_fail(moelora_op_context *ctx, moelora_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 /* Records a status of the core; returns whether it is MOELORA_OK. */
@@ -71,8 +69,8 @@ bool op_check(moelora_op_context *ctx, moelora_status status);
 /* Releases what the context owns; writes the outputs to `stack`, or raises the first failure. */
 void op_close(moelora_op_context *ctx, StableIValue *stack);
 
-/* Holds this thread's last failure, as it was raised. A caller that knows the number from before a
- * call can tell whether the call raised it. */
+/* This thread's last failure, as it was raised. A caller compares `number` before and after a call
+ * to find out whether the call raised it. */
 typedef struct op_error {
   uint64_t number; /* failures so far; 0: none */
   moelora_status status;

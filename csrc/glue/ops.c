@@ -19,7 +19,7 @@
   }
 #include "core/operators.inc"
 
-/* A layout may claim more rows than its tiles have room for; the core refuses that later. */
+/* Ignores rows of a layout beyond those of its tiles; the core refuses such a call later. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = w->size[1] * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
@@ -28,7 +28,7 @@ int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
 
 static int64_t num_blocks(const moelora_align_args *args) {
   if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0)
-    return 0; /* reported by the core */
+    return 0; /* the core reports it */
   return moelora_align_max_blocks(args->mode, op_num_rows(&args->routing.topk_ids),
                                   args->num_experts, args->max_loras, args->block_size);
 }
@@ -92,7 +92,7 @@ void op_run_prepack(moelora_op_context *ctx, moelora_pack_weights_args *args) {
   op_call_pack_weights(ctx, args);
 }
 
-/* Returns the dtype of a code: 0 is bfloat16, 1 float16. */
+/* Returns the dtype with this code: 0 is bfloat16, 1 float16. */
 static moelora_dtype compute_dtype(moelora_op_context *ctx, int32_t code) {
   if (code != 0 && code != 1)
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "dtype is %d, must be 0 (bfloat16) or 1 (float16)",

@@ -1,12 +1,12 @@
-/* Implementations of the operators of ops.inc, called with unpacked arguments: RUN(ctx, args) of
- * each row. They create the outputs and record failures in the context. */
+/* Implementations of the operators of ops.inc, RUN(ctx, args) of each row, for unpacked arguments.
+ * They create the outputs and record failures in the context. */
 #ifndef MOELORA_GLUE_OPS_H
 #define MOELORA_GLUE_OPS_H
 
 #include "core/backend.h"
 #include "glue/op_context.h"
 
-/* Arguments of operators that need more than those of the core. */
+/* Arguments of operators that have more of them than the core. */
 typedef struct op_unpack_args {
   moelora_unpack_quantized_args args;
   int32_t columns, dtype; /* dtype: 0 is bfloat16, 1 float16 */
@@ -14,8 +14,8 @@ typedef struct op_unpack_args {
 
 /* Which gradients a backward returns. */
 typedef struct op_returned {
-  int32_t wanted; /* bit mask in the order of the outputs; all slices of a factor share a bit */
-  bool float32;   /* gradients of factors and biases */
+  int32_t wanted; /* bit mask, in the order of outputs; all slices of a factor share a bit */
+  bool float32;   /* gradients of factors and biases are float32 */
 } op_returned;
 
 typedef struct op_backward_args {
@@ -28,7 +28,7 @@ typedef struct op_gemm_backward_args {
   op_returned returned;
 } op_gemm_backward_args;
 
-/* op_call_<NAME>: prepares and runs an operator of moelora.h. Without more to do, a row's RUN. */
+/* op_call_<NAME> prepares and runs an operator of moelora.h; also the RUN of some rows. */
 #define OPERATOR(NAME, ...)                                                                        \
   void op_call_##NAME(moelora_op_context *ctx, moelora_##NAME##_args *args);
 #include "core/operators.inc"
@@ -36,14 +36,14 @@ typedef struct op_gemm_backward_args {
 #define OP(NAME, ARGS, RUN) void RUN(moelora_op_context *ctx, ARGS *args);
 #include "glue/ops.inc"
 
-/* Returns the number of routed rows, or 0 if the core refuses it later. */
+/* Returns the number of routed rows, or 0 for a number that the core will refuse. */
 static inline int64_t op_num_rows(const moelora_tensor *topk_ids) {
   int64_t rows;
   const bool overflows = __builtin_mul_overflow(topk_ids->size[0], topk_ids->size[1], &rows);
   return overflows || rows > INT32_MAX ? 0 : rows;
 }
 
-/* ops.c: output rows of w: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
+/* ops.c: returns N of w: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout);
 
 #endif

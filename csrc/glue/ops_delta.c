@@ -1,8 +1,8 @@
-/* Runs the operators of deltas (ops.inc). Each writes to its first tensor. All but two are a single
- * moelora_delta; they differ in which halves of an adapter they run and how rows are defined. */
+/* Runs the operators of deltas and vLLM's alignment (ops.inc). Most run one moelora_delta on their
+ * first tensor; they differ in the steps, shrink or expand, and in the source of the rows. */
 #include "glue/ops.h"
 
-/* Without sorted_token_ids, expert_ids are those of routed rows. */
+/* Without sorted_token_ids, expert_ids takes the place of topk_ids. */
 void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
   if (!args->lists.sorted_token_ids.data) {
     args->routing.topk_ids = args->lists.expert_ids;
@@ -12,7 +12,7 @@ void op_run_listed(moelora_op_context *ctx, moelora_delta_args *args) {
   op_call_delta(ctx, args);
 }
 
-/* Without add_inputs, rows without an adapter are zeroed. */
+/* Without add_inputs, zeroes `out` first, for rows without an adapter. */
 void op_run_routed(moelora_op_context *ctx, moelora_delta_args *args) {
   moelora_call call;
   if (!op_check(ctx, moelora_prepare_delta(args, &ctx->exec, &call)) ||

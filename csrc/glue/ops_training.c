@@ -1,8 +1,8 @@
-/* Runs the forward of a layer that saves for its backward, and the backward of layers and of
+/* Runs the forward of a layer that saves tensors for its backward, and the backwards of layers and
  * projections (ops.inc). */
 #include "glue/ops.h"
 
-/* Returns an empty tensor in the place of an output. */
+/* Creates an empty tensor in place of an output; returns an absent tensor. */
 static moelora_tensor nothing(moelora_op_context *ctx, moelora_dtype dtype) {
   const int64_t none = 0;
   op_output(ctx, dtype, 1, &none);
@@ -30,7 +30,7 @@ void op_run_saving(moelora_op_context *ctx, moelora_experts_args *args) {
   op_call_experts(ctx, args);
 }
 
-/* Allocates the gradient of `like`, if the next bit wants it, or else an empty placeholder. */
+/* Allocates the gradient of `like` if the next bit of `wanted` is set, else an empty output. */
 static moelora_tensor gradient(moelora_op_context *ctx, op_returned *returned,
                                const moelora_tensor *like, bool float32) {
   const bool wanted = returned->wanted & 1;
@@ -40,14 +40,14 @@ static moelora_tensor gradient(moelora_op_context *ctx, op_returned *returned,
              : nothing(ctx, MOELORA_F32);
 }
 
-/* Allocates gradients of factors: those of all A, then those of all B. */
+/* Allocates gradients of factors, first of all A, then of all B. */
 static moelora_lora factor_gradients(moelora_op_context *ctx, op_returned *returned,
                                      const moelora_lora *like, int32_t slices) {
   moelora_lora grads = {.num_slices = like->num_slices};
   for (int32_t of_b = 0; of_b < 2; of_b++) {
     const op_returned both = *returned;
     for (int32_t i = 0; i < slices; i++) {
-      *returned = both; /* a bit for all slices */
+      *returned = both; /* one bit for all slices */
       (of_b ? grads.b : grads.a)[i] =
           gradient(ctx, returned, of_b ? &like->b[i] : &like->a[i], both.float32);
     }
@@ -79,7 +79,7 @@ void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
   op_call_experts_backward(ctx, &op->args);
 }
 
-/* Overwrites gate_up, and so takes less memory than op_run_backward. */
+/* Overwrites gate_up, and therefore needs less memory than op_run_backward. */
 void op_run_backward_over(moelora_op_context *ctx, op_backward_args *op) {
   op->args.overwrites_gate_up = true;
   op_run_backward(ctx, op);

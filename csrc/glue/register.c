@@ -1,4 +1,4 @@
-/* Registers the operators of ops.inc with torch: a schema and a boxed function each, for both
+/* Registers the operators of ops.inc with torch: for each, a schema and a boxed function for both
  * devices. */
 #include <stdio.h>
 
@@ -74,8 +74,7 @@ static void write_schema(int op, char *to, size_t bytes) {
 #define UNPACK_FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
 #define UNPACK_FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
 
-/* unpack_<NAME>(ctx, stack, args): converts the arguments from torch into the fields of each row.
- */
+/* unpack_<NAME>(ctx, stack, args) converts torch's arguments to the fields that the rows name. */
 #define OP(NAME, ARGS, RUN)                                                                        \
   static void unpack_##NAME(moelora_op_context *ctx, const StableIValue *stack, ARGS *args) {
 #define ARG(KIND, ...) UNPACK_##KIND(__VA_ARGS__)
@@ -112,10 +111,10 @@ static boxed_function *const functions[NUM_OPS] = {
 };
 
 const char *moelora_register_ops(const char *name) {
-  /* torch keeps the operators as long as these handles live, i.e. forever. */
+  /* torch keeps the operators while these handles live, which are never deleted. */
   static TorchLibraryHandle definitions, cpu, cuda;
-  /* A second registration for meta tensors. Python shape functions, which support symbolic sizes,
-   * implement the Meta key of the operators themselves, and call these to validate. */
+  /* A second registration, for meta tensors. Python shape functions, which support symbolic sizes,
+   * implement the Meta key of the operators above, and call these to validate arguments. */
   static TorchLibraryHandle meta_definitions, meta;
   static char schema[2048];
   char name_meta[MOELORA_NAMESPACE_BYTES + sizeof "_meta"];
